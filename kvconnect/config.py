@@ -59,8 +59,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         salt: nothing that was kept under another salt is found.
         pin_quota: which part of host memory, and of the disk, one tenant's sessions may pin; 0 for none. All
             together may pin three quarters.
-        tenant_key: the key of ``kv_transfer_params`` that names a request's tenant; empty for its
-            ``cache_salt``.
+        peer_share: which part of ``cpu_bytes`` is for what is read from disk when peers fetch it; with 0 they
+            get nothing from there. Left out it is a sixteenth on a node with a disk that peers may ask.
+        tenant_key: the key of ``kv_transfer_params`` that names a tenant; empty for the ``cache_salt``.
     """
 
     cpu_bytes: Bound
@@ -78,6 +79,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     store_bytes: Size = 0
     salt: str = ""
     pin_quota: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
+    peer_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     tenant_key: str = ""
 
 
@@ -307,7 +309,11 @@ def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> Transfe
     known = TransferConfig.__struct_fields__
     given = {key: value for key, value in given.items() if value is not None or key not in known}
     read = read_struct(given, TransferConfig, "kv_transfer_config", Limits.__struct_fields__)
-    config = msgspec.structs.replace(read, kv_connector_extra_config=read.extra.derived())
+    extra, offload = read.extra.derived(), read.extra.offload
+    is_asked = read.is_producer and extra.engine != "none" and extra.has_slots
+    if is_asked and offload is not None and offload.disk_path and offload.peer_share is None:
+        extra = msgspec.structs.replace(extra, offload=msgspec.structs.replace(offload, peer_share=1 / 16))
+    config = msgspec.structs.replace(read, kv_connector_extra_config=extra)
     _check_combination(config)
     return config
 
@@ -342,10 +348,8 @@ def _check_combination(config: TransferConfig) -> None:
             "which no link is measured; accepted: path 'packed' or 'auto', with num_slots of at least 1"
         )
     if extra.lease_max_s < extra.lease_s:
-        raise ConfigError(
-            f"{where}.lease_max_s is {extra.lease_max_s}, it must be at least lease_s, "
-            f"which is {extra.lease_s}"
-        )
+        least = f"it must be at least lease_s, which is {extra.lease_s}"
+        raise ConfigError(f"{where}.lease_max_s is {extra.lease_max_s}, {least}")
     for name in ("warm_peers", "sources"):
         for address in getattr(extra, name):
             if split_address(address) is None:
@@ -371,22 +375,18 @@ def _check_offload(offload: OffloadConfig) -> None:
             "accepted: numbers above 0 that add up to at most 1"
         )
     for name, of in (("disk_bytes", "disk_path"), ("store_bytes", "store")):
-        if getattr(offload, name) and not getattr(offload, of):
+        if (value := getattr(offload, name)) and not getattr(offload, of):
             raise ConfigError(
-                f"{_OFFLOAD}.{name} is {getattr(offload, name)} and there is no {of}; accepted: both, or "
-                "neither"
+                f"{_OFFLOAD}.{name} is {value} and there is no {of}; accepted: both, or neither"
             )
     if offload.disk_path and offload.disk_bytes < _LEAST_DISK_BYTES:
-        raise ConfigError(
-            f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes}, with disk_path it must be at least "
-            f"{_LEAST_DISK_BYTES}"
-        )
+        least = f"with disk_path it must be at least {_LEAST_DISK_BYTES}"
+        raise ConfigError(f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes}, {least}")
     if offload.store and split_address(offload.store) is None:
         raise ConfigError(f"{_OFFLOAD}.store is {offload.store!r}, accepted: host:port, and '' for no store")
     if offload.store and not offload.store_metadata:
-        raise ConfigError(
-            f"{_OFFLOAD}.store_metadata is empty; accepted: P2PHANDSHAKE, or the address of a metadata server"
-        )
+        accepted = "accepted: P2PHANDSHAKE, or the address of a metadata server"
+        raise ConfigError(f"{_OFFLOAD}.store_metadata is empty; {accepted}")
 
 
 def _check_security(extra: ExtraConfig, where: str) -> None:

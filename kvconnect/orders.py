@@ -112,7 +112,7 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Find(msgspec.Struct, frozen=True):
-    """Ask a peer how many tokens of a prefix, at most ``max_tokens``, it keeps in host memory."""
+    """Ask a peer how many tokens of a prefix, at most ``max_tokens``, it keeps."""
 
     request_id: str
     engine_id: str
@@ -123,15 +123,18 @@ class Find(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What came of a ``Find``: the peer keeps ``num_tokens``, ``start_tokens`` included, or nothing: 0.
+    """What came of a ``Find``: the peer has ``num_tokens`` in host memory, ``start_tokens`` included, or 0.
 
-    ``seconds`` is how long the link takes for them, endless where that is not known. ``naming`` is that of a
-    peer which names KV otherwise, and ``error`` why it could not be asked.
+    ``seconds`` is how long the link takes for them, endless where that is not known; with its disk the peer
+    has ``disk_tokens``, which take ``disk_s``. ``naming`` is that of a peer which names KV otherwise, and
+    ``error`` why it could not be asked.
     """
 
     request_id: str
     num_tokens: int = 0
     seconds: float = 0.0
+    disk_tokens: int = 0
+    disk_s: float = 0.0
     naming: Naming | None = None
     error: str = ""
 

@@ -149,6 +149,7 @@ OFFLOAD = {
     "store_bytes": GIB,
     "salt": "tenant",
     "pin_quota": 0.5,
+    "peer_share": 0.125,
     "tenant_key": "tenant",
 }
 
@@ -163,6 +164,27 @@ def test_every_key_of_offload_is_read():
     assert offload is not None
     for name, value in OFFLOAD.items():
         assert getattr(offload, name) == (tuple(value) if name == "shares" else value), name
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_role": "kv_producer"}])
+def test_a_node_that_peers_may_ask_for_what_is_on_its_disk_lends_rows(changes):
+    offload = {"cpu_bytes": GIB, "disk_path": "/var/cache/kv", "disk_bytes": GIB}
+    given = {**with_offload(offload), **changes}
+    assert parse_kv_transfer_config(given).extra.offload.peer_share == 1 / 16
+    none = parse_kv_transfer_config({**with_offload({**offload, "peer_share": 0}), **changes})
+    assert none.extra.offload.peer_share == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra"),
+    [({"kv_role": "kv_consumer"}, {}), ({}, {"engine": "none"}), ({}, {"path": "direct"})],
+)
+def test_no_rows_are_lent_by_a_node_that_sends_none(changes, extra):
+    offload = {"cpu_bytes": GIB, "disk_path": "/var/cache/kv", "disk_bytes": GIB}
+    assert (
+        parse_kv_transfer_config({**with_offload(offload, **extra), **changes}).extra.offload.peer_share
+        is None
+    )
 
 
 def test_offload_needs_no_more_than_its_size():

@@ -80,6 +80,7 @@ class LowerTier(Protocol):
     ``removed``; if not, it must be asked by ``seek``. Jobs are numbers of the caller's choice; one of each
     kind may be used again once it was reported. To begin one that is under way raises ``LocalError``. A tier
     that can keep contents from making room has ``pin`` too: with group, hash, and whether it is pinned now.
+    One that can tell any thread at once of each of some contents whether it is there has ``has``.
     """
 
     name: str

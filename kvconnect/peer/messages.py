@@ -278,7 +278,7 @@ class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
 
 
 class FindPrefix(msgspec.Struct, frozen=True, array_like=True, tag="find"):
-    """D to P: how many tokens of this prefix, at most ``max_tokens``, do you keep in host memory?
+    """D to P: how many tokens of this prefix, at most ``max_tokens``, do you keep?
 
     Nothing is held by it. Answered by ``PrefixFound`` with the same number.
     """
@@ -289,14 +289,18 @@ class FindPrefix(msgspec.Struct, frozen=True, array_like=True, tag="find"):
 
 
 class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="found"):
-    """P to D: so many tokens, those not wanted included, or 0, perhaps with the reason.
+    """P to D: so many tokens are in host memory, those not wanted included, or 0, perhaps with the reason.
 
-    ``total_bytes`` are those of this rank that a fetch of them would move.
+    ``total_bytes`` are those of this rank that a fetch of them would move. ``disk_tokens`` and ``disk_bytes``
+    are the same with what is on disk, if that is more, and ``disk_s`` is how long that is read before.
     """
 
     number: Count
-    num_tokens: Count
-    total_bytes: Bytes
+    num_tokens: Count = 0
+    total_bytes: Bytes = 0
+    disk_tokens: Count = 0
+    disk_bytes: Bytes = 0
+    disk_s: float = 0.0
     error: str = ""
 
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.errors import PeerError
@@ -237,6 +239,14 @@ class PullRequests:
     def _pays(self, count: int, local_tokens: int, load_s: float) -> bool:
         return is_worth_it(count - local_tokens, local_tokens, load_s, self._rate.tokens_per_s)
 
+    def _better(self, found: Found, pull: _Pull) -> Found:
+        """What a source has in host memory or, if that saves more, all that it has with its disk."""
+        gain = found.disk_tokens - found.num_tokens
+        is_enough = self._pays(found.num_tokens - pull.computed, pull.local, found.seconds)
+        if gain <= 0 or (is_enough and not self._pays(gain, 0, found.disk_s - found.seconds)):
+            return found
+        return replace(found, num_tokens=found.disk_tokens, seconds=found.disk_s)
+
     def _ask(self, request: RequestView, pull: _Pull, computed: int, local: int, now: float) -> bool:
         """Ask the next source that may have something. Whether there is one, or another request asks it."""
         pull.computed, pull.local = computed, local
@@ -295,11 +305,11 @@ class PullRequests:
                 pull.left.insert(0, source)
         elif found.error:
             self._unanswered(found.request_id, pull, found.error, now)
-        elif found.num_tokens <= prefix.start_tokens:
+        elif max(found.num_tokens, found.disk_tokens) <= prefix.start_tokens:
             self._sources.miss(source, pull.key, now)
             self._drop(found.request_id, pull, MISSED)
         else:
-            pull.found = found
+            pull.found = self._better(found, pull)
 
     def _unanswered(self, request_id: str, pull: _Pull, reason: str, now: float) -> None:
         assert pull.asked is not None

@@ -99,10 +99,8 @@ class FetchService:
     @property
     def busy(self) -> bool:
         """Something is under way that wakes no thread, or a fetch waits for the device or its link."""
-        return self.sender.busy or any(
-            pending.fetch.prefix is not None or pending.handle in self._book.leases
-            for pending in self.pending.fetches
-        )
+        early = self.pending.fetches
+        return self.sender.busy or any(it.fetch.prefix or it.handle in self._book.leases for it in early)
 
     def begin(self, pending: PendingFetch, now: float) -> None:
         """Begin a fetch, leave it pending, or answer that it cannot be done."""
@@ -204,7 +202,9 @@ class FetchService:
 
     def _is_ready(self, early: PendingFetch) -> bool:
         is_calibrating = (early.link, _CALIBRATION) in self.sender.sendings
-        return not is_calibrating and (early.fetch.prefix is not None or self._source(early) is not None)
+        if early.fetch.prefix is not None:
+            return not is_calibrating and (early.lease is None or early.lease.is_computed())
+        return not is_calibrating and self._source(early) is not None
 
     def _source(self, early: PendingFetch) -> Lease | None:
         """What a fetch can be served from now: what is held, or a prefill that has its first chunk.
@@ -213,7 +213,7 @@ class FetchService:
             PeerError: what it names is not kept.
         """
         if early.fetch.prefix is not None:
-            return lease_by_name(self._local.kept, early.fetch, self._book.next_epoch())
+            return lease_by_name(self._local.kept, early, self._book.next_epoch())
         lease, inbound = self._book.get(early.fetch.handle), self._inbound_peers.get(early.link)
         if lease is None or lease.hold is not None:
             return lease if lease is not None and lease.is_computed() else None
@@ -357,8 +357,7 @@ class FetchService:
                 self._inbound_peers.send(sending.key[0], measured)
                 return
             inbound = self._inbound_peers.get(sending.key[0])
-            way = inbound.way if inbound is not None else None
-            if inbound is not None and way is not None and way.probe is outbox:
+            if inbound is not None and (way := inbound.way) is not None and way.probe is outbox:
                 way.found = found_by(way.probe, self._local, way.traffic, inbound.host, self._config.host)
                 way.calibrated(self._local, sending.error, self._metrics)
                 if not any(pending.link == sending.key[0] for pending in self.pending.fetches):

@@ -21,7 +21,7 @@ from kvconnect.worker.peers import PackedPath, Peers, RankLink
 
 logger = logging.getLogger(__name__)
 
-
+_Counts = tuple[int, float, int, float]
 _RATE_SHARE = 1 / 16
 """Of ``find_s``: how long an answer waits for the link's rate. One that pays is measured by then."""
 
@@ -106,7 +106,7 @@ class Finds:
             self._metrics.failures.labels("peer_message").inc()
             logger.warning("peer %s: %s", asked.peer, problem)
         error = problem or message.error
-        if error or message.num_tokens <= asked.order.prefix.start_tokens:
+        if error or max(message.num_tokens, message.disk_tokens) <= asked.order.prefix.start_tokens:
             self._end(message.number, error=error)
         else:
             asked.answer = message
@@ -143,18 +143,24 @@ class Finds:
         if not rate:
             logger.info("nothing is loaded by name from %s: its link is not measured", link.peer.address)
         # The ranks of a peer send at the same time, all of them to each of ours that fetches from them.
-        total_bytes = answer.total_bytes * len(link.peer.partners)
-        self._end(number, answer.num_tokens, total_bytes / rate if rate else math.inf, link.refusal)
+        num_ranks = len(link.peer.partners)
+        here_s, disk_s = (
+            total_bytes * num_ranks / rate if rate else math.inf
+            for total_bytes in (answer.total_bytes, answer.disk_bytes)
+        )
+        # What is on disk is read before any of it is sent.
+        counts = answer.num_tokens, here_s, answer.disk_tokens, disk_s + answer.disk_s
+        self._end(number, counts, link.refusal)
 
-    def _end(self, number: int, num_tokens: int = 0, seconds: float = 0.0, error: str = "") -> None:
-        request_id = self._asked.pop(number).order.request_id
-        self._found(Found(request_id, num_tokens, seconds, error=error))
+    def _end(self, number: int, found: _Counts = (0, 0.0, 0, 0.0), error: str = "") -> None:
+        self._found(Found(self._asked.pop(number).order.request_id, *found, error=error))
 
 
 def _problem(found: PrefixFound, prefix: Prefix, max_tokens: int) -> str:
     """Why an answer cannot be right, or nothing."""
     tokens = prefix.naming.tokens
     most = min(max_tokens, len(prefix.names) * tokens)
-    if found.num_tokens <= most and found.num_tokens % tokens == 0:
-        return ""
-    return f"it says that it keeps {found.num_tokens} tokens, of at most {most} by names of {tokens} each"
+    for count in (found.num_tokens, found.disk_tokens):
+        if count > most or count % tokens:
+            return f"it says that it keeps {count} tokens, of at most {most} by names of {tokens} each"
+    return "" if 0 <= found.disk_s < math.inf else f"it says that it reads its disk in {found.disk_s} s"

@@ -12,30 +12,45 @@ from typing import Protocol
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.orders import GroupBlocks, Naming, Prefix
+from kvconnect.pack.lanes import Column
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kept:
-    """The rows of a prefix, as blocks of ``KeptByName.table``; ``is_intact`` until one is written again."""
+    """The rows of a prefix, as blocks of ``KeptByName.table``; ``is_intact`` until one is written again.
+
+    What is being read from disk counts once ``is_ready``, if it is intact then. ``rows`` are by class the
+    rows, and the numbers of the jobs that fill them.
+    """
 
     groups: tuple[GroupBlocks, ...]
     is_intact: Callable[[], bool]
+    is_ready: Callable[[], bool] = lambda: True
+    rows: tuple[tuple[int, Column, Column], ...] = ()
+
+
+Stock = tuple[int, int, int, int, float]
+"""Tokens of a prefix in host memory, ``start_tokens`` included, and bytes of what is wanted: 0 for none.
+
+Then the same with what can be read from disk now, if that is more, and how long that takes.
+"""
 
 
 class KeptByName(Protocol):
-    """The rows of host memory of one rank. The transfer thread asks, while the rows change."""
+    """The rows of host memory of one rank, and its disk. The transfer thread asks, while the rows change."""
 
     naming: Naming
     table: RegionTable
     """Rows as kernel blocks, which ``Kept.groups`` number as it suits; block 0 is none, and no memory."""
 
-    def find(self, prefix: Prefix, max_tokens: int) -> tuple[int, int]:
-        """Tokens of a prefix that are kept, ``prefix.start_tokens`` included, and bytes of what is wanted.
-
-        0 and 0 for none. Of other names than ours nothing is kept.
-        """
+    def find(self, prefix: Prefix, max_tokens: int) -> Stock:
+        """What is kept of a prefix. Of other names than ours nothing is."""
         ...
 
     def hold(self, prefix: Prefix, num_tokens: int) -> Kept | None:
-        """The rows of the first ``num_tokens``; None: not all that such a hit needs is kept any more."""
+        """The rows of the first ``num_tokens``, those that are on disk alone being read from now on.
+
+        None: not all that such a hit needs is kept any more. Raises ``PeerError``: there are no rows to read
+        it into.
+        """
         ...

@@ -13,6 +13,7 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks, Hold, Progress
+from kvconnect.worker.kept import Kept
 
 Consumer = tuple[str, str, int]
 """Who fetches: engine id, incarnation, rank."""
@@ -33,7 +34,8 @@ class Lease:
     which may be moved as far as ``last_until``, and not before ``busy_until``, since a library that could not
     prove that it stopped may read the blocks until then. ``renewers`` are the connections over which a peer
     renewed it. ``revoked`` states why it is given up before its time. What was sent counts while it
-    ``is_intact``; the last ``replay`` tokens are computed again by who fetches.
+    ``is_intact``; the last ``replay`` tokens are computed again by who fetches. ``kept`` are the
+    rows of one by name.
     """
 
     handle: str
@@ -57,6 +59,7 @@ class Lease:
     revoked: str = ""
     replay: int = 1
     is_intact: Callable[[], bool] = lambda: True
+    kept: Kept | None = None
 
     def __str__(self) -> str:
         return f"request {self.hold.request_id}" if self.hold is not None else "an unfinished prefill"

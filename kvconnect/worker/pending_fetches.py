@@ -20,7 +20,7 @@ from kvconnect.peer.messages import OTHER_PROMPT, Fetch
 from kvconnect.plan.chunks import Chunker
 from kvconnect.scheduler.handles import epoch_of
 from kvconnect.scheduler.params import announced_id
-from kvconnect.worker.leases import Consumer, TransferKey
+from kvconnect.worker.leases import Consumer, Lease, TransferKey
 
 _LONGEST_FETCH_S = 3600.0
 _FEW_CHUNKS = 256
@@ -28,14 +28,18 @@ _CHUNKS_PER_SLOT = 4
 """More than honest peers need: they fill slots to half at least, but for the last of a part."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingFetch:
-    """A fetch that may have to wait; ``has_waited`` once its peer knows that, and has its slots back."""
+    """A fetch that may have to wait; ``has_waited`` once its peer knows that, and has its slots back.
+
+    ``lease`` is what one by name is served from.
+    """
 
     link: str
     fetch: Fetch
     received_at: float
     has_waited: bool = False
+    lease: Lease | None = None
 
     @property
     def handle(self) -> str:

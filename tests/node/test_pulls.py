@@ -19,11 +19,13 @@ SLOW_BYTES_PER_S = 1e5
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def node(*sources: Keeper, keeps: bool = True, role: str = "kv_both", **options) -> Keeper:
+def node(
+    *sources: Keeper, keeps: bool = True, role: str = "kv_both", cpu_bytes: int = 64 << 20, **options
+) -> Keeper:
     """A node that asks others, and keeps what it computes."""
     extra = {"engine": "memory", "insecure": True, "slot_bytes": 64 << 10}
     extra["sources"] = [address(source) for source in sources]
-    extra["offload"] = {"cpu_bytes": 64 << 20} if keeps else None
+    extra["offload"] = {"cpu_bytes": cpu_bytes} if keeps else None
     config = {"kv_role": role, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
     if keeps:
         return make_keeper(json.dumps(config), **options)
@@ -284,3 +286,23 @@ def test_the_timeline_has_what_came_of_it():
         pulled(target)
         records = target.engine.worker.transfer._metrics.timeline.records()
         assert [record[5] for record in records if record[1] == f"{Moment.PULL}loaded"] == [288]
+
+
+def test_what_the_device_has_kept_longer_is_in_host_memory_again_once_it_is_used():
+    """So that no peer need ask for what the device has."""
+    first, others = make_prompt(300, seed=1), [make_prompt(300, seed=seed) for seed in range(2, 6)]
+    probe = node()
+    row_bytes = probe.engine.worker.offload.plan.classes[0].row_bytes
+    probe.close()
+    source = node(cpu_bytes=40 * row_bytes, enable_prefix_caching=True)
+    with closing(source):
+        index = source.engine.scheduler.transfers.hooks.offload.host.index
+        source.ask(first)
+        ours = [row for row in index.classes[0].hash if row]
+        assert index.lookup(0, ours) == len(ours) >= 18
+        for prompt in others:
+            source.ask(prompt)
+        assert index.lookup(0, ours) == 0, "host memory has lost it"
+        source.ask([*first, 7])
+        assert source.cached == 288, "the device has it"
+        assert index.lookup(0, ours[:18]) == 18

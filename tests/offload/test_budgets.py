@@ -28,14 +28,16 @@ def wishes(draw):
     return draw(st.integers(0, 1 << 20)), row_bytes, {group: w / whole for group, w in weights.items()}
 
 
-@given(wishes())
-def test_rows_lie_in_the_memory_and_nowhere_twice(wish):
+@given(wishes(), st.sampled_from([0.0, 1 / 16, 0.3, 0.75]))
+def test_rows_lie_in_the_memory_and_nowhere_twice(wish, lent_share):
     cpu_bytes, row_bytes, shares = wish
+    own = 1 - Fraction(lent_share)
     try:
-        plan = plan_arena(cpu_bytes, row_bytes, shares)
+        plan = plan_arena(cpu_bytes, row_bytes, shares, lent_share=lent_share)
     except ConfigError:
         smallest = {
-            group: cpu_bytes * shares[group] // aligned_row_bytes(row_bytes[group]) for group in shares
+            group: cpu_bytes * own * Fraction(shares[group]) // aligned_row_bytes(row_bytes[group])
+            for group in shares
         }
         assert min(smallest.values()) < 1
         return
@@ -46,8 +48,8 @@ def test_rows_lie_in_the_memory_and_nowhere_twice(wish):
         rows = plan.row_class(group)
         assert row_bytes[group] <= rows.row_bytes < row_bytes[group] + 64
         part = Fraction(shares[group]) / max(1, sum(map(Fraction, shares.values())))
-        assert plan.limits[group] == int(cpu_bytes * part / rows.row_bytes)
-        for row in range(rows.num_rows):
+        assert plan.limits[group] == int(cpu_bytes * part * own / rows.row_bytes)
+        for row in range(rows.num_all):
             offset = plan.offset_bytes(group, row)
             assert offset % 64 == 0
             assert 0 <= offset <= plan.length_bytes - rows.row_bytes
@@ -56,6 +58,9 @@ def test_rows_lie_in_the_memory_and_nowhere_twice(wish):
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(ends))
     for index, rows in enumerate(plan.classes):
         assert rows.num_rows == sum(plan.limits[group] for group in plan.groups_of(index))
+        assert abs(rows.num_lent - rows.num_rows * lent_share / own) <= len(row_bytes) * (
+            1 + lent_share / own
+        )
 
 
 def test_groups_with_equal_rows_share_a_class():

@@ -41,8 +41,8 @@ def content(table, group, name):
 class Named:
     """A rig whose rows have names, and a model of it: which name is where, as far as it is certain."""
 
-    def __init__(self, *tiers, drafts=()):
-        self.rig = Rig(*tiers)
+    def __init__(self, *tiers, drafts=(), **settings):
+        self.rig = Rig(*tiers, **settings)
         self.config = caches()[0]
         self.needs = HitRequirements.of(self.config.groups, (0, 1, 2), 8, drafts)
         self.rig.worker.name_rows(NAMING, self.needs)
@@ -110,7 +110,7 @@ class Named:
     def check(self, prompt, most, start=0):
         """What is found is as long as by hand, and holds the bytes of its names."""
         prefix = Prefix(NAMING, start, names(prompt))
-        num_tokens, total_bytes = self.rows.find(prefix, most)
+        num_tokens, total_bytes, *_ = self.rows.find(prefix, most)
         assert num_tokens == self.found_by_hand(prompt, most, start)
         if not num_tokens:
             assert total_bytes == 0
@@ -166,14 +166,14 @@ def test_what_was_stored_is_found_by_its_names(named):
     for start in (4, 8, 20, 36, 40, 44):
         named.check("aaaaaa", 100, start)
     assert named.rows.find(Prefix(NAMING, 0, names("aabbbb")), 100)[0] == 16
-    assert named.rows.find(Prefix(NAMING, 0, names("bbbbbb")), 100) == (0, 0)
+    assert named.rows.find(Prefix(NAMING, 0, names("bbbbbb")), 100) == (0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("naming", [Naming("test", 8), Naming("other", 4)])
 def test_nothing_is_kept_under_names_that_are_made_otherwise(named, naming):
     keep(named, "aaaaaa")
     prefix = Prefix(naming, 0, names("aaaaaa"))
-    assert named.rows.find(prefix, 48) == (0, 0)
+    assert named.rows.find(prefix, 48) == (0, 0, 0, 0, 0)
     assert named.rows.hold(prefix, 8) is None
 
 
@@ -184,7 +184,7 @@ def test_no_more_is_held_than_what_is_named_and_wanted(named, start, num_tokens)
     keep(named, "aaaaaa")
     assert named.rows.hold(Prefix(NAMING, start, names("aaaaaa")), num_tokens) is None
     assert named.rows.hold(Prefix(NAMING, 0, ()), num_tokens) is None
-    assert named.rows.find(Prefix(NAMING, start, ()), num_tokens) == (0, 0)
+    assert named.rows.find(Prefix(NAMING, start, ()), num_tokens) == (0, 0, 0, 0, 0)
 
 
 def test_a_prefix_is_held_where_a_peer_cuts_it_shorter(named):

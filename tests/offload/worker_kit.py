@@ -173,6 +173,9 @@ class Double:
     def read(self, job, rows):
         self._do(lambda mood: self._read(job, rows, mood), rows)
 
+    def has(self, contents):
+        return [content in self.kept for content in contents]
+
     def seek(self, job, contents):
         self._do(lambda mood: self._seek(job, contents, mood), ())
 

@@ -82,7 +82,7 @@ class SimTiers(OffloadWorker):
         self._own_loop = loop = SimLoop(worker, copier, arena, self)
         self._copier, self._loop = copier, loop  # type: ignore[assignment]
         self._jobs.on_results(worker.node.wake)
-        self._jobs.names = NamedRows(naming, requirements, memory.table, arena)
+        self._jobs.names = NamedRows(naming, requirements, memory.table, arena, self._jobs)
 
     def carry_out(self, orders: OffloadOrders) -> None:
         """A step's orders: after all that the device was given before it, and before its kernels."""

@@ -38,7 +38,7 @@ class Keeper:
         self.jobs = Jobs(0)
         self.jobs.class_of = plan.class_of
         arena = self.copier._arena
-        self.rows = self.jobs.names = NamedRows(self.naming, needs, self.cache.table, arena)
+        self.rows = self.jobs.names = NamedRows(self.naming, needs, self.cache.table, arena, self.jobs)
         # Those of one class are of several groups.
         self._free = [itertools.count() for _ in plan.classes]
         self._numbers = itertools.count()

@@ -43,7 +43,7 @@ class KeepingPair(Pair):
                 if self.rate is not None:
                     self.tell(Transport("tcp", bytes_per_s=self.rate))
                 if self.answer is not None:
-                    self.tell(m.PrefixFound(number, *self.answer))
+                    self.tell(m.PrefixFound(number, *self.answer[:2], error=self.answer[2]))
                 return []
             case m.Fetch(prefix=Prefix()):
                 return [msgspec.structs.replace(message, prefix=None, handle="handle-kept")]

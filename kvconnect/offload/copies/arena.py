@@ -82,9 +82,9 @@ class RowArena:
     def addresses(self, group: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where rows of a group begin. Raises ``LocalError``: one of them does not exist."""
         found = self.plan.row_class(group)
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < found.num_rows:
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < found.num_all:
             raise LocalError(
-                f"cache group {group} has rows 0 to {found.num_rows - 1}; asked for are {int(rows.min())} to "
+                f"cache group {group} has rows 0 to {found.num_all - 1}; asked for are {int(rows.min())} to "
                 f"{int(rows.max())}"
             )
         return self.address + found.offset_bytes + rows * found.row_bytes

@@ -137,7 +137,7 @@ def row_table(table: RegionTable, arena: RowArena) -> tuple[RegionTable, dict[in
         at = pages[group] = RowPages(
             sum(region.page_bytes for region in mine) * ratio, rows.row_bytes // stride, step, ratio
         )
-        num_blocks = int(at.ids(np.array([rows.num_rows - 1])).max()) + 1
+        num_blocks = int(at.ids(np.array([rows.num_all - 1])).max()) + 1
         address = arena.address + rows.offset_bytes - rows.row_bytes
         for region in mine:
             changes = {"address": address, "num_blocks": num_blocks, "block_stride": stride}

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,9 +136,11 @@ class DiskTier:
     def seek(self, job: int, contents: Sequence[Content]) -> None:
         self._tracker.open("found", job, len(contents))
         if contents:
-            there = self._catalog.has(contents)
-            found = [content for content, is_there in zip(contents, there, strict=True) if is_there]
+            found = list(compress(contents, self.has(contents)))
             self._tracker.settle("found", job, len(contents), found)
+
+    def has(self, contents: Sequence[Content]) -> Sequence[bool]:
+        return [kept is not None for kept in self._catalog.has(contents)]
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
         self._catalog.pin(pins)

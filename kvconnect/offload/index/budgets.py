@@ -26,15 +26,23 @@ _SETTING = "kv_connector_extra_config.offload"
 
 
 class RowClass(msgspec.Struct, frozen=True):
-    """Rows of one length, side by side from ``offset_bytes`` of the arena on."""
+    """Rows of one length, side by side from ``offset_bytes`` of the arena on.
+
+    No order names the ``num_lent`` behind the others: a worker reads into them what peers want of its disk.
+    """
 
     row_bytes: int
     num_rows: int
     offset_bytes: int
+    num_lent: int = 0
+
+    @property
+    def num_all(self) -> int:
+        return self.num_rows + self.num_lent
 
     @property
     def end_bytes(self) -> int:
-        return self.offset_bytes + self.num_rows * self.row_bytes
+        return self.offset_bytes + self.num_all * self.row_bytes
 
 
 class ArenaPlan(msgspec.Struct, frozen=True):
@@ -65,10 +73,8 @@ class ArenaPlan(msgspec.Struct, frozen=True):
     def offset_bytes(self, group: int, row: int) -> int:
         """Where a row begins in the arena. Raises ``LocalError``: there is no such row."""
         rows = self.row_class(group)
-        if not 0 <= row < rows.num_rows:
-            raise LocalError(
-                f"cache group {group} has rows 0 to {rows.num_rows - 1}, row {row} was asked for"
-            )
+        if not 0 <= row < rows.num_all:
+            raise LocalError(f"cache group {group} has rows 0 to {rows.num_all - 1}, row {row} was asked for")
         return rows.offset_bytes + row * rows.row_bytes
 
 
@@ -81,11 +87,12 @@ def plan_arena(
     row_bytes: Mapping[int, int],
     shares: Mapping[int, float],
     least_rows: Mapping[int, int] = MappingProxyType({}),
+    lent_share: float = 0.0,
 ) -> ArenaPlan:
     """Divide ``cpu_bytes`` among cache groups, in whole rows of what one block holds.
 
-    Shares of the memory that add up to more than 1 are scaled down. ``least_rows`` are those without which a
-    group is useless, 1 for a group that is left out.
+    Of every group's memory ``lent_share`` is lent. Shares that add up to more than 1 are scaled down.
+    ``least_rows`` are those without which a group is useless, 1 for a group that is left out.
 
     Raises:
         ConfigError: a group would get fewer; the message states what suffices.
@@ -95,7 +102,8 @@ def plan_arena(
         raise LocalError(f"rows are given for cache groups {sorted(row_bytes)}, shares for {sorted(shares)}")
     whole = max(Fraction(1), sum((Fraction(share) for share in shares.values()), Fraction(0)))
     lengths = {group: aligned_row_bytes(row_bytes[group]) for group in sorted(row_bytes)}
-    parts = {group: Fraction(shares[group]) / whole for group in lengths}
+    lent = Fraction(lent_share)
+    parts = {group: Fraction(shares[group]) / whole * (1 - lent) for group in lengths}
     needed = {group: max(1, least_rows.get(group, 1)) for group in lengths}
     for group, part in parts.items():
         if not part:
@@ -115,8 +123,10 @@ def plan_arena(
     class_of = {group: distinct.index(length) for group, length in lengths.items()}
     classes: list[RowClass] = []
     for index, length in enumerate(distinct):
-        rows = sum(limits[group] for group, own in class_of.items() if own == index)
-        classes.append(RowClass(length, rows, classes[-1].end_bytes if classes else 0))
+        mine = [group for group, own in class_of.items() if own == index]
+        num_lent = int(cpu_bytes * sum(parts[group] for group in mine) * lent / (1 - lent)) // length
+        offset = classes[-1].end_bytes if classes else 0
+        classes.append(RowClass(length, sum(limits[group] for group in mine), offset, num_lent))
     return ArenaPlan(tuple(classes), class_of, limits, classes[-1].end_bytes)
 
 
@@ -136,7 +146,7 @@ def plan_for(
         )
     else:
         shares = {group: config.shares[group] for group in row_bytes}
-    return plan_arena(config.cpu_bytes, row_bytes, shares, least_rows)
+    return plan_arena(config.cpu_bytes, row_bytes, shares, least_rows, config.peer_share or 0.0)
 
 
 def usual_shares(

@@ -148,11 +148,11 @@ class OffloadWorker:
 
     def name_rows(self, naming: Naming, requirements: HitRequirements) -> None:
         """Have rows found by name, where rows of this cache can be sent to peers. Before any orders."""
-        self._registered()
+        _, loop = self._registered()
         try:
             if not self._arena.is_mapped:
                 raise LayoutError("the device does not reach host memory at its own addresses")
-            self._jobs.names = NamedRows(naming, requirements, self._table, self._arena)
+            self._jobs.names = NamedRows(naming, requirements, self._table, self._arena, self._jobs, loop)
         except (LayoutError, EngineError) as error:
             logger.warning("nothing is sent to peers that ask by name: %s", error)
 

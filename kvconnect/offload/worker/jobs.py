@@ -14,9 +14,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, RowCopies, TierChange
+
+if TYPE_CHECKING:
+    from kvconnect.offload.worker.named_rows import NamedRows
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +48,15 @@ _FILLS = (Report.STORED, Report.FETCHED)
 
 @dataclass(eq=False)
 class Job:
-    """``key`` is the scheduler half's name of it: a number, or the request of a restore. ``hashes`` are its
-    contents, ``owed`` the reports to come, in order. ``named`` are the contents of ``copies``: all but those
-    ``refused``, whose row a job that was given up may still touch. Where everything was cleared since,
-    ``is_void`` is set. ``num_writing`` tiers are to answer yet that they do not read its rows any more.
-    ``footers`` are those of contents, if any.
+    """``key`` is the scheduler half's name of it: a number, or the request of a restore; None where that half
+    has not ordered it. ``hashes`` are its contents, ``owed`` the reports to come, in order. ``named`` are the
+    contents of ``copies``: all but those ``refused``, whose row a job that was given up may still touch.
+    Where everything was cleared since, ``is_void`` is set. ``num_writing`` tiers are to answer yet that they
+    do not read its rows any more. ``footers`` are those of contents, if any.
     """
 
     number: int
-    key: int | str
+    key: int | str | None
     hashes: tuple[bytes, ...]
     owed: tuple[Report, ...]
     copies: RowCopies
@@ -101,7 +104,7 @@ class Jobs:
         self._wake = wake
 
     def open(
-        self, key: int | str, hashes: tuple[bytes, ...], *owed: Report, copies: RowCopies = NO_COPIES
+        self, key: int | str | None, hashes: tuple[bytes, ...], *owed: Report, copies: RowCopies = NO_COPIES
     ) -> Job:
         """A job begins. Rows are held before the job that had them is reported: held ones are seen here."""
         job = Job(next(self._numbers), key, hashes, owed, copies, self.class_of.get(copies.group, -1), hashes)
@@ -132,6 +135,8 @@ class Jobs:
 
     def fail(self, job: Job, error: str) -> None:
         """Nothing comes of what a job owes yet."""
+        if self.names is not None and job.key is None:
+            self.names.fill(job, job.hashes)
         with self._lock:
             is_new = bool(job.owed)
             while job.owed:
@@ -151,7 +156,7 @@ class Jobs:
             self._received.append(job.key)
             if error:
                 self._failed[job.key] = error
-        else:
+        elif job.key is not None:
             self._named[report][job.key] = named
         if not job.owed:
             del self._open[job.number]
@@ -176,10 +181,10 @@ class Jobs:
         with self._lock:
             self._changes.clear()
 
-    def forget_names(self) -> None:
+    def forget_names(self, *, only_lent: bool = False) -> None:
         """Of what rows hold, or will once a job under way is done, nothing is named to peers any more."""
         if self.names is not None:
-            self.names.forget()
+            self.names.forget(only_lent=only_lent)
 
     def cleared(self) -> None:
         """An order to clear was carried out: what changes from now on is of what came after it."""

@@ -2,33 +2,40 @@
 
 A row holds what the job that took it last has put there, once that job succeeded: from the moment it is taken
 until then, whatever may write it late, it has no name. Nothing is locked. The thread that gives the device
-its steps notes which job has a row, that of the tiers what rows hold, and who reads compares the two.
+its steps notes which job has a row, that of the tiers what rows hold, and who reads compares the two. Of the
+lent rows, into which disk is read for peers, the thread that serves these notes both.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, PeerError
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.rows import row_table
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
-from kvconnect.offload.tier import Content
-from kvconnect.orders import GroupBlocks, Naming, Prefix
+from kvconnect.offload.tier import DISK, Content
+from kvconnect.offload.worker.jobs import Job, Jobs, Report
+from kvconnect.orders import GroupBlocks, Naming, Prefix, RowCopies
 from kvconnect.pack.lanes import Column
-from kvconnect.worker.kept import Kept
+from kvconnect.worker.kept import Kept, Stock
 
 if TYPE_CHECKING:
-    from kvconnect.offload.worker.jobs import Job
+    from kvconnect.offload.worker.tier_loop import TierLoop
 
 _Place = tuple[int, int]
 """A row of a group's class, and the number of the job that put a content there."""
+_NOWHERE = -1, -1
+_Needed = tuple[HitGroup, tuple[range, ...], list[bytes]]
+_Lent = tuple[int, tuple[bytes, ...], tuple[int, ...]]
+_FIRST_LOOK, _PROBE_ROWS = 16, 8
 
 
 class NamedRows:
@@ -36,6 +43,7 @@ class NamedRows:
 
     Args:
         table: the blocks on the device that the rows are copies of.
+        loop: reads from disk, where rows are lent for that.
 
     Raises:
         LayoutError: rows of this cache are no region table.
@@ -43,7 +51,13 @@ class NamedRows:
     """
 
     def __init__(
-        self, naming: Naming, requirements: HitRequirements, table: RegionTable, arena: RowArena
+        self,
+        naming: Naming,
+        requirements: HitRequirements,
+        table: RegionTable,
+        arena: RowArena,
+        jobs: Jobs,
+        loop: TierLoop | None = None,
     ) -> None:
         for group in requirements.groups:
             if group.block_tokens % naming.tokens:
@@ -56,10 +70,13 @@ class NamedRows:
         self.table, self._pages = row_table(table, arena)
         self._requirements = requirements
         plan = arena.plan
-        self._class_of = plan.class_of
+        self._plan, self._jobs, self._loop = plan, jobs, loop
+        self._reading: dict[int, Job] = {}
+        # What fetches have: no longer than they have it.
+        self._kept: WeakSet[Kept] = WeakSet()
         # By class the job that took each row last, and what that row was named; by group, where each name is.
-        self._taken = [np.zeros(rows.num_rows, dtype=np.int64) for rows in plan.classes]
-        self._contents: list[list[Content | None]] = [[None] * rows.num_rows for rows in plan.classes]
+        self._taken = [np.zeros(rows.num_all, dtype=np.int64) for rows in plan.classes]
+        self._contents: list[list[Content | None]] = [[None] * rows.num_all for rows in plan.classes]
         self._places: dict[int, dict[bytes, _Place]] = {group: {} for group in plan.groups}
 
     # What happens to rows
@@ -70,80 +87,176 @@ class NamedRows:
             # An order for a row that does not exist fails where it is copied.
             np.put(self._taken[job.row_class], job.copies.rows, job.number, mode="clip")
 
-    def forget(self) -> None:
-        """No row has a name any more, nor will what was taken before. By the thread that takes rows."""
-        for taken in self._taken:
-            taken.fill(0)
+    def forget(self, *, only_lent: bool = False) -> None:
+        """No row, or none that is lent, has a name any more, nor will what was taken before."""
+        for taken, rows in zip(self._taken, self._plan.classes, strict=True):
+            taken[rows.num_rows * only_lent :] = 0
 
-    def fill(self, job: Job, failed: Collection[bytes]) -> None:
-        """The rows of a job hold what it names, but for what ``failed``. By one thread."""
-        contents, group, wrong = self._contents[job.row_class], job.copies.group, set(failed)
+    def fill(self, job: Job, failed: Collection[bytes] = ()) -> None:
+        """The rows of a job hold what it names, or are about to, but for what ``failed``."""
+        contents, taken = self._contents[job.row_class], self._taken[job.row_class]
+        group, wrong = job.copies.group, set(failed)
         for name, row in zip(job.named, job.copies.rows, strict=True):
             if name in wrong:
+                # Who counts on a row that was to be read sees it.
+                taken[row] *= taken[row] != job.number
                 continue
             former = contents[row]
-            if former is not None and self._places[former[0]].get(former[1], (-1, 0))[0] == row:
-                del self._places[former[0]][former[1]]
+            if (
+                former not in (None, (group, name))
+                and self._places[former[0]].get(former[1], _NOWHERE)[0] == row
+            ):
+                self._places[former[0]].pop(former[1], None)
             contents[row] = group, name
             self._places[group][name] = row, job.number
 
-    # What peers ask, by any thread
+    # What peers ask, by the thread that serves them
 
-    def find(self, prefix: Prefix, max_tokens: int) -> tuple[int, int]:
+    def find(self, prefix: Prefix, max_tokens: int) -> Stock:
         """See ``KeptByName``."""
-        needs, start_tokens = self._requirements, prefix.start_tokens
-        if prefix.naming != self.naming:
-            return 0, 0
-
-        def run(group: HitGroup, first: int, end: int) -> int:
-            places = map(self._places[group.group].get, self._names(prefix, group, range(first, end)))
-            known = self._are_current(group.group, tuple(itertools.takewhile(bool, places)))
-            return len(known) if known.all() else int(known.argmin())
-
-        def known(group: HitGroup, first: int, end: int) -> Sequence[bool]:
-            places = map(self._places[group.group].get, self._names(prefix, group, range(first, end)))
-            found: list[bool] = self._are_current(group.group, tuple(places)).tolist()
+        plan, loop, here = self._plan, self._loop, self._hit(prefix, max_tokens)
+        found = here, self._length_bytes(self._needed(prefix, here)), 0, 0, 0.0
+        if loop is None:
             return found
-
-        named_tokens = len(prefix.names) * self.naming.tokens
-        limit = min(max_tokens + needs.ahead_tokens, named_tokens)
-        num_tokens, _ = needs.hit(start_tokens, limit, run, known)
-        if num_tokens <= start_tokens:
-            return 0, 0
-        total_bytes = sum(
-            self._pages[group.group].content_bytes * sum(map(len, group.needed(num_tokens, start_tokens)))
-            for group in needs.groups
+        # Beyond what is here, as much as there is room for; groups that share rows have equal parts of it.
+        sharing = ((group, plan.class_of[group.group]) for group in self._requirements.whole)
+        room = (
+            plan.classes[index].num_lent // len(plan.groups_of(index)) * group.block_tokens
+            for group, index in sharing
         )
-        return num_tokens, total_bytes
+        most = max(here, prefix.start_tokens) + min(room, default=max_tokens)
+        there = self._hit(prefix, min(max_tokens, most), from_disk=True)
+        needed = self._needed(prefix, there)
+        lent = self._lend(needed)
+        if there <= here or lent is None:
+            return found
+        if not (rate := loop.work.disk_bytes_per_s):
+            # A little of it shows how fast the rest is read.
+            if not any(job.owed for job in self._reading.values()):
+                self._read(lent, _PROBE_ROWS)
+            return found
+        read_bytes = sum(len(rows) * plan.row_class(group).row_bytes for group, _, rows in lent)
+        return (*found[:2], there, self._length_bytes(needed), read_bytes / rate)
 
     def hold(self, prefix: Prefix, num_tokens: int) -> Kept | None:
         """See ``KeptByName``."""
-        needs, named_tokens = self._requirements, len(prefix.names) * self.naming.tokens
+        named_tokens = len(prefix.names) * self.naming.tokens
         if prefix.naming != self.naming or not prefix.start_tokens < num_tokens <= named_tokens:
             return None
-        held, groups = [], []
-        for group in needs.groups:
-            if group.is_state and num_tokens % group.block_tokens:
+        needed = self._needed(prefix, num_tokens)
+        for group, parts, names in needed:
+            if (group.is_state and num_tokens % group.block_tokens) or len(names) < sum(map(len, parts)):
                 return None
-            parts = group.needed(num_tokens, prefix.start_tokens)
-            names = [name for part in parts for name in self._names(prefix, group, part)]
-            places = [place for place in map(self._places[group.group].get, names) if place is not None]
-            if len(places) < sum(map(len, parts)):
+            if not self._known(group.group, names, from_disk=True).all():
                 return None
-            rows, numbers = _columns(places)
-            held.append((self._taken[self._class_of[group.group]], rows, numbers))
+        if (lent := self._lend(needed)) is None:
+            raise PeerError("the rows into which this node reads what peers fetch from its disk are in use")
+        self._read(lent)
+        held, groups, jobs = [], [], set[Job]()
+        for group, parts, names in needed:
+            rows, numbers = self._find(group.group, names)
+            held.append((self._plan.class_of[group.group], rows, numbers))
             groups.append(self._blocks(group, parts, rows))
-        is_intact = partial(_are_untaken, held)
-        return Kept(tuple(groups), is_intact) if is_intact() else None
+            jobs.update(self._reading[number] for number in self._reading.keys() & set(numbers.tolist()))
+        is_intact = partial(_are_untaken, self._taken, held)
+        kept = Kept(tuple(groups), is_intact, lambda: not any(job.owed for job in jobs), tuple(held))
+        self._kept.add(kept)
+        return kept if is_intact() else None
+
+    def _hit(self, prefix: Prefix, max_tokens: int, *, from_disk: bool = False) -> int:
+        """The longest hit, 0 for none."""
+        needs, start_tokens = self._requirements, prefix.start_tokens
+        if prefix.naming != self.naming:
+            return 0
+
+        def run(group: HitGroup, first: int, end: int) -> int:
+            at, length = first, _FIRST_LOOK
+            while at < end:
+                flags = known(group, at, min(at + length, end))
+                if not all(flags) or not flags:
+                    return at - first + [*flags, False].index(False)
+                at, length = at + len(flags), 8 * length
+            return at - first
+
+        def known(group: HitGroup, first: int, end: int) -> list[bool]:
+            names = self._names(prefix, group, range(first, end))
+            flags: list[bool] = self._known(group.group, names, from_disk=from_disk).tolist()
+            return flags
+
+        limit = min(max_tokens + needs.ahead_tokens, len(prefix.names) * self.naming.tokens)
+        num_tokens, _ = needs.hit(start_tokens, limit, run, known)
+        return num_tokens if num_tokens > start_tokens else 0
+
+    def _find(self, group: int, names: Sequence[bytes]) -> tuple[Column, Column]:
+        """Of each content the row that has it, or had it, and the job that put it there."""
+        places = [self._places[group].get(name, _NOWHERE) for name in names]
+        rows, numbers = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        return rows, numbers
+
+    def _known(self, group: int, names: Sequence[bytes], *, from_disk: bool = False) -> Column:
+        """Of each content whether a row has it, or is about to; with ``from_disk`` whether that has it."""
+        rows, numbers = self._find(group, names)
+        known: Column = self._taken[self._plan.class_of[group]][rows] == numbers
+        (absent,) = np.nonzero(~known)
+        if from_disk and self._loop is not None and len(absent):
+            known[absent] = self._loop.work.on_disk([(group, names[at]) for at in absent.tolist()])
+        return known
+
+    def _needed(self, prefix: Prefix, num_tokens: int) -> list[_Needed]:
+        """By group the positions that a hit needs, and their names as far as there are any."""
+        found = []
+        for group in self._requirements.groups:
+            parts = group.needed(num_tokens, prefix.start_tokens) if num_tokens else ()
+            found.append(
+                (group, parts, [name for part in parts for name in self._names(prefix, group, part)])
+            )
+        return found
+
+    def _length_bytes(self, needed: Sequence[_Needed]) -> int:
+        return sum(
+            self._pages[group.group].content_bytes * sum(map(len, parts)) for group, parts, _ in needed
+        )
+
+    def _lend(self, needed: Sequence[_Needed]) -> list[_Lent] | None:
+        """By group the contents that no row has, and lent rows for them; None: too few are free.
+
+        Nothing writes to these rows, and no fetch reads them; they are those that were taken longest ago.
+        """
+        is_free = [np.arange(rows.num_all) >= rows.num_rows for rows in self._plan.classes]
+        writing = [row for job in self._reading.values() if job.owed for row in job.rows]
+        for index, row in (*writing, *list(self._jobs.held)):
+            is_free[index][row] = False
+        for index, rows, _ in (rows for kept in self._kept for rows in kept.rows):
+            is_free[index][rows] = False
+        absent: list[tuple[int, int, list[bytes]]] = []
+        for group, _, names in needed:
+            index, known = self._plan.class_of[group.group], self._known(group.group, names)
+            is_free[index][self._find(group.group, names)[0][known]] = False
+            absent.append((group.group, index, list(compress(names, ~known))))
+        lent = []
+        for number, index, names in absent:
+            (rows,) = is_free[index].nonzero()
+            rows = rows[self._taken[index][rows].argsort(kind="stable")][: len(names)]
+            if len(rows) < len(names):
+                return None
+            is_free[index][rows] = False
+            lent.append((number, tuple(names), tuple(rows.tolist())))
+        return lent
+
+    def _read(self, lent: Sequence[_Lent], most: int | None = None) -> None:
+        """Have contents read into these rows, the first ``most`` of each group."""
+        self._reading = {number: job for number, job in self._reading.items() if job.owed}
+        for group, names, rows in lent:
+            if names and self._loop is not None:
+                copies = RowCopies(group, (), rows[:most])
+                job = self._jobs.open(None, names[:most], Report.FETCHED, copies=copies)
+                self._reading[job.number] = job
+                self.fill(job)
+                self._loop.order((partial(self._loop.work.fetch, job, DISK), job))
 
     def _names(self, prefix: Prefix, group: HitGroup, part: range) -> Sequence[bytes]:
         step = group.block_tokens // self.naming.tokens
         return group.names(prefix.names[step - 1 :: step], part.start, part.stop)
-
-    def _are_current(self, group: int, places: Sequence[_Place | None]) -> Column:
-        rows, numbers = _columns([place or (0, -1) for place in places])
-        current: Column = self._taken[self._class_of[group]][rows] == numbers
-        return current
 
     def _blocks(self, group: HitGroup, parts: Sequence[range], rows: Column) -> GroupBlocks:
         """The blocks of rows that hold the positions of these parts, as ``table`` counts them."""
@@ -156,10 +269,5 @@ class NamedRows:
         return GroupBlocks(group.group, first * pages.shape[1], tuple(ids.ravel().tolist()))
 
 
-def _columns(places: Sequence[_Place]) -> tuple[Column, Column]:
-    rows, numbers = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    return rows, numbers
-
-
-def _are_untaken(held: Sequence[tuple[Column, Column, Column]]) -> bool:
-    return all(bool((taken[rows] == numbers).all()) for taken, rows, numbers in held)
+def _are_untaken(taken: Sequence[Column], held: Sequence[tuple[int, Column, Column]]) -> bool:
+    return all(bool((taken[index][rows] == numbers).all()) for index, rows, numbers in held)

@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket
-from kvconnect.offload.tier import Content, LowerTier, TierRow, TierUpdate
+from kvconnect.offload.tier import DISK, Content, LowerTier, TierRow, TierUpdate
 from kvconnect.offload.worker.jobs import Job, Jobs, Report
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
@@ -29,6 +29,8 @@ TIMEOUTS_S = {"store": 60.0, "restore": 60.0, "write": 60.0, "read": 20.0, "seek
 CPU = "cpu"
 """What metrics call host memory."""
 
+_MEMORY = 0.8
+"""What a read counts for once another has ended, where it is measured how fast the disk is."""
 _DEVICE = "offload"
 """The owner of copies, as failures are counted."""
 
@@ -62,6 +64,18 @@ class RowWork:
         """Of those that are the device's."""
         self.next_deadline_s = math.inf
         self._logged: set[tuple[str, str]] = set()
+        self.disk_bytes_per_s = 0.0
+        """How fast the disk was read lately; 0 before that is known."""
+        self._read_lately, self._read_until_s = (0.0, 0.0), -math.inf
+
+    # For any thread
+
+    def on_disk(self, contents: Sequence[Content]) -> Sequence[bool]:
+        """Of each content whether this rank has it on disk now."""
+        for tier in self.tiers:
+            if (has := getattr(tier, "has", None)) is not None:
+                return list[bool](has(contents))
+        return [False] * len(contents)
 
     # Orders
 
@@ -106,6 +120,8 @@ class RowWork:
         for key in self.tickets:
             for job in self.calls[key].jobs:
                 job.is_void = True
+        # What peers had read since the order to clear was given is of what is cleared now.
+        self._jobs.forget_names(only_lent=True)
         for tier in self.tiers:
             self._safely(tier, "clear", tier.clear)
             # What was added before is gone, as the scheduler half knows.
@@ -218,6 +234,8 @@ class RowWork:
         if verb == "write":
             self._written(job)
         else:
+            if name == DISK:
+                self._measure(group, len(job.named) - len(named), call.began_s, now)
             self._jobs.end(job, Report.FETCHED, (*named, *job.refused))
 
     def _written(self, job: Job) -> None:
@@ -275,6 +293,14 @@ class RowWork:
         plan = self._arena.plan
         length_bytes = sum(count * plan.row_class(group).row_bytes for group, count in counts)
         self._metrics.moved(move, name, sum(count for _, count in counts), length_bytes, took_s)
+
+    def _measure(self, group: int, num_rows: int, began_s: float, now: float) -> None:
+        """Rows were read from disk. Reads wait for each other: one took the time since the end of another."""
+        total_bytes, seconds = (_MEMORY * before for before in self._read_lately)
+        total_bytes += num_rows * self._arena.plan.row_class(group).row_bytes
+        seconds += now - max(began_s, self._read_until_s)
+        self._read_lately, self._read_until_s = (total_bytes, seconds), now
+        self.disk_bytes_per_s = total_bytes / max(seconds, 1e-6)
 
     def _poll(self, tier: LowerTier) -> TierUpdate:
         update = self._safely(tier, "poll", tier.poll)
