@@ -87,7 +87,7 @@ async def follow_names(pool: Pool) -> None:
             look_up = asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
             try:
                 found = await look_up
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
                 logger.warning("%s cannot be looked up, and its %d nodes stay: %s", name, len(before), error)
                 continue
             hosts = [join_address(str(address[0]), port) for *_, address in found]

@@ -207,6 +207,17 @@ def test_every_address_of_a_name_is_a_node_for_as_long_as_it_is_one(monkeypatch,
     run(main())
 
 
+def test_a_name_that_no_name_can_be_is_reported_and_the_others_are_followed(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("kvconnect.router.membership._LOOK_UP_S", 0.01)
+
+    async def main() -> None:
+        async with routed([], [f"dns+http://{'a' * 70}.svc:8000", "dns+http://127.0.0.1:9"]) as client:
+            await until(lambda: client.router.decode.urls == ("http://127.0.0.1:9",))
+            assert "cannot be looked up, and its 0 nodes stay" in caplog.text
+
+    run(main())
+
+
 # Policy prefix
 
 
