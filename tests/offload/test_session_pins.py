@@ -288,3 +288,34 @@ def test_a_session_is_renewed_and_has_a_bounded_number_of_prompts(plan):
         pins.add(pin, (HOST, 0), names(sequence, 0, 2))
         pins.end(pin, 3000.0 + sequence)
     assert len(pins.of("", "s")) == 16
+
+
+def test_what_is_not_over_yet_costs_a_step_nothing():
+    """A client chooses how many sessions it has, and when each of them ends."""
+
+    class Watched(dict):
+        looks = 0
+
+        def values(self):
+            Watched.looks += len(self)
+            return super().values()
+
+    index = TierIndex(PLAN)
+    pins = SessionPins(index, PLAN, SHARE)
+    shared = index.reserve(GROUPS[0], names(0, 0, 1))[0]
+    index.commit(GROUPS[0], shared)
+    pins._sessions = Watched()
+    for number in range(200):
+        pin = pins.begin("a", f"session {number}", names(0, 0, 1))
+        assert pins.add(pin, (HOST, GROUPS[0]), names(0, 0, 1)) == 1
+        pins.end(pin, 10.0 + number)
+    # A turn that goes on puts the end off.
+    pins.of("a", "session 3")[0].end = 1, names(0, 0, 1)[-1]
+    pins.end(pins.begin("a", "session 3", names(0, 0, 1)), 500.0)
+    for now in range(300):
+        pins.expire(float(now))
+        assert len(pins._sessions) == 1 + sum(10 + n > now for n in range(200) if n != 3)
+    assert Watched.looks < 200
+    pins.expire(500.0)
+    assert not pins._sessions
+    assert not any(pins.counts().values())

@@ -6,6 +6,8 @@ bookkeeping: no clock, and a call takes time for the contents that it is given.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,7 +117,8 @@ class SessionPins:
             self._bytes_of[HOST, group] = plan.row_class(group).row_bytes
             self._bytes_of[DISK, group] = file_bytes[group]
         self._sessions: dict[tuple[str, str], list[Pin]] = {}
-        self._next_deadline = math.inf
+        self._ends: list[tuple[float, int, Pin]] = []
+        self._numbers = itertools.count()
         self.disk_changes: dict[Content, bool] = {}
         """What is pinned on disk, or not any more, since that was taken last."""
 
@@ -178,17 +181,13 @@ class SessionPins:
             self.release(pin)
         elif pin.deadline != _OVER:
             pin.deadline = deadline
-            self._next_deadline = min(self._next_deadline, deadline)
+            heapq.heappush(self._ends, (deadline, next(self._numbers), pin))
 
     def expire(self, now: float) -> None:
-        """Release what had its time. Pins are looked at only when one of them may have."""
-        if now < self._next_deadline:
-            return
-        every = [pin for pins in self._sessions.values() for pin in pins]
-        for pin in every:
-            if pin.deadline <= now:
+        """Release what had its time, which a turn of its session may have put off."""
+        while self._ends and self._ends[0][0] <= now:
+            if (pin := heapq.heappop(self._ends)[2]).deadline <= now:
                 self.release(pin)
-        self._next_deadline = min((pin.deadline for pin in every if pin.deadline > now), default=math.inf)
 
     def release(self, pin: Pin) -> None:
         """It holds nothing any more, and is over, also if its request runs yet."""
