@@ -37,10 +37,15 @@ from vllm.model_executor.models import registry
 from vllm.transformers_utils import config as configurations
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import allocate_kv_cache
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:
+    # Before vLLM 0.33.
+    from vllm.v1.core import kv_cache_utils as planning  # type: ignore[no-redef]
 
 NUM_LAYERS = 8
 NUM_BLOCKS = 20
@@ -166,12 +171,20 @@ def _laid_out(vllm_config: Any, rank: int, world_size: int) -> Worker | None:
     resolve_kv_cache_layout(vllm_config, [[layout.name for layout in backends]], list(specs.values()))
     vllm_config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
     # What a request can need is not to decide over how few blocks are enough here.
-    with mock.patch.object(kv_cache_utils, "_check_enough_kv_cache_memory"):
-        (config,) = kv_cache_utils.get_kv_cache_configs(vllm_config, [specs], [1 << 40])
+    with mock.patch.object(planning, "_check_enough_kv_cache_memory"):
+        (config,) = planning.get_kv_cache_configs(
+            vllm_config, [specs], [1 << 40], *_groups(vllm_config, specs)
+        )
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
     caches = allocate_kv_cache(config, torch.device("cpu"), layout, None)
     del model
     return Worker(vllm_config, config, caches, rank, world_size)
+
+
+def _groups(vllm_config: Any, specs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What vLLM 0.33 wants to be given besides; older releases find it out there."""
+    find = getattr(planning, "get_global_kv_cache_groups", None)
+    return () if find is None else (find(vllm_config, [specs]),)
 
 
 def again(worker: Worker) -> Worker:
@@ -188,6 +201,10 @@ def _prepare() -> None:
     from vllm.triton_utils import triton
 
     torch.cuda.Stream = mock.MagicMock  # type: ignore[misc,assignment]
+    for activation in ("gelu_new", "gelu_fast", "gelu_quick"):
+        # A GPU's build has these kernels in a library that needs one.
+        if not hasattr(torch.ops._C, activation):
+            setattr(torch.ops._C, activation, None)
     _let_sparse_attention_be()
     workspace.init_workspace_manager(torch.device("cpu"))
     triton.set_allocator = lambda allocator: None
