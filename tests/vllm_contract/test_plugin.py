@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvconnect import packages
 from kvconnect.errors import ConfigError
 from kvconnect.vllm import plugin, versions
 
@@ -131,8 +132,8 @@ def test_a_vllm_that_cannot_hear_of_failed_loads_is_refused(monkeypatch):
 def test_the_version_is_read_under_either_name(monkeypatch, installed, found):
     def version(name):
         if name not in installed:
-            raise versions.importlib.metadata.PackageNotFoundError(name)
+            raise packages.importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(versions.importlib.metadata, "version", version)
+    monkeypatch.setattr(packages.importlib.metadata, "version", version)
     assert versions.vllm_version() == found
