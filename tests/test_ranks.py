@@ -12,7 +12,9 @@ from prometheus_client import CollectorRegistry
 from kvconnect import addresses
 from kvconnect.addresses import address_within, interface_addresses
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.errors import ConfigError
+from kvconnect.engine import interfaces
+from kvconnect.engine.registry import available_engines, create_engine
+from kvconnect.errors import ConfigError, EngineError
 from kvconnect.peer.asking import describe
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import CacheMeaning
@@ -170,3 +172,20 @@ def test_a_worker_listens_at_bind_and_is_announced_at_host(monkeypatch, host, bi
                 socket.create_connection((at, port + 1), timeout=2)
     finally:
         worker.close()
+
+
+@pytest.mark.skipif(bool(available_engines()["mooncake"]), reason="Mooncake does not work here")
+def test_mooncake_refuses_an_address_that_it_would_not_listen_at(monkeypatch):
+    monkeypatch.delenv("MC_USE_IPV6", raising=False)
+    with pytest.raises(
+        EngineError, match="host is '::1', and Mooncake listens for IPv4 alone.*MC_USE_IPV6=1"
+    ):
+        create_engine("mooncake", host="::1", protocol="tcp")
+
+
+def test_nixl_refuses_an_address_that_no_interface_has(monkeypatch, tmp_path):
+    monkeypatch.setattr(interfaces, "_RDMA_CARDS", tmp_path / "none")
+    with pytest.raises(ConfigError, match="host is '192.0.2.77', which no interface here has.*device_name"):
+        interfaces.ucx_options("192.0.2.77", "", {}, {})
+    assert interfaces.ucx_options("192.0.2.77", "eth1", {}, {}) == {"engine_config": "NET_DEVICES=eth1"}
+    assert interfaces.ucx_options("node-a", "", {}, {}) == {}

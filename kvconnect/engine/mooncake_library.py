@@ -42,9 +42,12 @@ class Library:
     def __init__(self, host: str, protocol: str, device_name: str, timeout_s: int) -> None:
         self.protocol = choose_protocol(host, device_name) if protocol == "auto" else protocol
         prepare_environment(self.protocol, device_name, timeout_s)
-        if ":" in host:
-            # Without it the library listens for IPv4 alone.
-            os.environ.setdefault("MC_USE_IPV6", "1")
+        if ":" in host and not os.environ.get("MC_USE_IPV6"):
+            # The library reads it when it is loaded, which may be before its engine is made.
+            raise EngineError(
+                f"host is {host!r}, and Mooncake listens for IPv4 alone: start with MC_USE_IPV6=1 in the "
+                "environment"
+            )
         self._module = load_library()
         self._host, self._device_name = host, device_name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import pytest
 
@@ -18,31 +19,34 @@ LONGEST_S = DEADLINES["load_timeout_s"] + DEADLINES["lease_s"] + 5.0
 
 @pytest.fixture(scope="module")
 def rails(engine):
-    # Of Mooncake's engines one process has either family.
-    with Rails(engine, (4, 6) if engine == "nixl" else (4, 4)) as made:
+    # With MC_USE_IPV6, without which it listens for IPv4 alone, Mooncake reaches nobody at an IPv4 address.
+    with Rails(engine, (4, 6) if engine == "nixl" else (6, 6)) as made:
         yield made
 
 
 @pytest.mark.timeout(120)
 def test_each_rank_has_its_link_and_one_that_is_cut_is_named(rails):
-    rails.hand_over("warm")
-    assert rails.wait("warm", 30.0) == ["", ""]
-    rails.wait_let_go("warm", 30.0)
+    # To meet takes longest, where other tests run beside.
+    for name in ("warm", "warm again", "warm once more"):
+        rails.hand_over(name)
+        said = rails.wait(name, LONGEST_S)
+        rails.wait_let_go(name, LONGEST_S)
+        if said == ["", ""]:
+            break
+    met = [rails.ask(place, "failures") for place in range(2)]
 
-    before = [rails.sent_bytes(rank) for rank in range(2)]
+    before = [rails.ask(0, "sent_bytes", rank) for rank in range(2)]
     rails.hand_over("whole")
     assert rails.wait("whole", 30.0) == ["", ""]
     assert rails.ask(1, "same", "whole") == [True, True]
     for rank in range(2):
-        sent = rails.sent_bytes(rank) - before[rank]
+        sent = rails.ask(0, "sent_bytes", rank) - before[rank]
         assert REQUEST_BYTES <= sent < 1.2 * REQUEST_BYTES, (rank, sent)
     rails.wait_let_go("whole", 30.0)
 
-    before[1] = rails.sent_bytes(1)
+    at_bytes = rails.ask(0, "sent_bytes", 1) + REQUEST_BYTES // 10
     rails.hand_over("cut")
-    while rails.sent_bytes(1) < before[1] + REQUEST_BYTES / 10:
-        time.sleep(0.001)
-    rails.cut(1)
+    rails.ask(0, "cut", 1, at_bytes)
     began = time.monotonic()
     unharmed, reason = rails.wait("cut", LONGEST_S)
     assert (unharmed, rails.ask(1, "same", "cut")[0]) == ("", True)
@@ -54,8 +58,13 @@ def test_each_rank_has_its_link_and_one_that_is_cut_is_named(rails):
     for name in ("cut", "during"):
         rails.wait_let_go(name, LONGEST_S)
     assert time.monotonic() - began < 2 * LONGEST_S
-    of_prefill, of_decode = rails.ask(0, "failures"), rails.ask(1, "failures")
-    assert of_decode[1]["load"] == 2
-    assert of_decode[1]["peer_lost"]
-    assert of_prefill[1]["lease_expired"] == 2
-    assert {*of_prefill[0], *of_decode[0]} <= {"slow_link"}, "the other rank has lost nothing"
+    (unharmed_p, harmed_p), (unharmed_d, harmed_d) = (
+        [
+            Counter(now) - Counter(then)
+            for now, then in zip(rails.ask(place, "failures"), met[place], strict=True)
+        ]
+        for place in range(2)
+    )
+    assert harmed_d["load"] == harmed_p["lease_expired"] == 2
+    assert harmed_d["peer_lost"]
+    assert {*unharmed_p, *unharmed_d} <= {"slow_link"}, "the other rank has lost nothing"
