@@ -14,18 +14,8 @@ ANY = ("0.0.0.0", "::", "*", "")
 """What is listened on for all addresses, and connected to by nobody."""
 _ADDRESS_AT: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 """Where an address begins in its family's ``sockaddr``, and its length."""
-
-
-class _Entry(ctypes.Structure):
-    """As ``getifaddrs`` lists them."""
-
-
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
+_ENTRY = struct.Struct("PPIP")
+"""How ``ifaddrs`` begins: the next one, the interface's name, flags, and the address."""
 
 
 def split_address(address: str) -> tuple[str, int] | None:
@@ -69,20 +59,28 @@ def is_address(host: str) -> bool:
 
 def interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """The addresses of this machine, each with the interface that has it."""
-    libc, first = ctypes.CDLL(None), ctypes.POINTER(_Entry)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        return []
-    found, entry = [], first
+    libc, first, found = ctypes.CDLL(None), ctypes.c_void_p(), []
+    libc.getifaddrs(ctypes.byref(first))
+    entry = first.value or 0
     while entry:
-        at = entry.contents
-        family = struct.unpack("H", ctypes.string_at(at.address, 2))[0] if at.address else 0
+        entry, name, _, at = _ENTRY.unpack(ctypes.string_at(entry, _ENTRY.size))
+        family = ctypes.c_uint16.from_address(at).value if at else 0
         if family in _ADDRESS_AT:
             begin, length = _ADDRESS_AT[family]
-            address = ipaddress.ip_address(ctypes.string_at(at.address + begin, length))
-            found.append((at.name.decode(), address))
-        entry = at.next
+            address = ipaddress.ip_address(ctypes.string_at(at + begin, length))
+            found.append((ctypes.string_at(name).decode(), address))
     libc.freeifaddrs(first)
     return found
+
+
+def is_here(host: str) -> bool:
+    """Whether an address, or one in a network, is of this machine; so is any name."""
+    try:
+        network = ipaddress.ip_network(host)
+    except ValueError:
+        return True
+    own = (address for _, address in interface_addresses())
+    return network.is_loopback or network.is_unspecified or any(address in network for address in own)
 
 
 def address_within(host: str, where: str) -> str:

@@ -440,3 +440,20 @@ def test_a_nodes_own_configuration_may_close_a_path(tmp_path):
         closed = pair["closed"]["packed"]
         assert len(closed) == len(reasons)
         assert all(reason in told for reason, told in zip(reasons, closed, strict=True))
+
+
+def test_ranks_that_have_places_of_their_own_are_shown_with_them(tmp_path):
+    ranks = {"1": {"host": "10.2.0.0/16", "bind": "0.0.0.0", "device_name": "eth1"}}
+    given = json.dumps(
+        {"kv_role": "kv_both", "kv_connector_extra_config": {"host": "10.1.0.1", "ranks": ranks}}
+    )
+    options = ("--kv-transfer-config", given, "--tp", "2", "--tp", "1")
+    said = command(str(EXAMPLES / "prefill.cache.json"), *options)
+    assert (
+        "P rank 0 is at 10.1.0.1\nP rank 1 is at 10.2.0.0/16, listening at 0.0.0.0, over eth1\n"
+        in said.stdout
+    )
+    assert json.loads(command(str(EXAMPLES / "prefill.cache.json"), *options, "--json").stdout)["places"] == {
+        "P": ["10.1.0.1", "10.2.0.0/16, listening at 0.0.0.0, over eth1"],
+        "D": ["10.1.0.1"],
+    }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvconnect.addresses import is_loopback
+from kvconnect.addresses import is_here, is_loopback
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.doctor.machine import Machine, PortState, look, look_at_port
 from kvconnect.doctor.trial import Trial, TrialSettings, run_trial
@@ -17,6 +17,7 @@ from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer.asking import TimedDescription, describe
 from kvconnect.peer.key_files import user_key_path
 from kvconnect.peer.keyring import KEY_VARIABLE, KEYS_DIR_VARIABLE, Keyring, described, load_keyring
+from kvconnect.rank_config import ranks_of
 
 _CHOICE = ("nixl", "mooncake")
 """What ``auto`` takes, the first that works. Others are tried where they are configured."""
@@ -33,20 +34,32 @@ class Probes:
     describe: Callable[..., TimedDescription] = describe
 
 
+@dataclass(frozen=True)
+class NamedRanks:
+    """Those that settings name, ``absent`` ones on other machines; ``first`` is the first that is here."""
+
+    places: dict[str, ExtraConfig]
+    absent: set[str]
+    first: int
+
+
 class Facts:
     """Everything that was found out about this machine and this configuration, once, in some seconds.
 
     ``engines`` are the registered ones, each with why it does not work here. ``engine`` is what is used,
     empty for nothing; ``trials`` are those that were tried. ``key`` describes the keys, ``key_problem``
-    why there are none. ``own`` is what listens on the configured port, if it is a node of ours, else
-    ``own_problem``.
+    why there are none. ``own`` is what listens on the port of the first of ``ranks`` that is here, if it is a
+    node of ours, else ``own_problem``.
     """
 
     def __init__(
         self, config: TransferConfig | None, probes: Probes, environ: Mapping[str, str] = os.environ
     ) -> None:
         self.config = config
-        self.extra = extra = config.extra if config is not None else ExtraConfig()
+        given = config.extra if config is not None else ExtraConfig()
+        self.ranks = _ranks(given)
+        self.extra = extra = given.here(self.ranks.first)
+        port = extra.port and extra.port + self.ranks.first
         self.machine = probes.machine()
         self.engines = probes.engines()
         self.engine = extra.engine
@@ -54,19 +67,31 @@ class Facts:
             self.engine = next((name for name in _CHOICE if self.engines.get(name) == ""), "")
         self.trials = _trials(extra, self.engine, self.engines, probes)
         self.interfaces = tuple(name for _, name in socket.if_nameindex())
-        self.port = probes.port(extra.host, extra.port)
-        self.bootstrap_port = probes.port(extra.host, extra.bootstrap_port)
+        self.port = probes.port(extra.listens_at, port)
+        self.bootstrap_port = probes.port(extra.listens_at, extra.bootstrap_port)
         self.key = self.key_problem = self.own_problem = ""
         self.keyring: Keyring | None = None
         self.own: TimedDescription | None = None
         try:
             self.key, self.keyring = _keys(extra, environ)
             if self.port.taken:
-                self.own = probes.describe(extra, self.keyring, (extra.host, extra.port))
+                self.own = probes.describe(extra, self.keyring, (extra.host, port))
         except ConfigError as error:
             self.key_problem = str(error)
         except PeerError as error:
             self.own_problem = str(error)
+
+
+def _ranks(given: ExtraConfig) -> NamedRanks:
+    numbers = {key: ranks_of(key)[0].start for key in given.ranks}
+    places = {key: given.of_rank(rank) for key, rank in numbers.items()}
+    here = [
+        key
+        for key, own in places.items()
+        if is_here(own.listens_at) and ("/" not in own.host or is_here(own.host))
+    ]
+    places |= {key: given.here(numbers[key]) for key in here}
+    return NamedRanks(places, set(places) - set(here), min((numbers[key] for key in here), default=0))
 
 
 def _keys(extra: ExtraConfig, environ: Mapping[str, str]) -> tuple[str, Keyring | None]:

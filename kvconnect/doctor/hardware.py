@@ -33,15 +33,16 @@ def asks_rdma(facts: Facts) -> str:
     extra, environ = facts.extra, facts.machine.environ
     if extra.protocol == "rdma":
         return "protocol 'rdma'"
-    if any(name not in facts.interfaces for name in _adapters(extra.device_name)):
+    if any(name not in facts.interfaces for name in adapters(extra.device_name)):
         return f"device_name {extra.device_name!r}"
     devices = environ.get("UCX_NET_DEVICES", "all")
-    if devices != "all" and any(name not in facts.interfaces for name in _adapters(devices)):
+    if devices != "all" and any(name not in facts.interfaces for name in adapters(devices)):
         return f"UCX_NET_DEVICES={devices}"
     return "MC_FORCE_HCA" if environ.get("MC_FORCE_HCA") else ""
 
 
-def _adapters(names: str) -> list[str]:
+def adapters(names: str) -> list[str]:
+    """Those that a list such as ``mlx5_0:1,eth0`` names."""
     return [name.strip().partition(":")[0] for name in names.split(",") if name.strip()]
 
 
@@ -54,7 +55,7 @@ def _rdma(facts: Facts) -> Iterator[Finding]:
         advice = "load its driver, give a container its devices, or set protocol to tcp (Mooncake) or auto"
         yield failure_if(asked, "RDMA", found, advice)
         return
-    named = [name for name in _adapters(facts.extra.device_name) if name not in facts.interfaces]
+    named = [name for name in adapters(facts.extra.device_name) if name not in facts.interfaces]
     missing = [name for name in named if all(port.device != name for port in ports)]
     if missing:
         found = f"device_name names {', '.join(missing)}, which this machine does not have"

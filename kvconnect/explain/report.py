@@ -18,6 +18,7 @@ from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunker, RequestCutter
 from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, LinkCost
 from kvconnect.plan.transfer import plan_size
+from kvconnect.rank_config import place_of
 
 CUDA_SLOT_BYTES = 128 << 20
 """What is taken for the size that suits a GPU: a 512th of the memory of one with 64 GiB."""
@@ -60,12 +61,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything about a pair of configurations. ``refusals`` are reasons why they cannot work together."""
+    """Everything about a pair of configurations. ``refusals`` are reasons why they cannot work together.
+
+    ``places`` are where the ranks of both sides are, where settings tell them apart.
+    """
 
     tokens: int
     rates: str
     refusals: list[str]
     pairs: list[Pair]
+    places: dict[str, list[str]]
 
     @property
     def works(self) -> bool:
@@ -95,7 +100,14 @@ def make_report(
             ranks = Topology(target.tp_size), Topology(source.tp_size)
             for source_rank in partner_ranks(target_rank, *ranks, target.num_heads):
                 pairs.append(sides.explain(source_rank, target_rank, not refusals))
-    return Report(num_tokens, cost.describe(), refusals, pairs)
+    places = {"P": _places(source), "D": _places(target)}
+    return Report(num_tokens, cost.describe(), refusals, pairs, places)
+
+
+def _places(side: CacheFile) -> list[str]:
+    """Of each rank; none where no rank has one of its own."""
+    own = [side.extra.of_rank(rank) for rank in range(side.tp_size)] if side.extra.ranks else []
+    return [place_of(one.host, one.bind, one.device_name) for one in own]
 
 
 def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:

@@ -56,6 +56,8 @@ def _print(report: Report, source: str, target: str) -> None:
     if report.pairs:
         console.print(table)
     lines = [f"refused: {refusal}" for refusal in report.refusals]
+    for side, places in report.places.items():
+        lines += [f"{side} rank {rank} is at {place}" for rank, place in enumerate(places)]
     for (path, reason), ranks in _closed(report).items():
         where = "every pair of ranks" if len(ranks) == len(report.pairs) else ", ".join(ranks)
         lines.append(f"{path} is closed, {where}: {reason}")

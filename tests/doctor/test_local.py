@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.doctor.machine import Gpu, Machine, look
+from kvconnect.doctor.machine import Gpu, Machine, PortState, look
 from kvconnect.doctor.trial import Trial, TrialSettings, run_trial
 from kvconnect.engine.fabric import read_topology
 from kvconnect.engine.lanes import wire_of
@@ -299,3 +299,28 @@ def test_a_vllm_that_would_not_find_us_is_named(version, environ, about, names):
 def test_no_secret_of_the_environment_is_kept():
     assert "KVCONNECT_KEY" not in look(environ={"KVCONNECT_KEY": "x", "UCX_TLS": "tcp"}).environ
     assert QUICK.machine is look
+
+
+def test_ranks_are_shown_with_the_machine_that_they_are_of_and_devices_that_are_missing():
+    ranks = {
+        "0-1": {"host": OTHER},
+        "2": {"host": "127.0.0.0/8", "device_name": "lo"},
+        "3": {"host": "127.0.0.2", "device_name": "lo,none0:1"},
+        "4": {"host": "192.0.2.64/28", "bind": "0.0.0.0"},
+    }
+    port = free_port()
+    asked = []
+
+    def look_at_port(host, port):
+        asked.append((host, port))
+        return PortState()
+
+    rows = found(configured(ranks=ranks, port=port, bootstrap_port=port + 9), port=look_at_port)
+    assert rows["ranks 0-1"].found == f"{OTHER}, on another machine"
+    assert rows["ranks 2"].found == "127.0.0.1, over lo"
+    assert rows["ranks 4"].found == "192.0.2.64/28, listening at 0.0.0.0, on another machine"
+    assert list(failures(rows)) == ["ranks 3"]
+    assert rows["ranks 3"].found == "127.0.0.2, over lo,none0:1, and none0 is not here"
+    assert "lo" in rows["ranks 3"].advice
+    assert asked[0] == ("127.0.0.1", port + 2), "the first rank that is here"
+    assert "bootstrap port" not in rows, "that of rank 0"
