@@ -38,7 +38,8 @@ class _Pull:
 
     ``prefix`` is what it was asked for, by ``deadline``, and ``found`` its answer. ``computed`` and ``local``
     are the tokens that were at hand when this was offered. ``outcome`` is what is counted if nothing comes of
-    it, empty where nobody was asked. ``is_over``: it is not asked for any more, until it begins anew.
+    it, empty where nobody was asked. From ``asks_until`` on nobody else is. ``is_over``: it is not asked for
+    any more, until it begins anew.
     """
 
     sources: tuple[Address, ...]
@@ -47,6 +48,7 @@ class _Pull:
     prefix: Prefix | None = None
     deadline: float = 0.0
     waits_until: float = 0.0
+    asks_until: float = math.inf
     found: Found | None = None
     computed: int = 0
     local: int = 0
@@ -55,7 +57,8 @@ class _Pull:
 
     def begin(self) -> None:
         """It has asked nobody yet."""
-        self.left, self.outcome, self.is_over, self.waits_until = list(self.sources), "", False, 0.0
+        self.left, self.outcome, self.is_over = list(self.sources), "", False
+        self.waits_until, self.asks_until = 0.0, math.inf
 
     def end(self) -> None:
         """Nothing is asked for it any more."""
@@ -250,7 +253,8 @@ class PullRequests:
     def _ask(self, request: RequestView, pull: _Pull, computed: int, local: int, now: float) -> bool:
         """Ask the next source that may have something. Whether there is one, or another request asks it."""
         pull.computed, pull.local = computed, local
-        while pull.left and self._pays(self._most_tokens(request) - computed, local, 0.0):
+        most = self._most_tokens(request)
+        while pull.left and now < pull.asks_until and self._pays(most - computed, local, 0.0):
             source = pull.left[0]
             prefix = self._prefix(request, source, computed)
             if prefix is not None and not self._sources.is_resting(source, now):
@@ -261,8 +265,8 @@ class PullRequests:
                     pull.left.pop(0)
                     pull.asked, pull.prefix, pull.found = source, prefix, None
                     pull.deadline = now + self._find_s
+                    pull.asks_until = min(pull.asks_until, now + 2 * self._find_s)
                     self._under_way.setdefault(name, request.request_id)
-                    most = self._most_tokens(request)
                     self._draft.finds.append(Find(request.request_id, "", *source, prefix, most))
                     return True
             pull.left.pop(0)

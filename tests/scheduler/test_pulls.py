@@ -276,6 +276,25 @@ def test_a_source_whose_load_took_longer_than_computing_is_not_asked_for_a_minut
     assert node.begin("s", num_tokens=1000)[1] is None
 
 
+@pytest.mark.parametrize("changes_names", [True, False])
+def test_nobody_is_asked_a_second_after_the_first_question(changes_names):
+    """Sources that answer late in turn, or one that names KV otherwise each time, hold no request up."""
+    node = Node(SOURCE, OTHER, "10.0.0.7:5600")
+    request, answer = node.begin()
+    asked = 0
+    while answer is None:
+        asked += len(node.orders().finds)
+        node.now += 0.6
+        tokens = 32 if asked % 2 else 16
+        found = {"naming": Naming("s", tokens)} if changes_names else {"error": "it did not answer"}
+        node.tell(request, **found)
+        answer = node.ask(request)
+        assert asked <= 2
+    assert (answer, asked) == (0, 2)
+    node.end(request)
+    assert node.is_idle()
+
+
 @pytest.mark.parametrize("is_rate_known", [True, False])
 def test_nothing_is_loaded_over_a_link_that_is_not_measured_and_that_is_counted(is_rate_known):
     node = Node(SOURCE)
