@@ -19,7 +19,7 @@ _LEAST_S, _MOST_S = 1e-9, 1e6
 _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1e4, 1e14
 # Of a fit, as standard deviations of logarithms: a probe's noise, and how far a rate may be from its default.
 _NOISE, _UNKNOWN = 0.1, 4.0
-_FIT_ROUNDS = 60
+_FIT_ROUNDS, _LEAST_STEP = 60, 1e-6
 _MOST_LOG = 40.0
 
 
@@ -83,6 +83,8 @@ def _fit_factors(terms: NDArray[np.float64], measured: NDArray[np.float64]) -> l
         slope = shares.T @ (weight * surprise) - logs / _UNKNOWN**2
         step = np.linalg.solve(curvature, slope)
         logs = np.clip(logs + np.clip(step, -1.0, 1.0), -_MOST_LOG, _MOST_LOG)
+        if np.abs(step).max() < _LEAST_STEP:
+            break
     factors: list[float] = np.exp(logs).tolist()
     return factors
 

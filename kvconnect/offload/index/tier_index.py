@@ -172,7 +172,9 @@ class TierIndex:
             raise LocalError(f"a content of cache group {group} is unpinned more often than it was pinned")
         free = found[rows.pins[found] == 0]
         rows.ages.append(free[rows.may_go(free)][::-1])
-        rows.let_go(np.unique(free[rows.state[free] == DOOMED]))
+        doomed = free[rows.state[free] == DOOMED]
+        if len(doomed):
+            rows.let_go(np.unique(doomed))
 
     def set_session_pins(self, group: int, hashes: Sequence[bytes], is_pinned: bool) -> None:
         """Whether a session pins contents, ready or pending: then they make room for nothing.
