@@ -7,6 +7,7 @@ hold other bytes. Shares no code with plans, wires and packers.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,9 +44,11 @@ class Prompt:
         return replace(self, text=self.text + by, prefix=self.prefix + by) if by else self
 
 
-def names_of(prompt: Prompt, num_tokens: int, tokens: int) -> list[bytes]:
+@functools.lru_cache(4096)
+def names_of(prompt: Prompt, num_tokens: int, tokens: int) -> tuple[bytes, ...]:
     """What a node calls a prompt's first tokens, one name for every so many."""
-    return [f"{prompt.name_of_block(stop)}@{stop}".encode() for stop in range(tokens, num_tokens + 1, tokens)]
+    stops = range(tokens, num_tokens + 1, tokens)
+    return tuple(f"{prompt.name_of_block(stop)}@{stop}".encode() for stop in stops)
 
 
 def rows_of(prompt: Prompt, layer: int, start: int, stop: int, row_bytes: int) -> Bytes:

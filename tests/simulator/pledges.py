@@ -202,8 +202,8 @@ class Pledges:
         if outcome == "accepted" and ((is_done and num_tokens < whole) or asked_s > MOST_TTL_S):
             return f"which is not all of {whole} tokens"
         prompt = request.prompt.moved(self._keeps.hashing)
-        line = tuple(names_of(prompt, num_tokens, block))
-        every = tuple(names_of(prompt, request.num_tokens, block))
+        line = names_of(prompt, num_tokens, block)
+        every = names_of(prompt, request.num_tokens, block)
         # What the prompt goes on from has the time of the new pin.
         self._pledges = [
             old for old in self._pledges if old.session != session or old.line != every[: len(old.line)]

@@ -23,7 +23,7 @@ from tests.simulator.worker import SimWorker
 from tests.simulator.world import START_S, Violation, World
 
 _MOST_EVENTS = 100_000
-_LOOK_S = 3.0
+_LOOK_S = 1.0
 
 logger = logging.getLogger("kvconnect")
 
@@ -124,7 +124,7 @@ class Run:
             # What is held for a client that left before D knew of it waits for its lease.
             if not self.scenario.kinds:
                 self._check_motion()
-            if world.now > START_S + max(FAULTS_S, longest) and self._is_idle():
+            if world.now > START_S + longest and self._is_idle():
                 break
         for client in self.clients:
             if not client.is_over:
