@@ -301,8 +301,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> TransferConfig:
     """Read a ``kv_transfer_config`` from its JSON text, or from the object itself.
 
-    Raises:
-        ConfigError: it is not valid; the text names the key, the value and what is accepted.
+    Raises ``ConfigError``: it is not valid; the text names the key, the value and what is accepted.
     """
     given = source if isinstance(source, Mapping) else json_object(source, "kv_transfer_config")
     # vLLM writes its unset fields as null.

@@ -85,11 +85,8 @@ def make_report(
 ) -> Report:
     """Work out what the ranks of ``target`` fetch from those of ``source`` for a request of ``num_tokens``.
 
-    Without its ``cost`` the link is taken to be as one that was not measured.
-
-    Raises:
-        LayoutError: one of the caches cannot be expressed.
-        ConfigError: it has no room on this machine, not even for its addresses.
+    Without its ``cost`` the link is taken to be as one that was not measured. Raises ``LayoutError``: one of
+    the caches cannot be expressed; ``ConfigError``: this machine has no room even for its addresses.
     """
     cost = cost or LinkCost()
     refusals = list(_refusals(source, target))

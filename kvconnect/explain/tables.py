@@ -43,9 +43,7 @@ _AXES = {
 def rank_table(cache: CacheFile, rank: int, num_blocks: int) -> RegionTable:
     """The region table of one rank with so many logical blocks, over memory that does not exist.
 
-    Raises:
-        ConfigError: there is not as much address space.
-        LayoutError: the cache cannot be expressed.
+    Raises ``ConfigError``: there is not as much address space; ``LayoutError``: it cannot be expressed.
     """
     groups, tensors, kernels = [], {}, {}
     heads: dict[str, HeadInterval] = {}

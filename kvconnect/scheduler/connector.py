@@ -46,9 +46,7 @@ class SchedulerConnector:
 
     Of ``cache_config`` only block sizes and kinds are read. ``directory`` is where the worker ranks listen.
     Without ``trust`` any address that a request names is fetched from. ``new_handle`` is unguessable.
-
-    Raises:
-        ConfigError: engine id and host are too long for a handle.
+    Raises ``ConfigError``: engine id and host are too long for a handle.
     """
 
     def __init__(
@@ -93,8 +91,7 @@ class SchedulerConnector:
     ) -> SchedulerConnector:
         """With the cluster's secret, from files or ``environ``, and the peers that the configuration allows.
 
-        Raises:
-            ConfigError: keys or allowed peers are not valid, or engine id and host are too long for a handle.
+        Raises ``ConfigError``: keys or allowed peers are not valid, or engine id and host are too long.
         """
         extra = config.extra
         keyring = load_keyring(extra, environ)

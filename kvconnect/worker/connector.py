@@ -60,14 +60,12 @@ class WorkerConnector:
         cache_config: this worker's own cache configuration.
         kernel_block_sizes: tokens of a kernel block, per group index.
         meaning: what peers must agree on.
-        rank: tensor-parallel rank of this worker.
+        rank: number of this worker in its node; what ``ranks`` sets for it counts.
         registry: where the metrics are exported.
         engine: an engine to use in place of the configured one.
 
-    Raises:
-        ConfigError: the kernel block is larger than a group's block, the side channel cannot listen, or it
-            has no usable keys.
-        EngineError: the engine is not usable on this machine.
+    Raises ``ConfigError``: the kernel block is larger than a group's block, the side channel has no address
+    or keys, or cannot listen; ``EngineError``: the engine is not usable on this machine.
     """
 
     def __init__(
@@ -133,11 +131,7 @@ class WorkerConnector:
 
     @property
     def table(self) -> RegionTable:
-        """What was registered.
-
-        Raises:
-            LocalError: nothing was.
-        """
+        """What was registered. Raises ``LocalError``: nothing was."""
         if self._transfers is None:
             raise LocalError("register_kv_caches was not called")
         return self._transfers.local.table
@@ -162,11 +156,8 @@ class WorkerConnector:
         for that of a second call, closes the connector: a stack may drop what it could not set up, and
         ZeroMQ's context waits for ever if it is collected before its sockets.
 
-        Raises:
-            LayoutError: a cache cannot be expressed.
-            ConfigError: the device has no room for the fewest slots.
-            EngineError: the engine refuses the memory.
-            LocalError: it was done before.
+        Raises ``LayoutError``: a cache cannot be expressed; ``ConfigError``: the device has no room for the
+        fewest slots; ``EngineError``: the engine refuses the memory; ``LocalError``: it was done before.
         """
         if self._transfers is not None:
             raise LocalError("register_kv_caches was called twice")
