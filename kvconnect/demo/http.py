@@ -23,8 +23,7 @@ class BadAnswer(KVConnectError):
 def fetch(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
     """GET ``url``, or POST ``body`` to it as JSON.
 
-    Raises:
-        BadAnswer: no answer, or a status other than 200; the text holds its body's beginning.
+    Raises ``BadAnswer``: no answer, or a status other than 200; the text holds its body's beginning.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})

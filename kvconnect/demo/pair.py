@@ -67,8 +67,7 @@ def start_nodes(
 def start_router(children: Children, engine: str, model: str, nodes: tuple[Child, Child]) -> Pair:
     """Wait for both nodes, then put a router before them and wait until it is ready to route.
 
-    Raises:
-        ChildFailed: one of them ended or was too slow, or the router did not find both nodes healthy.
+    Raises ``ChildFailed``: one of them ended or was too slow, or the router did not find both nodes healthy.
     """
     prefill, decode = nodes
     urls = prefill.wait_ready(), decode.wait_ready()

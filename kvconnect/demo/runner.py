@@ -22,8 +22,7 @@ PROMPT_SEED = 7
 def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     """Returns the exit code: 1 if anything was not as it must be, or no engine can run here.
 
-    Raises:
-        ConfigError: an unknown name, or an engine asked for by name cannot run here.
+    Raises ``ConfigError``: an unknown name, or an engine asked for by name cannot run here.
     """
     from kvconnect.engine.registry import available_engines
 

@@ -58,8 +58,7 @@ class BlockPool:
     Reserving makes the ids of two nodes differ, so that mixing up theirs and ours cannot go unnoticed. A
     block is held, or free: then it has no references, and perhaps content that a later request may reuse.
 
-    Raises:
-        ConfigError: nothing would be left.
+    Raises ``ConfigError``: nothing would be left.
     """
 
     def __init__(self, num_blocks: int, reserved: int = 0) -> None:
@@ -104,8 +103,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take free blocks; their old content is forgotten.
 
-        Raises:
-            LocalError: fewer than ``count`` are free. None is taken then.
+        Raises ``LocalError``: fewer than ``count`` are free. None is taken then.
         """
         if count > len(self._free):
             raise LocalError(f"{count} blocks wanted, {len(self._free)} of {self.total} are free")
@@ -131,8 +129,7 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block; null blocks are skipped. The last ones are reused first.
 
-        Raises:
-            LocalError: a block has no reference.
+        Raises ``LocalError``: a block has no reference.
         """
         for block_id in reversed(block_ids):
             if block_id == NULL_BLOCK:

@@ -53,8 +53,7 @@ class CompletionBody(Struct, kw_only=True):
     def prompt_token_ids(self, vocab_size: int) -> list[int]:
         """The prompt as token ids; those of a text are its bytes.
 
-        Raises:
-            BadRequest: there are none, several prompts, or one that the model does not have.
+        Raises ``BadRequest``: there are none, several prompts, or one that the model does not have.
         """
         prompt = self.prompt
         if isinstance(prompt, str):

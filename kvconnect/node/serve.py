@@ -34,8 +34,7 @@ def build_engine(
 ) -> Engine:
     """A node's engine, not started. ``connector`` and ``model`` take the place of the configured ones.
 
-    Raises:
-        ConfigError: the options do not fit together.
+    Raises ``ConfigError``: the options do not fit together.
     """
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():

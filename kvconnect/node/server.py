@@ -134,8 +134,7 @@ class NodeServer:
     async def start(self, host: str, port: int) -> int:
         """Listen, and start the engine. Returns the port, which the system chose if ``port`` is 0.
 
-        Raises:
-            OSError: the address cannot be listened on.
+        Raises ``OSError``: the address cannot be listened on.
         """
         self._loop = asyncio.get_running_loop()
         max_body_bytes = _BODY_BYTES + _TOKEN_BYTES * self._engine.options.max_model_len
@@ -370,8 +369,7 @@ class _Full(asyncio.Protocol):
 async def _listen(server: web.Server, host: str, port: int, max_connections: int) -> asyncio.Server:
     """Have ``server`` accept a bounded number of connections.
 
-    Raises:
-        OSError: the address cannot be listened on.
+    Raises ``OSError``: the address cannot be listened on.
     """
     was_full = False
 

@@ -137,8 +137,7 @@ class BlockTables:
         request i in the g-th group that has a table; ``block_ids`` all ids, request by request and
         group by group.
 
-        Raises:
-            LocalError: as for ``append_block_ids``. Nothing is staged then.
+        Raises ``LocalError``: as for ``append_block_ids``. Nothing is staged then.
         """
         rows = np.asarray(request_indices, dtype=np.int64)
         counts = np.asarray(counts, dtype=np.int64).reshape(len(rows), len(self._groups))
@@ -208,8 +207,7 @@ class BlockTables:
         Rows from there up to ``num_rows`` become zero. One launch; can be captured if
         ``request_indices`` is a tensor on the device.
 
-        Raises:
-            LocalError: ``num_rows`` is less than the requests or more than ``max_requests``.
+        Raises ``LocalError``: ``num_rows`` is less than the requests or more than ``max_requests``.
         """
         self._check_rows(request_indices)
         indices = self._on_device(request_indices)

@@ -63,8 +63,7 @@ def select_common_block_size(
     Sizes are in tokens. A spec allows a split only if its page splits into equal whole rows: a padded
     page, and stored rows that do not divide, allow none.
 
-    Raises:
-        LayoutError: there is no such size; the text names every backend and what it takes.
+    Raises ``LayoutError``: there is no such size; the text names every backend and what it takes.
     """
     divisors = [size for size in range(block_size, 0, -1) if block_size % size == 0]
     common = [size for size in divisors if all(_takes(backend, size) for backend in backends)]
@@ -111,8 +110,7 @@ def prepare_kernel_block_sizes(
     ``backends[i]`` are the attention backends of group ``i``, those of a draft model included.
     State groups keep their block size. Encoder-only groups have no entry.
 
-    Raises:
-        LayoutError: a group has no common size, or ``backends`` does not match the groups.
+    Raises ``LayoutError``: a group has no common size, or ``backends`` does not match the groups.
     """
     if len(backends) != len(config.groups):
         raise LayoutError(f"{len(backends)} lists of backends for {len(config.groups)} cache groups")
@@ -133,8 +131,7 @@ def sync_block_size(configured: int, kernel: int) -> int:
 
     Called once, when the worker is created, so that everything built after it agrees.
 
-    Raises:
-        ConfigError: the kernel's block is larger than the configured one, or does not divide it.
+    Raises ``ConfigError``: the kernel's block is larger than the configured one, or does not divide it.
     """
     if kernel > configured:
         raise ConfigError(

@@ -15,8 +15,7 @@ from kvconnect.errors import ConfigError
 def wants_triton(kernels: str, on_cuda: bool, otherwise: str = "torch") -> bool:
     """Whether ``kernels`` means Triton, not ``otherwise``: ``"auto"`` does on CUDA.
 
-    Raises:
-        ConfigError: ``kernels`` is unknown, or Triton is not installed.
+    Raises ``ConfigError``: ``kernels`` is unknown, or Triton is not installed.
     """
     if kernels not in ("auto", otherwise, "triton"):
         raise ConfigError(f"kernels is {kernels!r}; accepted: auto, {otherwise}, triton")

@@ -81,8 +81,7 @@ class KVBlockZeroer:
     def zero_block_ids(self, ids: Sequence[int]) -> None:
         """Zero the pages of logical blocks, on the current stream. Ids may repeat.
 
-        Raises:
-            LocalError: an id is no block of this cache. Nothing is zeroed then.
+        Raises ``LocalError``: an id is no block of this cache. Nothing is zeroed then.
         """
         if not len(ids):
             return

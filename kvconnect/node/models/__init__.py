@@ -147,8 +147,7 @@ class Draft:
 def _padded(layer: CachedLayer, block_size: int, page_bytes: int, max_model_len: int) -> CachedLayer:
     """A state's page is as large as the attention page that it shares, and its block a whole request.
 
-    Raises:
-        ConfigError: a state does not fit into the page.
+    Raises ``ConfigError``: a state does not fit into the page.
     """
     spec = layer.spec
     if not isinstance(spec, StateSpec):
