@@ -100,6 +100,7 @@ def test_rows_in_use_are_not_lent_again_and_are_free_once_they_are_let_go(lendin
     for prompt in ("aaaaaa", "bbbbbb", "cccccc", "dddddd"):
         lending.write(prompt)
     held = [lending.hold("aaaaaa")]
+    lending.until_read(held[0])
     with pytest.raises(PeerError, match="in use"):
         lending.hold("dddddd")
     assert lending.find("dddddd")[2] == 0, "what cannot be read now is not offered"

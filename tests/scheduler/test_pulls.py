@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
@@ -455,3 +457,36 @@ def test_a_stack_that_makes_no_names_pulls_nothing():
         request = Request("a", 100)
         hooks.new_request(request)
         assert hooks.pulled_tokens(request, 0, 0) == 0
+
+
+@given(
+    here=st.integers(0, 6),
+    more=st.integers(0, 6),
+    here_s=st.floats(0.0001, 0.2),
+    read_s=st.floats(0.0001, 0.5),
+    local=st.integers(0, 6),
+    per_s=st.sampled_from([100.0, 1000.0, 10_000.0]),
+)
+def test_of_host_memory_and_disk_that_is_loaded_which_saves_more(here, more, here_s, read_s, local, per_s):
+    """Tokens in blocks of 16. What saves nothing is not loaded."""
+    node = Node(SOURCE)
+    node.hooks._pulls._rate.measured(1000, 1000 / per_s)
+    request, answer = node.begin(local=local * 16)
+    if answer is not None:
+        return
+    node.orders()
+    there, disk_s = min(6, here + more) * 16 if more else 0, here_s + read_s
+    node.tell(request, here * 16, seconds=here_s, disk_tokens=there, disk_s=disk_s)
+    count = node.ask(request, 0, local * 16)
+
+    def saved(num_tokens, seconds):
+        """Beside the time that any pull takes, by how much it is quicker than to compute."""
+        return (num_tokens - local * 16) / per_s - seconds - 0.01
+
+    by_tokens = {0: 0.0}
+    for num_tokens, seconds in ((here * 16, here_s), (there, disk_s)):
+        if num_tokens > max(by_tokens):
+            by_tokens[num_tokens] = saved(num_tokens, seconds)
+    assert by_tokens[count or 0] >= 0
+    # A longer one must be worth the time of a pull of its own.
+    assert by_tokens[count or 0] >= max(by_tokens.values()) - 0.01 - 1e-9

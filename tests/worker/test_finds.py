@@ -245,3 +245,34 @@ def test_what_came_of_pulls_is_counted_by_rank_0():
     assert pair.decode.count("pulls", outcome="loaded") == 2
     assert pair.decode.count("pulls", outcome="missed") == 1
     assert pair.decode.count("pulled_tokens") == 64
+
+
+def test_what_a_peer_has_on_disk_is_reported_with_the_time_of_disk_and_link():
+    pair = keeping()
+    pair.find()
+    pair.run(0.2)
+    (link,) = pair.decode.transfers.decode.peers.links.values()
+    link.peer.partners = (0, 1)
+    pair.answer = None
+    pair.find("b")
+    pair.run(0.1)
+    pair.tell(m.PrefixFound(2, 0, 0, TOKENS, 4000, 1.5))
+    pair.run(0.1)
+    found = pair.found[-1]
+    seconds = 1.5 + 2 * 4000 / pair.rate
+    assert (found.num_tokens, found.disk_tokens, found.disk_s, found.error) == (0, TOKENS, seconds, "")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"),
+    [(TOKENS + BLOCK_TOKENS, 1.0), (TOKENS - 1, 1.0), (TOKENS, -1.0), (TOKENS, math.inf), (TOKENS, math.nan)],
+)
+def test_a_disk_that_cannot_be_is_counted_and_not_used(tokens, seconds):
+    pair = keeping()
+    pair.answer = None
+    pair.find()
+    pair.run(0.2)
+    pair.tell(m.PrefixFound(1, BLOCK_TOKENS, 1, tokens, 1, seconds))
+    pair.run(0.1)
+    assert (pair.found[0].num_tokens, pair.found[0].disk_tokens) == (0, 0)
+    assert pair.decode.count("failures", reason="peer_message") == 1
