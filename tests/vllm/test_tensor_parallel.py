@@ -13,6 +13,9 @@ from tests.vllm.tiny_models import STATE_HEADS, write_model
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.servers]
 LENGTHS = [1, 5, 128, 129, 300, 513, 513, 513, 1025, 1025]
 CPUS = {1: "0", 2: "0|1"}
+EXACT = {"gqa": ["--dtype", "float32"], "hybrid": []}
+"""Sums over ranks round otherwise than in one: in float32 too little to change a token. vLLM's CPU kernel of
+a gated delta net takes bfloat16 alone."""
 
 
 def _options(ranks: int, stages: int = 1) -> list[str]:
@@ -53,6 +56,7 @@ def test_different_numbers_of_ranks(tmp_path, kind, prefill_ranks, decode_ranks)
         recipe,
         tmp_path,
         "nixl",
+        options=EXACT[kind],
         prefill_options=_options(prefill_ranks),
         decode_options=_options(decode_ranks),
         cpus=(CPUS[prefill_ranks], CPUS[decode_ranks]),
@@ -60,6 +64,8 @@ def test_different_numbers_of_ranks(tmp_path, kind, prefill_ranks, decode_ranks)
         answers = _run(prefill, decode)
         assert all(len(got) == 16 for _, got in answers.values())
         if kind == "gqa":
+            for prompt, got in answers.values():
+                assert got == prefill.local_tokens(prompt) == decode.local_tokens(prompt)
             assert_heads_landed(prefill, decode, len(LENGTHS))
         else:
             assert_states_landed(prefill, decode, len(LENGTHS) - 1, STATE_HEADS)
