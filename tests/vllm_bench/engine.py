@@ -33,7 +33,8 @@ _MOST_DELAY_STEPS = 4
 _AT_REST_S = 10.0
 
 # One rank, without a process group.
-parallel_state._TP = parallel_state._PP = SimpleNamespace(rank_in_group=0, world_size=1)
+_ALONE = SimpleNamespace(rank_in_group=0, world_size=1)
+parallel_state._TP = parallel_state._PP = parallel_state._PCP = _ALONE
 init_none_hash(sha256)
 # So that events name blocks by hashes that can be extended.
 os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
