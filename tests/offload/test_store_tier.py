@@ -132,7 +132,7 @@ def test_no_master_is_a_store_that_has_nothing():
     assert set(driver.write(rows)) == set(rows)
     assert driver.read(lengths_of(rows)) == {}
     assert driver.seek(list(rows)) == set()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     assert driver.failures["store_unreachable"] >= 1
     assert tier.state()["link"] == "down"
     assert tier.close()
