@@ -1,0 +1,54 @@
+"""Data-parallel vLLM servers behind vllm-router, which chooses the rank itself or leaves it to the server."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-routers")
+
+from tests.routers.vllm_router import complete, find_router, routed, token_ids
+from tests.vllm.servers import OBSERVED, Server, random_prompt, running, transfer_config
+from tests.vllm.test_data_parallel import loads_by_rank
+from tests.vllm.tiny_models import write_model
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
+
+TWO = ("--data-parallel-size", "2")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    find_router()
+    folder = tmp_path_factory.mktemp("servers")
+    recipe = write_model("gqa", folder)
+    made = [
+        Server(recipe, folder, name, "0|1", transfer_config(role, "nixl", OBSERVED), TWO)
+        for name, role in (("prefill", "producer"), ("decode", "consumer"))
+    ]
+    with running(*made):
+        yield made
+
+
+@pytest.mark.parametrize("ranks", [(), ("--intra-node-data-parallel-size", "2")])
+def test_any_rank_hands_over_to_any(servers, ranks, tmp_path):
+    prefill, decode = servers
+    seed = 100 * len(ranks)
+    prompts = [random_prompt(300 + 70 * number, seed + number) for number in range(8)]
+    before, by_rank = decode.loaded_tokens(), loads_by_rank(decode)
+    arguments = ["--vllm-pd-disaggregation", "--policy", "round_robin", *ranks]
+    with routed(tmp_path, *arguments, "--prefill", prefill.url, "--decode", decode.url) as url:
+
+        def ask(prompt):
+            asked = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+            return token_ids(complete(url, {**asked, "ignore_eos": True, "return_token_ids": True}))[0]
+
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(ask, prompts))
+    assert got == [prefill.local_tokens(prompt) for prompt in prompts]
+    assert decode.loaded_tokens() - before == sum(map(len, prompts))
+    grown = [count - was for count, was in zip(loads_by_rank(decode), by_rank, strict=True)]
+    assert sum(grown) == 8
+    assert min(grown) > 0
+    assert not decode.observed("failed")
