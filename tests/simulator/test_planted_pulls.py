@@ -19,7 +19,7 @@ from tests.simulator.tiers import SimCopier
 
 def serves_rows_that_were_taken(patch):
     """P does not look whether another job has taken a row since."""
-    patch.setattr("kvconnect.offload.worker.named_rows._are_untaken", lambda held: True)
+    patch.setattr("kvconnect.offload.worker.named_rows._are_untaken", lambda taken, held: True)
 
 
 def names_what_is_not_stored_yet(patch):
