@@ -43,7 +43,9 @@ def _config(connector: str, role: str) -> dict[str, Any] | None:
         return None
     if connector == "NixlConnector":
         return NIXL_CONNECTOR
-    return transfer_config(role, connector.removeprefix("kvconnect-"), load_timeout_s=300, lease_s=300)
+    _, engine, *path = connector.split("-")
+    more = {"path": path[0]} if path else {}
+    return transfer_config(role, engine, load_timeout_s=300, lease_s=300, **more)
 
 
 def _server(
@@ -203,7 +205,9 @@ def long_prompts(connector: str, length: int, requests: int, space_gib: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["ttft", "idle", "long"])
-    parser.add_argument("--connectors", default="")
+    parser.add_argument(
+        "--connectors", default="", help="NixlConnector, kvconnect-ENGINE, kvconnect-ENGINE-PATH"
+    )
     parser.add_argument("--lengths", default="1024,4096,16384")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=30)
