@@ -111,7 +111,7 @@ class ZapAuthenticator:
             status = (b"400", b"not admitted", b"") if refusal else (b"200", b"OK", b"")
             questions.send_multipart([*envelope, _ZAP_VERSION, request_id, *status, b""], zmq.NOBLOCK)
             if refusal:
-                self._complain("client_not_admitted", refusal)
+                self.complain("client_not_admitted", refusal)
 
     def _refusal(self, parts: list[bytes]) -> str:
         if len(parts) != _ZAP_PARTS or parts[0] != _ZAP_VERSION or parts[5] != b"CURVE":
@@ -132,12 +132,12 @@ class ZapAuthenticator:
             elif event == zmq.EVENT_DISCONNECTED:
                 self._open.discard(value)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._complain(
+                self.complain(
                     "handshake_refused", "a client with another key for us than ours, or that is no kvconnect"
                 )
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 # A look at the port, or a client that noticed before us that its keys are others.
-                self._complain(
+                self.complain(
                     "handshake_incomplete", "a client that left during the handshake", logging.INFO
                 )
 
@@ -151,7 +151,7 @@ class ZapAuthenticator:
             self._open = {known for known in self._open if self._is_ours(known)}
         if len(self._open) > self._max_connections:
             self._is_ours(descriptor, shut=True)
-            self._complain("max_connections", f"a client beyond {self._max_connections} connections")
+            self.complain("max_connections", f"a client beyond {self._max_connections} connections")
 
     def _is_ours(self, descriptor: int, shut: bool = False) -> bool:
         """Whether a descriptor is a connection to our port; if it is and ``shut``, end it.
@@ -176,7 +176,8 @@ class ZapAuthenticator:
                 return True
         return False
 
-    def _complain(self, reason: str, who: str, level: int = logging.WARNING) -> None:
+    def complain(self, reason: str, who: str, level: int = logging.WARNING) -> None:
+        """Count what was refused, and log the first of its kind."""
         self._count(reason)
         if reason not in self._said:
             self._said.add(reason)

@@ -74,7 +74,7 @@ class ZmqChannel:
             session's message names better what did not come.
         keyring: our keys and our peers'; None for neither authentication nor encryption.
         allowed: what we connect to; empty for everything.
-        count: called with the reason whenever a peer is turned away.
+        count: called with the reason whenever a peer is turned away, or a message is dropped.
 
     Raises ``ConfigError``: the address cannot be listened on.
     """
@@ -276,11 +276,16 @@ class ZmqChannel:
         with contextlib.suppress(zmq.Again):
             for _ in range(_MOST_ARRIVALS):
                 parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                # Not one of ours: it gets no answer, since the sender may not even speak in frames.
                 if len(parts) != 2:
-                    # Not one of ours: it gets no answer, since the sender may not even speak in frames.
-                    logger.warning("side channel: dropped a message of %d parts, expected 1", len(parts) - 1)
+                    self._authenticator.complain("peer_message", f"a message of {len(parts) - 1} parts, not 1")
                     continue
-                host = str(parts[1].get("Peer-Address"))
+                try:
+                    host = str(parts[1].get("Peer-Address"))
+                except zmq.ZMQError:
+                    # ZeroMQ notes nothing about a peer that speaks its protocol of before version 3.
+                    self._authenticator.complain("peer_message", "a message of a peer without an address")
+                    continue
                 arrived.append(Frame(f"in:{parts[0].bytes.hex()}", parts[1].bytes, host))
 
     def _lost(self, name: str, link: _Link) -> LinkLost | None:

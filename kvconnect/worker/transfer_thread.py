@@ -171,13 +171,11 @@ class TransferThread:
                 torch.cuda.set_stream(stream)
             turns = Turns(self._metrics.timeline)
             while not self._stopping.is_set():
-                try:
+                sleep_s = 0.1
+                # A bug, since bad input never raises here. Requests that hang on it end by their deadlines;
+                # the others go on.
+                with ErrorsCounted(self._metrics, "a turn"):
                     sleep_s = self.step(turns.begin())
-                except Exception:
-                    # A bug, since bad input never raises here. Requests that hang on it end by their
-                    # deadlines; the others go on.
-                    logger.exception("the transfer thread met an error of its own")
-                    sleep_s = 0.1
                 turns.end(sleep_s)
                 if sleep_s >= _LONG_NAP_S:
                     self._channel.wait(sleep_s)

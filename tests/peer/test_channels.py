@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
@@ -160,6 +161,24 @@ def test_a_message_of_several_parts_is_dropped():
     assert [frame.data for frame in arrivals(server, 1)] == [b"one"]
     dealer.close(0)
     context.term()
+    server.close()
+
+
+def test_a_message_of_an_old_zeromq_is_dropped_and_all_others_arrive():
+    dropped = []
+    server, client = zmq_channel(count=dropped.append), zmq_channel()
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", b"before")
+    old = b"\xff" + bytes(8) + b"\x7f" + b"\x01\x05" + b"\x00\x00"
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.sendall(old + b"\x00\x01x" * 3)
+        # All of them lie there when the server looks.
+        time.sleep(0.3)
+        client.send("p", b"after")
+        time.sleep(0.1)
+        assert [frame.data for frame in arrivals(server, 2)] == [b"before", b"after"]
+    assert dropped == ["peer_message"] * 3
+    client.close()
     server.close()
 
 
