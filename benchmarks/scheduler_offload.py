@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
-from kvconnect.config import OffloadConfig
 from kvconnect.node.kv_events import BlockRemoved, BlockStored
 from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.offload.events import Described, EventMaker, TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadReport, Orders, Results
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import Computed, Step

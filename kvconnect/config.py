@@ -16,71 +16,15 @@ import msgspec
 from kvconnect.addresses import ANY, address_within, is_loopback, split_address
 from kvconnect.engine_names import check_engine, engine_entry_points
 from kvconnect.errors import ConfigError
+from kvconnect.offload_config import Bound, OffloadConfig, Seconds, Size, check_offload
 from kvconnect.rank_config import RankConfig, check_ranks, settings_of
 from kvconnect.reading import json_object, read_struct
 
 CONNECTOR: Literal["KVConnect"] = "KVConnect"
-_OFFLOAD = "kv_connector_extra_config.offload"
-_LEAST_DISK_BYTES = 1 << 20
 _LEAST_QUARANTINE_S = 15.0
 
 LaneKind = Literal["nvlink", "cuda_ipc", "rdma", "tcp", "shared_memory", "unknown"]
 """What can carry bytes to a peer; a lane that cannot be told is ``unknown``."""
-
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Size = Annotated[int, msgspec.Meta(ge=0)]
-Bound = Annotated[int, msgspec.Meta(ge=1)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-
-
-class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``kv_connector_extra_config.offload``: memory below the device's, in which blocks are kept for later.
-
-    All sizes are those of one worker rank.
-
-    Attributes:
-        cpu_bytes: host memory for blocks.
-        shares: which part of ``cpu_bytes`` is for the blocks of each cache group, by group; empty for shares
-            by what a prompt of usual length leaves in each. Groups whose blocks are equally long use theirs
-            together.
-        decoded: whether blocks that were filled while decoding are kept too.
-        checkpoint_tokens: windows and states are kept at the end of a prompt and of an answer, and every so
-            many tokens of a prompt in between; 0 for never in between.
-        min_tokens: fewer tokens than this are computed again rather than restored.
-        wait_s: how long a request waits for what lower tiers have.
-        disk_path: a folder for blocks on disk; empty for none. Ranks and models have their own folders in it.
-        disk_bytes: most bytes on disk, at least 1 MiB with ``disk_path``; nothing ever takes more. What other
-            models have left in the folder and no process uses now counts too, and makes room first.
-        max_queued_bytes: most bytes that wait to be written to lower tiers; what is more is not written.
-        store: the address ``host:port`` of a Mooncake Store master; empty for no shared tier.
-        store_metadata: the metadata server of that store.
-        store_protocol: how the store is reached: ``tcp`` or ``rdma``.
-        store_bytes: memory that this rank gives to the store.
-        salt: nothing that was kept under another salt is found.
-        pin_quota: which part of host memory, and of the disk, one tenant's sessions may pin; 0 for none. All
-            together may pin three quarters.
-        peer_share: which part of ``cpu_bytes`` is for what is read from disk when peers fetch it; with 0 they
-            get nothing from there. Left out it is a sixteenth on a node with a disk that peers may ask.
-        tenant_key: the key of ``kv_transfer_params`` that names a tenant; empty for the ``cache_salt``.
-    """
-
-    cpu_bytes: Bound
-    shares: tuple[Share, ...] = ()
-    decoded: bool = True
-    checkpoint_tokens: Size = 4096
-    min_tokens: Bound = 1
-    wait_s: Seconds = 2.0
-    disk_path: str = ""
-    disk_bytes: Size = 0
-    max_queued_bytes: Bound = 1 << 30
-    store: str = ""
-    store_metadata: str = "P2PHANDSHAKE"
-    store_protocol: Literal["tcp", "rdma"] = "tcp"
-    store_bytes: Size = 0
-    salt: str = ""
-    pin_quota: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
-    peer_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
-    tenant_key: str = ""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +102,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         path: how pages travel. ``packed`` packs them into slots, whatever they are on the other side, and
             peers can write to slots only. ``direct`` copies page to page, needs equal pages, and lets peers
             write to the cache of a decode node. ``auto`` opens both, and takes the cheaper one each time.
+            Left out it is ``auto`` for a cache in CPU memory with NIXL, whose peers have keys and are of this
+            machine (``host`` and ``bind`` are loopback addresses), and ``packed`` for any other.
         slot_bytes: size of a slot, a multiple of 4096; 0 for one that suits the device.
         num_slots: how many slots a worker has for each direction; 0 for none, which closes the packed path.
         convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the
@@ -197,7 +143,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     require_lane: str = ""
     min_gb_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     allow_peers: tuple[str, ...] = ()
-    path: Literal["auto", "direct", "packed"] = "packed"
+    path: Literal["auto", "direct", "packed"] | None = None
     slot_bytes: Annotated[int, msgspec.Meta(ge=0, multiple_of=4096)] = 0
     num_slots: Size = 8
     convert_dtype: bool = False
@@ -239,6 +185,21 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """This side opens the packed path."""
         return self.path != "direct" and self.num_slots > 0
 
+    @property
+    def opens_direct(self) -> bool:
+        """Peers may read and write pages; pages are registered with the engine for it."""
+        return self.path in ("auto", "direct")
+
+    def with_path(self, device: str, engine: str) -> ExtraConfig:
+        """The same with a ``path``, chosen for a cache on ``cpu`` or ``cuda`` if it was left out.
+
+        Between CPUs over NIXL the two copies of the packed path cost more than what they save of the engine's
+        time. Over Mooncake they do not, and it listens at all addresses, where it asks for no key.
+        """
+        trusted = not self.insecure and not self.far_addresses
+        trusted = trusted and device == "cpu" and engine == "nixl"
+        return msgspec.structs.replace(self, path=self.path or ("auto" if trusted else "packed"))
+
     def of_rank(self, rank: int) -> ExtraConfig:
         """The same for one rank alone; a network is still one."""
         return msgspec.structs.replace(self, ranks={}, **settings_of(self.ranks, rank + self.first_rank))
@@ -247,7 +208,9 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """The same for one rank, on its machine. Raises ``ConfigError``: it has no address in a network."""
         own, where = self.of_rank(rank), "kv_connector_extra_config"
         found = {name: address_within(getattr(own, name), f"{where}.{name}") for name in ("host", "bind")}
-        return msgspec.structs.replace(own, **found)
+        # Peers on other machines may know this rank, whose own addresses are not.
+        path = self.path or ("packed" if self.far_addresses else None)
+        return msgspec.structs.replace(own, **found, path=path)
 
     @property
     def listens_at(self) -> str:
@@ -335,9 +298,9 @@ def _check_combination(config: TransferConfig) -> None:
         )
     _check_security(extra, where)
     if extra.offload is not None:
-        _check_offload(extra.offload)
-    if extra.path == "packed" and not extra.num_slots:
-        raise ConfigError(f"{where}.num_slots is 0, with path 'packed' it must be at least 1")
+        check_offload(extra.offload)
+    if not extra.opens_direct and not extra.num_slots:
+        raise ConfigError(f"{where}.num_slots is 0, without path 'auto' or 'direct' it must be at least 1")
     lanes = [lane for lane in get_args(LaneKind) if lane != "unknown"]
     if unknown := sorted(extra.lanes - set(lanes)):
         raise ConfigError(f"{where}.require_lane has {', '.join(unknown)}; accepted: {', '.join(lanes)}")
@@ -365,27 +328,6 @@ def _check_combination(config: TransferConfig) -> None:
         )
     if not config.engine_id:
         raise ConfigError("kv_transfer_config.engine_id is empty; leave it out for a random one")
-
-
-def _check_offload(offload: OffloadConfig) -> None:
-    if sum(offload.shares) > 1 + 1e-9:
-        raise ConfigError(
-            f"{_OFFLOAD}.shares is {list(offload.shares)}, which adds up to {sum(offload.shares):g}; "
-            "accepted: numbers above 0 that add up to at most 1"
-        )
-    for name, of in (("disk_bytes", "disk_path"), ("store_bytes", "store")):
-        if (value := getattr(offload, name)) and not getattr(offload, of):
-            raise ConfigError(
-                f"{_OFFLOAD}.{name} is {value} and there is no {of}; accepted: both, or neither"
-            )
-    if offload.disk_path and offload.disk_bytes < _LEAST_DISK_BYTES:
-        least = f"with disk_path it must be at least {_LEAST_DISK_BYTES}"
-        raise ConfigError(f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes}, {least}")
-    if offload.store and split_address(offload.store) is None:
-        raise ConfigError(f"{_OFFLOAD}.store is {offload.store!r}, accepted: host:port, and '' for no store")
-    if offload.store and not offload.store_metadata:
-        accepted = "accepted: P2PHANDSHAKE, or the address of a metadata server"
-        raise ConfigError(f"{_OFFLOAD}.store_metadata is empty; {accepted}")
 
 
 def _check_security(extra: ExtraConfig, where: str) -> None:

@@ -10,7 +10,8 @@ import typing
 
 import msgspec
 
-from kvconnect.config import ExtraConfig, Limits, OffloadConfig
+from kvconnect.config import ExtraConfig, Limits
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.rank_config import RankConfig
 
 _HEAD = """\
@@ -22,7 +23,7 @@ others, `kv_consumer` fetches from others, `kv_both`), `kv_load_failure_policy` 
 unknown key or a wrong value is an error that names the key, the value, what is accepted and the nearest known
 key. Examples for every engine are in `deploy/`.
 
-This page is made from the docstrings in `kvconnect/config.py`:
+This page is made from the docstrings in `kvconnect/config.py`, `rank_config.py` and `offload_config.py`:
 `python -m tests.configuration_page > docs/configuration.md`.
 """
 
@@ -36,6 +37,8 @@ def _described(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 def _values(field: msgspec.structs.FieldInfo) -> str:
     kind = field.type
+    if type(None) in (given := typing.get_args(kind)):
+        (kind,) = (one for one in given if one is not type(None))
     if typing.get_origin(kind) is typing.Annotated:
         kind = typing.get_args(kind)[0]
     if typing.get_origin(kind) is typing.Literal:

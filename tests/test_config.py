@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.addresses import split_address
-from kvconnect.config import ExtraConfig, OffloadConfig, TransferConfig, parse_kv_transfer_config
+from kvconnect.config import ExtraConfig, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
+from kvconnect.offload_config import OffloadConfig
 
 FULL = {
     "kv_connector": "KVConnect",
@@ -67,7 +68,7 @@ def test_the_value_is_frozen():
         ({"kv_connector_extra_config": {"path": "fast"}}, r"'fast': accepted: auto, direct, packed"),
         (
             {"kv_connector_extra_config": {"path": "packed", "num_slots": 0}},
-            r"num_slots is 0, with path 'packed' it must be at least 1",
+            r"num_slots is 0, without path 'auto' or 'direct' it must be at least 1",
         ),
         (
             {"kv_connector_extra_config": {"slot_bytes": 1000}},

@@ -21,11 +21,11 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.retention import Retention, joined
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.config import OffloadConfig
 from kvconnect.errors import LayoutError
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import GroupBlocks, Progress
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.align import TableCard, align_tables, card_refusal

@@ -40,7 +40,12 @@ def node_options(name, role, **config):
         "kv_connector": "KVConnect",
         "kv_role": role,
         "engine_id": name,
-        "kv_connector_extra_config": {"engine": "nixl", "port": PORTS.get(name, 0), **EXTRA},
+        "kv_connector_extra_config": {
+            "engine": "nixl",
+            "path": "packed",
+            "port": PORTS.get(name, 0),
+            **EXTRA,
+        },
         **config,
     }
     return ["serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(transfer)]

@@ -24,7 +24,7 @@ def options(engine, name, role, extra):
         "kv_role": role,
         "engine_id": name,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"engine": engine, "port": 0, **extra},
+        "kv_connector_extra_config": {"engine": engine, "path": "packed", "port": 0, **extra},
     }
     return ["serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(transfer)]
 

@@ -97,6 +97,12 @@ class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
     extra: ExtraConfig
 
     @property
+    def path(self) -> str:
+        """That of its workers; with NIXL where the engine is chosen at the start."""
+        engine = "nixl" if self.extra.engine == "auto" else self.extra.engine
+        return self.extra.with_path(self.device, engine).path or ""
+
+    @property
     def num_heads(self) -> int | None:
         """The finest division of heads over ranks; None where every rank keeps the same bytes."""
         return max((kind.num_kv_heads for kind in self.layers if isinstance(kind, HeadLayers)), default=None)

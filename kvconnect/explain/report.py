@@ -157,7 +157,7 @@ class _Sides:
         """What one rank fetches from another; no path is taken where they ``may`` not."""
         source, target = (self._card(side, rank) for side, rank in enumerate((source_rank, target_rank)))
         ends = (
-            PathEnd(side.extra.path, side.extra.num_slots != 0, card)
+            PathEnd(side.path, side.extra.num_slots != 0, card)
             for side, card in zip(self._files, (source, target), strict=True)
         )
         found = paths_between(*ends, convert=self._convert)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.config import OffloadConfig, parse_kv_transfer_config
+from kvconnect.config import parse_kv_transfer_config
 from kvconnect.node.blocks import HASH_SCHEME
 from kvconnect.node.cache import NodeCache, parse_cache_dtype
 from kvconnect.node.models.base import Model
@@ -24,6 +24,7 @@ from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import Naming
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector

@@ -14,10 +14,10 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import Naming
 from kvconnect.vllm.geometry import group_spec, is_state, scheduler_config, transferred_groups
 from kvconnect.vllm.states import conv_layout

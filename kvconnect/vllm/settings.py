@@ -127,7 +127,7 @@ def _refuse_sleep(model_config: Any, config: TransferConfig) -> None:
 
 def may_sleep(extra: ExtraConfig) -> bool:
     """Whether no page of the cache is registered with an engine."""
-    return extra.engine == "none" or (extra.path == "packed" and extra.has_slots)
+    return extra.engine == "none" or (not extra.opens_direct and extra.has_slots)
 
 
 def outside_pools(vllm_config: VllmConfig, make: Callable[[], Made], device: torch.device) -> Made:

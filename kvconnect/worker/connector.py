@@ -187,14 +187,14 @@ class WorkerConnector:
             table=TableCard.of(table),
         )
         device = next(iter(tensors.values())).tensor.device
+        extra = self._config.extra.with_path(device.type, self.engine_name)
+        self._config = msgspec.structs.replace(self._config, kv_connector_extra_config=extra)
         local = open_local(
             self._config, self._engine, introduction, table, device, reserved_bytes, self._metrics
         )
         if self.kept is not None:
             local.keep(self.kept)
-        self._transfers = TransferThread(
-            self._config.extra, self._channel, local, self._reports, self._metrics
-        )
+        self._transfers = TransferThread(extra, self._channel, local, self._reports, self._metrics)
         topics, timeline = self._transfers.prefill.topics, self._metrics.timeline
         # Reading the versions of packages takes milliseconds, and files: not on the transfer thread.
         topics.add(description.TOPIC, functools.partial(self._describe, package_versions()))
@@ -276,7 +276,7 @@ class WorkerConnector:
             description.Description(
                 clock_s=time.time(),
                 role=self._config.kv_role,
-                path=extra.path,
+                path=extra.path or "packed",
                 lane=self._engine.capabilities.lane,
                 lease_s=extra.lease_s,
                 versions=versions,

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Iterator
 
 from kvconnect.config import ExtraConfig
-from kvconnect.errors import EngineError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Await, Find, LetGo, Load
 from kvconnect.peer.channel import Channel, LinkLost
@@ -156,6 +155,10 @@ class DecodeSide:
         self.peers.advance(now)
         self.peers.forget_idle(self._peers_in_use)
         self._count()
+
+    def look_after_all(self, now: float) -> None:
+        """Move every load on, whether it is due or not."""
+        self._look_after(list(self.loads.values()), now)
 
     def _look_after(self, loads: list[LoadRecord], now: float) -> None:
         for load in loads:
@@ -302,7 +305,8 @@ class DecodeSide:
         try:
             if not self._engine.renew_registration():
                 return
-        except EngineError:
+        except Exception:
+            # Whatever it is, what waits for it goes on by its deadlines.
             self._metrics.failures.labels("registration").inc()
             logger.exception("our memory could not be registered anew: nothing may be able to reach it")
             return
@@ -338,7 +342,7 @@ class DecodeSide:
 
     def _can_begin(self, load: LoadRecord) -> bool:
         # A peer that can write to pages may do so at once; what lands in slots waits there.
-        return self._config.path == "packed" or load.is_unused()
+        return not self._config.opens_direct or load.is_unused()
 
     def _ask(self, load: LoadRecord, now: float) -> None:
         peer = self.peers.peers.get(load.peer)

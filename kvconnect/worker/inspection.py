@@ -54,7 +54,7 @@ def write_inspection(
     stop = skipped + MOST_PER_PAGE
     leases = itertools.islice(itertools.chain(held.values(), streamed.values()), skipped, stop)
     peers = itertools.chain(
-        (_source(peer, config.path, now) for peer in decode.peers.peers.values()),
+        (_source(peer, config.path or "packed", now) for peer in decode.peers.peers.values()),
         map(_inbound, prefill.inbound_peers),
     )
     inspection = Inspection(

@@ -182,7 +182,7 @@ def open_local(
         local.warm_up()
     # Last of all: an error before it leaves nothing registered whose memory is freed.
     # What is registered, peers can write to; where all goes through slots they need nothing else.
-    storages = () if config.extra.path == "packed" else table.storages
+    storages = table.storages if config.extra.opens_direct else ()
     spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
     spans += [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
     engine.register(spans)

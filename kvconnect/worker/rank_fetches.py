@@ -55,7 +55,7 @@ class RankFetches:
     def __init__(self, config: ExtraConfig, peers: Peers, local: Local, metrics: Metrics) -> None:
         self.bay = LandingBay(local.landing, config.check_digest, peers.send, metrics)
         self._config = config
-        self._is_direct_open = config.path != "packed"
+        self._is_direct_open = config.opens_direct
         self._peers = peers
         self._local = local
         self._metrics = metrics

@@ -127,7 +127,7 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
     way = Way(f"{owner_name(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}")
     way.slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
     way.share = source_share(ours, peer)
-    if config.path == "packed":
+    if not config.opens_direct:
         way.refusals["direct"] = "this node's path is 'packed'"
     else:
         try:

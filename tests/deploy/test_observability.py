@@ -160,7 +160,13 @@ def node(name: str, role: str, port: int, *options: str, **extra: Any) -> list[s
         "kv_role": role,
         "engine_id": name,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"engine": "nixl", "lease_s": 2, "peer_timeout_s": 2, **extra},
+        "kv_connector_extra_config": {
+            "engine": "nixl",
+            "path": "packed",
+            "lease_s": 2,
+            "peer_timeout_s": 2,
+            **extra,
+        },
     }
     config = "--kv-transfer-config", json.dumps(transfer)
     return ["serve", "--model", "gqa", "--port", str(port), *config, *options]

@@ -113,7 +113,7 @@ def test_a_good_pair_over_nixl_passes_whole(node):
     said = {one["about"]: one for one in json.loads(done.stdout)["findings"]}
     assert [one for one in said.values() if one["level"] == "failure"] == []
     assert done.exit_code == 0
-    assert said["caches"]["found"].startswith("rank to rank 0 > 0: packed (closed: direct: the source's path")
+    assert said["caches"]["found"].startswith("rank to rank 0 > 0: direct and packed")
     assert "UCX NET_DEVICES=lo" in said["lane"]["found"]
     assert said["weights"]["found"] == "the same on both"
     assert said["port"]["found"].startswith("a node serves on")

@@ -254,6 +254,8 @@ class Stage:
             "engine": options.engine,
             "host": place.host,
             "port": self.side_ports[name],
+            # As on GPUs, where a peer can write to slots only.
+            "path": "packed",
             **DEADLINES,
             **options.extra,
         }

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.config import OffloadConfig
 from kvconnect.engine import mooncake_store
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Settings, Verb
@@ -18,6 +17,7 @@ from kvconnect.errors import ConfigError, EngineError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.store.tier import _Item, open_store_tier
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import Fetch, Seek, Store
 from tests.offload.store_master import StoreMaster, master_binary
 from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, some_rows

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
-from kvconnect.config import OffloadConfig
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.rows import RowLayout, RowParts
@@ -23,6 +22,7 @@ from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.row_work import RowWork
 from kvconnect.offload.worker.tier_loop import Command
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import Naming, OffloadOrders, RowCopies
 from tests.simulator.device import Stream
 from tests.simulator.disk import SimDisk

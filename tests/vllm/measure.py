@@ -44,7 +44,7 @@ def _config(connector: str, role: str) -> dict[str, Any] | None:
     if connector == "NixlConnector":
         return NIXL_CONNECTOR
     _, engine, *path = connector.split("-")
-    more = {"path": path[0]} if path else {}
+    more = {"path": path[0] if path else None}
     return transfer_config(role, engine, load_timeout_s=300, lease_s=300, **more)
 
 

@@ -65,14 +65,17 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 def transfer_config(role: str, engine: str, module: str = "kvconnect.vllm", **more: Any) -> dict[str, Any]:
-    """A ``kv_transfer_config``; ``more`` are keys of it, those unknown to vLLM go to the extra part."""
+    """A ``kv_transfer_config``; ``more`` are keys of it, those unknown to vLLM go to the extra part.
+
+    Pages are packed, as on GPUs, unless ``more`` has a path; None is what is chosen without one.
+    """
     top = {key: more.pop(key) for key in ("engine_id", "kv_load_failure_policy") if key in more}
     return {
         "kv_connector": "KVConnect",
         "kv_connector_module_path": module,
         "kv_role": f"kv_{role}",
         **top,
-        "kv_connector_extra_config": {"engine": engine, **more},
+        "kv_connector_extra_config": {"engine": engine, "path": "packed", **more},
     }
 
 

@@ -15,8 +15,8 @@ import msgspec
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
-from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError, LocalError
+from kvconnect.offload_config import OffloadConfig
 
 ROW_ALIGN_BYTES = 64
 # What a prompt is taken to be where no setting has the shares of the groups: long enough that the part which

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from kvconnect.cache.specs import KVCacheGroup
-from kvconnect.config import OffloadConfig
 from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.session_pins import SessionPins
@@ -25,6 +24,7 @@ from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import DISK, HOST, lower_tier_names
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadOrders, OffloadReport, Results
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
 

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.session_pins import Pin
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
@@ -22,6 +21,7 @@ from kvconnect.offload.scheduler.host import Host
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER
 from kvconnect.offload.tier import DISK, HOST
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.scheduler.params import transfer_params
 from kvconnect.scheduler.stack import RequestView
 
@@ -107,7 +107,7 @@ class Sessions:
             return
         try:
             envelope = msgspec.convert(given, _Envelope, from_attributes=True)
-        except msgspec.ValidationError as error:
+        except ValueError as error:
             self._counted["unknown", "rejected"] += 1
             self._turns[view.request_id] = _Turn(view, {"error": f"{HINTS_KEY} cannot be used: {error}"})
             return
@@ -134,6 +134,8 @@ class Sessions:
             if ask.kind == "pin" and not ask.answer:
                 if turn.pin is not None or not is_kept or not self._config.pin_quota:
                     ask.answer = _rejected("accepted: one pin of a request that is kept, with a pin_quota")
+                elif not self._pins.admits(*ask.payload.session):
+                    ask.answer = _rejected("too many sessions have pins; accepted: once some have ended")
                 else:
                     turn.pin = self._pins.begin(
                         *ask.payload.session, self._names(turn, self._first, 0, NEVER)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from kvconnect.addresses import own_address, split_address
 from kvconnect.arithmetic import div_ceil
-from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Settings, Verb
 from kvconnect.errors import ConfigError
@@ -25,6 +24,7 @@ from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
 from kvconnect.offload.store.announced import MOST, Announced
 from kvconnect.offload.store.link import LinkState, StoreLink
 from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierRow, TierUpdate
+from kvconnect.offload_config import OffloadConfig
 
 logger = logging.getLogger(__name__)
 

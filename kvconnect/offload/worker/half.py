@@ -19,7 +19,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.config import OffloadConfig
 from kvconnect.errors import EngineError, LayoutError, LocalError
 from kvconnect.metric_values import Changes
 from kvconnect.metrics import OffloadMetrics
@@ -32,6 +31,7 @@ from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.jobs import Jobs, Report
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.tier_loop import Command, TierLoop
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import Naming, OffloadOrders, Results, RowCopies
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 
