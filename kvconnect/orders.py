@@ -33,7 +33,7 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):

@@ -130,7 +130,7 @@ def decode_card(peer: str, card: bytes, kind: type[_Card], engine: str) -> _Card
         raise EngineError(f"the card of peer {peer!r} has {len(card)} bytes, at most {MAX_CARD_BYTES}")
     try:
         return msgspec.msgpack.decode(card, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise EngineError(f"the card of peer {peer!r} is not a {engine} engine's: {error}") from error
 
 
@@ -145,7 +145,7 @@ def card_host(card: bytes) -> str:
     """The host that a card would make this node connect to; empty where it names none, as NIXL's."""
     try:
         addressed = msgspec.msgpack.decode(card, type=_Addressed)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError):
         return ""
     return addressed.host or addressed.session.rpartition(":")[0].strip("[]")
 

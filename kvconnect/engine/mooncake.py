@@ -153,7 +153,9 @@ class MooncakeEngine(Adapter):
         self._check_open()
         ranges = self._library.ranges(self._spans)
         try:
-            self._library.unregister(self._home, ranges)
+            # There is none if the last one could not be replaced.
+            if self._home is not None:
+                self._library.unregister(self._home, ranges)
         except EngineError as error:
             log.warning("the engine that peers knew keeps its memory until it is gone: %s", error)
         self._home = None

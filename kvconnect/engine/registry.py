@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import typing
 from collections.abc import Mapping
 from typing import Any, cast
+
+import msgspec
 
 from kvconnect.engine.base import Engine
 from kvconnect.engine_names import check_engine, engine_entry_points
@@ -19,6 +22,7 @@ from kvconnect.errors import ConfigError, EngineError
 log = logging.getLogger("kvconnect.engine")
 
 # What ``auto`` takes, the first that works here.
+_OPTIONS = "kv_connector_extra_config.engine_options"
 _PREFERENCE = ("nixl", "mooncake")
 
 
@@ -40,7 +44,14 @@ def create_engine(
     known = set(inspect.signature(engine_class).parameters) - {"host", "protocol"}
     unknown = sorted(set(options or {}) - known)
     if unknown:
-        raise ConfigError(f"unknown engine options {unknown}: {sorted(known)} are known")
+        raise ConfigError(f"{_OPTIONS} has {unknown}; accepted: {sorted(known)}")
+    kinds = typing.get_type_hints(engine_class.__init__)
+    for option, value in (options or {}).items():
+        try:
+            if kinds[option] in (bool, int, float, str):
+                msgspec.convert(value, kinds[option])
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{_OPTIONS}.{option} is {value!r}: {error}") from error
     return cast(Engine, engine_class(host, protocol, **(options or {})))
 
 

@@ -137,9 +137,7 @@ class ZapAuthenticator:
                 )
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 # A look at the port, or a client that noticed before us that its keys are others.
-                self.complain(
-                    "handshake_incomplete", "a client that left during the handshake", logging.INFO
-                )
+                self.complain("handshake_incomplete", "a client that left during the handshake", logging.INFO)
 
     def _accepted(self, descriptor: int) -> None:
         self._open.add(descriptor)
@@ -170,6 +168,8 @@ class ZapAuthenticator:
             return False
         with connection, contextlib.suppress(OSError):
             connection.getpeername()
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
             if connection.getsockname()[1] == self.port:
                 if shut:
                     connection.shutdown(socket.SHUT_RDWR)

@@ -278,7 +278,7 @@ class ZmqChannel:
                 parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
                 # Not one of ours: it gets no answer, since the sender may not even speak in frames.
                 if len(parts) != 2:
-                    self._authenticator.complain("peer_message", f"a message of {len(parts) - 1} parts, not 1")
+                    self._authenticator.complain("peer_message", "a message of other than one part")
                     continue
                 try:
                     host = str(parts[1].get("Peer-Address"))

@@ -99,7 +99,7 @@ class Handles:
             raise PeerError("its signature is wrong: it was changed, or signed with another key than ours")
         try:
             claims = _decoder.decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise PeerError(f"its content cannot be read: {error}") from error
         late_s = self.clock() - claims.expires_at
         if late_s > MOST_SKEW_S and not even_expired:
@@ -146,7 +146,7 @@ def epoch_of(handle: str) -> str:
     """The epoch that a handle names; empty where it is none. Unchecked: good only to refuse a handle for."""
     try:
         return _decoder.decode(_split(handle)[1][_CODE_BYTES:]).epoch
-    except (PeerError, msgspec.MsgspecError):
+    except (PeerError, msgspec.MsgspecError, ValueError):
         return ""
 
 

@@ -241,7 +241,8 @@ def _read(params: Mapping[str, Any], key: str) -> Any:
     kind, accepted = _FIELDS[key]
     try:
         return msgspec.convert(params.get(key), kind, strict=False)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:
+        # A lone surrogate is text to JSON and none to msgspec.
         raise _unusable(params, key, f"accepted: {accepted}") from error
 
 

@@ -156,10 +156,6 @@ class DecodeSide:
         self.peers.forget_idle(self._peers_in_use)
         self._count()
 
-    def look_after_all(self, now: float) -> None:
-        """Move every load on, whether it is due or not."""
-        self._look_after(list(self.loads.values()), now)
-
     def _look_after(self, loads: list[LoadRecord], now: float) -> None:
         for load in loads:
             with ErrorsCounted(self._metrics, f"request {load.order.request_id}"):

@@ -25,6 +25,7 @@ from kvconnect.peer.messages import (
     Fetch,
     FindPrefix,
     Measure,
+    Measured,
     Question,
     Release,
     Renew,
@@ -202,6 +203,9 @@ class PrefillSide:
                 refusal = self._draining or self.fetches.look_at(inbound, link, now)
                 if answer := found_for(inbound, self._local.kept, asked, refusal, now):
                     inbound.session.send(answer)
+            case Received(message=Measure()) if self._draining:
+                # Its pages may be unmapped.
+                inbound.session.send(Measured(0, 0.0, self._draining))
             case Received(message=Measure() as measure):
                 self.fetches.measure(link, measure, now)
             case Received(message=Question() as question):

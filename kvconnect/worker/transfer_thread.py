@@ -13,12 +13,13 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
 from kvconnect.config import ExtraConfig
+from kvconnect.engine.base import Completion
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Orders, RankAddress
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
@@ -46,6 +47,7 @@ _BRIEF_NAP_S = 1e-6
 """What the system makes of it is some 50 us, in which a thread that waits for the interpreter gets it."""
 _SHORT_NAP_S = 50e-6
 _NAPS = 400
+_AFTER_ERROR_S = 0.1
 _LONG_NAP_S = 1e-3
 
 
@@ -146,11 +148,17 @@ class TransferThread:
             progress = True
             with ErrorsCounted(self._metrics, "an order"):
                 self._commands.popleft()(now)
-        for arrival in self._channel.receive():
+        arrivals: Sequence[Arrival] | None = None
+        completions: Sequence[Completion] | None = None
+        with ErrorsCounted(self._metrics, "the channel"):
+            arrivals = self._channel.receive()
+        for arrival in arrivals or ():
             progress = True
             with ErrorsCounted(self._metrics, "a message"):
                 self._take(arrival, now)
-        for completion in self.local.engine.poll():
+        with ErrorsCounted(self._metrics, "the engine"):
+            completions = self.local.engine.poll()
+        for completion in completions or ():
             progress = True
             with ErrorsCounted(self._metrics, "a completion"):
                 self.prefill.sender.completed(completion, now)
@@ -160,6 +168,8 @@ class TransferThread:
             self.prefill.advance(now)
         # What was ordered since was taken from the channel, with what came, as a reason to wake.
         is_called = self._commands or self._stopping.is_set()
+        if arrivals is None or completions is None:
+            return _AFTER_ERROR_S
         return 0.0 if is_called else self._sleep_s(progress, now)
 
     def _run(self, release: Callable[[], None]) -> None:
@@ -171,7 +181,7 @@ class TransferThread:
                 torch.cuda.set_stream(stream)
             turns = Turns(self._metrics.timeline)
             while not self._stopping.is_set():
-                sleep_s = 0.1
+                sleep_s = _AFTER_ERROR_S
                 # A bug, since bad input never raises here. Requests that hang on it end by their deadlines;
                 # the others go on.
                 with ErrorsCounted(self._metrics, "a turn"):

@@ -98,6 +98,12 @@ def test_unknown_names_and_options_say_what_is_known() -> None:
         registry.create_engine("memory", host="127.0.0.1", options={"max_copy": 1})
 
 
+def test_options_of_a_wrong_type_are_named() -> None:
+    for value in ("5", 5.5, None):
+        with pytest.raises(ConfigError, match=r"engine_options\.max_copies is .*: Expected `int`"):
+            registry.create_engine("memory", host="127.0.0.1", options={"max_copies": value})
+
+
 def test_auto_takes_the_first_that_works_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -325,3 +325,9 @@ def test_what_is_too_long_is_not_read():
     frame = m.encode(m.CreditGrant(1, (GRANT,) * 100))
     with pytest.raises(PeerError, match=f"a message of {len(frame)} bytes, max_message_bytes is 99"):
         m.decode(m.Side.PREFILL, frame, 99)
+
+
+def test_a_rank_listens_at_a_port():
+    given = msgspec.msgpack.encode(RankAddress(0, "h", 65536))
+    with pytest.raises(msgspec.ValidationError, match="<= 65535"):
+        msgspec.msgpack.decode(given, type=RankAddress)

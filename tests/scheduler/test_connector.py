@@ -328,6 +328,7 @@ def test_the_directory_is_sent_once():
         ({HANDLE_KEY: chr(0xD800)}, "accepted: printable ASCII"),
         ({"remote_port": "56x0"}, "remote_port is '56x0', accepted: 1 to 65535"),
         ({"remote_port": ""}, "remote_port is ''"),
+        ({"remote_port": chr(0xD800)}, "accepted: 1 to 65535"),
         ({"remote_port": "0"}, "remote_port is '0', accepted: 1 to 65535"),
         ({"remote_port": 5600.5}, "remote_port is 5600.5, accepted: 1 to 65535"),
         ({"remote_num_tokens": 0}, "remote_num_tokens is 0, accepted: a number of tokens, at least 1"),

@@ -18,7 +18,7 @@ from kvconnect.errors import ConfigError, PeerError
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles, PeerTrust
+from kvconnect.scheduler.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles, PeerTrust, epoch_of
 from kvconnect.scheduler.params import HANDLE_KEY, PEER_KEY, TRANSFER_KEY, read_remote_prefill
 from tests.scheduler.test_connector import ATTENTION, HANDLES, Request, connector, prefilled
 
@@ -132,6 +132,14 @@ def test_content_of_another_shape_is_refused_even_if_it_is_signed():
         text = base64.urlsafe_b64encode(code + payload).decode().rstrip("=")
         with pytest.raises(PeerError, match="content cannot be read"):
             at(0).read("s2." + text)
+
+
+def test_content_that_is_no_text_is_refused():
+    payload = msgspec.msgpack.encode(CLAIM).replace(b"P", b"\xff", 1)
+    text = base64.urlsafe_b64encode(hmac.digest(SECRET, b"s2." + payload, "sha256") + payload).decode()
+    with pytest.raises(PeerError, match="content cannot be read"):
+        at(0).read("s2." + text.rstrip("="))
+    assert epoch_of("s2." + text.rstrip("=")) == ""
 
 
 def test_an_engine_id_that_makes_handles_too_long_is_found_at_the_start():

@@ -389,3 +389,17 @@ def test_a_request_that_is_loaded_twice_at_once_is_reported_for_its_first_load(p
     assert pair.decode.received == ["a"]
     assert pair.decode.count("failures", reason="request_in_use") == 1
     pair.assert_idle()
+
+
+def test_an_engine_that_raises_keeps_no_load_from_its_deadline():
+    def broken():
+        raise RuntimeError("the library is in a bad state")
+
+    pair = Pair(ExtraConfig(path="packed", load_timeout_s=5.0))
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(0.2)
+    pair.decode.engine.poll = broken
+    pair.run(6)
+    assert "a" in pair.decode.failed
+    assert pair.decode.count("failures", reason="internal") > 1

@@ -109,9 +109,10 @@ def test_a_peer_whose_process_is_gone_needs_no_keeping_out(pair):
     assert pair.decode.count("failures", reason="registration_renewed") == 0
 
 
-def test_an_engine_that_cannot_keep_anybody_out_after_all_is_heard_of(pair):
+@pytest.mark.parametrize("error", [EngineError, AttributeError])
+def test_an_engine_that_cannot_keep_anybody_out_after_all_is_heard_of(pair, error):
     def refuse():
-        raise EngineError("no")
+        raise error("no")
 
     pair.decode.engine.renew_registration = refuse
     silent(pair)
