@@ -100,6 +100,7 @@ class LanePool:
         self._make_engine = make_engine
         self.prepare_thread = prepare_thread
         self._lanes: dict[str, Lane] = {}
+        self._idle: list[Lane] = []
         self._lock = threading.Lock()
 
     def acquire(self, key: str) -> Lane:
@@ -107,7 +108,7 @@ class LanePool:
         with self._lock:
             lane = self._lanes.get(key)
             if lane is None:
-                lane = self._lanes[key] = Lane(self._make_engine())
+                lane = self._lanes[key] = self._idle.pop() if self._idle else Lane(self._make_engine())
             lane.users += 1
             return lane
 
@@ -127,6 +128,19 @@ class LanePool:
         if found is not None:
             self._destroy_if_unused(found)
 
+    def leave(self, key: str) -> None:
+        """A key is not used any more: its lane, unless a batch still uses it, is the next that is needed.
+
+        Destroying it would take the GIL, and keeping it its threads and sockets.
+        """
+        with self._lock:
+            lane = self._lanes.pop(key, None)
+            if lane is None:
+                return
+            lane.retired = lane.users > 0
+            if not lane.retired:
+                self._idle.append(lane)
+
     def each_engine(self, call: Callable[[Any], None]) -> None:
         """For every engine that takes new work."""
         with self._lock:
@@ -137,6 +151,7 @@ class LanePool:
         """Retire all; those in use are destroyed by their last user."""
         for key in list(self._lanes):
             self.retire(key)
+        self._idle.clear()
 
     def _destroy_if_unused(self, lane: Lane) -> None:
         with self._lock:
@@ -208,6 +223,9 @@ class Sender(threading.Thread):
                 log.warning("a transfer to %s broke: %r", job.session, error)
                 outcome = Outcome(job, not job.posted, f"{type(error).__name__}: {error}")
             self._results.put(outcome)
+        # The lane that all peers share stays.
+        if self._key:
+            self._pool.leave(self._key)
 
     def _run(self, job: Job) -> Outcome:
         self._pool.prepare_thread()

@@ -253,3 +253,23 @@ def test_the_process_survives_its_end_with_a_transfer_in_the_library(tmp_path: P
         [sys.executable, str(script)], env=environment, timeout=60, check=False, capture_output=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_peer_takes_the_lane_of_one_that_is_gone() -> None:
+    peer, engine = PeerProcess(make_engine), make_engine()
+    driver = Driver(engine, 1 << 20)
+    remote = peer.allocate("buffer", 1 << 20)
+    peer.register([("buffer", 0, 1 << 20)])
+    made: list[int] = []
+    make_lane = engine._pool._make_engine
+    engine._pool._make_engine = lambda: (made.append(0), make_lane())[1]
+    for number in range(5):
+        name = f"peer {number}"
+        engine.connect(name, peer.card())
+        assert driver.wait(driver.submit(name, [driver.address], [remote], [4096])).ok
+        (sender,) = engine._peers[name].senders
+        engine.disconnect(name)
+        sender.join(10)
+    assert len(made) == 1
+    peer.close()
+    engine.close()
