@@ -83,7 +83,7 @@ def parse_completion(body: object, *, model: str, session_id: str | None = None)
     """
     try:
         parsed = msgspec.convert(body, CompletionBody)
-    except msgspec.ValidationError as error:
+    except ValueError as error:
         raise BadRequest(f"the body cannot be used: {error}") from error
     parsed.session_id = parsed.session_id or session_id
     if parsed.model not in (None, model):

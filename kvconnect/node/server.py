@@ -88,7 +88,7 @@ class HttpLimits:
 def _is_ours(record: logging.LogRecord) -> bool:
     """A client that leaves, or sends what is no HTTP and gets an error for it, is no error of ours."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, (HttpProcessingError, ConnectionError))
+    return not isinstance(error, (HttpProcessingError, ConnectionError, web.RequestPayloadError))
 
 
 _http_logger = logging.getLogger("kvconnect.node.http")
@@ -252,6 +252,8 @@ class NodeServer:
                 counted += more
                 self._reading_bytes += more
             return body
+        except web.RequestPayloadError as error:
+            raise BadRequest(f"the body cannot be read: {error}") from error
         finally:
             self._reading_bytes -= counted
 

@@ -34,7 +34,7 @@ logger = logging.getLogger("kvconnect.router")
 def _is_ours(record: logging.LogRecord) -> bool:
     """A client that leaves, or sends what is no HTTP and gets an error for it, is no error of ours."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, (HttpProcessingError, ConnectionError))
+    return not isinstance(error, (HttpProcessingError, ConnectionError, web.RequestPayloadError))
 
 
 _http_logger = logging.getLogger("kvconnect.router.http")
@@ -128,6 +128,8 @@ class Router:
         except web.HTTPRequestEntityTooLarge:
             text = f"the request's body is larger than {self.limits.max_body_bytes} bytes"
             return error_response(413, text, request_id)
+        except web.RequestPayloadError as error:
+            return error_response(400, f"the request's body cannot be read: {error}", request_id)
         try:
             return await run(request, request_id, started)
         except BadBody as error:
@@ -211,7 +213,7 @@ def create_router_app(
     app.router.add_post("/v1/chat/completions", partial(router.admitted, run=router.flow.run))
     passed_on = partial(router.admitted, run=router.flow.pass_to_decode)
     for path in ("/v1/models", "/version"):
-        app.router.add_get(path, passed_on)
+        app.router.add_get(path, passed_on, allow_head=False)
     for path in ("/tokenize", "/detokenize"):
         app.router.add_post(path, passed_on)
     app.router.add_get("/health", router.health)

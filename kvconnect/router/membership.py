@@ -42,17 +42,18 @@ async def admin_served(
         try:
             if request.method != "GET":
                 named = msgspec.json.decode(await request.read(), type=_Named)
-                if named.role not in by_role or named.url.startswith(NAME):
-                    accepted = f"{', '.join(by_role)}, and a URL without {NAME}"
-                    raise ConfigError(f"role is {named.role!r}; accepted here: {accepted}")
+                if named.role not in by_role:
+                    raise ConfigError(f"role is {named.role!r}; accepted here: {', '.join(by_role)}")
+                if named.url.startswith(NAME):
+                    raise ConfigError(f"url is {named.url!r}; accepted here: a URL without {NAME}")
                 pool, url = by_role[named.role], clean_url(named.url)
-                if named.kv_event_source or named.kv_source:
+                if named.kv_event_source or named.kv_event_replay_source or named.kv_source:
                     if followed is None:
                         raise ConfigError("where a node publishes is given; accepted: with --policy prefix")
                     followed.published[url] = named.checked(url)
                 change = pool.add if request.method == "POST" else pool.drain
                 change(url)
-        except (ConfigError, msgspec.MsgspecError) as error:
+        except (ConfigError, ValueError, msgspec.MsgspecError) as error:
             return web.json_response({"error": str(error)}, status=400)
         shown = [
             {"role": pool.role, "url": node.url, "state": node.state.value, "in_flight": node.in_flight}

@@ -113,7 +113,11 @@ class Placing:
 
     def _extra_keys(self, body: Mapping[str, Any]) -> Sequence[ExtraKeys]:
         """As vLLM publishes them: the adapter of every block, and a salt of the first."""
-        model, salt = body.get("model"), body.get("cache_salt")
+        # What a node will refuse has no block, but is not for the router to refuse.
+        model, salt = (
+            value.encode(errors="replace").decode() if isinstance(value := body.get(key), str) else ""
+            for key in ("model", "cache_salt")
+        )
         adapter = [model] if model in self.index.adapters else []
         return [[*adapter, salt], adapter] if salt else [adapter] if adapter else []
 

@@ -38,7 +38,10 @@ class Published(msgspec.Struct, frozen=True):
         """Raises ``ConfigError``: what is given of this node is no address."""
         host = "*" if url.startswith(NAME) else "10.0.0.1"
         for endpoint in filter(None, (self.kv_event_source, self.kv_event_replay_source)):
-            if not endpoint.startswith(("tcp://", "ipc://")) or ("*" in endpoint) != (host == "*"):
+            known = endpoint.startswith("ipc://") or (
+                endpoint.startswith("tcp://") and split_address(endpoint.removeprefix("tcp://")) is not None
+            )
+            if not known or ("*" in endpoint) != (host == "*"):
                 raise ConfigError(f"KV events are at {endpoint!r}; accepted: as tcp://{host}:5557")
         if self.kv_source and split_address(self.kv_source) is None:
             raise ConfigError(f"a node's KV source is {self.kv_source!r}; accepted: host:port")

@@ -6,7 +6,6 @@ import json
 import os
 import time
 
-import msgspec
 import pytest
 
 from kvconnect.offload.disk.tier import DiskTier
@@ -43,10 +42,6 @@ def restarted(folder, *prompts: list[int], **options) -> Keeper:
 def asking(source: Keeper, **options) -> Keeper:
     """A node that knows how fast it computes prompts, and what the link to its source takes."""
     target = node(source, reserved_blocks=61, **options)
-    # A machine that is busy with other tests answers late.
-    target.engine.scheduler.transfers.hooks.transfer._pulls._find_s = PATIENCE_S
-    finds = target.engine.worker.transfer._transfers.decode.finds
-    finds._config = msgspec.structs.replace(finds._config, find_s=PATIENCE_S)
     target.ask(make_prompt(300, seed=101))
     deadline = time.monotonic() + DEADLINE_S
     while not all(

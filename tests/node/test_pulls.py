@@ -6,6 +6,7 @@ import json
 import time
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from kvconnect.engine.memory import MemoryEngine
@@ -16,6 +17,7 @@ from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper
 
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 SLOW_BYTES_PER_S = 1e5
+PATIENCE_S = 10.0
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -28,10 +30,18 @@ def node(
     extra["offload"] = {"cpu_bytes": cpu_bytes} if keeps else None
     config = {"kv_role": role, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
     if keeps:
-        return make_keeper(json.dumps(config), **options)
+        return patient(make_keeper(json.dumps(config), **options))
     made = make_client(kv_transfer_config=json.dumps(config), enable_prefix_caching=False, **options)
     made.engine.worker.on_results(made.engine.wake)
-    return Puller(made.engine)
+    return patient(Puller(made.engine))
+
+
+def patient(client: Keeper) -> Keeper:
+    """The same, which waits for answers that are late: a machine is busy with other tests."""
+    client.engine.scheduler.transfers.hooks.transfer._pulls._find_s = PATIENCE_S
+    finds = client.engine.worker.transfer._transfers.decode.finds
+    finds._config = msgspec.structs.replace(finds._config, find_s=PATIENCE_S)
+    return client
 
 
 class Puller(Keeper):

@@ -181,6 +181,12 @@ def test_bad_requests_name_the_field_and_leave_the_node_alive():
             status, answer, _ = await session.post(None, data=data)
             assert status == 400
             assert "not valid JSON" in answer["error"]["message"]
+        for data, headers in (
+            (b'{"prompt": [1], "\\ud800": 1}', {}),
+            (b"xxxx", {"Content-Encoding": "gzip", "Connection": "close"}),
+        ):
+            status, answer, _ = await session.post(None, headers, data=data)
+            assert status == 400, answer
         status, answer, _ = await session.post({"prompt": [1]}, {"X-Request-Id": "x" * 513})
         assert status == 400
         assert "X-Request-Id" in answer["error"]["message"]

@@ -386,6 +386,17 @@ def test_blocks_that_are_overwritten_early_are_not_stored():
     assert stack.half.host.index.counts()[0].pending == 3
 
 
+def test_what_is_overwritten_before_it_is_stored_is_not_waited_for():
+    stack = stack_of()
+    first, second = stack.add("r", range(16)), stack.add("s", range(17))
+    ids = ([11, 12, 13, 14],)
+    stack.half.update_after_alloc(first, ids, 0)
+    stack.half.launched(Step((Computed("r", 16, ids),)))
+    assert stack.half.matched_tokens(second, 0)[0] is None
+    stack.half.overwritten(set(ids[0]))
+    assert stack.half.matched_tokens(second, 0) == (0, False)
+
+
 def test_a_state_at_a_boundary_of_the_stacks_own_choice_is_kept():
     stack = stack_of(HYBRID, checkpoint_tokens=0)
     request = stack.add("r", range(64))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvconnect.offload.index.budgets import plan_arena
-from kvconnect.offload.index.session_pins import MOST_PINNED, Ledger, SessionPins
+from kvconnect.offload.index.session_pins import MOST_PINNED, MOST_SESSIONS, Ledger, SessionPins
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
 from kvconnect.offload.tier import DISK, HOST
 from tests.offload.index_kit import check_index
@@ -319,3 +319,13 @@ def test_what_is_not_over_yet_costs_a_step_nothing():
     pins.expire(500.0)
     assert not pins._sessions
     assert not any(pins.counts().values())
+
+
+def test_one_tenant_has_a_quarter_of_all_sessions():
+    pins = SessionPins(TierIndex(PLAN), PLAN, SHARE)
+    begun = [pins.begin("a", str(number), ()) for number in range(MOST_SESSIONS // 4)]
+    assert not pins.admits("a", "new")
+    assert pins.admits("a", "0")
+    assert pins.admits("b", "new")
+    pins.release(begun[0])
+    assert pins.admits("a", "new")

@@ -123,6 +123,19 @@ def test_a_stream_passes_byte_for_byte_and_as_it_comes() -> None:
     run(main())
 
 
+def test_a_body_that_is_not_packed_as_it_says_is_a_bad_request(caplog) -> None:
+    async def main() -> None:
+        async with pair() as (client, _, _):
+            for packing in ("gzip", "deflate"):
+                status, _, raw = await client.post(
+                    b"xxxx", headers={"Content-Encoding": packing, "Connection": "close"}
+                )
+                assert (status, b"cannot be read" in raw) == (400, True)
+
+    run(main())
+    assert "Traceback" not in caplog.text
+
+
 def test_a_packed_answer_passes_as_it_is() -> None:
     packed = gzip.compress(b'{"a": 1}')
 

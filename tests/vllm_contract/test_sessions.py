@@ -12,10 +12,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from vllm.v1.request import Request, RequestStatus
 
 from kvconnect.cache.specs import KVCacheGroup
-from kvconnect.config import OffloadConfig
 from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload_config import OffloadConfig
 from kvconnect.scheduler.stack import Computed, Step
 from tests.offload.half_kit import Kind
 from tests.vllm_contract import test_scheduler_hooks as hooks_kit
@@ -112,7 +112,9 @@ def test_older_releases_pass_the_same_on_in_the_parameters_of_a_request():
     assert finished(plain("one", given)) == finished(with_hints("one"))
 
 
-@pytest.mark.parametrize("given", [{"kv_hints": "pin"}, {"kv_hints": {"actions": 3}}])
+@pytest.mark.parametrize(
+    "given", [{"kv_hints": "pin"}, {"kv_hints": {"actions": 3}}, {"kv_hints": {chr(0xD800): 1}}]
+)
 def test_what_cannot_be_read_is_said_and_the_request_runs(given):
     (answer,) = finished(plain("one", given))
     assert "kv_hints cannot be used" in answer["error"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from kvconnect.offload.tier import DISK, HOST, Content
 
 MOST_PINNED = 0.75
 """Which part of a tier all tenants together may pin: the rest is for what is in use."""
+MOST_SESSIONS = 4096
+"""Sessions with pins, a quarter of them of one tenant: what sessions share counts once for the quota."""
 _MOST_BRANCHES = 16
 """Pins of one session; a new one takes the place of the one that ends first."""
 
@@ -117,6 +120,7 @@ class SessionPins:
             self._bytes_of[HOST, group] = plan.row_class(group).row_bytes
             self._bytes_of[DISK, group] = file_bytes[group]
         self._sessions: dict[tuple[str, str], list[Pin]] = {}
+        self._counts = Counter[str]()
         self._ends: list[tuple[float, int, Pin]] = []
         self._numbers = itertools.count()
         self.disk_changes: dict[Content, bool] = {}
@@ -136,9 +140,16 @@ class SessionPins:
     def of(self, tenant: str, session: str) -> Sequence[Pin]:
         return tuple(self._sessions.get((tenant, session), ()))
 
+    def admits(self, tenant: str, session: str) -> bool:
+        """Whether a session may have a pin: it has one, or there are not too many that have."""
+        few = len(self._sessions) < MOST_SESSIONS and self._counts[tenant] < MOST_SESSIONS // 4
+        return few or (tenant, session) in self._sessions
+
     def begin(self, tenant: str, session: str, names: Sequence[bytes]) -> Pin:
         """A request runs whose prompt has these names: the session's pin that it continues, or a new one."""
-        pins = self._sessions.setdefault((tenant, session), [])
+        if (pins := self._sessions.get((tenant, session))) is None:
+            pins = self._sessions[tenant, session] = []
+            self._counts[tenant] += 1
         for pin in sorted(pins, key=lambda pin: pin.end[0], reverse=True):
             count, last = pin.end
             if 0 < count <= len(names) and names[count - 1] == last and pin.deadline < math.inf:
@@ -197,8 +208,10 @@ class SessionPins:
         pins = self._sessions.get((pin.tenant, pin.session), [])
         if pin in pins:
             pins.remove(pin)
-        if not pins:
-            self._sessions.pop((pin.tenant, pin.session), None)
+        if not pins and self._sessions.pop((pin.tenant, pin.session), None) is not None:
+            self._counts[pin.tenant] -= 1
+            if not self._counts[pin.tenant]:
+                del self._counts[pin.tenant]
 
     def clear(self) -> None:
         """Release all, and order nothing of the disk, which is cleared too."""
@@ -217,6 +230,8 @@ class SessionPins:
     def _lost(self, group: int, names: Sequence[bytes]) -> None:
         """Contents of host memory are dropped: they could not be stored, or restored."""
         place = (HOST, group)
-        for pins in self._sessions.values():
+        # Of thousands of sessions, for a name that none has, that would take its time.
+        names = [name for name in names if name in self._ledgers[place].all]
+        for pins in self._sessions.values() if names else ():
             for pin in pins:
                 self.let_go(pin, place, names)

@@ -101,6 +101,7 @@ class Stores:
             lost = [name for name, (block_id, _) in batch.items() if block_id in gone]
             self._host.index.drop(group, lost)
             self._host.forget_names(group, lost)
+            self._lookup.lost(group, lost)
             for name in lost:
                 del batch[name]
                 self._host.count("offload_overwritten")
