@@ -41,7 +41,7 @@ def restarted(folder, *prompts: list[int], **options) -> Keeper:
 
 def asking(source: Keeper, **options) -> Keeper:
     """A node that knows how fast it computes prompts, and what the link to its source takes."""
-    target = node(source, reserved_blocks=61, **options)
+    target = node(source, learns=True, reserved_blocks=61, **options)
     target.ask(make_prompt(300, seed=101))
     deadline = time.monotonic() + DEADLINE_S
     while not all(

@@ -18,11 +18,17 @@ from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 SLOW_BYTES_PER_S = 1e5
 PATIENCE_S = 10.0
+COMPUTES_PER_S = 500
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def node(
-    *sources: Keeper, keeps: bool = True, role: str = "kv_both", cpu_bytes: int = 64 << 20, **options
+    *sources: Keeper,
+    keeps: bool = True,
+    learns: bool = False,
+    role: str = "kv_both",
+    cpu_bytes: int = 64 << 20,
+    **options,
 ) -> Keeper:
     """A node that asks others, and keeps what it computes."""
     extra = {"engine": "memory", "insecure": True, "slot_bytes": 64 << 10}
@@ -30,15 +36,22 @@ def node(
     extra["offload"] = {"cpu_bytes": cpu_bytes} if keeps else None
     config = {"kv_role": role, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
     if keeps:
-        return patient(make_keeper(json.dumps(config), **options))
+        return patient(make_keeper(json.dumps(config), **options), learns)
     made = make_client(kv_transfer_config=json.dumps(config), enable_prefix_caching=False, **options)
     made.engine.worker.on_results(made.engine.wake)
-    return patient(Puller(made.engine))
+    return patient(Puller(made.engine), learns)
 
 
-def patient(client: Keeper) -> Keeper:
-    """The same, which waits for answers that are late: a machine is busy with other tests."""
-    client.engine.scheduler.transfers.hooks.transfer._pulls._find_s = PATIENCE_S
+def patient(client: Keeper, learns: bool) -> Keeper:
+    """The same, which waits for late answers, and takes what comes slowly unless it ``learns`` its own rate.
+
+    Other tests use the machine.
+    """
+    pulls = client.engine.scheduler.transfers.hooks.transfer._pulls
+    pulls._find_s = PATIENCE_S
+    if not learns:
+        pulls._rate.measured(COMPUTES_PER_S, 1.0)
+        pulls._rate.measured = lambda num_tokens, seconds: None
     finds = client.engine.worker.transfer._transfers.decode.finds
     finds._config = msgspec.structs.replace(finds._config, find_s=PATIENCE_S)
     return client
