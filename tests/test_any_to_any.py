@@ -22,6 +22,7 @@ from kvconnect.engine.registry import available_engines
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker.connector import WorkerConnector
+from tests.identities import named
 
 HEADS, HEAD_SIZE, LATENT, TOKENS, NUM_BLOCKS = 6, 16, 40, 300, 64
 WORLDS = (1, 2, 3, 4)
@@ -55,7 +56,7 @@ class World:
                 self.config(),
                 KVCacheConfig(NUM_BLOCKS, (group,)),
                 {0: self.block},
-                CacheMeaning("m", HEADS, self.size),
+                CacheMeaning(named(), HEADS, self.size),
                 rank=rank,
                 registry=CollectorRegistry(),
             )

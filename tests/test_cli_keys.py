@@ -14,9 +14,10 @@ from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning
+from tests.identities import named
 
 CACHE = KVCacheConfig(8, (KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float32)),))
-MEANING = CacheMeaning("m", 2, 1, "w")
+MEANING = CacheMeaning(named(weights="w"), 2, 1)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvconnect.metrics import FAMILIES
 from kvconnect.worker.tally import _CAUSES
-from tests import configuration_page, metrics_page
+from tests import configuration_page, identity_page, metrics_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -52,6 +52,11 @@ def test_the_page_of_metrics_has_every_family_label_and_reason_of_the_code():
     }
     assert len(counted) > 20
     assert not {*counted, *_CAUSES.values()} - reasons
+
+
+def test_the_table_of_what_kv_depends_on_is_the_list():
+    text = identity_page.PAGE.read_text()
+    assert text == identity_page.page(text), "python -m tests.identity_page"
 
 
 def test_the_messages_to_look_for_are_those_of_the_program():

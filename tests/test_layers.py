@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,61 +92,6 @@ def test_orders_and_plan_know_no_socket_thread_or_clock():
             "orders.py",
         ):
             assert not imports(path) & {"threading", "socket", "time", "zmq", "asyncio"}, path
-
-
-MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_ATTRIBUTES = 400, 70, 7, 15
-# What is larger than that. The list only shrinks.
-LARGER: dict[str, str] = {}
-
-
-def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Every function with its name, and that of its class if it has one."""
-    for owner in ast.walk(tree):
-        prefix = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
-        inside = getattr(owner, "body", ())
-        for node in inside if isinstance(inside, list) else ():
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield prefix + node.name, node
-
-
-def attributes(owner: ast.ClassDef) -> set[str]:
-    """What the methods of a class assign to ``self``; fields of records are none of these."""
-    return {
-        node.attr
-        for method in owner.body
-        if isinstance(method, ast.FunctionDef)
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
-
-
-def too_large(path: Path) -> Iterator[tuple[str, str]]:
-    """What of a file is larger than it may be, and what of it is too many."""
-    text, name = path.read_text(), str(path.relative_to(ROOT))
-    tree = ast.parse(text)
-    if text.count("\n") > MOST_LINES:
-        yield name, "lines"
-    # A command's parameters are its options, and a kernel's are its launch.
-    has_options = folder(path) == "cli" or path.stem.endswith("_triton")
-    for function, node in functions(tree):
-        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        if (
-            len([one for one in given if one.arg not in ("self", "cls")]) > MOST_PARAMETERS
-            and not has_options
-        ):
-            yield f"{name} {function}", "parameters"
-        if node.end_lineno - node.lineno >= MOST_FUNCTION_LINES and folder(path) != "cli":
-            yield f"{name} {function}", "lines of a function"
-    for owner in ast.walk(tree):
-        if isinstance(owner, ast.ClassDef) and len(attributes(owner)) > MOST_ATTRIBUTES:
-            yield f"{name} {owner.name}", "attributes"
-
-
-def test_files_functions_and_classes_stay_small():
-    found = {what: why for path in FILES for what, why in too_large(path)}
-    assert not found.keys() - LARGER.keys(), "make it smaller"
-    assert not LARGER.keys() - found.keys(), "it is small now: take it off the list"
 
 
 def test_the_package_itself_imports_nothing_heavy():

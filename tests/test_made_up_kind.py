@@ -35,6 +35,7 @@ from kvconnect.plan.wire import align_wire
 from kvconnect.scheduler.stack import Computed, Step
 from kvconnect.worker.leases import Lease
 from tests.caches import attention_layer, block_values, fill_random
+from tests.identities import named
 from tests.plan.test_plan_oracle import carry_out
 
 HEADS, CONTENT = 2, 8
@@ -233,7 +234,7 @@ class Stack:
         self.free = list(range(1, 60))
         config = OffloadConfig(cpu_bytes=1 << 20, checkpoint_tokens=16)
         self.worker = OffloadWorker(
-            config, self.side.config, self.side.kernels, facts={}, registry=CollectorRegistry()
+            config, self.side.config, self.side.kernels, identity=named(), registry=CollectorRegistry()
         )
         self.worker.register_kv_caches(self.side.tensors)
         self.half = OffloadScheduler(

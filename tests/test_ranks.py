@@ -19,6 +19,7 @@ from kvconnect.peer.asking import describe
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker.connector import WorkerConnector
+from tests.identities import named
 from tests.ports import free_port
 from tests.worker.pair import BLOCK_TOKENS, HEADS, PlainCache
 
@@ -139,7 +140,7 @@ def serving(rank=0, **given):
         parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given}),
         cache.config,
         {0: BLOCK_TOKENS},
-        CacheMeaning("m", HEADS, 2),
+        CacheMeaning(named(), HEADS, 2),
         rank=rank,
         registry=CollectorRegistry(),
     )

@@ -19,6 +19,7 @@ from benchmarks.transfer.cache import BenchCache, Digests
 from benchmarks.transfer.cases import Round, RoundResult, WorkerAddress, WorkerSettings
 from benchmarks.transfer.process import Side, StepFailed
 from benchmarks.transfer.receiver import Receiver
+from kvconnect.cache.identity import Identity
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.orders import Hold, Load, Orders, Results
 from kvconnect.peer.messages import CacheMeaning
@@ -58,7 +59,7 @@ class WorkerSide(Side):
             config,
             self.cache.config(),
             {0: settings.shape.layout.block_tokens},
-            CacheMeaning("python -m benchmarks transfer", settings.shape.heads, 1),
+            CacheMeaning(Identity.of({"model": "python -m benchmarks transfer"}), settings.shape.heads, 1),
             registry=CollectorRegistry(),
         )
         self.ends.callback(connector.close)

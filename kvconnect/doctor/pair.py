@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvconnect import __version__
+from kvconnect.cache.identity import ENTRIES, Identity, Rule, entry_differs
 from kvconnect.cache.shard import partner_ranks
 from kvconnect.doctor.facts import Facts, Probes
 from kvconnect.doctor.findings import Finding, failure, failure_if, warning, well
 from kvconnect.errors import KVConnectError
 from kvconnect.explain.paths import PathEnd, paths_between
-from kvconnect.peer.agreement import disagreement, other_weights, rank_refusal, wanted_card
+from kvconnect.peer.agreement import disagreement, other_identity, rank_refusal, wanted_card
 from kvconnect.peer.asking import TimedDescription
 from kvconnect.peer.description import Description
 from kvconnect.peer.messages import PROTOCOL_VERSION
@@ -84,11 +85,11 @@ def check_pair(facts: Facts, pair: Pair) -> Iterator[Finding]:
     alike = role == theirs.role != "kv_both"
     found = f"both are {role}: nothing would come over" if alike else f"{role} here, {theirs.role} there"
     yield failure_if(alike, "roles", found, "kv_producer on one, kv_consumer on the other")
-    engine, weights = theirs.introduction.engine, theirs.introduction.meaning.weights
-    yield well("peer's weights", weights or "not named")
     if pair.own:
         yield from _agreement(facts, pair)
         return
+    yield from _stated(theirs.introduction.meaning.identity)
+    engine = theirs.introduction.engine
     if facts.engine not in ("", engine):
         yield failure("engine", f"the peer's is {engine}, here it is {facts.engine}", "set the same on both")
     yield warning(
@@ -113,20 +114,18 @@ def _clock(peer: TimedDescription) -> Finding:
 def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
     """What a greeting would be refused for, and where it would not, the paths between all ranks."""
     ours, theirs = pair.own[0].description, pair.peer[0].description
-    refusal = disagreement(ours.introduction, theirs.introduction)
-    here, there = ours.introduction.meaning, theirs.introduction.meaning
-    weights = other_weights(here, there)
-    found = f"here {here.weights!r}, peer {there.weights!r}" if weights else "the same on both"
-    yield failure_if(weights, "weights", found, "load the same checkpoint and revision on both")
-    if refusal and refusal != weights:
-        advice = "serve the same model, cache dtype and engine on both"
-        yield failure("model", f"the peer asks, here it is asked: {refusal}", advice)
-        return
-    yield well("lane", f"the peer's engine: {theirs.lane}; here: {ours.lane}")
     # KV goes to this node, unless it only sends.
     is_source = facts.config is not None and not facts.config.is_consumer
     sources, targets = (pair.own, pair.peer) if is_source else (pair.peer, pair.own)
-    source, target = (side[0].description.introduction.meaning for side in (sources, targets))
+    first = [side[0].description.introduction for side in (sources, targets)]
+    source, target = (one.meaning for one in first)
+    yield from _identities(source.identity, target.identity)
+    refusal = disagreement(*first)
+    if refusal and refusal != other_identity(source, target):
+        yield failure("model", refusal, "serve the same model with the same engine on both")
+    if refusal:
+        return
+    yield well("lane", f"the peer's engine: {theirs.lane}; here: {ours.lane}")
     closed = {}
     for rank in targets:
         for partner in partner_ranks(rank, target.topology, source.topology, target.num_heads):
@@ -143,6 +142,26 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
                 found = f"rank {partner} of the prefill node is not known"
                 yield failure("ranks", found, "ask again once it has served a request")
     yield from check_paths("caches", closed.items())
+
+
+def _identities(prefill: Identity, decode: Identity) -> Iterator[Finding]:
+    """What KV depends on, entry by entry."""
+    for entry in ENTRIES:
+        if entry.name not in {*prefill.entries, *decode.entries}:
+            continue
+        about, advice = f"identity, {entry.name}", f"{entry.rule.value}: start both nodes alike in it"
+        if not (found := entry_differs(entry.name, prefill, decode)):
+            yield well(about, f"the same on both: {prefill.text(entry.name)}")
+        elif entry.rule is Rule.EQUAL:
+            yield failure(about, "; ".join(found), advice)
+        else:
+            yield well(about, f"{entry.what}; {'; '.join(found)}")
+
+
+def _stated(identity: Identity) -> Iterator[Finding]:
+    """What the KV of a peer depends on, where there is nothing to compare it with."""
+    for name in identity.entries:
+        yield well(f"peer's {name}", identity.text(name))
 
 
 def _path_end(worker: Description, card: TableCard) -> PathEnd:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvconnect.cache.identity import Identity
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.node.blocks import HASH_SCHEME
@@ -49,15 +50,21 @@ class Connector:
     offload_state: Callable[[], Mapping[str, Any]] | None = None
 
 
-def fingerprint(options: NodeOptions, model: Model, *, convert_dtype: bool = False) -> str:
-    """What two nodes must have in common for one to continue with the other's cache.
+def identity(options: NodeOptions, model: Model, named: Naming, *, convert_dtype: bool = False) -> Identity:
+    """What the node's KV depends on.
 
-    A model's name fixes its widths. With ``convert_dtype`` the cache's type is not part of it, but that the
-    other one converts too.
+    A model's name fixes its widths, its attention and the order within a page, and the seed its weights. With
+    ``convert_dtype`` the cache's type counts only as one that is converted.
     """
     dtype = str(parse_cache_dtype(options.kv_cache_dtype)).removeprefix("torch.")
-    kept = "convert_dtype=true" if convert_dtype else f"dtype={dtype}"
-    return f"{model.name}:{kept}"
+    return Identity.of(
+        {
+            "model": f"node {model.name}",
+            "cache dtype": "converted" if convert_dtype else dtype,
+            "weights": {"files": f"seed={options.seed}"},
+            "names": f"{named.hashing}, {named.tokens} tokens each",
+        }
+    )
 
 
 def naming(config: KVCacheConfig, offload: OffloadConfig | None) -> Naming:
@@ -81,7 +88,8 @@ def configured_connector(
     if options.kv_transfer_config is None:
         return Connector(scheduler, worker)
     config = parse_kv_transfer_config(options.kv_transfer_config)
-    recomputes, weights = config.kv_load_failure_policy == "recompute", f"seed={options.seed}"
+    recomputes = config.kv_load_failure_policy == "recompute"
+    named = naming(cache.config, config.extra.offload)
     with contextlib.ExitStack() as opened:
         # On any failure: a folder on disk must not stay locked, nor memory be taken.
         opened.callback(worker.close)
@@ -91,19 +99,15 @@ def configured_connector(
                 config.extra.offload,
                 cache.config,
                 cache.kernel_block_sizes,
-                facts={
-                    "model": fingerprint(options, model),
-                    "hashes": HASH_SCHEME,
-                    "weights": weights,
-                    "label": options.model,
-                },
+                identity=identity(options, model, named),
+                label=options.model,
             )
             offload.announces = events is not None
             offload.register_kv_caches(cache.tensors)
             groups = cache.config.groups
             requirements = HitRequirements.of(groups, offload.row_bytes, align_tokens(cache.config))
             if config.extra.engine != "none" and config.is_producer:
-                offload.name_rows(naming(cache.config, config.extra.offload), requirements)
+                offload.name_rows(named, requirements)
             scheduler.offload = OffloadScheduler(
                 config.extra.offload,
                 groups,
@@ -116,8 +120,8 @@ def configured_connector(
                 scheduler.offload.announce(events)
             state = _state_of(scheduler.offload, offload)
         if config.extra.engine != "none":
-            named = fingerprint(options, model, convert_dtype=config.extra.convert_dtype)
-            meaning = CacheMeaning(named, None, 1, weights)
+            stated = identity(options, model, named, convert_dtype=config.extra.convert_dtype)
+            meaning = CacheMeaning(stated, None, 1)
             worker.transfer = transfer = WorkerConnector(
                 config, cache.config, cache.kernel_block_sizes, meaning
             )
@@ -127,7 +131,7 @@ def configured_connector(
             scheduler.transfer = SchedulerConnector.configured(
                 config,
                 cache.config,
-                _traits(options, naming(cache.config, config.extra.offload)),
+                _traits(options, named, stated),
                 directory=(transfer.address(),),
                 environ=os.environ,
                 clock=time.time,
@@ -136,9 +140,10 @@ def configured_connector(
     return Connector(scheduler, worker, recomputes, state)
 
 
-def _traits(options: NodeOptions, named: Naming) -> StackTraits:
+def _traits(options: NodeOptions, named: Naming, stated: Identity) -> StackTraits:
     return StackTraits(
         prompt_digest=_prompt_digest,
+        identity_marks=stated.marks,
         clock=time.monotonic,
         longest=LongestRequest(options.max_model_len, options.max_num_batched_tokens),
         naming=named,

@@ -183,7 +183,12 @@ class WorkerComposite(WorkerHooks):
     def address(self) -> RankAddress | None:
         return None if self.transfer is None else self.transfer.address()
 
-    def replace_weights(self, weights: str) -> None:
+    @property
+    def identity_marks(self) -> bytes:
+        """``Identity.marks`` of what is handed over."""
+        return b"" if self.transfer is None else self.transfer.identity_marks
+
+    def replace_weights(self, weights: Mapping[str, str]) -> None:
         for part in self._parts:
             part.replace_weights(weights)
 

@@ -6,35 +6,51 @@ import math
 
 import msgspec
 
+from kvconnect.cache.identity import differences, shown, weights_differ
 from kvconnect.cache.shard import layer_number, shared_tokens
-from kvconnect.peer.messages import DRAFT, OTHER_WEIGHTS, CacheMeaning, Introduction
+from kvconnect.peer.messages import OTHER_IDENTITY, OTHER_WEIGHTS, CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import WHOLE, Share
 
 _MOST_GROUPS = 256
 
 
-def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
-    """Why two workers cannot work together, naming what differs with both values; None if they can.
+def disagreement(prefill: Introduction, decode: Introduction) -> str | None:
+    """Why two workers cannot work together, naming all that differs with both values; None if they can.
 
     The tables themselves are compared when they are lined up.
     """
-    if ours.meaning.model != theirs.meaning.model:
-        return f"model differ: {_model_differences(ours.meaning.model, theirs.meaning.model)}"
-    for what, our_value, their_value in (
-        ("number of KV heads", ours.meaning.num_heads, theirs.meaning.num_heads),
-        ("prompt tokens left to the decode node", ours.meaning.held_back, theirs.meaning.held_back),
-        ("engine", ours.engine, theirs.engine),
+    if refusal := other_identity(prefill.meaning, decode.meaning):
+        return refusal
+    for what, of_prefill, of_decode in (
+        ("number of KV heads", prefill.meaning.num_heads, decode.meaning.num_heads),
+        ("prompt tokens left to the decode node", prefill.meaning.held_back, decode.meaning.held_back),
+        ("engine", prefill.engine, decode.engine),
     ):
-        if our_value != their_value:
-            return f"{what} differ: {their_value!r} asks {our_value!r}"
+        if of_prefill != of_decode:
+            return f"{what} is {of_prefill!r} on the prefill node, {of_decode!r} on the decode node"
     return (
-        other_weights(ours.meaning, theirs.meaning)
-        or card_refusal(theirs.table)
-        or rank_refusal(theirs)
-        or _unnumbered(ours, theirs)
-        or _unlike_turns(ours, theirs)
+        card_refusal(prefill.table)
+        or card_refusal(decode.table)
+        or rank_refusal(prefill)
+        or rank_refusal(decode)
+        or _unnumbered(prefill, decode)
+        or _unlike_turns(prefill, decode)
     )
+
+
+def other_identity(prefill: CacheMeaning, decode: CacheMeaning) -> str | None:
+    """Why KV of one side means nothing to the other; None if it means the same."""
+    found = differences(prefill.identity, decode.identity)
+    if len(found) == len(weights_differ(prefill.identity.weights, decode.identity.weights)):
+        return other_weights(prefill, decode)
+    return f"{OTHER_IDENTITY}: {shown(found)}"
+
+
+def other_weights(prefill: CacheMeaning, decode: CacheMeaning) -> str | None:
+    """Why KV of one side's weights, which may be replaced, is useless to the other; None if it is not."""
+    found = weights_differ(prefill.identity.weights, decode.identity.weights)
+    return f"{OTHER_WEIGHTS}: {shown(found)}" if found else None
 
 
 def rank_refusal(rank: Introduction) -> str | None:
@@ -42,36 +58,39 @@ def rank_refusal(rank: Introduction) -> str | None:
     return rank.meaning.topology.refusal(rank.rank, rank.meaning.num_heads)
 
 
-def _unnumbered(ours: Introduction, theirs: Introduction) -> str | None:
+def _unnumbered(prefill: Introduction, decode: Introduction) -> str | None:
     """A layer of which it is unknown whose it is, where one side divides layers over pipeline ranks."""
-    stages = [len(side.meaning.topology.stages) for side in (ours, theirs)]
-    for region in (*ours.table.regions, *theirs.table.regions) if max(stages) > 1 else ():
+    stages = [len(side.meaning.topology.stages) for side in (prefill, decode)]
+    for region in (*prefill.table.regions, *decode.table.regions) if max(stages) > 1 else ():
         if layer_number(region.layer) is None:
             return (
                 f"layer {region.layer[:200]!r} has no number, by which layers are told apart between "
-                f"{stages[1]} and {stages[0]} pipeline ranks"
+                f"{stages[0]} pipeline ranks on the prefill node and {stages[1]} on the decode node"
             )
     return None
 
 
-def _unlike_turns(ours: Introduction, theirs: Introduction) -> str | None:
+def _unlike_turns(prefill: Introduction, decode: Introduction) -> str | None:
     """Why blocks cannot be matched that ranks keep in turns, where the two sides differ in that."""
-    sides = [side.meaning for side in (theirs, ours)]
+    sides = [side.meaning for side in (prefill, decode)]
     contexts = [[side.context, side.interleave] for side in sides]
     if contexts[0] == contexts[1]:
         return None
     units = {unit for context, unit in contexts if context > 1}
-    period, what = math.lcm(*(context for context, _ in contexts)), "[context-parallel ranks, tokens in turn]"
+    period = math.lcm(*(context for context, _ in contexts))
+    differ = (
+        f"[context-parallel ranks, tokens in turn] is {contexts[0]} on the prefill node, {contexts[1]} on "
+        "the decode node"
+    )
     if len(units) > 1:
-        return f"{what} differ: {contexts[0]} asks {contexts[1]}; accepted: turns of equal length"
-    for side in (theirs, ours):
+        return f"{differ}; accepted: turns of equal length"
+    for side in (prefill, decode):
         for group in side.table.groups if side.meaning.context < period else ():
             tokens = group.block_tokens * group.blocks_per_kv_block
             if tokens not in units or group.is_state or not group.rule.sees_all:
                 return (
-                    f"{what} differ: {contexts[0]} asks {contexts[1]}, and cache group {group.group} of "
-                    f"{side.engine_id!r} has blocks of {tokens} tokens ({group.retention}); accepted: blocks "
-                    "of one turn, of layers that see all tokens"
+                    f"{differ}, and cache group {group.group} of {side.engine_id!r} has blocks of {tokens} "
+                    f"tokens ({group.retention}); accepted: blocks of one turn, of layers that see all tokens"
                 )
     return None
 
@@ -98,7 +117,7 @@ def wanted_card(source: Introduction, target: Introduction) -> TableCard:
     """
     topology, table = source.meaning.topology, target.table
     regions = tuple(region for region in table.regions if topology.owns(source.rank, region.layer))
-    drafts = [side.meaning.weights.partition(DRAFT)[2] for side in (source, target)]
+    drafts = [side.meaning.identity.entries.get("draft") for side in (source, target)]
     if (first := target.meaning.draft_from) and drafts[0] != drafts[1]:
         regions = tuple(region for region in regions if (layer_number(region.layer) or 0) < first)
     return msgspec.structs.replace(table, regions=regions)
@@ -110,25 +129,3 @@ def fills_windows(source: Introduction, target: Introduction) -> bool:
     cut = [tokens for rule, tokens in rules if rule.by_position and not rule.sees_all]
     theirs = [group.block_tokens * group.blocks_per_kv_block for group in source.table.groups]
     return not any(tokens % ours for ours in cut for tokens in theirs)
-
-
-def _model_differences(ours: str, theirs: str) -> str:
-    """Which parts of two models' words differ; a part is ``name=value``, or a value alone."""
-    parts: list[dict[str, list[str]]] = [{}, {}]
-    for words, named in zip((ours, theirs), parts, strict=True):
-        for part in words.split(":"):
-            name, _, value = part.rpartition("=")
-            named.setdefault(name, []).append(value)
-    our_parts, their_parts = ({name: " ".join(values) for name, values in named.items()} for named in parts)
-    return "; ".join(
-        f"{name} {their_parts.get(name, 'none')!r} asks {our_parts.get(name, 'none')!r}".strip()
-        for name in dict.fromkeys([*our_parts, *their_parts])
-        if our_parts.get(name) != their_parts.get(name)
-    )
-
-
-def other_weights(ours: CacheMeaning, theirs: CacheMeaning) -> str | None:
-    """Why KV of one side's weights is useless to the other's; None if they are the same but for a draft's."""
-    if ours.weights.partition(DRAFT)[0] == theirs.weights.partition(DRAFT)[0]:
-        return None
-    return f"{OTHER_WEIGHTS}: {theirs.weights!r} asks {ours.weights!r}"

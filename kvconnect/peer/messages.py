@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
+from kvconnect.cache.identity import Identity
 from kvconnect.cache.shard import Topology
 from kvconnect.errors import PeerError
 from kvconnect.orders import Count, GroupBlocks, Naming, Prefix, RankAddress
@@ -39,33 +41,30 @@ class Side(enum.Enum):
     PREFILL = "prefill"
 
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
 
 OTHER_WEIGHTS = "peer has other weights"
 """What every refusal for that reason states, as while servers are updated one by one."""
 
+OTHER_IDENTITY = "KV means something else there"
+"""What every refusal states where an entry of the identity differs that is not the weights."""
+
 OTHER_PROMPT = "the transfer was announced with another prompt"
 """Likewise, where a router's transfer id is known, and not of the prompt that is asked for."""
 
 
-DRAFT = ", draft "
-"""In the name of weights: between a model's and its draft model's."""
-
-
 class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
-    """What must be equal for one side's KV to mean the same on the other.
+    """What the bytes of a worker's cache are, for peers.
 
-    ``model`` is the serving stack's fingerprint: architecture and cache dtype, in words. ``weights`` names
-    those that it runs with now. ``held_back`` are the last tokens of a prompt that P leaves to D.
-    What divides the cache over ranks need not be equal: see ``Topology``. A draft model's weights are named
-    after ``DRAFT``, and its layers are numbered from ``draft_from`` on; 0 without one.
+    ``identity`` is what they depend on; it is the same on all ranks of a node. ``held_back`` are the last
+    tokens of a prompt that P leaves to D. What divides the cache over ranks need not be equal: see
+    ``Topology``. A draft model's layers are numbered from ``draft_from`` on; 0 without one.
     """
 
-    model: str
+    identity: Identity
     num_heads: Heads | None
     tensor: Ranks
-    weights: str = ""
     held_back: Count = 0
     stages: Stages = (0,)
     context: Ranks = 1
@@ -76,6 +75,10 @@ class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
     def topology(self) -> Topology:
         """How this side's cache is divided over its ranks."""
         return Topology(self.tensor, self.stages, self.context, self.interleave)
+
+    def with_weights(self, weights: Mapping[str, str]) -> CacheMeaning:
+        """The same of other weights."""
+        return msgspec.structs.replace(self, identity=self.identity.replace(weights=weights))
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
@@ -379,5 +382,18 @@ def decode(side: Side, frame: bytes, max_bytes: int) -> ToPrefill | ToDecode:
     try:
         message: ToPrefill | ToDecode = _decoders[side].decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        if version := _other_version(frame):
+            raise PeerError(f"protocol version is {version}, accepted: {PROTOCOL_VERSION}") from error
         raise PeerError(f"a message that cannot be read: {error}") from error
     return message
+
+
+def _other_version(frame: bytes) -> int:
+    """The version of a greeting, or of its answer, that is not ours; 0 for any other frame."""
+    try:
+        found = msgspec.msgpack.decode(frame, type=list[msgspec.Raw])
+        tag = msgspec.msgpack.decode(found[0], type=str) if len(found) > 2 else ""
+        version = msgspec.msgpack.decode(found[1], type=int) if tag in ("hello", "welcome") else 0
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return 0
+    return version if version != PROTOCOL_VERSION else 0

@@ -265,7 +265,7 @@ class Session:
         return self._heard_at + self._limits.heartbeat_s, math.inf
 
     def _hello(self, hello: Hello, now: float) -> list[Event]:
-        refusal = _refusal(self.ours, hello.version, hello.introduction)
+        refusal = _refusal(hello.version, self.ours, hello.introduction)
         if refusal:
             self.refuse(refusal)
             return [Ended(f"refused a peer: {refusal}")]
@@ -275,7 +275,7 @@ class Session:
         return [Ready(hello.introduction, ())]
 
     def _welcome(self, welcome: Welcome, after: State) -> list[Event]:
-        refusal = _refusal(self.ours, welcome.version, welcome.introduction)
+        refusal = _refusal(welcome.version, welcome.introduction, self.ours)
         if refusal:
             self.state = State.ENDED
             return [Ended(refusal)]
@@ -300,7 +300,7 @@ class Session:
         self._outgoing.append(encode(message))
 
 
-def _refusal(ours: Introduction, version: int, theirs: Introduction) -> str | None:
+def _refusal(version: int, prefill: Introduction, decode: Introduction) -> str | None:
     if version != PROTOCOL_VERSION:
         return f"protocol version is {version}, accepted: {PROTOCOL_VERSION}"
-    return disagreement(ours, theirs)
+    return disagreement(prefill, decode)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvconnect.cache.identity import marks_differ
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.orders import Await, LetGo, Load, Results
+from kvconnect.peer.messages import OTHER_IDENTITY
 from kvconnect.scheduler.draft import OrdersDraft, blocks_of
 from kvconnect.scheduler.handles import Handles, PeerTrust
 from kvconnect.scheduler.outcomes import FetchOutcomes
@@ -315,7 +317,18 @@ class DecodeRequests:
         """The same, refused and counted if it is not to be trusted."""
         if remote.is_of_other_prompt:
             self._outcomes.missed()
-            self._draft.warn("prompt_differs", "a request has the handle of another prompt, and is computed")
+            # Where the nodes see tokens differently they leave another number of them to D.
+            if differ := marks_differ(self._stack.identity_marks, remote.identity):
+                self._draft.warn(
+                    "other_identity",
+                    f"{OTHER_IDENTITY}: %s differ between the prefill node that made a request's handle and "
+                    "this one, which computes it; `kvconnect doctor --peer` of the two names the values",
+                    ", ".join(differ),
+                )
+            else:
+                self._draft.warn(
+                    "prompt_differs", "a request has the handle of another prompt, and is computed"
+                )
         elif remote.refusal:
             self._draft.failures.append("parameters_refused")
         elif self._trust is not None:

@@ -25,7 +25,7 @@ MOST_TOKENS = 2**31 - 1
 MOST_SKEW_S = 60.0
 """How far the clocks of two nodes may be apart before a fresh handle counts as expired."""
 
-_SIGNED, _UNSIGNED = "s2.", "u2."
+_SIGNED, _UNSIGNED = "s3.", "u3."
 _CODE_BYTES = 32
 Host = Annotated[str, msgspec.Meta(max_length=LONGEST_HANDLE, pattern=r"^[A-Za-z0-9._:-]+\Z")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -37,7 +37,8 @@ class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     ``epoch`` is that of P's scheduler, made at its start. ``name`` is random, made anew for each request, or
     stands for the router's transfer id. ``prompt`` is the digest of those tokens: a handle opens one load of
-    one prompt. ``expires_at`` is in seconds of the wall clock.
+    one prompt. ``expires_at`` is in seconds of the wall clock. ``identity`` are the marks of what P's KV
+    depends on beside the prompt and the weights.
     """
 
     engine_id: str
@@ -48,6 +49,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     port: Port
     expires_at: float
     prompt: Annotated[bytes, msgspec.Meta(max_length=PROMPT_BYTES)] = b""
+    identity: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 _encoder = msgspec.msgpack.Encoder()

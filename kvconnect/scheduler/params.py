@@ -69,7 +69,8 @@ class RemotePrefill(msgspec.Struct, frozen=True):
 
     ``engine_id`` empty: any engine that answers there. ``num_tokens`` 0: unknown. ``vouched``: a signed
     handle named the address, and no client did. ``is_announced``: P may be computing it yet.
-    ``is_of_other_prompt``: the handle was made for another prompt. ``refusal`` states why the dictionary is
+    ``is_of_other_prompt``: the handle was made for another prompt. ``identity`` are the marks of what P's KV
+    depends on, empty where no handle states them. ``refusal`` states why the dictionary is
     unusable. With either of these two the others mean nothing. Under ``duplicate``, if any, P may hold the
     same prompt once more, for a fetch that does not come.
     """
@@ -81,6 +82,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     num_tokens: int = 0
     vouched: bool = False
     is_of_other_prompt: bool = False
+    identity: bytes = b""
     refusal: str = ""
     is_announced: bool = False
     duplicate: str = ""
@@ -168,7 +170,7 @@ def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> 
         )
     handle, claims = _claims(params, HANDLE_KEY, handles, same=("remote_engine_id", "remote_num_tokens"))
     if prompt is not None and claims.prompt != prompt:
-        return RemotePrefill(is_of_other_prompt=True)
+        return RemotePrefill(is_of_other_prompt=True, identity=claims.identity)
     if claims.name.startswith(_TRANSFER_PREFIX):
         handle = read_transfer_id(params, claims.prompt)
         if transfer_name(handle) != claims.name:

@@ -356,5 +356,6 @@ class PrefillRequests:
                 port=self._directory[0].port,
                 expires_at=self._handles.expiry(self._config.extra.lease_s),
                 prompt=prompt,
+                identity=self._stack.identity_marks,
             )
         )

@@ -86,6 +86,8 @@ class StackTraits:
     # The machine's monotonic one; without it nothing is recorded for the timeline.
     clock: Callable[[], float] | None = None
     longest: LongestRequest | None = None
+    # ``Identity.marks`` of its workers; empty for a stack that does not state what its KV depends on.
+    identity_marks: bytes = b""
     naming: Naming | None = None
     names: Names | None = None
 

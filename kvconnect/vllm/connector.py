@@ -21,6 +21,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import ABORTED, Results
 from kvconnect.vllm import settings
+from kvconnect.vllm.events import wants_events
 from kvconnect.vllm.factory import make_scheduler_half, make_worker_half
 from kvconnect.vllm.geometry import running_states, scheduler_config, transferred_groups
 from kvconnect.vllm.metadata import (
@@ -150,7 +151,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             # More of its prompt comes later, and vLLM does not report when it is whole.
             logger.warning("request %s streams its input: it is neither held nor fetched", request.request_id)
             request.kv_transfer_params = None
-        introduce(half, request)
+        introduce(half, request, names_adapters=self._names_adapters)
         self._steps.begin(request)
         self._spans.begin(request)
         excess = request.num_tokens - half.prefill_tokens(request)
@@ -269,11 +270,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             make_worker_half,
             *(self._vllm, self._cache, self._config, kv_caches),
             rank=rank,
-            weights=self._weights.name,
+            weights=self._weights,
         )
         self._worker = settings.outside_pools(self._vllm, made, next(iter(kv_caches.values())).device)
         row_bytes = {} if self._worker.offload is None else self._worker.offload.row_bytes
         self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
+        self._own.identity_marks = self._worker.identity_marks
         if self._worker.transfer is not None:
             # A peer may come before the first step.
             ranks = all_ranks(self._own)
@@ -314,7 +316,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
                 self._report.addresses = (self._own,)
             if kv_connector_metadata.check_weights and self._weights is not None and self._weights.check():
                 # Before anything of this step's orders is carried out.
-                self._worker.replace_weights(self._weights.name)
+                self._worker.replace_weights(self._weights.names)
             self._worker.before_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -366,6 +368,11 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._worker.close()
 
     @property
+    def _names_adapters(self) -> bool:
+        """Events have vLLM's own hashes, which name an adapter by its path alone."""
+        return not wants_events(self._vllm)
+
+    @property
     def _half(self) -> SchedulerComposite:
         """The scheduler half, made at the first hook after the workers have announced themselves."""
         if self._scheduler is None and self._awaits_workers:
@@ -378,7 +385,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             self._vllm, self._cache, self._config, self._workers, zeroes_loads=zeroes_loads
         )
         for request in self._early.values():
-            introduce(made, request)
+            introduce(made, request, names_adapters=self._names_adapters)
         self._early = {}
         return made
 

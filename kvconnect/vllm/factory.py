@@ -23,9 +23,9 @@ from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
+from kvconnect.vllm.adapters import Adapters
 from kvconnect.vllm.events import event_maker, wants_events
 from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
-from kvconnect.vllm.meaning import context_ranks, finest, fingerprint, head_counts, stage_ranks, topology
 from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
@@ -35,10 +35,12 @@ from kvconnect.vllm.offload import (
     hit_requirements,
     kept_config,
     naming,
-    stack_facts,
 )
+from kvconnect.vllm.ranks import context_ranks, finest, head_counts, stage_ranks, topology
 from kvconnect.vllm.requests import batch_of, parent_of, prompt_digest
+from kvconnect.vllm.stated_identity import Stated
 from kvconnect.vllm.values import attention_layers
+from kvconnect.vllm.weights import LoadedWeights
 from kvconnect.worker.connector import WorkerConnector
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def make_scheduler_half(
     zeroes_loads: bool,
 ) -> SchedulerComposite:
     """The scheduler half, once the workers have announced themselves."""
-    extra, parallel = config.extra, vllm_config.parallel_config
+    extra, parallel, adapters = config.extra, vllm_config.parallel_config, Adapters()
     transfer = None
     if extra.engine != "none":
         named = settings.usable_naming(
@@ -67,11 +69,13 @@ def make_scheduler_half(
             held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
             parent_of=parent_of,
             batch_of=batch_of,
-            prompt_digest=prompt_digest,
+            prompt_digest=functools.partial(prompt_digest, adapters=adapters),
             clock=time.monotonic,
             longest=LongestRequest(
                 vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
             ),
+            # The same on all ranks: one that listens nowhere has none.
+            identity_marks=next(iter(workers.values())).identity_marks,
             naming=named,
             names=BlockNames(vllm_config, named.tokens) if named is not None else None,
         )
@@ -89,7 +93,10 @@ def make_scheduler_half(
             extra.offload,
             scheduler_config(kept_config(kv_cache_config)).groups,
             hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
-            hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
+            hashes=BlockHashes(
+                hash_block_tokens(vllm_config, kv_cache_config),
+                None if wants_events(vllm_config) else adapters,
+            ),
             row_bytes=_same_rows(workers),
             # vLLM's world may have all data-parallel engines.
             num_ranks=parallel.pipeline_parallel_size * stage_ranks(vllm_config),
@@ -107,7 +114,7 @@ def make_worker_half(
     kv_caches: Mapping[str, torch.Tensor],
     *,
     rank: int,
-    weights: str,
+    weights: LoadedWeights,
 ) -> WorkerComposite:
     """The worker half, with the caches registered."""
     ranks, counts = topology(vllm_config, rank, kv_caches), head_counts(vllm_config)
@@ -119,6 +126,7 @@ def make_worker_half(
         head_counts=counts,
         layers=attention_layers(vllm_config),
     )
+    stated = Stated(vllm_config, kv_cache_config, kv_caches, weights)
     # Before anything is taken: what is ours is none of vLLM's share.
     reserved_bytes = still_taken_bytes(vllm_config, next(iter(kv_caches.values())).device)
     transfer = offload = None
@@ -132,7 +140,8 @@ def make_worker_half(
                 config.extra.offload,
                 cache.config,
                 cache.kernel_block_sizes,
-                facts={**stack_facts(vllm_config, kv_cache_config), "weights": weights, "label": label},
+                identity=stated.identity(cache, config.extra.offload),
+                label=label,
                 rank=rank,
                 world_size=ranks.size,
             )
@@ -149,15 +158,12 @@ def make_worker_half(
             cache = described(kv_cache_config, convert_dtype=config.extra.convert_dtype)
             lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
             meaning = CacheMeaning(
-                model=fingerprint(
-                    vllm_config, kv_cache_config, cache, convert_dtype=config.extra.convert_dtype
-                ),
+                stated.identity(cache, config.extra.offload, convert_dtype=config.extra.convert_dtype),
                 num_heads=finest(vllm_config, cache),
                 tensor=ranks.tensor,
                 stages=ranks.stages,
                 context=ranks.context,
                 interleave=ranks.interleave,
-                weights=weights,
                 held_back=held_back(kv_cache_config, lookahead),
                 draft_from=counts.num_layers,
             )

@@ -202,6 +202,9 @@ def worker_cache(
                     continue
             owned = _owned_heads(head_counts.of(name, theirs), tensor, tensor_rank, num_ranks)
             by_block = is_by_block(layer) and not is_state(theirs)
+            if has_slots(theirs):
+                # K and V of several heads, or their scales, lie where only the backend knows: whole pages.
+                tensor, owned, by_block = _whole_pages(name, tensor), None, False
             divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)
             quantised = None if layer is None or is_state(theirs) else read_quantised(layer, tensor)
             if quantised is not None and (divided or quantised.is_even):
@@ -225,6 +228,26 @@ def worker_cache(
         kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
     config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
     return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(bound), scales, sections, num_ranks)
+
+
+def has_slots(spec: Any) -> bool:
+    """What the head axis of a layer's cache counts are slots of the backend's own, and no KV heads."""
+    return getattr(spec, "num_head_slots", None) is not None
+
+
+def _whole_pages(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A cache with each kernel block as one row of bytes in the order of memory. Raises ``LayoutError``."""
+    inner = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True))
+    extent = 1
+    for stride, size in inner:
+        if size > 1 and stride != extent:
+            raise LayoutError(
+                f"layer {name!r} keeps slots of its backend's own, {tensor.shape[1]} of them, and a page of "
+                f"it has gaps (shape {tuple(tensor.shape)}, strides {tensor.stride()}); accepted: "
+                "whole pages, as VLLM_KV_CACHE_LAYOUT with blocks before heads (BHLNC, BLHNC) has them"
+            )
+        extent *= size
+    return tensor.as_strided((tensor.shape[0], 1, 1, extent), (tensor.stride(0), extent, extent, 1))
 
 
 def _group_of(specs: Mapping[str, LayerSpec]) -> KVCacheGroup:

@@ -50,13 +50,15 @@ class OrdersMetadata(KVConnectorMetadata):
 class AddressMetadata(KVConnectorHandshakeMetadata):
     """What a worker announces of itself: where it listens, if it does, and by group the bytes of a row.
 
-    ``others`` is the same of the other ranks, as far as they reported it.
+    ``others`` is the same of the other ranks, as far as they reported it; ``identity_marks`` are what its KV
+    depends on, for handles.
     """
 
     rank: int
     address: RankAddress | None
     row_bytes: dict[int, int] = field(default_factory=dict)
     others: tuple[AddressMetadata, ...] = ()
+    identity_marks: bytes = b""
 
 
 @dataclass

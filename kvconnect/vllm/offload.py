@@ -6,34 +6,23 @@ in, and what else the bytes of a block depend on besides its tokens.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import Naming
+from kvconnect.vllm.adapters import Adapters, named_with
 from kvconnect.vllm.geometry import group_spec, is_state, scheduler_config, transferred_groups
-from kvconnect.vllm.states import conv_layout
-from kvconnect.vllm.versions import vllm_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# What of a layer's spec defines how to read its bytes, as far as a vLLM's specs have it.
-_READ_OF_SPECS = (
-    *("dtype", "head_size", "head_size_v", "kv_quant_mode", "cache_dtype_str"),
-    *("tokens_per_state", "state_content_bytes", "sliding_window", "attention_chunk_size"),
-    *("model_version", "mamba_type", "shapes", "dtypes"),
-)
-# Facts of a model's configuration that do not affect its values.
-_OF_NO_EFFECT = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
 def kept_groups(kv_cache_config: Any) -> tuple[int, ...]:
@@ -119,14 +108,25 @@ def draft_groups(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[int, ..
 
 
 class BlockHashes:
-    """A request's content hashes, by blocks of any whole number of hash blocks."""
+    """A request's content hashes, by blocks of any whole number of hash blocks.
 
-    def __init__(self, hash_tokens: int) -> None:
-        self._hash_tokens = hash_tokens
+    vLLM's own name an adapter by name and path: with ``adapters`` they are made of its contents too.
+    """
+
+    def __init__(self, hash_tokens: int, adapters: Adapters | None = None) -> None:
+        self._hash_tokens, self._adapters = hash_tokens, adapters
+        self._with_adapter: WeakKeyDictionary[Any, list[bytes]] = WeakKeyDictionary()
 
     def __call__(self, view: Any, block_tokens: int) -> Sequence[bytes]:
         """The hash at the end of each whole block that vLLM knows the tokens of. May be vLLM's own list."""
         hashes: Sequence[bytes] = view.block_hashes
+        lora = getattr(view, "lora_request", None)
+        if self._adapters is not None and lora is not None:
+            # Each is made once, when it is first asked for.
+            made = self._with_adapter.setdefault(view, [])
+            digest = self._adapters.digest(lora) if len(made) < len(hashes) else b""
+            made.extend(named_with(name, digest) for name in hashes[len(made) :])
+            hashes = made
         step = block_tokens // self._hash_tokens
         return hashes if step == 1 else hashes[step - 1 :: step]
 
@@ -158,7 +158,7 @@ class BlockNames:
     def __call__(self, request: Any, tokens: int) -> Sequence[bytes]:
         """See ``scheduler.stack.Names``."""
         if request.lora_request is not None:
-            # On another node an adapter of this name may have other weights.
+            # vLLM hashes the path of an adapter too, which is this machine's.
             return ()
         if tokens == self._hash_tokens:
             known: Sequence[bytes] = request.block_hashes
@@ -180,45 +180,3 @@ class _Unhashed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
-
-
-def stack_facts(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Any]:
-    """What the bytes of a block depend on that only vLLM knows, as plain values.
-
-    The cache's own geometry, its scales, the weights, the rank and the salt are known elsewhere. vLLM's
-    version counts, since what its kernels keep in a block may change with it.
-    """
-    cache = vllm_config.cache_config
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    layout = getattr(cache, "get_resolved_kv_cache_layout", None)
-    specs = [group_spec(group) for group in kv_cache_config.kv_cache_groups]
-    return {
-        "stack": f"vllm {vllm_version()}",
-        "model": _model_facts(vllm_config.model_config),
-        "draft": None if draft is None else _model_facts(draft),
-        "cache_dtype": str(cache.cache_dtype),
-        "layout": None if layout is None else str(layout()),
-        "conv_layout": conv_layout(),
-        "hash": [
-            str(getattr(cache, "prefix_caching_hash_algo", "")),
-            os.environ.get("PYTHONHASHSEED", ""),
-            hash_block_tokens(vllm_config, kv_cache_config),
-        ],
-        "specs": [
-            {"kind": type(spec).__name__}
-            | {name: str(getattr(spec, name)) for name in _READ_OF_SPECS if hasattr(spec, name)}
-            for spec in specs
-        ],
-    }
-
-
-def _model_facts(model: Any) -> dict[str, Any]:
-    stated = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_NO_EFFECT}
-    text = json.dumps(stated, sort_keys=True, default=str)
-    return {
-        # For operators: all that it states is in the digest of the configuration.
-        "name": str(getattr(model.hf_config, "model_type", "")),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "config": hashlib.sha256(text.encode()).hexdigest(),
-    }

@@ -16,6 +16,7 @@ import torch
 
 from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.scheduler.prompts import digest_prompt
+from kvconnect.vllm.adapters import Adapters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -39,11 +40,15 @@ def batch_of(request_id: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else ("", 0)
 
 
-def introduce(half: SchedulerComposite, request: Request) -> None:
-    """Make a new request known to the scheduler half."""
+def introduce(half: SchedulerComposite, request: Request, *, names_adapters: bool = True) -> None:
+    """Make a new request known to the scheduler half.
+
+    Unless it ``names_adapters`` by their contents nothing is kept that was computed with one.
+    """
     # With prompt log probabilities vLLM computes the whole prompt anew, even where some could be loaded.
     reads, writes = not request.get_skip_reading_prefix_cache(), not getattr(request, "resumable", False)
-    half.new_request(request, reads=reads, writes=writes)
+    is_told = names_adapters or getattr(request, "lora_request", None) is None
+    half.new_request(request, reads=reads and is_told, writes=writes and is_told)
 
 
 def shorten(request: Request, excess: int) -> None:
@@ -57,7 +62,7 @@ def shorten(request: Request, excess: int) -> None:
     request.max_tokens = 1
 
 
-def prompt_digest(request: Request, num_tokens: int) -> bytes | None:
+def prompt_digest(request: Request, num_tokens: int, adapters: Adapters | None = None) -> bytes | None:
     """The digest of a request's first tokens, and of what vLLM distinguishes equal blocks by.
 
     The same for every version of vLLM, which each hash otherwise. None for what vLLM submits, and aborts, in
@@ -65,13 +70,15 @@ def prompt_digest(request: Request, num_tokens: int) -> bytes | None:
     """
     if getattr(request, "abort_immediately", False):
         return None
-    return digest_prompt(request.all_token_ids[:num_tokens], _keys(request, num_tokens))
+    return digest_prompt(
+        request.all_token_ids[:num_tokens], _keys(request, num_tokens, adapters or Adapters())
+    )
 
 
-def _keys(request: Request, num_tokens: int) -> Iterator[tuple[str | int | bytes, ...]]:
+def _keys(request: Request, num_tokens: int, adapters: Adapters) -> Iterator[tuple[str | int | bytes, ...]]:
     lora = request.lora_request
     if lora is not None:
-        yield "lora", lora.lora_name, lora.lora_path
+        yield "lora", adapters.digest(lora)
     if request.cache_salt:
         yield "salt", request.cache_salt
     for feature in request.mm_features or ():

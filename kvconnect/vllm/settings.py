@@ -14,9 +14,9 @@ from kvconnect.config import ExtraConfig, TransferConfig, parse_kv_transfer_conf
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Naming
 from kvconnect.vllm.geometry import group_spec, scheduler_config
-from kvconnect.vllm.meaning import context_ranks, head_counts, stage_ranks
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 from kvconnect.vllm.plugin import OURS
+from kvconnect.vllm.ranks import context_ranks, head_counts, stage_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -73,7 +73,7 @@ class Steps:
         if self._computed or self._states:
             half.launched(self._launched(self._computed.keys() | self._states.keys()))
         due = half.due
-        if not due:
+        if not (due or getattr(scheduler_output, "preempted_req_ids", None)):
             return
         try:
             preempted = list(scheduler_output.preempted_req_ids or ())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BYTES = (torch.uint8, torch.float8_e4m3fn)
 """The types that a cache of fp8 e4m3 can be handed out in."""
 
-_E4M3 = ("fp8", "fp8_e4m3")
+E4M3 = ("fp8", "fp8_e4m3")
 _TOKEN_ROWS = ("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "TRITON_ATTN", "TRITON_ATTN_DIFFKV")
 """Backends whose rows are the K and then the V of one head and token."""
 _LATENT_ROWS = ("CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA")
@@ -61,15 +61,15 @@ def on_nvidia(tensor: torch.Tensor) -> bool:
 
 def is_by_block(layer: Any) -> bool:
     """The layer's cache has no row that is one token's."""
-    return _backend(layer) in _TRANSPOSED_ROWS
+    return backend_name(layer) in _TRANSPOSED_ROWS
 
 
 def read_quantised(layer: Any, tensor: torch.Tensor) -> Quantised | None:
     """What a layer states of its cache of bytes; None where it states nothing, or not enough."""
     scales = _scales(layer)
-    if scales is None or tensor.dtype not in BYTES or getattr(layer, "kv_cache_dtype", None) not in _E4M3:
+    if scales is None or tensor.dtype not in BYTES or getattr(layer, "kv_cache_dtype", None) not in E4M3:
         return None
-    name, width = _backend(layer), tensor.shape[3]
+    name, width = backend_name(layer), tensor.shape[3]
     head = getattr(layer, "head_size", None)
     if not isinstance(head, int):
         return None
@@ -87,7 +87,8 @@ def read_quantised(layer: Any, tensor: torch.Tensor) -> Quantised | None:
     return None
 
 
-def _backend(layer: Any) -> str:
+def backend_name(layer: Any) -> str:
+    """The name of a layer's attention backend; empty where it has none."""
     ask = getattr(layer, "get_attn_backend", None)
     return str(ask().get_name()) if ask is not None else ""
 

@@ -1,7 +1,9 @@
-"""The name of the weights that a server runs with, wherever they were loaded from.
+"""The names of the weights that a server runs with, wherever they were loaded from.
 
-The name is that of the checkpoint's tensors where its files can be read, and of the tensors in memory where
-they cannot, or after these were replaced in place. It is a sample: no file is read whole.
+They are those of the checkpoint's tensors where its files can be read, of the tensors in memory, which alone
+count after these were replaced in place, and of the embeddings. All but the last are samples of every tensor:
+no file is read whole. A fine-tune that adds tokens changes few rows of a table, which no sample shows: of
+embeddings every byte counts.
 """
 
 from __future__ import annotations
@@ -13,15 +15,13 @@ import logging
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-
-from kvconnect.peer.messages import DRAFT
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,11 +34,13 @@ _READ_FROM_FILES = {
 }
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _INDEX = "model.safetensors.index.json"
-# Training changes nearly every value, so that few samples of a tensor distinguish two checkpoints; their
-# number is bounded because folders lie on slow shares too.
+# Training changes nearly every value, so that few samples of a tensor distinguish two checkpoints. Where
+# there are more tensors than this each module has one looked at, and so each expert: folders lie on slow
+# shares too.
 _SAMPLE_BYTES = 512
-_MOST_SAMPLES = 2048
+_MOST_SAMPLES = 4096
 _LEAST_OF_A_KIND = 4
+_WORDS_AT_ONCE = 1 << 22
 _MOST_HEADER_BYTES = 256 << 20
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 _NAME_BYTES = 16
@@ -51,48 +53,73 @@ Gather = Callable[[Any], list[Any]]
 
 
 class LoadedWeights:
-    """One name on all ranks, equal on two servers wherever the weights are.
+    """Their names, the same on all ranks; see ``cache.identity.weights_differ`` for what each is good for.
 
-    ``checkpoint`` is that of the files, None where it is unknown; ``models`` may be out of reach.
+    ``checkpoint`` is the name of the files, None where it is unknown; ``models`` may be out of reach. Where
+    ``experts_move`` between ranks while the server runs, what is in memory is named without them.
     """
 
-    def __init__(self, checkpoint: str | None, models: Sequence[nn.Module], gather: Gather) -> None:
-        self._models, self._gather = models, gather
-        self._first = tensors_digest(models)
-        of_ranks = gather((checkpoint, self._first))
-        is_known = checkpoint is not None and all(name == checkpoint for name, _ in of_ranks)
-        self.name = str(checkpoint) if is_known else self._of_tensors([digest for _, digest in of_ranks])
-        self._first_name = self.name
-        if self.name.startswith(_UNIDENTIFIED):
+    def __init__(
+        self,
+        checkpoint: str | None,
+        models: Sequence[nn.Module],
+        gather: Gather,
+        *,
+        experts_move: bool = False,
+    ) -> None:
+        self._models, self._gather, self._experts_move = models, gather, experts_move
+        self._first = self._digest()
+        of_ranks = gather((checkpoint, self._first, embedding_sums(models)))
+        is_known = checkpoint is not None and all(name == checkpoint for name, *_ in of_ranks)
+        self.names = {"files": checkpoint} if checkpoint is not None and is_known else {}
+        self._name_memory([digest for _, digest, _ in of_ranks], [sums for *_, sums in of_ranks])
+        self._first_names = self.names
+        if self.names.get("tensors", "").startswith(_UNIDENTIFIED):
             logger.warning(
                 "the weights of this server cannot be told from others: %s. No peer exchanges KV with it, "
                 "and what it keeps is found by this process only",
-                self.name,
+                self.names["tensors"],
             )
         else:
-            logger.info("weights: %s", self.name)
+            logger.info("weights: %s", self.text)
+
+    @property
+    def text(self) -> str:
+        """The names in one line."""
+        return ", ".join(f"{how} {name}" for how, name in self.names.items())
 
     def check(self) -> bool:
-        """Look at the tensors in memory again. Whether the weights have another name than before."""
-        now, before = tensors_digest(self._models), self.name
-        of_ranks = self._gather((now is not None and now == self._first, now))
-        is_first = all(is_first for is_first, _ in of_ranks)
-        self.name = self._first_name if is_first else self._of_tensors([digest for _, digest in of_ranks])
-        if self.name != before:
-            logger.warning("weights were replaced in place: they were %s and are %s", before, self.name)
-        return self.name != before
+        """Look at the tensors in memory again. Whether the weights have other names than before."""
+        now, before = self._digest(), self.text
+        of_ranks = self._gather((now is not None and now == self._first, now, embedding_sums(self._models)))
+        if all(is_first for is_first, *_ in of_ranks):
+            self.names = self._first_names
+        else:
+            self.names = {}
+            self._name_memory([digest for _, digest, _ in of_ranks], [sums for *_, sums in of_ranks])
+        if self.text != before:
+            logger.warning("weights were replaced in place: they were %s and are %s", before, self.text)
+        return self.text != before
 
-    def _of_tensors(self, digests: Sequence[bytes | None]) -> str:
-        """A name of what all ranks have in memory: equal only on a server of as many ranks."""
-        if any(digest is None for digest in digests):
-            return f"{_UNIDENTIFIED} {self._gather(uuid.uuid4().hex)[0]}"
-        joined = hashlib.blake2b(b"".join(map(bytes, digests)), digest_size=_NAME_BYTES)  # type: ignore[arg-type]
-        return f"tensors {joined.hexdigest()} over {len(digests)} ranks"
+    def _digest(self) -> bytes | None:
+        return tensors_digest(self._models, without_experts=self._experts_move)
+
+    def _name_memory(self, digests: Sequence[bytes | None], sums: Sequence[Iterable[EmbeddingSum]]) -> None:
+        """Name what all ranks have in memory: equal only on a server of as many ranks, embeddings on any."""
+        if None not in digests:
+            joined = hashlib.blake2b(b"".join(filter(None, digests)), digest_size=_NAME_BYTES)
+            self.names["tensors"] = f"{joined.hexdigest()} over {len(digests)} ranks"
+        elif "files" not in self.names:
+            self.names["tensors"] = f"{_UNIDENTIFIED} {self._gather(uuid.uuid4().hex)[0]}"
+        if embeddings := _embeddings_name(sums):
+            self.names["embeddings"] = embeddings
 
 
 def loaded_weights(vllm_config: VllmConfig) -> LoadedWeights:
     """Those of the runner that registers its caches now: it is among the callers."""
-    return LoadedWeights(_checkpoint(vllm_config), _running_models(), all_ranks)
+    checkpoint = checkpoint_name(vllm_config.model_config, vllm_config.load_config)
+    moves = bool(getattr(getattr(vllm_config, "parallel_config", None), "enable_eplb", False))
+    return LoadedWeights(checkpoint, running_models()[:1], all_ranks, experts_move=moves)
 
 
 def draft_model(vllm_config: VllmConfig) -> Any:
@@ -102,27 +129,92 @@ def draft_model(vllm_config: VllmConfig) -> Any:
     return None if draft is getattr(speculative, "target_model_config", None) else draft
 
 
-def _checkpoint(vllm_config: VllmConfig) -> str | None:
-    """The name of what was loaded, of a draft model too."""
-    main, load_config = vllm_config.model_config, vllm_config.load_config
+def draft_name(vllm_config: VllmConfig) -> str:
+    """The name of a draft model's weights; empty without one. All ranks must call it."""
     draft = draft_model(vllm_config)
-    name = checkpoint_name(main, load_config)
-    if name is None or draft is None:
+    if draft is None:
+        return ""
+    if draft.model == vllm_config.model_config.model:
+        return "of the model's files"
+    own = getattr(vllm_config.speculative_config, "draft_load_config", None)
+    name = checkpoint_name(draft, own or vllm_config.load_config)
+    if name is not None:
         return name
-    if draft.model == main.model:
-        return f"{name}{DRAFT}of the same files"
-    draft_load_config = getattr(vllm_config.speculative_config, "draft_load_config", None) or load_config
-    draft_name = checkpoint_name(draft, draft_load_config)
-    return None if draft_name is None else f"{name}{DRAFT}{draft_name}"
+    in_memory = all_ranks(tensors_digest(running_models()[1:]))
+    return f"tensors {hashlib.blake2b(repr(in_memory).encode(), digest_size=_NAME_BYTES).hexdigest()}"
 
 
-def tensors_digest(models: Sequence[nn.Module]) -> bytes | None:
+EmbeddingSum = tuple[str, int, int]
+"""Type and shape of a whole table, the first row of a rank's part of it, and the sum of that part's bytes."""
+
+
+def embedding_sums(models: Sequence[nn.Module]) -> list[EmbeddingSum]:
+    """A sum of every byte of the tables of embeddings that a rank has: those of parts add up to the whole's.
+
+    Changing any one word of 8 bytes changes it: each is multiplied with an odd number that its place chooses.
+    """
+    found = []
+    for model in models:
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            indices = getattr(module, "shard_indices", None)
+            is_output = "LMHead" in type(module).__name__
+            if weight is None or weight.dim() != 2 or is_output or weight.is_meta:
+                continue
+            if indices is not None:
+                first, count = indices.org_vocab_start_index, indices.num_org_elements
+                rows = int(getattr(module, "org_vocab_size", weight.shape[0]))
+            elif isinstance(module, nn.Embedding):
+                first, count, rows = 0, weight.shape[0], weight.shape[0]
+            else:
+                continue
+            kind = f"{str(weight.dtype).removeprefix('torch.')} {rows}x{weight.shape[1]}"
+            found.append((kind, first, _sum_of(weight.data[:count], first)))
+    return found
+
+
+def _sum_of(table: torch.Tensor, first: int) -> int:
+    """Modulo 2^64, of the rows of a table, the first of which has the number ``first``."""
+    row_bytes = table.shape[1] * table.element_size()
+    word = next(
+        kind
+        for kind in (torch.int64, torch.int32, torch.int16, torch.uint8)
+        if row_bytes % kind.itemsize == 0
+    )
+    width, device = row_bytes // word.itemsize, table.device
+    # Integers of 64 bits wrap around, on every device.
+    at = torch.arange(width, dtype=torch.int64, device=device)
+    factors = (at * 0x5851F42D4C957F2D + 0x14057B7EF767814F) * 2 + 1
+    total, step = 0, max(1, _WORDS_AT_ONCE // max(1, width))
+    for start in range(0, table.shape[0], step):
+        part = table[start : start + step].contiguous().view(word)
+        numbers = torch.arange(start, start + part.shape[0], dtype=torch.int64, device=device) + first
+        total += int(((part * factors).sum(1) * (2 * numbers + 1)).sum())
+    return total % 2**64
+
+
+def _embeddings_name(of_ranks: Sequence[Iterable[EmbeddingSum]]) -> str:
+    """One name of what all ranks have, the same for any number of ranks; empty for nothing."""
+    totals: dict[str, int] = {}
+    # Ranks that have the same part count once.
+    for kind, _, part in sorted({one for sums in of_ranks for one in sums}):
+        totals[kind] = (totals.get(kind, 0) + part) % 2**64
+    if not totals:
+        return ""
+    types = "+".join(sorted({kind.partition(" ")[0] for kind in totals}))
+    return f"{types} {hashlib.blake2b(repr(totals).encode(), digest_size=_NAME_BYTES).hexdigest()}"
+
+
+def tensors_digest(models: Sequence[nn.Module], *, without_experts: bool = False) -> bytes | None:
     """A digest of samples of every tensor of some models on this rank. None: there are none to look at."""
     digest, count = hashlib.blake2b(digest_size=_NAME_BYTES), 0
     try:
         with torch.no_grad():
             for model in models:
+                moving = set(_of_experts(model)) if without_experts else set()
                 for name, parameter in model.named_parameters():
+                    if id(parameter) in moving:
+                        continue
                     digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
                     digest.update(_sample(parameter.data))
                     count += 1
@@ -130,6 +222,13 @@ def tensors_digest(models: Sequence[nn.Module]) -> bytes | None:
         logger.warning("the weights in memory cannot be looked at: %s", error)
         return None
     return digest.digest() if count else None
+
+
+def _of_experts(model: nn.Module) -> Iterator[int]:
+    """The ids of the parameters that a model hands out to be moved between ranks."""
+    for module in model.modules():
+        if hasattr(module, "get_expert_weights"):
+            yield from map(id, module.parameters())
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
@@ -143,8 +242,8 @@ def _sample(tensor: torch.Tensor) -> bytes:
     return bytes(flat[::step].contiguous().cpu().view(torch.uint8).numpy())
 
 
-def _running_models() -> list[nn.Module]:
-    """The models of the nearest caller that has some. vLLM gives a connector no other way to them."""
+def running_models() -> list[nn.Module]:
+    """The models of the nearest caller that has some, a draft's last: vLLM gives no other way to them."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         runner: Any = frame.f_locals.get("self")
@@ -241,7 +340,7 @@ def files_name(path: Path) -> str | None:
     # In an order that does not depend on how the tensors are spread over files.
     for _, data in sorted(_samples(tensors).items()):
         digest.update(data)
-    return f"files {digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -291,12 +390,9 @@ def _pieces(path: Path, num_files: int) -> list[_Tensor]:
 
 
 def _samples(tensors: Iterable[_Tensor]) -> dict[str, bytes]:
-    """Bytes of tensors of every kind, by name: those whose names differ in numbers only are one kind."""
-    kinds: dict[str, list[_Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(re.sub(r"\d+", "#", tensor.name), []).append(tensor)
-    count = max(_LEAST_OF_A_KIND, _MOST_SAMPLES // max(len(kinds), 1))
-    chosen = [tensor for kind in kinds.values() for tensor in sorted(kind, key=_chance)[:count]]
+    """Bytes of every tensor by name, or where there are very many of one of each module."""
+    every = list(tensors)
+    chosen = every if len(every) <= _MOST_SAMPLES else _of_modules(every)
     chosen.sort(key=lambda tensor: (tensor.file, tensor.start))
     read: dict[str, bytes] = {}
     for path, held in itertools.groupby(chosen, key=lambda tensor: tensor.file):
@@ -306,6 +402,21 @@ def _samples(tensors: Iterable[_Tensor]) -> dict[str, bytes]:
                 file.seek(tensor.start + _chance(tensor) % (room + 1))
                 read[tensor.name] = file.read(min(_SAMPLE_BYTES, tensor.length_bytes))
     return read
+
+
+def _of_modules(tensors: Iterable[_Tensor]) -> list[_Tensor]:
+    """A tensor of each module, and some of every kind: names that differ in numbers only are of one."""
+    modules: dict[str, list[_Tensor]] = {}
+    kinds: dict[str, list[_Tensor]] = {}
+    for tensor in sorted(tensors, key=_chance):
+        numbered = re.match(r".*\d", tensor.name)
+        modules.setdefault(numbered[0] if numbered else tensor.name, []).append(tensor)
+        kinds.setdefault(re.sub(r"\d+", "#", tensor.name), []).append(tensor)
+    count = max(_LEAST_OF_A_KIND, _MOST_SAMPLES // len(kinds))
+    chosen = [module[0] for module in modules.values()] + [
+        one for kind in kinds.values() for one in kind[:count]
+    ]
+    return list(dict.fromkeys(chosen))
 
 
 def _chance(tensor: _Tensor) -> int:

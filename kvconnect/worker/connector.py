@@ -136,6 +136,11 @@ class WorkerConnector:
             raise LocalError("register_kv_caches was not called")
         return self._transfers.local.table
 
+    @property
+    def identity_marks(self) -> bytes:
+        """``Identity.marks`` of its KV."""
+        return self._meaning.identity.marks
+
     def address(self) -> RankAddress:
         """Where this worker listens for peers."""
         return RankAddress(self._rank, self._config.extra.host, self._channel.port)
@@ -205,14 +210,14 @@ class WorkerConnector:
         topics.add(inspection.TOPIC, self._inspect)
         self._transfers.start(self._release)
 
-    def replace_weights(self, weights: str) -> None:
+    def replace_weights(self, weights: Mapping[str, str]) -> None:
         """The model runs with other weights from now on: what is held or being loaded is void.
 
         Before ``start`` of the first orders whose KV belongs to the new ones.
         """
         self._metrics.failures.labels("weights_replaced").inc()
         if self._transfers is None:
-            self._meaning = msgspec.structs.replace(self._meaning, weights=weights)
+            self._meaning = self._meaning.with_weights(weights)
         else:
             self._transfers.replace_weights(weights)
 

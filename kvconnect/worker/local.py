@@ -6,7 +6,7 @@ import itertools
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -73,11 +73,10 @@ class Local:
         self.kept = kept
         self.introduction = msgspec.structs.replace(self.introduction, naming=kept.naming)
 
-    def replace_weights(self, weights: str) -> None:
+    def replace_weights(self, weights: Mapping[str, str]) -> None:
         """Peers must have these weights from now on."""
-        ours = self.introduction
-        meaning = msgspec.structs.replace(ours.meaning, weights=weights)
-        self.introduction = msgspec.structs.replace(ours, meaning=meaning)
+        meaning = self.introduction.meaning.with_weights(weights)
+        self.introduction = msgspec.structs.replace(self.introduction, meaning=meaning)
 
     def packer(
         self,

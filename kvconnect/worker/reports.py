@@ -31,9 +31,11 @@ class Reports:
             self._add("settled", handle)
 
     def ragged(self, request_id: str) -> None:
-        """A request that is received next may have blocks of windows that are not full."""
-        if self._rank == 0:
-            self._add("ragged", request_id)
+        """A request that is received next may have blocks of windows that are not full.
+
+        Every rank reports it: a pipeline rank knows of the windows of its own layers alone.
+        """
+        self._add("ragged", request_id)
 
     def found(self, found: Found) -> None:
         """What came of asking a peer for KV by name."""

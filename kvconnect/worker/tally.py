@@ -6,14 +6,19 @@ import logging
 from collections.abc import Iterable
 
 from kvconnect.metrics import Metrics
-from kvconnect.peer.messages import OTHER_PROMPT, OTHER_WEIGHTS
+from kvconnect.peer.messages import OTHER_IDENTITY, OTHER_PROMPT, OTHER_WEIGHTS
 from kvconnect.worker.loads import LoadRecord
 from kvconnect.worker.sender import Sending
 from kvconnect.worker.transport import REFUSED
 
 logger = logging.getLogger(__name__)
 
-_CAUSES = {OTHER_WEIGHTS: "other_weights", OTHER_PROMPT: "prompt_differs", REFUSED: "transport_refused"}
+_CAUSES = {
+    OTHER_WEIGHTS: "other_weights",
+    OTHER_IDENTITY: "other_identity",
+    OTHER_PROMPT: "prompt_differs",
+    REFUSED: "transport_refused",
+}
 """Failures that the operator has to end, by what their text has; all others are counted as a failed load."""
 
 

@@ -111,7 +111,7 @@ class TransferThread:
         checks = {step: finished(step) for step in steps}
         self._call(lambda now: self._carry_out(orders, checks, now))
 
-    def replace_weights(self, weights: str) -> None:
+    def replace_weights(self, weights: Mapping[str, str]) -> None:
         """Our introduction names other weights from now on: before the orders that are given after this."""
 
         def replace(now: float) -> None:

@@ -38,6 +38,7 @@ from kvconnect.peer.session import Ready, Received
 from kvconnect.vllm.configuration import read_configuration
 from kvconnect.worker.connector import WorkerConnector
 from tests.doctor.kit import QUICK, configured, failures, found
+from tests.identities import named
 from tests.ports import free_port
 from tests.worker.pair import BLOCK_TOKENS, HEADS, PlainCache
 
@@ -47,7 +48,7 @@ MEMORY = dataclasses.replace(QUICK, engines=lambda: {"memory": ""})
 class Node:
     """Workers that serve: one rank of a cache each, with neighbouring ports."""
 
-    def __init__(self, role, *, ranks=1, model="m", weights="files 1f", **extra) -> None:
+    def __init__(self, role, *, ranks=1, model="m", weights="1f", **extra) -> None:
         extra = {"engine": "memory", "slot_bytes": 1 << 16, "num_slots": 2, "port": free_port(), **extra}
         self.given = configured(role, **extra)
         self.workers = []
@@ -58,7 +59,7 @@ class Node:
                 config,
                 cache.config,
                 {0: BLOCK_TOKENS},
-                CacheMeaning(model, HEADS, ranks, weights=weights),
+                CacheMeaning(named(model, weights), HEADS, ranks),
                 rank=rank,
                 registry=CollectorRegistry(),
             )
@@ -115,7 +116,7 @@ def test_a_good_pair_over_nixl_passes_whole(node):
     assert done.exit_code == 0
     assert said["caches"]["found"].startswith("rank to rank 0 > 0: direct and packed")
     assert "UCX NET_DEVICES=lo" in said["lane"]["found"]
-    assert said["weights"]["found"] == "the same on both"
+    assert said["identity, weights"]["found"] == "the same on both: files 1f"
     assert said["port"]["found"].startswith("a node serves on")
     assert "kv_consumer here, kv_producer there" in said["roles"]["found"]
     for about in ("contiguous", "packed"):
@@ -327,17 +328,17 @@ def test_a_clock_that_is_a_little_off_is_a_warning(node):
 
 
 def test_other_weights_are_named_with_both(node):
-    prefill, decode = node("kv_producer"), node("kv_consumer", weights="files 2e")
+    prefill, decode = node("kv_producer"), node("kv_consumer", weights="2e")
     said = failures(asked(decode.given, prefill.address))
-    assert list(said) == ["weights"]
-    assert "here 'files 2e', peer 'files 1f'" in said["weights"]
+    assert list(said) == ["identity, weights"]
+    assert "weights.files is 1f on the prefill node, 2e on the decode node" in said["identity, weights"]
 
 
 def test_another_model_is_named_with_both(node):
-    prefill, decode = node("kv_producer"), node("kv_consumer", model="n", weights="files 2e")
+    prefill, decode = node("kv_producer"), node("kv_consumer", model="n", weights="2e")
     said = failures(asked(decode.given, prefill.address))
-    assert sorted(said) == ["model", "weights"]
-    assert "'m' asks 'n'" in said["model"]
+    assert sorted(said) == ["identity, model", "identity, weights"]
+    assert "model is m on the prefill node, n on the decode node" in said["identity, model"]
 
 
 def test_caches_without_a_path_are_a_failure_with_every_reason(node):

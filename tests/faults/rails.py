@@ -33,6 +33,7 @@ from kvconnect.peer.key_files import new_secret
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker.connector import WorkerConnector
 from tests.faults.links import run_ip, unusable
+from tests.identities import named
 from tests.ports import free_port
 
 RANKS = 2
@@ -175,7 +176,7 @@ class Node:
                 config,
                 KVCacheConfig(NUM_BLOCKS, (group,)),
                 {0: BLOCK},
-                CacheMeaning("m", RANKS, RANKS),
+                CacheMeaning(named(), RANKS, RANKS),
                 rank=rank,
                 registry=CollectorRegistry(),
             )

@@ -8,9 +8,11 @@ import time
 import pytest
 import torch
 
-from kvconnect.node.connector import fingerprint
+from kvconnect.cache.identity import differences
+from kvconnect.node.connector import identity
 from kvconnect.node.models import build_model
 from kvconnect.node.options import NodeOptions
+from kvconnect.orders import Naming
 from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
 
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -121,6 +123,7 @@ def test_unlike_types_are_refused_unless_both_sides_ask_for_it(says_so):
 def test_the_cache_dtype_is_no_part_of_the_fingerprint_where_it_is_converted():
     model = build_model("gqa")
     options = [NodeOptions(kv_cache_dtype=name) for name in ("bf16", "fp8_e4m3")]
-    converted = {fingerprint(given, model, convert_dtype=True) for given in options}
-    assert len(converted) == 1
-    assert converted.isdisjoint(fingerprint(given, model) for given in options)
+    names = Naming("h", 16)
+    one, other = (identity(given, model, names, convert_dtype=True) for given in options)
+    assert one == other
+    assert all(differences(one, identity(given, model, names)) for given in options)

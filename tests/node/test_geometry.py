@@ -8,10 +8,11 @@ import torch
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
 from kvconnect.node.cache import CACHE_DTYPES, NodeCache
-from kvconnect.node.connector import fingerprint
+from kvconnect.node.connector import identity
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing
 from kvconnect.node.options import NodeOptions
+from kvconnect.orders import Naming
 from kvconnect.runner_kit.attention_groups import GraphSupport
 from tests.node.node_harness import MODEL_NAMES, CopyConnector, make_client, make_prompt
 
@@ -145,9 +146,13 @@ def test_fp8_tokens_depend_on_neither_budget_nor_concurrency(name):
 
 def test_the_fingerprint_names_the_cache_dtype():
     model = build_model("gqa")
-    seen = {name: fingerprint(NodeOptions(kv_cache_dtype=name), model) for name in CACHE_DTYPES}
+    names = Naming("h", 16)
+    seen = {
+        name: identity(NodeOptions(kv_cache_dtype=name), model, names).text("cache dtype")
+        for name in CACHE_DTYPES
+    }
     assert seen["auto"] == seen["bf16"] != seen["fp8_e4m3"]
-    assert seen["fp8_e4m3"].endswith("dtype=float8_e4m3fn")
+    assert seen["fp8_e4m3"] == "float8_e4m3fn"
 
 
 def test_bad_dtypes_and_blocks_too_small_for_a_state_are_named():

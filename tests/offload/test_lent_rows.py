@@ -127,7 +127,7 @@ def test_what_is_not_read_after_all_is_not_intact(lending, what):
     elif what == "clear":
         lending.rig.order(clear=True)
     elif what == "weights":
-        lending.rig.worker.replace_weights("others")
+        lending.rig.worker.replace_weights({"tensors": "others"})
     if what in ("gone", "clear"):
         lending.tier.release()
     lending.until_read(kept)

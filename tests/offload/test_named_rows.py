@@ -233,7 +233,7 @@ def test_nothing_has_a_name_after_the_cache_was_reset(named, forget):
     if forget == "clear":
         named.rig.order(clear=True)
     else:
-        named.rig.worker.replace_weights("others")
+        named.rig.worker.replace_weights({"tensors": "others"})
     named.places = {}
     named.check("aaaaaa", 16)
     assert not kept.is_intact()

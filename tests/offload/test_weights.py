@@ -72,7 +72,7 @@ def test_what_is_kept_before_and_after_weights_are_replaced_does_not_meet(rigs, 
     rig = start(rigs, "files 1", **on_disk(tmp_path))
     keep(rig, 1, *HASHES)
     rig.order(clear=True)
-    rig.worker.replace_weights("tensors 2")
+    rig.worker.replace_weights({"files": "tensors 2"})
     rig.until(lambda: len(rig.worker._loop.work.tiers) == 1)
     assert missing(rig, 2, "disk", *HASHES) == HASHES
     keep(rig, 3, HASHES[0])
@@ -104,13 +104,13 @@ def test_one_node_of_a_store_whose_weights_are_replaced_while_another_runs(rigs)
     one, other = (start(rigs, "files 1", store.open) for _ in range(2))
     keep(one, 1, *HASHES)
     assert missing(other, 2, "store", *HASHES) == ()
-    one.worker.replace_weights("tensors 2")
+    one.worker.replace_weights({"files": "tensors 2"})
     assert missing(one, 3, "store", *HASHES) == HASHES
     keep(one, 4, b"new")
     assert missing(other, 5, "store", b"new", *HASHES) == (b"new",), "what it has is not taken from it"
     keep(other, 6, b"old")
     assert missing(one, 7, "store", b"old") == (b"old",)
-    other.worker.replace_weights("tensors 2")
+    other.worker.replace_weights({"files": "tensors 2"})
     assert missing(other, 8, "store", b"new", *HASHES) == HASHES
 
 
@@ -125,7 +125,7 @@ def test_jobs_under_way_end_when_weights_are_replaced(rigs):
     rig.order(stores=(Store(1, copies(0, [(1, 0)]), (b"x",), keep=True),))
     rig.order(fetches=(Fetch(2, "disk", 0, (b"y",), (3,)),))
     rig.until(lambda: len(opened[0].put_off) == 2)
-    rig.worker.replace_weights("tensors 2")
+    rig.worker.replace_weights({"files": "tensors 2"})
     rig.until(lambda: 1 in rig.kept and 2 in rig.fetched)
     assert rig.fetched[2] == (b"y",)
     assert opened[0].closed
@@ -143,7 +143,7 @@ def test_a_tier_that_cannot_be_opened_for_other_weights_is_done_without(rigs):
         return opened[0]
 
     rig = start(rigs, "files 1", once)
-    rig.worker.replace_weights("tensors 2")
+    rig.worker.replace_weights({"files": "tensors 2"})
     end = time.monotonic() + 10
     while not rig.failures("offload_tiers_lost"):
         assert time.monotonic() < end

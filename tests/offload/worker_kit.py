@@ -21,6 +21,7 @@ from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadOrders, Restore, RowCopies
 from tests.caches import attention_layer, fill_random
+from tests.identities import named
 from tests.offload.rows_by_hand import Image
 
 NUM_BLOCKS = 10
@@ -57,7 +58,8 @@ class Rig:
             OffloadConfig(**given),
             config,
             sizes,
-            facts={"model": "m", "weights": weights, "label": label},
+            identity=named(weights=weights),
+            label=label,
             registry=self.registry,
         )
         if tiers:

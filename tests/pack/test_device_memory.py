@@ -27,6 +27,7 @@ from kvconnect.pack.arena import (
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker import local
 from kvconnect.worker.connector import WorkerConnector
+from tests.identities import named
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -98,7 +99,7 @@ def made(role, engine):
         config,
         KVCacheConfig(8, (KVCacheGroup(("a",), spec),)),
         {0: 16},
-        CacheMeaning("m", None, 1),
+        CacheMeaning(named(), None, 1),
         registry=CollectorRegistry(),
         engine=engine,
     )

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.cache.identity import Identity
 from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.config import LaneKind
@@ -18,6 +19,7 @@ from kvconnect.orders import MAX_NAMES, GroupBlocks, Naming, Prefix, RankAddress
 from kvconnect.peer import messages as m
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
+from tests.identities import named
 
 LIMIT = 16 << 20
 TO_PREFILL = (
@@ -71,6 +73,9 @@ namings = st.builds(Naming, texts, st.integers(1, 1 << 19))
 prefixes = st.builds(
     Prefix, namings, counts, st.lists(st.binary(min_size=1, max_size=64), max_size=3).map(tuple)
 )
+identities = st.builds(
+    Identity, st.dictionaries(texts, st.dictionaries(texts, texts, max_size=3), max_size=3)
+)
 introductions = st.builds(
     m.Introduction,
     engine_id=texts,
@@ -78,7 +83,7 @@ introductions = st.builds(
     rank=st.integers(0, 255),
     meaning=st.builds(
         m.CacheMeaning,
-        *(texts, st.none() | st.integers(1, 65536), st.integers(1, 256)),
+        *(identities, st.none() | st.integers(1, 65536), st.integers(1, 256)),
         stages=st.lists(counts, min_size=1).map(tuple),
         context=st.integers(1, 256),
         interleave=st.integers(1, 4096),
@@ -229,30 +234,33 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else "",
 )
-def test_the_wire_format_of_version_5_does_not_change_by_accident(message, frame):
-    assert m.PROTOCOL_VERSION == 5
+def test_the_wire_format_of_version_6_does_not_change_by_accident(message, frame):
+    assert m.PROTOCOL_VERSION == 6
     assert m.encode(message).hex() == frame.replace(" ", "")
 
 
-def test_a_greeting_of_version_5_has_its_fields_in_this_order():
-    meaning = m.CacheMeaning("model", 8, 2, "files 1f")
+def test_a_greeting_of_version_6_has_its_fields_in_this_order():
+    meaning = m.CacheMeaning(named("model", "1f"), 8, 2)
     axes = PageAxes(1, 2, 16, 4, 128, 64, 4)
     region = Region("l", 0, 0, HeadInterval(0, 2), "int8", 4096, 4, 128, 128, axes)
     table = TableCard((region,), (GroupGeometry(0, 16, 1, "Full"),))
     ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", table, 1 << 20)
-    read = msgspec.msgpack.decode(m.encode(m.Hello(5, ours)))
-    assert read[:2] == ["hello", 5]
-    assert read[2][:6] == ["D", "1", 1, ["model", 8, 2, "files 1f", 0, [0], 1, 1, 0], "memory", b"card"]
+    read = msgspec.msgpack.decode(m.encode(m.Hello(6, ours)))
+    assert read[:2] == ["hello", 6]
+    entries = {"model": {"": "model"}, "weights": {"files": "1f"}}
+    assert read[2][:6] == ["D", "1", 1, [[entries], 8, 2, 0, [0], 1, 1, 0], "memory", b"card"]
     (row,), geometry = read[2][6]
     assert row[:10] == ["l", 0, 0, [0, 2], "int8", 4096, 4, 128, 128, [1, 2, 16, 4, 128, 64, 4]]
     assert geometry == [[0, 16, 1, "Full"]]
     assert read[2][7] == 1 << 20
 
 
-def test_a_greeting_of_version_1_is_read_so_that_it_can_be_refused():
+@pytest.mark.parametrize("side", list(m.Side))
+def test_a_greeting_of_another_version_is_refused_for_that_whatever_it_has(side):
     short = ["D", "1", 0, ["model", 8, 2], "memory", b"card", [[], []]]
-    read = m.decode(m.Side.PREFILL, msgspec.msgpack.encode(["hello", 1, short]), LIMIT)
-    assert (read.version, read.introduction.slot_bytes) == (1, 0)
+    tag = "hello" if side is m.Side.PREFILL else "welcome"
+    with pytest.raises(PeerError, match="protocol version is 5, accepted: 6"):
+        m.decode(side, msgspec.msgpack.encode([tag, 5, short]), LIMIT)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.session import TRANSITIONS, Ended, Misused, Ready, Received, Session, Side, State
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
+from tests.identities import named
 
 
 def introduction(engine_id="P", model="m", engine="memory", heads=None, weights="w", held_back=0):
-    meaning = m.CacheMeaning(model, heads, 1, weights, held_back)
+    meaning = m.CacheMeaning(named(model, weights), heads, 1, held_back)
     return m.Introduction(engine_id, "1", 0, meaning, engine, b"card", TableCard((), ()))
 
 
@@ -88,12 +89,11 @@ def test_greeting_makes_both_sides_ready():
 @pytest.mark.parametrize(
     ("difference", "match"),
     [
-        ({"model": "other"}, "model differ: 'other' asks 'm'"),
-        ({"model": "m:layers=28:state=a:state=b"}, "model differ: layers '28' asks 'none'; state 'a b' asks"),
-        ({"engine": "nixl"}, "engine differ: 'nixl' asks 'memory'"),
-        ({"heads": 4}, "number of KV heads differ"),
-        ({"weights": "v"}, "peer has other weights: 'v' asks 'w'"),
-        ({"held_back": 1}, "prompt tokens left to the decode node differ: 1 asks 0"),
+        ({"model": "other"}, "model is m on the prefill node, other on the decode node"),
+        ({"engine": "nixl"}, "engine is 'memory' on the prefill node, 'nixl' on the decode node"),
+        ({"heads": 4}, "number of KV heads is None on the prefill node, 4 on the decode node"),
+        ({"weights": "v"}, "other weights: weights.files is w on the prefill node, v on the decode node"),
+        ({"held_back": 1}, "prompt tokens left to the decode node is 0 on the prefill node, 1 on the decode"),
     ],
 )
 def test_a_peer_that_disagrees_is_refused_with_both_values(difference, match):
@@ -141,7 +141,7 @@ def test_answers_out_of_bounds_are_not_read():
         assert isinstance(event, Misused)
     hostile = session(Side.DECODE, engine_id="D")
     hostile.greet(0)
-    meaning = m.CacheMeaning("m", None, 10**10)
+    meaning = m.CacheMeaning(named(), None, 10**10)
     welcome = m.Welcome(m.PROTOCOL_VERSION, msgspec.structs.replace(introduction(), meaning=meaning), ())
     hostile.receive(m.encode(welcome), 0)
     assert hostile.state is not State.READY
@@ -204,7 +204,7 @@ def test_silence_is_noticed_where_nothing_is_owed():
 def test_another_protocol_version_is_refused():
     prefill = session(Side.PREFILL)
     (ended,) = prefill.receive(m.encode(m.Hello(99, introduction("D"))), 0)
-    assert "protocol version is 99, accepted: 5" in ended.reason
+    assert "protocol version is 99, accepted: 6" in ended.reason
 
 
 @pytest.mark.parametrize("message", [FETCH, m.CreditGrant(1, (GRANT,)), m.Cancel(1), m.Release("h", 1)])

@@ -54,7 +54,7 @@ def test_the_code_is_hmac_sha256_over_version_and_content():
     data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     code, payload = data[:32], data[32:]
     assert code == hmac.new(SECRET, version.encode() + b"." + payload, hashlib.sha256).digest()
-    assert msgspec.msgpack.decode(payload) == ["P", "epoch", "name", 40, "10.0.0.1", 5600, 1000.0, b""]
+    assert msgspec.msgpack.decode(payload) == ["P", "epoch", "name", 40, "10.0.0.1", 5600, 1000.0, b"", b""]
 
 
 @given(st.data())
@@ -88,7 +88,7 @@ def test_a_handle_that_is_cut_or_made_longer_is_refused(data):
 
 @given(
     st.text(max_size=600)
-    | st.binary(max_size=300).map(lambda b: "s2." + base64.urlsafe_b64encode(b).decode())
+    | st.binary(max_size=300).map(lambda b: "s3." + base64.urlsafe_b64encode(b).decode())
 )
 def test_no_text_raises_anything_but_a_peer_error(text):
     with pytest.raises(PeerError):
@@ -111,7 +111,7 @@ def test_signed_and_unsigned_nodes_say_what_is_wrong_between_them():
 
 def test_a_forger_without_the_secret_cannot_relabel_an_unsigned_handle():
     with pytest.raises(PeerError, match="signature is wrong"):
-        at(0).read("s2." + at(0, b"").make(CLAIM)[3:])
+        at(0).read("s3." + at(0, b"").make(CLAIM)[3:])
 
 
 @given(st.floats(0, 1e6))
@@ -128,18 +128,18 @@ def test_a_handle_expires(late_s):
 def test_content_of_another_shape_is_refused_even_if_it_is_signed():
     for content in ([], ["P"], [*msgspec.to_builtins(CLAIM), 1], {"a": 1}, ["P", "e", "n", 0, "h", 1, 0.0]):
         payload = msgspec.msgpack.encode(content)
-        code = hmac.digest(SECRET, b"s2." + payload, "sha256")
+        code = hmac.digest(SECRET, b"s3." + payload, "sha256")
         text = base64.urlsafe_b64encode(code + payload).decode().rstrip("=")
         with pytest.raises(PeerError, match="content cannot be read"):
-            at(0).read("s2." + text)
+            at(0).read("s3." + text)
 
 
 def test_content_that_is_no_text_is_refused():
     payload = msgspec.msgpack.encode(CLAIM).replace(b"P", b"\xff", 1)
-    text = base64.urlsafe_b64encode(hmac.digest(SECRET, b"s2." + payload, "sha256") + payload).decode()
+    text = base64.urlsafe_b64encode(hmac.digest(SECRET, b"s3." + payload, "sha256") + payload).decode()
     with pytest.raises(PeerError, match="content cannot be read"):
-        at(0).read("s2." + text.rstrip("="))
-    assert epoch_of("s2." + text.rstrip("=")) == ""
+        at(0).read("s3." + text.rstrip("="))
+    assert epoch_of("s3." + text.rstrip("=")) == ""
 
 
 def test_an_engine_id_that_makes_handles_too_long_is_found_at_the_start():
@@ -233,7 +233,7 @@ def test_a_router_vouches_for_an_address_with_an_older_handle():
     )
     assert (
         "kvconnect_peer is of no use"
-        in read_remote_prefill({**announced, PEER_KEY: "s2.AAAA"}, later).refusal
+        in read_remote_prefill({**announced, PEER_KEY: "s3.AAAA"}, later).refusal
     )
 
 

@@ -61,6 +61,7 @@ def takes_other_weights(patch):
     """P does not look at the weights of who asks, nor D at those of who answers."""
     for module in ("worker.kept_fetches", "worker.fetch_service", "peer.agreement"):
         patch.setattr(f"kvconnect.{module}.other_weights", lambda ours, theirs: None)
+    patch.setattr("kvconnect.peer.agreement.other_identity", lambda ours, theirs: None)
 
 
 def believes_any_count(patch):

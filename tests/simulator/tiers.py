@@ -24,6 +24,7 @@ from kvconnect.offload.worker.row_work import RowWork
 from kvconnect.offload.worker.tier_loop import Command
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import Naming, OffloadOrders, RowCopies
+from tests.identities import named
 from tests.simulator.device import Stream
 from tests.simulator.disk import SimDisk
 from tests.simulator.pace import Pace
@@ -69,7 +70,7 @@ class SimTiers(OffloadWorker):
             self.config,
             memory.config,
             worker.plan.shape.kernel_sizes(worker.plan.model),
-            facts={},
+            identity=named(),
             rank=worker.rank,
             world_size=worker.plan.world_size,
             registry=_REGISTRY,

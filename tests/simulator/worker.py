@@ -25,6 +25,7 @@ from kvconnect.worker.prefill_side import STOPPING
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.slots import SlotPool
 from kvconnect.worker.transfer_thread import TransferThread
+from tests.identities import named
 from tests.simulator.channel import SimChannel
 from tests.simulator.device import SimLocal, Stream
 from tests.simulator.engine import SimEngine
@@ -116,7 +117,9 @@ class SimWorker:
             engine_id=self.node.config.engine_id,
             incarnation=f"{self.node.number}.{self.rank}",
             rank=self.rank,
-            meaning=CacheMeaning("simulated", self.plan.model.num_heads, self.plan.world_size, weights),
+            meaning=CacheMeaning(
+                named("simulated", weights), self.plan.model.num_heads, self.plan.world_size
+            ),
             engine="memory",
             engine_card=b"",
             table=TableCard.of(self.memory.table),

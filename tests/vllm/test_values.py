@@ -16,7 +16,7 @@ from kvconnect.plan.conversion import Conversion
 from kvconnect.plan.wire import align_wire
 from kvconnect.vllm import values
 from kvconnect.vllm.geometry import HeadCounts, worker_cache
-from kvconnect.vllm.meaning import fingerprint
+from kvconnect.vllm.stated_identity import _cache_dtype, dtypes
 from tests.vllm.test_geometry import (
     BLOCK,
     Config,
@@ -193,16 +193,11 @@ def test_scales_that_no_row_can_have_do_not_keep_a_worker_from_starting(convert)
 # The fingerprint
 
 
-def words(cache_dtype="auto", dtype=torch.bfloat16, *, convert=True, spec=None) -> str:
-    text = SimpleNamespace(model_type="qwen3", num_hidden_layers=4, hidden_size=128)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=text, dtype=dtype),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-    )
-    groups = Config(5, [((NAME,), spec or FullAttentionSpec())])
-    cache = SimpleNamespace(sections={}, rank_bound=())
-    return fingerprint(config, groups, cache, convert_dtype=convert)
+def words(cache_dtype="auto", dtype=torch.bfloat16, *, convert=True, spec=None):
+    layer = SimpleNamespace(kv_cache_dtype=cache_dtype)
+    kept = {"": _cache_dtype(layer, SimpleNamespace(dtype=dtype))}
+    has_states = isinstance(spec, MambaSpec)
+    return dtypes(str(dtype).removeprefix("torch."), kept, has_states=has_states, convert_dtype=convert)
 
 
 def test_types_that_are_converted_count_as_one():
@@ -211,21 +206,21 @@ def test_types_that_are_converted_count_as_one():
         for cache in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
         for dtype in (torch.bfloat16, torch.float16)
     ]
-    assert set(everything) == {"qwen3:layers=4:hidden_size=128:convert_dtype=true"}
-    assert (
-        words("fp8", convert=False) == "qwen3:layers=4:hidden_size=128:dtype=bfloat16:kv_cache_dtype=fp8_e4m3"
-    )
+    assert all(one == {"dtype": "converted", "cache dtype": "converted"} for one in everything)
+    assert words("fp8", convert=False) == {"dtype": "bfloat16", "cache dtype": {"": "fp8_e4m3"}}
+
+
+def test_auto_is_the_type_that_it_stands_for():
+    assert words("auto", convert=False) == words("bfloat16", convert=False) != words("fp8", convert=False)
 
 
 def test_types_that_are_not_converted_are_told_apart():
     seen = [words(cache) for cache in ("auto", "fp8_e5m2", "fp8_ds_mla", "int8_per_token_head")]
     seen += [words("fp8_ds_mla", torch.float16), words("auto", torch.float32), words("fp8", torch.float32)]
-    assert len(set(seen)) == len(seen)
-    assert all(word.endswith("convert_dtype=true") for word in seen)
+    assert len(set(map(str, seen))) == len(seen)
 
 
-def test_states_keep_the_type_of_the_model(monkeypatch):
-    monkeypatch.setattr("kvconnect.vllm.meaning.conv_layout", lambda: "SD")
+def test_states_keep_the_type_of_the_model():
     ours, theirs = (words("auto", dtype, spec=MambaSpec()) for dtype in (torch.bfloat16, torch.float16))
     assert ours != theirs
     assert words("fp8", spec=MambaSpec()) == ours

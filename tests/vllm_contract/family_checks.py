@@ -25,7 +25,7 @@ from kvconnect.plan.chunks import wanted_spans
 from kvconnect.plan.transfer import make_plan
 from kvconnect.plan.wire import align_wire
 from kvconnect.vllm.geometry import VllmCache, worker_cache
-from kvconnect.vllm.meaning import head_counts
+from kvconnect.vllm.ranks import head_counts
 from kvconnect.vllm.values import attention_layers
 from tests.offload.test_copies import plan_rows
 from tests.plan.test_plan_oracle import carry_out

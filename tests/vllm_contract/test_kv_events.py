@@ -19,6 +19,7 @@ from vllm.distributed.kv_events import (
     EventPublisherFactory,
     KVEventBatch,
 )
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -34,7 +35,7 @@ from kvconnect.vllm.events import describe, event_maker
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import BlockHashes, hit_requirements, kept_config
 from tests.ports import free_port
-from tests.vllm_contract.test_prompts import adapter, request
+from tests.vllm_contract.test_prompts import request
 
 HASH_TOKENS = 4
 SIZES = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
@@ -99,7 +100,7 @@ def hasher():
 def with_extras(number):
     """Every kind of thing that distinguishes equal tokens, and its tags as vLLM hashes it."""
     images = [("cat", 5, 9), ("dog", 14, 2), ("cat", 30, 11)]
-    lora = adapter("tuned", "/adapters/tuned")
+    lora = LoRARequest(lora_name="tuned", lora_int_id=1, lora_path="/adapters/tuned")
     kinds = ({}, {"images": images}, {"lora_request": lora}, {"cache_salt": "mine"})
     more = kinds[number % 4] if number < 4 else {"images": images, "lora_request": lora, "cache_salt": "all"}
     return request(f"r{number}", range(100 * number, 100 * number + 43), block_hasher=hasher(), **more)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -51,8 +53,10 @@ def request(name, tokens, params=None, *, images=(), **more):
     return Request(name, tokens, sampling, None, mm_features=features, **more)
 
 
-def adapter(name="a", path="/adapters/a"):
-    return LoRARequest(lora_name=name, lora_int_id=1, lora_path=path)
+def adapter(name="a", content=b"a"):
+    folder = Path(tempfile.mkdtemp())
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return LoRARequest(lora_name=name, lora_int_id=1, lora_path=str(folder))
 
 
 def handed_out(prefill, name, tokens, **more):
@@ -102,8 +106,8 @@ IMAGES = (("cat", 3, 10), ("dog", 20, 10))
         ({"cache_salt": "a"}, {"cache_salt": "b"}),
         ({"cache_salt": "a"}, {}),
         ({"lora_request": adapter()}, {}),
-        ({"lora_request": adapter()}, {"lora_request": adapter(name="b")}),
-        ({"lora_request": adapter()}, {"lora_request": adapter(path="/adapters/b")}),
+        ({"lora_request": adapter()}, {"lora_request": adapter("b", b"b")}),
+        ({"lora_request": adapter()}, {"lora_request": adapter(content=b"b")}),
         ({"images": IMAGES}, {}),
         ({"images": IMAGES}, {"images": (("cat", 3, 10), ("fox", 20, 10))}),
         ({"images": IMAGES}, {"images": (("dog", 3, 10), ("cat", 20, 10))}),

@@ -86,7 +86,7 @@ class Worker:
 
 def looked_at(check):
     weights = LoadedWeights("files 1", [], lambda value: [value])
-    weights.name, weights.check = "tensors 1", check
+    weights.names, weights.check = {"tensors": "1"}, check
     return weights
 
 
@@ -100,7 +100,7 @@ def test_a_worker_looks_once_and_before_it_takes_the_orders(changed):
     made.handle_preemptions(metadata)
     made.bind_connector_metadata(metadata)
     made.start_load_kv(None)
-    replaced = [("replace_weights", "tensors 1")] if changed else []
+    replaced = [("replace_weights", {"tensors": "1"})] if changed else []
     assert worker.told == [("check",), *replaced, ("before_step", LOAD), ("after_zeroing", LOAD)]
     made.bind_connector_metadata(OrdersMetadata(LOAD))
     made.start_load_kv(None)
@@ -115,7 +115,7 @@ def test_a_worker_that_is_given_orders_late_only_looks_before_them():
     made.bind_connector_metadata(OrdersMetadata(LOAD, check_weights=True))
     made.start_load_kv(None)
     assert worker.told == [
-        ("replace_weights", "tensors 1"),
+        ("replace_weights", {"tensors": "1"}),
         ("before_step", LOAD),
         ("after_zeroing", LOAD),
     ]

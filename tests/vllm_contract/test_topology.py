@@ -10,7 +10,8 @@ import torch
 
 from kvconnect.cache.shard import Topology
 from kvconnect.errors import ConfigError
-from kvconnect.vllm import meaning, settings, weights
+from kvconnect.vllm import ranks as topologies
+from kvconnect.vllm import settings, weights
 from kvconnect.vllm.geometry import scheduler_config
 
 
@@ -23,10 +24,10 @@ def found(monkeypatch, tensor: int, *stages: list[str]) -> list[Topology]:
     ranks = [names for names in stages for _ in range(tensor)]
     firsts = [int(names[0].split(".")[2]) for names in ranks]
     given: list[int] = []
-    monkeypatch.setattr(meaning, "all_ranks", lambda first: given.append(first) or firsts)
+    monkeypatch.setattr(topologies, "all_ranks", lambda first: given.append(first) or firsts)
     parallel = SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=len(stages))
     config = SimpleNamespace(parallel_config=parallel)
-    made = [meaning.topology(config, rank, names) for rank, names in enumerate(ranks)]
+    made = [topologies.topology(config, rank, names) for rank, names in enumerate(ranks)]
     assert given == (firsts if len(stages) > 1 else [])
     return made
 
@@ -59,7 +60,7 @@ def turns(spec, offload=None, **parallel):
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=layers(0))
     groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
     settings.refuse_unsupported(config, groups, SimpleNamespace(extra=SimpleNamespace(offload=offload)))
-    return scheduler_config(groups, meaning.context_ranks(config)).groups[0].block_size
+    return scheduler_config(groups, topologies.context_ranks(config)).groups[0].block_size
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -106,7 +107,7 @@ def test_prefill_context_ranks_are_numbered_as_they_take_turns(stages, tensor, p
                 pipeline_parallel_size=1,
                 decode_context_parallel_size=decode,
             )
-            found = meaning.topology(SimpleNamespace(parallel_config=parallel), 0, layers(0, 1))
+            found = topologies.topology(SimpleNamespace(parallel_config=parallel), 0, layers(0, 1))
             ours = Topology(found.tensor, tuple(range(stages)), found.context)
             assert [ours.tokens(numbers[rank]).rank for rank in group] == list(range(decode))
             assert len({numbers[rank] // ours.tensor for rank in group}) == 1, "of one pipeline rank"

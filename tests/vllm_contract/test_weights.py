@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from kvconnect.cache.identity import weights_differ
 from kvconnect.offload.namespace import Namespace
 from kvconnect.vllm.weights import (
     LoadedWeights,
+    _embeddings_name,
     checkpoint_name,
+    embedding_sums,
     files_name,
     loaded_weights,
     tensors_digest,
@@ -94,6 +97,17 @@ def test_two_fine_tunes_under_one_path_have_two_names(tmp_path, what):
     else:
         del made["embed.weight"]
     assert files_name(one_file(tmp_path, made)) != before
+
+
+def test_of_every_tensor_and_of_each_of_many_experts_something_is_looked_at(tmp_path):
+    few = {f"layers.{n}.w": struct.pack("<I", n) for n in range(3000)}
+    before = files_name(one_file(tmp_path, few))
+    few["layers.1234.w"] = b"abcd"
+    assert files_name(one_file(tmp_path, few)) != before
+    many = {f"layers.{n}.experts.{e}.up": struct.pack("<I", n * e) for n in range(60) for e in range(100)}
+    before = files_name(one_file(tmp_path, many))
+    many["layers.31.experts.77.up"] = b"abcd"
+    assert files_name(one_file(tmp_path, many)) != before
 
 
 def test_of_a_model_of_very_many_tensors_every_kind_is_looked_at(tmp_path):
@@ -209,41 +223,96 @@ def alone(value):
 def ranks(*checkpoints, models):
     """Two ranks that are asked in turn; what each says is there when both have said it."""
     told = [
-        (name, tensors_digest([model] if model else []))
+        (name, tensors_digest([model] if model else []), embedding_sums([model]))
         for name, model in zip(checkpoints, models, strict=True)
     ]
     return [
-        LoadedWeights(name, [model], lambda _: told).name
-        for (name, _), model in zip(told, models, strict=True)
+        LoadedWeights(name, [model], lambda _: told).names
+        for (name, *_), model in zip(told, models, strict=True)
     ]
 
 
 def test_what_no_file_names_is_named_by_what_is_in_memory():
-    assert LoadedWeights("files 1", [network()], alone).name == "files 1"
-    name = LoadedWeights(None, [network()], alone).name
-    assert name.startswith("tensors ")
-    assert LoadedWeights(None, [network()], alone).name == name
-    assert LoadedWeights(None, [network(1)], alone).name != name
+    assert LoadedWeights("1", [network()], alone).names["files"] == "1"
+    names = LoadedWeights(None, [network()], alone).names
+    assert list(names) == ["tensors"]
+    assert LoadedWeights(None, [network()], alone).names == names
+    assert LoadedWeights(None, [network(1)], alone).names != names
 
 
 def test_weights_that_are_replaced_in_place_get_another_name_and_get_it_back():
     model, others = network(), network(1).state_dict()
-    weights = LoadedWeights("files 1", [model], alone)
+    weights = LoadedWeights("1", [model], alone)
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert not weights.check(), "caches may be reset for other reasons"
     model.load_state_dict(others)
     assert weights.check()
     assert not weights.check()
-    assert weights.name == LoadedWeights(None, [network(1)], alone).name, "as on a server of the same update"
+    assert weights.names == LoadedWeights(None, [network(1)], alone).names, "as on one of the same update"
+    restarted = LoadedWeights("2", [network(1)], alone).names
+    assert not weights_differ(weights.names, restarted), "nor is one that loads the update from files another"
+    assert weights_differ(weights.names, LoadedWeights("1", [network()], alone).names)
     model.load_state_dict(first)
     assert weights.check()
-    assert weights.name == "files 1"
+    assert weights.names["files"] == "1"
+
+
+def table(rows, first=0, whole=True):
+    """A table of embeddings, or a rank's part of one, as vLLM pads it."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.cat([rows, torch.full((3, rows.shape[1]), 7.0, dtype=rows.dtype)]))
+    module.org_vocab_size = 300
+    module.shard_indices = SimpleNamespace(org_vocab_start_index=first, num_org_elements=len(rows))
+    return nn.Sequential(module)
+
+
+def test_every_row_of_a_table_counts_however_it_is_divided():
+    torch.manual_seed(3)
+    rows = torch.randn(300, 24).to(torch.bfloat16)
+
+    def name(*parts):
+        return _embeddings_name([embedding_sums([part]) for part in parts])
+
+    whole = name(table(rows))
+    assert whole.startswith("bfloat16 ")
+    assert name(table(rows[:160]), table(rows[160:], 160)) == whole
+    assert name(table(rows), table(rows)) == whole, "pipeline ranks with a copy of it"
+    for row, column in ((0, 0), (137, 23), (299, 5)):
+        other = rows.clone()
+        other[row, column] += 1
+        assert name(table(other)) != whole
+    swapped = rows.clone()
+    swapped[[4, 9]] = swapped[[9, 4]]
+    assert name(table(swapped)) != whole
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w13 = nn.Parameter(torch.randn(4, 8, 8))
+
+    def get_expert_weights(self):
+        return [self.w13]
+
+
+def test_experts_that_move_between_ranks_are_no_other_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(), nn.Linear(8, 8))
+    weights = LoadedWeights("1", [model], alone, experts_move=True)
+    with torch.no_grad():
+        model[0].w13.copy_(model[0].w13[[2, 0, 3, 1]])
+    assert not weights.check()
+    assert weights.names["files"] == "1"
+    with torch.no_grad():
+        model[1].weight += 1
+    assert weights.check(), "the rest of the model is looked at"
+    assert LoadedWeights("1", [model], alone).check() is False
 
 
 @pytest.mark.parametrize("what", ["few values", "through data", "one layer"])
 def test_small_changes_are_seen(what):
     model = network()
-    weights = LoadedWeights("files 1", [model], alone)
+    weights = LoadedWeights("1", [model], alone)
     with torch.no_grad():
         if what == "few values":
             model[0].weight.view(-1)[::500] += 1
@@ -272,38 +341,40 @@ def test_tensors_of_every_make_are_looked_at():
 
 def test_all_ranks_have_one_name():
     models = network(0), network(1)
-    assert set(ranks("files 1", "files 1", models=models)) == {"files 1"}
-    (name,) = set(ranks(None, None, models=models))
-    assert name.endswith("over 2 ranks")
-    assert set(ranks("files 1", None, models=models)) == {name}, "also where one of them sees no files"
+    assert [names["files"] for names in ranks("1", "1", models=models)] == ["1", "1"]
+    first, second = ranks(None, None, models=models)
+    assert first == second
+    assert first["tensors"].endswith("over 2 ranks")
+    assert ranks("1", None, models=models) == [first, first], "also where one of them sees no files"
 
 
 def test_a_change_on_one_rank_is_one_on_all():
     mine, other = network(0), network(1)
-    told = [("files 1", tensors_digest([mine])), ("files 1", tensors_digest([other]))]
+    told = [("1", tensors_digest([mine]), []), ("1", tensors_digest([other]), [])]
     weights = LoadedWeights(
-        "files 1", [mine], lambda value: told if value[0] == "files 1" else [value, (False, b"x")]
+        "1", [mine], lambda value: told if value[0] == "1" else [value, (False, b"x", [])]
     )
     assert weights.check()
-    assert weights.name.endswith("over 2 ranks")
+    assert weights.names["tensors"].endswith("over 2 ranks")
 
 
 def test_what_cannot_be_told_is_a_name_of_its_own_each_time(caplog):
     caplog.set_level(logging.WARNING, "kvconnect")
     logging.getLogger("kvconnect").propagate = True
     made = [LoadedWeights(None, [], alone) for _ in range(2)]
-    assert made[0].name != made[1].name
-    assert made[0].name.startswith("unidentified ")
+    assert made[0].names != made[1].names
+    assert made[0].names["tensors"].startswith("unidentified ")
+    assert weights_differ(made[0].names, made[1].names)
     assert "cannot be told from others" in caplog.text
 
 
 def test_what_cannot_be_looked_at_is_another_after_each_reset():
-    weights = LoadedWeights("files 1", [], alone)
-    assert weights.name == "files 1"
+    weights = LoadedWeights("1", [], alone)
+    assert weights.names == {"files": "1"}
     names = set()
     for _ in range(3):
         assert weights.check()
-        names.add(weights.name)
+        names.add(weights.text)
     assert len(names) == 3
 
 
@@ -314,10 +385,10 @@ def test_the_models_are_those_of_the_runner_that_registers(tmp_path, monkeypatch
     models = [network(0), network(1)]
     names = []
     for model in models:
-        names.append(Runner(model).initialize_kv_cache(vllm_config).name)
-    assert names == [LoadedWeights(None, [model], alone).name for model in models]
+        names.append(Runner(model).initialize_kv_cache(vllm_config).names)
+    assert names == [LoadedWeights(None, [model], alone).names for model in models]
 
 
 def test_the_namespace_of_kept_blocks_has_the_weights():
-    names = {Namespace.of({"weights": weights}).digest for weights in ("files 1", "files 2", "tensors 1")}
+    names = {Namespace.of({"weights": weights}).digest for weights in ("1", "2", "tensors 1")}
     assert len(names) == 3

@@ -36,6 +36,7 @@ from kvconnect.worker.reports import Reports
 from kvconnect.worker.slots import SlotPool, SlotState
 from kvconnect.worker.transfer_thread import TransferThread
 from tests.engine.faulty_engine import FaultyEngine
+from tests.identities import named
 from tests.peer.memory_network import MemoryNetwork
 
 LAYERS = 3
@@ -147,7 +148,7 @@ class FakeWorker:
             engine_id,
             f"{engine_id} rank {rank} started once",
             rank,
-            CacheMeaning(model, num_heads, world_size, "", 0, stages, *turns),
+            CacheMeaning(named(model), num_heads, world_size, 0, stages, *turns),
             "memory",
             b"",
             TableCard.of(self.table),

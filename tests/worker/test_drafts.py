@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from kvconnect.cache.shard import layer_number
 from kvconnect.config import ExtraConfig
-from kvconnect.peer.messages import DRAFT
+from tests.identities import named
 from tests.worker.ranks import Ranks
 from tests.worker.shapes import Model, same_blocks
 
@@ -17,9 +17,10 @@ CASES = [({"full": 4}, 3), ({"full": 2, "window": 3}, 4), ({"full": 1, "window":
 
 def introduce(worker, weights: str, first: int) -> None:
     """The worker runs these weights; without a draft it has no layers from ``first`` on."""
-    local, has_draft = worker.local, DRAFT in weights
+    local, (model, has_draft, draft) = worker.local, weights.partition(", draft ")
     ours = local.introduction
-    meaning = replace(ours.meaning, weights=weights, draft_from=first if has_draft else 0)
+    identity = named("m", model, **({"draft": draft} if has_draft else {}))
+    meaning = replace(ours.meaning, identity=identity, draft_from=first if has_draft else 0)
     kept = tuple(one for one in ours.table.regions if has_draft or layer_number(one.layer) < first)
     local.introduction = replace(ours, meaning=meaning, table=replace(ours.table, regions=kept))
 
@@ -28,8 +29,8 @@ def handed_over(layers, first, path, weights):
     """What of D's layers is not P's afterwards, and what of its draft's was written."""
     config = ExtraConfig(path=path)
     ranks = Ranks(Model(layers, heads=2), same_blocks(16), same_blocks(16), config=config)
-    for worker, named in zip((*ranks.prefill, *ranks.decode), weights, strict=True):
-        introduce(worker, named, first)
+    for worker, given in zip((*ranks.prefill, *ranks.decode), weights, strict=True):
+        introduce(worker, given, first)
     truth, blocks = ranks.prefilled("a", 60), ranks.fetched("a", 60)
     cache = ranks.decode[0].cache
     drafts = [name for name in cache.tensors if layer_number(name) >= first]
@@ -62,7 +63,7 @@ def test_a_draft_on_p_alone_is_no_matter():
     introduce(ranks.prefill[0], "w, draft X", 3)
     for worker in ranks.decode:
         ours = worker.local.introduction
-        worker.local.introduction = replace(ours, meaning=replace(ours.meaning, weights="w"))
+        worker.local.introduction = replace(ours, meaning=replace(ours.meaning, identity=named("m", "w")))
     truth, blocks = ranks.prefilled("a", 60), ranks.fetched("a", 60)
     ranks.run_until_received(1)
     assert ranks.decode[0].failed == {}
@@ -76,4 +77,7 @@ def test_other_weights_of_the_model_itself_are_refused_whatever_the_draft():
     ranks.prefilled("a", 60)
     ranks.fetched("a", 60)
     ranks.run(1)
-    assert "peer has other weights: 'w, draft Y' asks 'v, draft Y'" in ranks.decode[0].failed["a"]
+    assert (
+        "peer has other weights: weights.files is v on the prefill node, w on the decode"
+        in ranks.decode[0].failed["a"]
+    )

@@ -211,7 +211,7 @@ def test_two_models_refuse_each_other_and_say_so():
     pair = Pair(prefill_model="gqa seed 0", decode_model="gqa seed 1")
     pair.start()
     pair.run(0.1)
-    assert "model differ: 'gqa seed 1' asks 'gqa seed 0'" in pair.decode.failed["a"]
+    assert "model is gqa seed 0 on the prefill node, gqa seed 1 on" in pair.decode.failed["a"]
     pair.run(31)
     assert pair.prefill.sent == ["a"]
 

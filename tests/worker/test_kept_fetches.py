@@ -260,7 +260,7 @@ def test_a_peer_with_other_weights_is_asked_in_vain():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
-    ranks.prefill[0].transfers.replace_weights("new")
+    ranks.prefill[0].transfers.replace_weights({"files": "new"})
     assert "weights" in ask(ranks, ranks.prefix("a", 64)).error
     ranks.pull("a", 64)
     ranks.run_until_ended()

@@ -16,6 +16,7 @@ from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import ORDERS, align_wire
 from kvconnect.worker.local import Local, largest_state_bytes
 from kvconnect.worker.slots import SlotPool
+from tests.identities import named
 from tests.pack.sides import DEVICE, NUM_BLOCKS, Side, models, shapes
 
 
@@ -28,7 +29,7 @@ def test_warming_up_changes_no_page_and_takes_no_slot(data, slot_bytes):
     arena = Arena(DEVICE, slot_bytes, 2)
     pools = [SlotPool(arena.addresses, slot_bytes, 1) for _ in range(2)]
     card = TableCard.of(side.table)
-    introduction = Introduction("P", "1", 0, CacheMeaning("m", None, 1), "memory", b"", card)
+    introduction = Introduction("P", "1", 0, CacheMeaning(named(), None, 1), "memory", b"", card)
     Local(introduction, MemoryEngine(), side.table, torch.device(DEVICE), *pools).warm_up()
     assert all(torch.equal(side.storage(name), was) for name, was in before.items())
     assert [pool.taken for pool in pools] == [0, 0]

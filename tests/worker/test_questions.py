@@ -23,6 +23,7 @@ from kvconnect.timeline import Moment
 from kvconnect.worker import connector
 from kvconnect.worker.connector import WorkerConnector
 from kvconnect.worker.topics import Topics
+from tests.identities import named
 from tests.ports import free_port
 from tests.worker.pair import BLOCK_TOKENS, HEADS, PlainCache
 
@@ -40,7 +41,7 @@ def worker(monkeypatch):
         config,
         cache.config,
         {0: BLOCK_TOKENS},
-        CacheMeaning("m", HEADS, 1, weights="files 1f"),
+        CacheMeaning(named(weights="1f"), HEADS, 1),
         registry=CollectorRegistry(),
     )
     made.register_kv_caches(cache.tensors, cache.by_layer)
@@ -61,7 +62,7 @@ def test_a_worker_describes_itself(worker):
     assert (told.protocol, told.role, told.path) == (PROTOCOL_VERSION, "kv_both", "packed")
     assert told.lane == "memory of this process"
     assert told.versions["python"]
-    assert told.introduction.meaning.weights == "files 1f"
+    assert told.introduction.meaning.identity.weights == {"files": "1f"}
     assert told.introduction.table.regions == worker.table.regions
     assert worker.state()["inbound_peers"] == 0, "who asks is no peer"
 
@@ -75,9 +76,11 @@ def test_who_asks_has_no_file_read_on_the_transfer_thread(worker, monkeypatch):
 
 
 def test_weights_that_were_replaced_are_told(worker):
-    worker.replace_weights("files 2e")
+    worker.replace_weights({"files": "2e"})
     deadline = time.monotonic() + 5
-    while read_answer(asked(worker).data, Description).introduction.meaning.weights != "files 2e":
+    while read_answer(asked(worker).data, Description).introduction.meaning.identity.weights != {
+        "files": "2e"
+    }:
         assert time.monotonic() < deadline
 
 

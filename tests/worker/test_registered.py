@@ -18,6 +18,7 @@ from kvconnect.errors import LocalError
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker.connector import WorkerConnector
+from tests.identities import named
 from tests.ports import free_port
 
 SPEC = FullAttentionSpec(16, 2, 8, torch.float16)
@@ -36,7 +37,7 @@ def start(engine, role, **extra):
         config,
         KVCacheConfig(8, (KVCacheGroup(("a",), SPEC),)),
         {0: 16},
-        CacheMeaning("m", None, 1),
+        CacheMeaning(named(), None, 1),
         registry=CollectorRegistry(),
         engine=engine,
     )

@@ -219,7 +219,7 @@ def test_heads_and_turns(prefill, decode):
             in_turns(2, 16),
             in_turns(2, 8),
             (16, 16),
-            "[2, 8] asks [2, 16]; accepted: turns of",
+            "is [2, 16] on the prefill node, [2, 8] on the decode node; accepted: turns of",
         ),
         ("latent", in_turns(2, 16), Topology(), (16, 64), "cache group 0 of 'D' has blocks of 64 tokens"),
         ("latent", Topology(), in_turns(2, 1), (16, 16), "cache group 0 of 'P' has blocks of 16 tokens"),

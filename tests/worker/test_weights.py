@@ -23,9 +23,9 @@ def pair(request):
 
 def rename(worker, weights, *, replace=True):
     if replace:
-        worker.transfers.replace_weights(weights)
+        worker.transfers.replace_weights({"files": weights})
     else:
-        worker.local.replace_weights(weights)
+        worker.local.replace_weights({"files": weights})
 
 
 def refused(pair, request):
@@ -37,7 +37,10 @@ def test_a_peer_with_other_weights_is_refused_by_name(pair):
     rename(pair.decode, "second", replace=False)
     pair.start()
     pair.run(1)
-    assert "peer has other weights: 'second' asks 'first'" in pair.decode.failed["a"]
+    assert (
+        "peer has other weights: weights.files is first on the prefill node, second on the decode node"
+        in pair.decode.failed["a"]
+    )
     assert refused(pair, "a") == 1
     pair.start("b", *OTHER)
     pair.run(1)

@@ -16,6 +16,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from kvconnect.cache.identity import Identity
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
@@ -41,9 +42,8 @@ logger = logging.getLogger(__name__)
 class OffloadWorker:
     """Every order is reported exactly once through ``results``, as done or failed.
 
-    Only groups that are in ``kernel_block_sizes`` are kept. ``facts``, values of JSON, are what the bytes of
-    blocks depend on that only the serving stack knows: the model, how hashes are made, and its ``weights``;
-    beside them ``label`` is how people call the model, and no part of any name.
+    Only groups that are in ``kernel_block_sizes`` are kept. ``identity`` is what the bytes of blocks depend
+    on that only the serving stack knows; ``label`` is how people call the model, and no part of any name.
     """
 
     def __init__(
@@ -52,13 +52,14 @@ class OffloadWorker:
         cache_config: KVCacheConfig,
         kernel_block_sizes: Mapping[int, int],
         *,
-        facts: Mapping[str, Any],
+        identity: Identity,
+        label: str = "",
         rank: int = 0,
         world_size: int = 1,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._config, self._cache_config = config, cache_config
-        self._rank, self._world_size, self._facts = rank, world_size, facts
+        self._rank, self._world_size, self._identity, self._label = rank, world_size, identity, label
         self._kernel_block_sizes = {
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
             for group, kernel in kernel_block_sizes.items()
@@ -137,9 +138,7 @@ class OffloadWorker:
     def _name(self) -> Namespace:
         own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
         kept = {"cache": cache_facts(self._cache_config), "rows": row_facts(self._table)}
-        facts = dict(self._facts)
-        label = str(facts.pop("label", ""))
-        return Namespace.of({**kept, **own, "stack": facts}, label)
+        return Namespace.of({**kept, **own, "identity": self._identity.facts}, self._label)
 
     @property
     def names(self) -> NamedRows | None:
@@ -156,14 +155,14 @@ class OffloadWorker:
         except (LayoutError, EngineError) as error:
             logger.warning("nothing is sent to peers that ask by name: %s", error)
 
-    def replace_weights(self, weights: str) -> None:
+    def replace_weights(self, weights: Mapping[str, str]) -> None:
         """Move all tiers to the namespace of the weights that the model runs with from now on.
 
         After the scheduler half was reset, and before the first orders for KV of the new weights.
         """
         _, loop = self._registered()
         self._jobs.forget_names()
-        self._facts = {**self._facts, "weights": weights}
+        self._identity = self._identity.replace(weights=weights)
         self.namespace = namespace = self._name()
         logger.info("rank %d keeps blocks in namespace %s now", self._rank, namespace.name)
         loop.replace(lambda: self._make_tiers(namespace, self.plan))

@@ -1,0 +1,237 @@
+"""What the KV bytes of a token depend on beside the tokens before it.
+
+``ENTRIES`` is the one list. A serving stack states a value for each entry, and whatever decides whether KV
+fits reads them: the greeting of peers, fetches by name, handles, and the namespaces of disk and store. An
+entry that a peer states and the list does not have counts as one that must be equal.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+MARK_BYTES = 3
+"""Of each entry in a handle: enough to name what differs, where the greeting compares the whole."""
+_LONGEST_TEXT, _SHOWN_TEXT, _MOST_SHOWN = 160, 96, 6
+_DEFAULT, _NOTE = "default ", "\x1f"
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=_LONGEST_TEXT)]
+Fields = Annotated[dict[Name, Text], msgspec.Meta(max_length=8192)]
+
+
+class Rule(enum.Enum):
+    """How the values of two sides are compared."""
+
+    EQUAL = "must be equal"
+    BRIDGED = "may differ, and is bridged"
+    FREE = "does not matter"
+
+
+class Entry(NamedTuple):
+    """``what`` says to people what the entry is, and how it is digested or bridged."""
+
+    name: str
+    rule: Rule
+    what: str
+
+
+WEIGHTS = "weights"
+ENTRIES = (
+    Entry("model", Rule.EQUAL, "the class that computes"),
+    Entry("configuration", Rule.EQUAL, "each field of the model's configuration as it was derived"),
+    Entry("settings", Rule.EQUAL, "each setting of the stack that is not its default"),
+    Entry("attention", Rule.EQUAL, "of each layer its kind, window, chunk, scale, soft cap and sinks"),
+    Entry("rotary", Rule.EQUAL, "cosines and sines at fixed positions, and the choice of long factors"),
+    Entry("quantization", Rule.EQUAL, "method and content, also of one that is done while weights load"),
+    Entry(
+        "dtype", Rule.EQUAL, "of activations, and so of states; 16-bit ones with `convert_dtype` are bridged"
+    ),
+    Entry(
+        "cache dtype", Rule.EQUAL, "as resolved, by layer; with `convert_dtype` what is converted is bridged"
+    ),
+    Entry("page order", Rule.EQUAL, "where in a page the backend puts known keys and values, by layer"),
+    Entry("states", Rule.EQUAL, "shapes, types and layout of recurrent states over the whole model"),
+    Entry("ranks", Rule.EQUAL, "the number of ranks, where a layer can only travel between equal ones"),
+    Entry(
+        WEIGHTS,
+        Rule.EQUAL,
+        "samples of every tensor of the files, else of those in memory; embeddings whole; their generation",
+    ),
+    Entry("adapters", Rule.EQUAL, "of the request's adapter every byte, and its configuration"),
+    Entry("draft", Rule.BRIDGED, "weights and configuration: its layers are left out where they differ"),
+    Entry("names", Rule.BRIDGED, "how blocks are named: nothing is fetched by name, or found, under others"),
+    Entry(
+        "block size", Rule.BRIDGED, "of the scheduler and of kernels, where the backend's pages can be cut"
+    ),
+    Entry("layout", Rule.BRIDGED, "order of heads, tokens and layers in memory"),
+    Entry("parallelism", Rule.BRIDGED, "tensor, pipeline, data and decode context parallel sizes"),
+    Entry("scales", Rule.BRIDGED, "of K and V in fp8, with `convert_dtype`; else they must be equal"),
+    Entry("cache groups", Rule.BRIDGED, "how layers are grouped, as with the hybrid manager off"),
+)
+_RULES = {entry.name: entry.rule for entry in ENTRIES}
+_MARKED = tuple(entry.name for entry in ENTRIES if entry.rule is Rule.EQUAL and entry.name != WEIGHTS)
+
+
+class Identity(msgspec.Struct, frozen=True, array_like=True):
+    """By entry of ``ENTRIES`` its fields as text; an entry of one value has it under an empty name.
+
+    A value that is only the default of its field is written ``default VALUE``: a release that does not have
+    the field agrees with it.
+    """
+
+    entries: Annotated[dict[Name, Fields], msgspec.Meta(max_length=64)] = {}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Identity:
+        """The identity with these values of JSON by entry: mappings of fields, or one value."""
+        return cls({name: _fields(value) for name, value in values.items()})
+
+    def replace(self, **values: Any) -> Identity:
+        """The same with other values of some entries."""
+        return Identity({**self.entries, **Identity.of(values).entries})
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        """The names of the weights by how they were found; see ``weights_differ``."""
+        return self.entries.get(WEIGHTS, {})
+
+    @property
+    def marks(self) -> bytes:
+        """``MARK_BYTES`` of each entry that must be equal, but for the weights, which may be replaced.
+
+        Empty where nothing is stated.
+        """
+        return b"".join(self._mark(name) for name in _MARKED) if self.entries else b""
+
+    def _mark(self, name: str) -> bytes:
+        fields = self.entries.get(name, {})
+        stated = sorted(
+            (field, _compared(text)) for field, text in fields.items() if not text.startswith(_DEFAULT)
+        )
+        return hashlib.blake2b(json.dumps(stated).encode(), digest_size=MARK_BYTES).digest()
+
+    @property
+    def facts(self) -> dict[str, dict[str, str]]:
+        """Every value, as what outlives a process or is shared is filed under; weights by their best name."""
+        facts = {
+            name: {field: _compared(text) for field, text in fields.items()}
+            for name, fields in self.entries.items()
+        }
+        if facts.get(WEIGHTS, {}).get("files"):
+            facts[WEIGHTS].pop("tensors", None)
+        return facts
+
+    def text(self, name: str) -> str:
+        """An entry in one line, for people."""
+        fields = self.entries.get(name, {})
+        if len(fields) > _MOST_SHOWN:
+            return f"{len(fields)} fields"
+        return ", ".join(f"{field} {_shown(value)}".strip() for field, value in fields.items()) or "nothing"
+
+
+def marks_differ(ours: bytes, theirs: bytes) -> list[str]:
+    """The entries in which two ``marks`` differ; none where one side states nothing."""
+    if not ours or not theirs:
+        return []
+    at = {name: slice(MARK_BYTES * number, MARK_BYTES * (number + 1)) for number, name in enumerate(_MARKED)}
+    return [name for name, part in at.items() if ours[part] != theirs[part]]
+
+
+def differences(prefill: Identity, decode: Identity) -> list[str]:
+    """Everything in which a prefill and a decode node differ that must be equal, with both values."""
+    names = [*_RULES, *prefill.entries, *decode.entries]
+    equal = (name for name in dict.fromkeys(names) if _RULES.get(name, Rule.EQUAL) is Rule.EQUAL)
+    return [found for name in equal for found in entry_differs(name, prefill, decode)]
+
+
+def entry_differs(name: str, prefill: Identity, decode: Identity) -> list[str]:
+    """In what the fields of one entry differ, with both values."""
+    if name == WEIGHTS:
+        return weights_differ(prefill.weights, decode.weights)
+    return _fields_differ(name, prefill.entries.get(name, {}), decode.entries.get(name, {}))
+
+
+def weights_differ(prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:
+    """In what two names of weights differ.
+
+    ``files`` is the name of a checkpoint, ``tensors`` that of what is in memory, which also depends on how
+    weights are kept there: it counts where one side has no files that are its weights. ``embeddings`` are
+    compared where both keep them in one dtype, the first word.
+    """
+    sides = prefill, decode
+    by_tensors = any(side.get("tensors") for side in sides) and not all(side.get("files") for side in sides)
+    found = _fields_differ(WEIGHTS, *(_only(side, "tensors" if by_tensors else "files") for side in sides))
+    rows = [side.get("embeddings", "") for side in sides]
+    if all(rows) and len({row.partition(" ")[0] for row in rows}) == 1:
+        found += _fields_differ(WEIGHTS, *({"embeddings": row} for row in rows))
+    return found
+
+
+def shown(found: Iterable[str]) -> str:
+    """Differences in one line, the first few of them."""
+    listed = list(found)
+    more = f"; and {len(listed) - _MOST_SHOWN} more" if len(listed) > _MOST_SHOWN else ""
+    return "; ".join(listed[:_MOST_SHOWN]) + more
+
+
+def default(value: Any) -> str:
+    """The text of a value that is only the default of its field."""
+    return _cut(_DEFAULT + _text(value))
+
+
+def noted(value: str, note: str) -> str:
+    """A value with a note for people, by which it is not compared."""
+    return f"{value}{_NOTE}{note}"
+
+
+def _compared(text: str) -> str:
+    return text.removeprefix(_DEFAULT).partition(_NOTE)[0]
+
+
+def _shown(text: str | None) -> str:
+    if text is None:
+        return "none"
+    value, _, note = text.partition(_NOTE)
+    return f"{value} ({note})" if note else value
+
+
+def _only(fields: Mapping[str, str], name: str) -> dict[str, str]:
+    return {name: fields[name]} if fields.get(name) else {}
+
+
+def _fields_differ(entry: str, prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:
+    found = []
+    for field in sorted(prefill.keys() | decode.keys()):
+        values = prefill.get(field), decode.get(field)
+        stated = [_compared(value) for value in values if value is not None]
+        if len(stated) == 2 and stated[0] == stated[1]:
+            continue
+        if len(stated) == 1 and any(value is not None and value.startswith(_DEFAULT) for value in values):
+            continue
+        first, second = map(_shown, values)
+        name = f"{entry}.{field}" if field else entry
+        found.append(f"{name} is {first} on the prefill node, {second} on the decode node")
+    return found
+
+
+def _fields(value: Any) -> dict[str, str]:
+    given = value if isinstance(value, Mapping) else {"": value}
+    return {str(name): _cut(_text(field)) for name, field in given.items()}
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _cut(text: str) -> str:
+    """The text, or its beginning and a digest of all of it."""
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[:_SHOWN_TEXT]}... ({hashlib.blake2b(text.encode(), digest_size=16).hexdigest()})"

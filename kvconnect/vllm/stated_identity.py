@@ -1,0 +1,471 @@
+"""What vLLM's KV depends on, entry by entry of ``cache.identity.ENTRIES``, as the loaded model has it.
+
+Flags and files say what was asked for; a model's configuration is changed after it was read, by overrides, by
+the platform, and by the model itself when it is built. So the objects are asked, and what is not known to be
+without effect counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from kvconnect.cache.identity import Identity, default
+from kvconnect.cache.shard import layer_number
+from kvconnect.offload.namespace import salted
+from kvconnect.offload_config import OffloadConfig
+from kvconnect.vllm.geometry import HeadCounts, VllmCache, group_spec, has_slots, is_state
+from kvconnect.vllm.offload import hash_block_tokens
+from kvconnect.vllm.page_order import page_orders
+from kvconnect.vllm.ranks import head_counts
+from kvconnect.vllm.states import Section, conv_layout
+from kvconnect.vllm.values import attention_layers
+from kvconnect.vllm.weights import LoadedWeights, all_ranks, draft_name, running_models
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SOURCES = {
+    "model": "class of the running model: architecture, `--model-impl`",
+    "configuration": "`hf_config` once the model is built: `config.json`, `--hf-overrides`, "
+    "`--hf-config-path`, `--override-generation-config`, `--max-model-len` where a model reads these",
+    "settings": "`ModelConfig`, `MultiModalConfig` and `additional_config` that are not at their defaults",
+    "attention": "the attention layers: `--disable-sliding-window`, `--hf-overrides`",
+    "rotary": "the rotary modules' tables; LongRoPE's choice by `--max-model-len`",
+    "quantization": "`quant_config`: the checkpoint's, `--quantization`",
+    "dtype": "`--dtype`",
+    "cache dtype": "the layers and their specs: `--kv-cache-dtype`, `auto` resolved",
+    "page order": "the backend's own cache update: `--attention-backend`, the processor, `VLLM_*` variables",
+    "states": "the specs of recurrent layers, `VLLM_SSM_CONV_STATE_LAYOUT`, `--mamba-cache-dtype`",
+    "ranks": "`--tensor-parallel-size` of layers whose division only vLLM knows",
+    "weights": "the checkpoint's files, the tensors in memory",
+    "adapters": "`adapter_config.json` and weights in the adapter's folder: `--lora-modules`",
+    "draft": "`--speculative-config`",
+    "names": "`--prefix-caching-hash-algo`, `PYTHONHASHSEED`, `offload.salt`",
+    "block size": "`--block-size`; CPU attention's pages cannot be cut",
+    "layout": "`VLLM_KV_CACHE_LAYOUT`",
+    "parallelism": "`--tensor-parallel-size` and the like",
+    "scales": "`k_scale` and `v_scale` of the checkpoint",
+    "cache groups": "`--disable-hybrid-kv-cache-manager`",
+}
+"""By entry where in vLLM its value comes from, and what sets it; for people."""
+
+FREE_FIELDS = {
+    "where it comes from": ("_name_or_path", "transformers_version", "_commit_hash"),
+    "stated by an entry of its own": ("dtype", "torch_dtype"),
+    "how long a request may be: what is derived of it is compared": ("max_model_len",),
+    "what comes after the last layer": (
+        *("id2label", "label2id", "problem_type", "num_labels", "finetuning_task", "task_specific_params"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("output_attentions", "output_hidden_states", "return_dict", "output_router_logits"),
+        "final_logit_softcapping",
+    ),
+    "training": (
+        *("attention_dropout", "hidden_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "dropout"),
+        *("initializer_range", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise"),
+    ),
+    "another runtime": (
+        "use_cache",
+        "chunk_size_feed_forward",
+        "_attn_implementation",
+        "attn_implementation",
+    ),
+}
+"""By reason the fields of a model's configuration, at any depth, that KV does not depend on."""
+_FREE_FIELDS = {field for fields in FREE_FIELDS.values() for field in fields}
+
+FREE_SETTINGS = {
+    "where it comes from": (
+        *(
+            "model",
+            "model_weights",
+            "revision",
+            "code_revision",
+            "hf_config_path",
+            "config_format",
+            "hf_token",
+        ),
+        *("trust_remote_code", "allowed_local_media_path", "allowed_media_domains", "served_model_name"),
+        *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"),
+    ),
+    "stated by an entry of its own": (
+        *("dtype", "quantization", "hf_config", "hf_text_config", "hf_overrides", "generation_config"),
+        *("override_generation_config", "model_impl", "model_class_overrides", "disable_sliding_window"),
+        *("multimodal_config", "quantization_config", "allow_deprecated_quantization"),
+    ),
+    "how long a request may be: what is derived of it is compared": (
+        "max_model_len",
+        "spec_target_max_model_len",
+    ),
+    "sampling and answers": (
+        *("seed", "max_logprobs", "logprobs_mode", "logits_processors", "return_sampling_mask"),
+        *("use_fp64_gumbel", "pooler_config", "enable_return_routed_experts", "enable_trace_replay"),
+    ),
+    "how the server runs": (
+        *(
+            "runner",
+            "convert",
+            "is_submodel_config",
+            "enforce_eager",
+            "disable_cascade_attn",
+            "enable_prompt_embeds",
+        ),
+        *(
+            "enable_sleep_mode",
+            "sleep_preserve_parameter_names",
+            "sleep_mode_backend",
+            "enable_cumem_allocator",
+        ),
+        *("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend", "io_processor_plugin"),
+        *("renderer_num_workers", "word_embeddings_untied_by_checkpoint"),
+    ),
+    "caches and limits of media": (
+        *("limit_per_prompt", "skip_mm_profiling", "mm_processor_cache_gb", "mm_processor_cache_type"),
+        *("mm_shm_cache_max_object_size_mb", "mm_ipc_gpu_memory_gb", "mm_tensor_ipc", "mm_encoder_tp_mode"),
+        *("mm_encoder_attn_backend", "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin"),
+        *("interleave_mm_strings", "enable_mm_embeds", "allow_missing_mm_embeddings", "mm_hasher_algorithm"),
+        *("language_model_only", "mm_encoder_only"),
+    ),
+}
+"""By reason the settings of vLLM that KV does not depend on, or does so through another entry."""
+_FREE_SETTINGS = {field for fields in FREE_SETTINGS.values() for field in fields}
+_COUNTED_CONFIGS = ("additional_config", "engram_config", "diffusion_config")
+
+_SAME_DTYPE = {"fp8": "fp8_e4m3"}
+_CONVERTED = ("bfloat16", "float16", "fp8_e4m3")
+_CONVERTED_MODELS = ("bfloat16", "float16")
+_READ_OF_SPECS = ("kv_quant_mode", "tokens_per_state", "state_content_bytes", "model_version")
+_ROTARY_TABLES = ("cos_sin_cache", "long_short_cos_sin_cache", "cos_cache", "sin_cache")
+_ROTARY_CHOICES = ("is_neox_style", "rotary_dim", "use_long_rope", "mrope_section")
+_POSITIONS = (1, 37)
+_ANGLES = 16
+"""So many numbers of a row of a rotary table, of rows at these positions, show what it was made with."""
+_DEEPEST = 6
+
+
+class Stated:
+    """What a rank states of its own, gathered over all: a pipeline rank may have layers of one kind only.
+
+    Made on all ranks at the same time. ``kv_caches`` are written and restored meanwhile.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: Any,
+        kv_caches: Mapping[str, torch.Tensor],
+        weights: LoadedWeights,
+    ) -> None:
+        self._vllm, self._cache, self._weights = vllm_config, kv_cache_config, weights
+        models, layers = running_models(), attention_layers(vllm_config)
+        specs = {
+            name: group_spec(group, name)
+            for group in kv_cache_config.kv_cache_groups
+            for name in group.layer_names
+            if name in kv_caches
+        }
+        attended = {name: cache for name, cache in kv_caches.items() if not is_state(specs[name])}
+        own = {
+            "model": {type(model).__name__ for model in models[:1]},
+            "attention": {name: _attention(layers.get(name)) for name in attended},
+            "rotary": set(_rotary(models[:1])),
+            "cache dtype": {name: _cache_dtype(layers.get(name), specs[name]) for name in attended},
+            "page order": page_orders(
+                layers,
+                attended,
+                vllm_config.model_config.dtype,
+                lambda name: has_slots(specs[name]),
+            ),
+        }
+        of_ranks = all_ranks(own)
+        draft = draft_name(vllm_config)
+        counts = head_counts(vllm_config)
+        entries: dict[str, Any] = {
+            "model": "+".join(sorted({name for rank in of_ranks for name in rank["model"]})),
+            "configuration": configuration(vllm_config.model_config.hf_config),
+            "settings": _settings(vllm_config),
+            "rotary": "; ".join(sorted({text for rank in of_ranks for text in rank["rotary"]})),
+            "quantization": _quantization(vllm_config),
+        }
+        for entry in ("attention", "cache dtype", "page order"):
+            values = {name: text for rank in of_ranks for name, text in rank[entry].items()}
+            entries[entry] = _by_layer(values, counts)
+        if draft:
+            config = configuration(vllm_config.speculative_config.draft_model_config.hf_config)
+            entries["draft"] = {"weights": draft, "configuration": _short(config)}
+        self._entries = {name: value for name, value in entries.items() if value}
+
+    def identity(
+        self, cache: VllmCache, offload: OffloadConfig | None, *, convert_dtype: bool = False
+    ) -> Identity:
+        """The identity of caches as they were described, over all ranks. All ranks must call it.
+
+        With ``convert_dtype`` the types that are converted count as one: a peer must convert them too.
+        """
+        # Not every pipeline rank has layers of each kind.
+        own = _states(self._cache, cache.sections), bool(cache.rank_bound)
+        of_ranks = all_ranks(own)
+        states = sorted({state for states, _ in of_ranks for state in states})
+        entries = {
+            **self._entries,
+            "weights": self._weights.names,
+            "names": {
+                "hashing": salted(hashing(self._vllm), offload),
+                "tokens": hash_block_tokens(self._vllm, self._cache),
+            },
+            **dtypes(
+                _dtype_name(self._vllm.model_config.dtype),
+                self._entries.get("cache dtype", {}),
+                has_states=bool(states),
+                convert_dtype=convert_dtype,
+            ),
+        }
+        if states:
+            entries["states"] = {str(number): state for number, state in enumerate(states)}
+        if any(is_bound for _, is_bound in of_ranks):
+            entries["ranks"] = self._vllm.parallel_config.tensor_parallel_size
+        return Identity.of(entries)
+
+
+def dtypes(model: str, kept: Mapping[str, str], *, has_states: bool, convert_dtype: bool) -> dict[str, Any]:
+    """The entries of types, of a model and by layer of its cache, as ``Stated.identity`` has them."""
+    if not convert_dtype:
+        return {"dtype": model, "cache dtype": kept}
+    is_converted = model in _CONVERTED_MODELS and set(kept.values()) <= set(_CONVERTED)
+    # States are not converted, and they may have the model's type. Rows of other caches hold more than
+    # values, and some of that has the model's type.
+    return {
+        "dtype": "converted" if is_converted and not has_states else model,
+        "cache dtype": "converted" if is_converted else {**kept, "convert_dtype": True},
+    }
+
+
+def hashing(vllm_config: VllmConfig) -> str:
+    """How vLLM makes the hashes of blocks."""
+    algorithm = getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "")
+    return f"vllm {algorithm} from {os.environ.get('PYTHONHASHSEED', '')!r}"
+
+
+def configuration(config: Any) -> dict[str, str]:
+    """A model's configuration, field by field, without those that KV does not depend on.
+
+    Releases of transformers differ in the fields that they have: what is a default is marked as one.
+    """
+    try:
+        defaults = dict(_flat(type(config)().to_dict()))
+    except Exception:
+        # Of some models the class needs arguments. Then each value counts as one that was set.
+        defaults = {}
+    return {
+        name: default(value) if name in defaults and defaults[name] == value else value
+        for name, value in _flat(config.to_dict())
+    }
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """The fields of a configuration that count, by their path, as text."""
+    for name, value in values.items():
+        if str(name) in _FREE_FIELDS:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(plain(value), sort_keys=True)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """A value as JSON's own types, the same in every process; objects by their class and attributes."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return _dtype_name(value)
+    if isinstance(value, torch.Tensor):
+        return hashlib.sha256(
+            value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+    if depth > _DEEPEST:
+        return type(value).__qualname__
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item, depth + 1) for item in value), key=json.dumps)
+    if isinstance(value, type) or callable(value):
+        return (
+            f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        )
+    attributes = getattr(value, "__dict__", {})
+    return {
+        "class": type(value).__qualname__,
+        **{key: plain(item, depth + 1) for key, item in attributes.items()},
+    }
+
+
+def _settings(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Settings of vLLM that are not at their defaults, without those that KV does not depend on."""
+    model, found = vllm_config.model_config, {}
+    for config in (model, getattr(model, "multimodal_config", None)):
+        for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
+            value = getattr(config, field.name, None)
+            if field.name in _FREE_SETTINGS or field.name.startswith("_") or value == _default_of(field):
+                continue
+            found[field.name] = json.dumps(plain(value), sort_keys=True)
+    for name in _COUNTED_CONFIGS:
+        if value := getattr(vllm_config, name, None):
+            found[name] = json.dumps(plain(value), sort_keys=True)
+    return found
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    value = None if field.default is dataclasses.MISSING else field.default
+    # Pydantic's, which has the value inside.
+    factory = getattr(value, "default_factory", None)
+    return factory() if callable(factory) else getattr(value, "default", value)
+
+
+def _quantization(vllm_config: VllmConfig) -> dict[str, str]:
+    """The method and what it is configured with; a value that says nothing counts as a default."""
+    config = getattr(vllm_config, "quant_config", None)
+    given = {"method": str(vllm_config.model_config.quantization)}
+    for source in (getattr(vllm_config.model_config, "quantization_config", None), config):
+        for name, value in _attributes(source).items():
+            text = json.dumps(plain(value), sort_keys=True)
+            given[name] = text if value else default(text)
+    if config is not None:
+        given["class"] = type(config).__name__
+    return given
+
+
+def _attributes(source: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(source) and not isinstance(source, type):
+        return {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    if isinstance(source, Mapping):
+        return {str(name): value for name, value in source.items()}
+    # What is callable belongs to how it is carried out.
+    return {name: value for name, value in getattr(source, "__dict__", {}).items() if not callable(value)}
+
+
+def _attention(layer: Any) -> str:
+    """What a layer sees, and how it weighs that."""
+    impl = getattr(layer, "impl", None)
+    stated = {
+        "kind": getattr(layer, "attn_type", ""),
+        "head": [getattr(layer, name, None) for name in ("head_size", "head_size_v")],
+        "window": getattr(layer, "sliding_window", None),
+        "chunk": getattr(layer, "attention_chunk_size", None),
+        "scale": getattr(layer, "scale", None) or getattr(impl, "scale", None),
+        "soft cap": getattr(impl, "logits_soft_cap", None) or 0,
+        "sinks": bool(getattr(layer, "has_sink", False)),
+        "alibi": getattr(impl, "alibi_slopes", None) is not None,
+        "shares": getattr(layer, "kv_sharing_target_layer_name", None),
+    }
+    return ", ".join(f"{name} {plain(value)}" for name, value in stated.items() if value)
+
+
+def _rotary(models: Iterable[nn.Module]) -> Iterable[str]:
+    """Of each rotary module its choices and a digest of what it turns keys by."""
+    for model in models:
+        for module in model.modules():
+            found = (getattr(module, name, None) for name in _ROTARY_TABLES)
+            tables = [table for table in found if isinstance(table, torch.Tensor) and table.dim() == 2]
+            if not tables:
+                continue
+            # Long factors follow the short ones in one table.
+            is_long = bool(getattr(module, "use_long_rope", False))
+            first = int(getattr(module, "original_max_position_embeddings", 0)) if is_long else 0
+            rows = [
+                table[first + at].float().cpu()
+                for table in tables
+                for at in _POSITIONS
+                if not table.is_complex() and first + at < len(table)
+            ]
+            # Devices differ in the last bits.
+            numbers = [round(float(row[i]), 2) + 0.0 for row in rows for i in _spread(len(row))]
+            choices = {name: getattr(module, name, None) for name in _ROTARY_CHOICES}
+            said = " ".join(f"{name}={plain(value)}" for name, value in choices.items() if value is not None)
+            yield f"{said} {_short(numbers)}"
+
+
+def _spread(count: int) -> list[int]:
+    return sorted({index * count // _ANGLES for index in range(_ANGLES)})
+
+
+def _cache_dtype(layer: Any, spec: Any) -> str:
+    """The type of a layer's cache as resolved, and what else defines how to read its bytes."""
+    named = str(getattr(layer, "kv_cache_dtype", None) or "auto")
+    kept = _dtype_name(getattr(spec, "dtype", "")) if named == "auto" else _SAME_DTYPE.get(named, named)
+    more = {name: getattr(spec, name, None) for name in _READ_OF_SPECS}
+    # A quantisation of none, and one state for each token, are what others take for granted.
+    said = (
+        f"{name}={plain(value)}" for name, value in more.items() if value and plain(value) not in (1, "NONE")
+    )
+    return " ".join([kept, *said])
+
+
+def _by_layer(values: Mapping[str, str], counts: HeadCounts) -> dict[str, str]:
+    """Values by layer as fields: layers with one value in a row share one. A draft model's are left out."""
+    kinds: dict[str, dict[int, str]] = {}
+    for name, value in values.items():
+        number = layer_number(name)
+        if number is not None and number >= counts.num_layers > 0:
+            continue
+        kinds.setdefault(re.sub(r"\d+", "#", name), {})[number or 0] = value
+    fields = {}
+    for kind, by_number in sorted(kinds.items()):
+        if len(set(by_number.values())) == 1 and len(kinds) == 1:
+            fields[""] = next(iter(by_number.values()))
+            continue
+        shared: dict[str, list[int]] = {}
+        for number, value in sorted(by_number.items()):
+            shared.setdefault(value, []).append(number)
+        title = "layers" if len(kinds) == 1 else kind
+        fields |= {f"{title} {_ranges(numbers)}": value for value, numbers in shared.items()}
+    return fields
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3,8`` of rising numbers, or their beginning and a digest where that is long."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    text = ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)
+    return text if len(text) <= 80 else f"{text[:60]}... ({_short(text)})"
+
+
+def _states(kv_cache_config: Any, sections: Mapping[str, Sequence[Section]]) -> list[str]:
+    """The recurrent states of a page over the whole model; where that is not known, those of a rank."""
+    described = set()
+    for group in kv_cache_config.kv_cache_groups:
+        for layer in group.layer_names:
+            spec = group_spec(group, layer)
+            if is_state(spec):
+                parts = sections.get(layer)
+                shapes = ", ".join(part.text for part in parts) if parts else getattr(spec, "shapes", ())
+                dtypes = tuple(map(_dtype_name, getattr(spec, "dtypes", ())))
+                described.add(f"{shapes} {dtypes} {conv_layout()}")
+    return sorted(described)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _short(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
