@@ -60,7 +60,7 @@ def identity(options: NodeOptions, model: Model, named: Naming, *, convert_dtype
     return Identity.of(
         {
             "model": f"node {model.name}",
-            "cache dtype": "converted" if convert_dtype else dtype,
+            "cache dtype": "any of 16 and 8 bits, by convert_dtype" if convert_dtype else dtype,
             "weights": {"files": f"seed={options.seed}"},
             "names": f"{named.hashing}, {named.tokens} tokens each",
         }

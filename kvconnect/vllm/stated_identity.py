@@ -244,8 +244,10 @@ def dtypes(model: str, kept: Mapping[str, str], *, has_states: bool, convert_dty
     # States are not converted, and they may have the model's type. Rows of other caches hold more than
     # values, and some of that has the model's type.
     return {
-        "dtype": "converted" if is_converted and not has_states else model,
-        "cache dtype": "converted" if is_converted else {**kept, "convert_dtype": True},
+        "dtype": "any of 16 and 8 bits, by convert_dtype" if is_converted and not has_states else model,
+        "cache dtype": "any of 16 and 8 bits, by convert_dtype"
+        if is_converted
+        else {**kept, "convert_dtype": True},
     }
 
 

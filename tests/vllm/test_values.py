@@ -206,7 +206,10 @@ def test_types_that_are_converted_count_as_one():
         for cache in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
         for dtype in (torch.bfloat16, torch.float16)
     ]
-    assert all(one == {"dtype": "converted", "cache dtype": "converted"} for one in everything)
+    assert all(
+        one == {"dtype": "any of 16 and 8 bits, by convert_dtype", "cache dtype": "converted"}
+        for one in everything
+    )
     assert words("fp8", convert=False) == {"dtype": "bfloat16", "cache dtype": {"": "fp8_e4m3"}}
 
 
