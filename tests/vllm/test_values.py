@@ -207,7 +207,11 @@ def test_types_that_are_converted_count_as_one():
         for dtype in (torch.bfloat16, torch.float16)
     ]
     assert all(
-        one == {"dtype": "any of 16 and 8 bits, by convert_dtype", "cache dtype": "converted"}
+        one
+        == {
+            "dtype": "any of 16 and 8 bits, by convert_dtype",
+            "cache dtype": "any of 16 and 8 bits, by convert_dtype",
+        }
         for one in everything
     )
     assert words("fp8", convert=False) == {"dtype": "bfloat16", "cache dtype": {"": "fp8_e4m3"}}
