@@ -63,6 +63,7 @@ class ProbeOutbox(PageOutbox):
         shapes = [(copies, length) for copies, length in shapes if copies]
         super().__init__((_scattered(source, target, *shape) for shape in shapes), copies=0)
         self._shapes = iter(shapes)
+        self._scratch_bytes = scratch_bytes
         self._is_connected = False
 
     @property
@@ -72,6 +73,11 @@ class ProbeOutbox(PageOutbox):
         largest = max((one.total_bytes for one in single), default=0)
         alike = (one.total_bytes / one.seconds for one in single if one.total_bytes == largest)
         return max(alike, default=0.0)
+
+    @property
+    def is_whole(self) -> bool:
+        """The largest copy was made: no error and no slow batch came before it."""
+        return any(one.total_bytes == self._scratch_bytes for one in self.samples if one.copies == 1)
 
     def submitted(self, batch_id: int) -> None:
         """What follows that batch depends on what it takes."""

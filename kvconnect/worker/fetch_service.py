@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import random
 from collections.abc import Sequence
 
 import msgspec
@@ -64,6 +65,7 @@ class FetchService:
         book: LeaseBook,
         inbound_peers: InboundPeers,
         metrics: Metrics,
+        randomness: random.Random,
     ) -> None:
         self.pending = PendingFetches(config, book.leases)
         self.sender = Sender(config, local, metrics, self._arrived)
@@ -75,6 +77,7 @@ class FetchService:
         self._inbound_peers = inbound_peers
         self._local = local
         self._metrics = metrics
+        self._randomness = randomness
 
     def advance(self, now: float) -> None:
         """Let time pass: retry pending fetches, feed the engine, answer what is over, request credit."""
@@ -201,7 +204,9 @@ class FetchService:
             self._inbound_peers.send(key[0], CreditRequest(key[1], 0, _generations(granted.grants)))
 
     def _is_ready(self, early: PendingFetch) -> bool:
-        is_calibrating = (early.link, _CALIBRATION) in self.sender.sendings
+        inbound = self._inbound_peers.get(early.link)
+        is_measured = inbound is not None and inbound.way is not None and inbound.way.cost is not None
+        is_calibrating = not is_measured and (early.link, _CALIBRATION) in self.sender.sendings
         if early.fetch.prefix is not None:
             return not is_calibrating and (early.lease is None or early.lease.is_computed())
         return not is_calibrating and self._source(early) is not None
@@ -300,24 +305,36 @@ class FetchService:
         self._inbound_peers.send(sending.key[0], Landed(sending.key[1], *what, sending.epoch))
 
     def look_at(self, inbound: InboundPeer, link: str, now: float) -> str:
-        """A peer asks what there is: it is sent how fast its link is, too. Why it cannot be, or nothing."""
+        """A peer asks what there is: it is sent how fast its link is, too. Why it cannot be, or nothing.
+
+        A link whose calibration was cut short is calibrated again: what is not measured is not worth a load.
+        """
         try:
-            self._measured_way(inbound, link, now)
+            way = self._measured_way(inbound, link, now)
         except (PeerError, LayoutError) as error:
             return str(error)
+        if way is not None:
+            self._calibrate_if_due(way, link, now)
         return ""
 
     def _measured_way(self, inbound: InboundPeer, link: str, now: float) -> Way | None:
-        """``InboundPeers.way_to``; None while it is found out how fast that is: its fetches wait."""
+        """``InboundPeers.way_to``; None until it was found out once how fast that is: its fetches wait."""
         way = self._inbound_peers.way_to(inbound, {sending.peer for sending in self.sender.sendings.values()})
+        if way.cost is None:
+            self._calibrate_if_due(way, link, now)
+            return None
+        self._announce(way, inbound, link)
+        return way
+
+    def _calibrate_if_due(self, way: Way, link: str, now: float) -> None:
         key = link, _CALIBRATION
-        if way.probe is None:
-            self._announce(way, inbound, link)
-            return way
-        if key not in self.sender.sendings:
-            way.traffic, until = self._local.look_at_traffic(), now + self._config.handshake_timeout_s
-            self.sender.begin(Sending(key, way.name, way.probe, until, now))
-        return None
+        # One that began before the peer greeted anew is waited for: their numbers are the same.
+        if way.is_calibration_due(now) and key not in self.sender.sendings:
+            probe, until = (
+                way.begin_calibration(self._local.look_at_traffic()),
+                now + self._config.handshake_timeout_s,
+            )
+            self.sender.begin(Sending(key, way.name, probe, until, now))
 
     def _announce(self, way: Way, inbound: InboundPeer, link: str) -> None:
         """Report, once a connection, what carries bytes to a peer, and whether our settings refuse that."""
@@ -358,8 +375,9 @@ class FetchService:
                 return
             inbound = self._inbound_peers.get(sending.key[0])
             if inbound is not None and (way := inbound.way) is not None and way.probe is outbox:
-                way.found = found_by(way.probe, self._local, way.traffic, inbound.host, self._config.host)
-                way.calibrated(self._local, sending.error, self._metrics)
+                local, config = self._local, self._config
+                found = found_by(way.probe, local, way.traffic, inbound.host, config.host)
+                way.calibrated(local, sending.error, found, config, self._metrics, self._randomness, now)
                 if not any(pending.link == sending.key[0] for pending in self.pending.fetches):
                     # A fetch that waited for it reports it, when it begins or is refused.
                     self._announce(way, inbound, sending.key[0])

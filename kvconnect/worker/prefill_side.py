@@ -73,7 +73,7 @@ class PrefillSide:
         self.inbound_peers = InboundPeers(
             config, local, channel, lambda peer: self.fetches.give_up(peer), metrics
         )
-        self.fetches = FetchService(config, local, self.book, self.inbound_peers, metrics)
+        self.fetches = FetchService(config, local, self.book, self.inbound_peers, metrics, randomness)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
         self.topics = Topics(config.max_message_bytes)
         self._config = config

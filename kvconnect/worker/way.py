@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,7 @@ from kvconnect.plan.align import TableAlignment, TableCard, align_tables
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.cost import LinkCost, fit
 from kvconnect.plan.transfer import plan_size
+from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
 from kvconnect.worker.local import Local
 from kvconnect.worker.transport import LinkMeter, transport_over
@@ -35,8 +37,9 @@ class Way:
     """The paths to one peer, worked out when it first fetches. ``name`` is the engine's for the peer.
 
     ``direct`` and ``packer`` are None where that path is closed; ``refusals`` state why. Where both are
-    open, ``cost`` chooses; it is None until the link is calibrated, and ``probe`` is what is yet to be
-    tried or being tried for that. ``slot_bytes`` is the largest chunk that both sides' slots take.
+    open, ``cost`` chooses; fetches wait until the link was calibrated once and there is one. ``probe`` is a
+    calibration under way, ``new_probe`` makes one, None where no scratch memory is, and ``calibrations``
+    is open after one that was cut short. ``slot_bytes`` is the largest chunk that both sides' slots take.
     ``kept_packer`` makes, once, what packs rows of host memory, and raises ``LayoutError`` where these do not
     travel as blocks do. ``traffic`` is what had left this machine when the calibration began, ``found`` what
     that showed, or the engine's own words without one, and ``meter`` follows it from the first fetch on.
@@ -48,6 +51,8 @@ class Way:
     packer: Packer | None = None
     cost: LinkCost | None = None
     probe: ProbeOutbox | None = None
+    new_probe: Callable[[], ProbeOutbox] | None = None
+    calibrations: Breaker = field(default_factory=Breaker)
     refusals: dict[str, str] = field(default_factory=dict)
     slot_bytes: int = 0
     kept_packer: Callable[[], Packer] = field(init=False)
@@ -81,17 +86,51 @@ class Way:
         packed_bytes = sum(self.packer.chunker.place(chunk).total_bytes for chunk in fetch.chunks)
         return cost.choose(direct.copies, direct.total_bytes, packed_bytes, len(fetch.chunks)) == "packed"
 
-    def calibrated(self, local: Local, error: str, metrics: Metrics) -> None:
-        """The probe is over, with an error or without: what it showed is what the link costs."""
-        samples = self.probe.samples if self.probe is not None else []
+    def is_calibration_due(self, now: float) -> bool:
+        """Whether the link is to be measured, for the first time or again."""
+        is_open = self.probe is None and self.new_probe is not None
+        return is_open and (
+            self.cost is None or (self.calibrations.is_open and self.calibrations.may_try(now))
+        )
+
+    def begin_calibration(self, traffic: Traffic) -> ProbeOutbox:
+        """A probe of the link, once so much had left this machine."""
+        assert self.new_probe is not None
+        self.traffic, self.probe = traffic, self.new_probe()
+        self.calibrations.tried()
+        return self.probe
+
+    def calibrated(
+        self,
+        local: Local,
+        error: str,
+        found: Transport,
+        config: ExtraConfig,
+        metrics: Metrics,
+        randomness: random.Random,
+        now: float,
+    ) -> None:
+        """The probe is over, with an error or without: what it showed, and ``found``, is what the link costs.
+
+        One that showed less than the probe before it changes nothing.
+        """
+        assert self.probe is not None
+        probe, self.probe = self.probe, None
+        if error:
+            metrics.failures.labels("calibration").inc()
+        if error and not self.calibrations.failures:
+            logger.warning("the link to %s could not be calibrated: %s", self.name, error)
+        if probe.is_whole:
+            self.calibrations.met()
+        else:
+            self.calibrations.failed(error or "a batch was slow", config.retry_max_s, randomness, now)
+        if self.cost is not None and found.bytes_per_s <= self.found.bytes_per_s:
+            return
+        self.found, self.meter = found, None
         pack = local.pack_bytes_per_s
         # Without a GPU our one thread packs, and most engines copy in it too.
         overlaps = local.stream is not None
-        self.cost = LinkCost(fit(samples) if samples else None, pack, pack, overlaps=overlaps)
-        self.probe = None
-        if error:
-            metrics.failures.labels("calibration").inc()
-            logger.warning("the link to %s could not be calibrated: %s", self.name, error)
+        self.cost = LinkCost(fit(probe.samples) if probe.samples else None, pack, pack, overlaps=overlaps)
         if self.direct is None or self.packer is None:
             return
         logger.info("the link to %s: %s", self.name, self.cost.describe())
@@ -152,7 +191,7 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
     if scratch_bytes:
         source, target = ours.scratch_address, peer.scratch_address
         max_copies = local.engine.capabilities.max_copies
-        way.probe = ProbeOutbox(source, target, scratch_bytes, page_bytes, max_copies)
+        way.new_probe = functools.partial(ProbeOutbox, source, target, scratch_bytes, page_bytes, max_copies)
     else:
         way.cost = LinkCost()
         lane = replace(lane, known_by=f"no page fits into scratch memory of {scratch_bytes} bytes")

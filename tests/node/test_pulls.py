@@ -6,19 +6,16 @@ import json
 import time
 from contextlib import contextmanager
 
-import msgspec
 import pytest
 
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.scheduler.sources import MISS_S
 from kvconnect.timeline import Moment
 from tests.node.node_harness import make_client, make_prompt
-from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper
+from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper, patient
 
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 SLOW_BYTES_PER_S = 1e5
-PATIENCE_S = 10.0
-COMPUTES_PER_S = 500
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -40,21 +37,6 @@ def node(
     made = make_client(kv_transfer_config=json.dumps(config), enable_prefix_caching=False, **options)
     made.engine.worker.on_results(made.engine.wake)
     return patient(Puller(made.engine), learns)
-
-
-def patient(client: Keeper, learns: bool) -> Keeper:
-    """The same, which waits for late answers, and takes what comes slowly unless it ``learns`` its own rate.
-
-    Other tests use the machine.
-    """
-    pulls = client.engine.scheduler.transfers.hooks.transfer._pulls
-    pulls._find_s = PATIENCE_S
-    if not learns:
-        pulls._rate.measured(COMPUTES_PER_S, 1.0)
-        pulls._rate.measured = lambda num_tokens, seconds: None
-    finds = client.engine.worker.transfer._transfers.decode.finds
-    finds._config = msgspec.structs.replace(finds._config, find_s=PATIENCE_S)
-    return client
 
 
 class Puller(Keeper):

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from tests.node.node_harness import Client, check_pool, make_client
 
 DEADLINE_S = 60.0
 PLENTY_BYTES = 64 << 20
+PATIENCE_S = 10.0
+COMPUTES_PER_S = 500
 
 
 class Keeper(Client):
@@ -57,6 +60,21 @@ class Keeper(Client):
 
     def close(self) -> None:
         self.engine.stop()
+
+
+def patient(client: Keeper, learns: bool = False) -> Keeper:
+    """The same, which waits for late answers, and takes what comes slowly unless it ``learns`` its own rate.
+
+    Other tests use the machine.
+    """
+    pulls = client.engine.scheduler.transfers.hooks.transfer._pulls
+    pulls._find_s = PATIENCE_S
+    if not learns:
+        pulls._rate.measured(COMPUTES_PER_S, 1.0)
+        pulls._rate.measured = lambda num_tokens, seconds: None
+    finds = client.engine.worker.transfer._transfers.decode.finds
+    finds._config = msgspec.structs.replace(finds._config, find_s=PATIENCE_S)
+    return client
 
 
 def offload_config(role: str = "kv_both", engine: str = "none", extra: dict | None = None, **offload) -> str:

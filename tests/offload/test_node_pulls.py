@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.node.node_harness import make_client, make_prompt
-from tests.offload.node_kit import wipe
+from tests.offload.node_kit import patient, wipe
 from tests.offload.test_node_pair import MODELS, node, until
 
 SHAPES = {
@@ -18,8 +18,8 @@ SHAPES = {
 def pulled(model, ours, theirs):
     """A second turn on a node that never saw the first; tokens that it did not compute."""
     plain = make_client(model=model, enable_prefix_caching=False)
-    keeps = node("P", "kv_both", model=model, **ours)
-    loads = node("D", "kv_both", reserved_blocks=61, model=model, **theirs)
+    keeps = patient(node("P", "kv_both", model=model, **ours))
+    loads = patient(node("D", "kv_both", reserved_blocks=61, model=model, **theirs))
     try:
         first = make_prompt(300, seed=1)
         prompt = [*first, *keeps.ask(first, 30)[:30], *make_prompt(40, seed=2)]

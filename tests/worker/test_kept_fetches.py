@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -137,8 +139,8 @@ def test_several_requests_and_ranks_load_the_same_at_a_time():
     ranks.assert_idle()
 
 
-def ask(ranks, prefix, most=1 << 20):
-    """What P answers, by the real worker of D."""
+def ask(ranks, prefix, most=1 << 20, wait_s=0.0):
+    """What P answers within a time, by the real worker of D."""
     worker = ranks.decode[0]
     order = Find("f", "P", "h", ranks.prefill[0].channel.port, prefix, most)
 
@@ -147,6 +149,8 @@ def ask(ranks, prefix, most=1 << 20):
 
     before = len(found())
     worker.transfers.order(Orders(finds=(order,)))
+    ranks.settle()
+    ranks.clock.now += wait_s
     ranks.settle()
     assert len(found()) == before + 1
     return found()[-1]
@@ -181,6 +185,34 @@ def test_a_peer_is_answered_for_a_long_prompt_and_then_so_many_names_a_second(as
             assert allowance.take(names, now + MAX_NAMES / 50_000)
             return
         assert taken <= MAX_NAMES + 50_000 * (now - 100.0) + 1
+
+
+@pytest.mark.parametrize("cut", ["failed", "timed out"])
+def test_a_link_whose_calibration_was_cut_short_is_calibrated_again_at_the_breakers_pace(cut):
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED, scratch_bytes=4096)
+    ranks.keep("a", 64)
+    worker, prefix = ranks.prefill[0], ranks.prefix("a", 64)
+    worker.engine.hold()
+    if cut == "failed":
+        worker.engine.fail_next(quiescent=True)
+        worker.engine.release()
+    assert ask(ranks, prefix, wait_s=10).seconds == math.inf
+    assert worker.count("failures", reason="calibration") == 1
+    # As long as it cannot be measured it is tried ever more rarely, and KV comes by handle meanwhile.
+    worker.engine.hold()
+    for _ in range(50):
+        assert ask(ranks, prefix, wait_s=1).seconds == math.inf
+    assert 5 <= worker.count("failures", reason="calibration") <= 9
+    worker.engine.release()
+    ranks.clock.now += 20
+    order = Find("f", "P", "h", worker.channel.port, prefix, 64)
+    ranks.decode[0].transfers.order(Orders(finds=(order,)))
+    for _ in range(100):
+        # A batch takes one of these.
+        ranks.clock.now += 0.2
+        ranks.settle(1)
+    assert 0 < ask(ranks, prefix).seconds < math.inf
+    ranks.assert_idle()
 
 
 def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
