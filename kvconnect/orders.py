@@ -127,7 +127,7 @@ class Found(msgspec.Struct, frozen=True):
 
     ``seconds`` is how long the link takes for them, endless where that is not known; with its disk the peer
     has ``disk_tokens``, which take ``disk_s``. ``naming`` is that of a peer which names KV otherwise, and
-    ``error`` why it could not be asked.
+    ``error`` why it could not be asked; ``is_busy``: for this request only.
     """
 
     request_id: str
@@ -137,6 +137,7 @@ class Found(msgspec.Struct, frozen=True):
     disk_s: float = 0.0
     naming: Naming | None = None
     error: str = ""
+    is_busy: bool = False
 
 
 class Load(msgspec.Struct, frozen=True):

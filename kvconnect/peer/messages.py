@@ -296,6 +296,7 @@ class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="found"):
 
     ``total_bytes`` are those of this rank that a fetch of them would move. ``disk_tokens`` and ``disk_bytes``
     are the same with what is on disk, if that is more, and ``disk_s`` is how long that is read before.
+    ``is_busy``: the error is of this question only, the next one may be answered.
     """
 
     number: Count
@@ -305,6 +306,7 @@ class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="found"):
     disk_bytes: Bytes = 0
     disk_s: float = 0.0
     error: str = ""
+    is_busy: bool = False
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):

@@ -307,6 +307,9 @@ class PullRequests:
             else:
                 # The same tokens in names of the source's own length.
                 pull.left.insert(0, source)
+        elif found.is_busy:
+            # It answers others.
+            self._drop(found.request_id, pull, UNANSWERED)
         elif found.error:
             self._unanswered(found.request_id, pull, found.error, now)
         elif max(found.num_tokens, found.disk_tokens) <= prefix.start_tokens:

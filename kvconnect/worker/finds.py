@@ -107,7 +107,7 @@ class Finds:
             logger.warning("peer %s: %s", asked.peer, problem)
         error = problem or message.error
         if error or max(message.num_tokens, message.disk_tokens) <= asked.order.prefix.start_tokens:
-            self._end(message.number, error=error)
+            self._end(message.number, error=error, is_busy=message.is_busy)
         else:
             asked.answer = message
             asked.deadline = min(asked.deadline, now + _RATE_SHARE * self._config.find_s)
@@ -152,8 +152,15 @@ class Finds:
         counts = answer.num_tokens, here_s, answer.disk_tokens, disk_s + answer.disk_s
         self._end(number, counts, link.refusal)
 
-    def _end(self, number: int, found: _Counts = (0, 0.0, 0, 0.0), error: str = "") -> None:
-        self._found(Found(self._asked.pop(number).order.request_id, *found, error=error))
+    def _end(
+        self,
+        number: int,
+        found: _Counts = (0, 0.0, 0, 0.0),
+        error: str = "",
+        *,
+        is_busy: bool = False,
+    ) -> None:
+        self._found(Found(self._asked.pop(number).order.request_id, *found, error=error, is_busy=is_busy))
 
 
 def _problem(found: PrefixFound, prefix: Prefix, max_tokens: int) -> str:

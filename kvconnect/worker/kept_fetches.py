@@ -29,8 +29,10 @@ def found_for(
     refusal = refusal or other_weights(inbound.session.ours.meaning, peer.meaning) or ""
     if kept is None or refusal:
         return PrefixFound(asked.number, error=refusal or _NOTHING)
-    if not inbound.names.take(len(asked.prefix.names), now):
-        return PrefixFound(asked.number, error=TOO_MANY)
+    # Those before the first that is wanted are not looked up.
+    num_names = len(asked.prefix.names) - asked.prefix.start_tokens // asked.prefix.naming.tokens
+    if not inbound.names.take(max(0, num_names), now):
+        return PrefixFound(asked.number, error=TOO_MANY, is_busy=True)
     return PrefixFound(asked.number, *kept.find(asked.prefix, asked.max_tokens))
 
 

@@ -162,6 +162,39 @@ def test_a_pin_is_over_when_it_is_released_or_had_its_time(talk):
 
 
 @pytest.mark.parametrize("model", ["gqa", "hybrid"])
+@pytest.mark.parametrize("turn", ["goes on", "begins anew"])
+def test_what_a_session_had_is_released_and_the_prompt_pinned_by_one_request(turn, model, talk):
+    talk = talk(model)
+    talk.ask(FIRST, ("pin", {}))
+    before = talk.answers[0]["num_tokens"]
+    prompt = [*FIRST, *make_prompt(60, seed=7)] if turn == "goes on" else make_prompt(300, seed=7)
+    answer = talk.ask(prompt, ("release", {}), ("pin", {}), ("release", {"session_id": "t"}))
+    released, pinned, other = talk.answers
+    assert (released["outcome"], released["num_tokens"]) == ("accepted", before)
+    assert pinned["outcome"] == "accepted", pinned
+    assert other["outcome"] == "expired"
+    talk.press()
+    talk.ask([*prompt, *answer, *make_prompt(3, seed=8)])
+    assert talk.cached >= pinned["num_tokens"]
+    if turn == "begins anew":
+        talk.press()
+        talk.ask(FIRST)
+        assert talk.cached == 0
+    # In the other order nothing is left.
+    talk.ask(prompt, ("pin", {}), ("release", {}))
+    assert [answer["outcome"] for answer in talk.answers] == ["accepted", "accepted"]
+    assert talk.pinned == 0
+
+
+def test_a_release_before_a_pin_that_fails_leaves_nothing(talk):
+    talk = talk("gqa")
+    talk.ask(FIRST, ("pin", {}))
+    talk.ask(make_prompt(8, seed=7), ("release", {}), ("pin", {}))
+    assert [answer["outcome"] for answer in talk.answers] == ["accepted", "rejected"]
+    assert talk.pinned == 0
+
+
+@pytest.mark.parametrize("model", ["gqa", "hybrid"])
 def test_a_turn_whose_client_leaves_ends_nothing_of_what_the_session_had(model, talk):
     talk = talk(model)
     keeper = talk.keeper

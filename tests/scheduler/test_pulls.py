@@ -198,6 +198,18 @@ def test_a_source_that_does_not_answer_is_not_waited_for_and_rests(is_told):
     assert node.hooks.state()["pulls"] == 2, "of a request that is over"
 
 
+def test_a_source_that_is_busy_is_asked_for_the_next_request():
+    node = Node(SOURCE, OTHER)
+    request, _ = node.begin()
+    node.orders()
+    node.tell(request, error="it was asked for more names than one peer may", is_busy=True)
+    assert node.ask(request) is None, "the other one"
+    node.end(request)
+    node.orders()
+    node.begin("b")
+    assert [find.host for find in node.orders().finds] == [SOURCE.rpartition(":")[0]]
+
+
 def test_names_are_made_anew_as_a_source_makes_them_which_is_remembered():
     node = Node(SOURCE)
     request, _ = node.begin(computed=80)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvconnect.orders import GroupBlocks, Progress
 from kvconnect.scheduler.params import TRANSFER_KEY
 from kvconnect.vllm.steps import Steps
-from tests.scheduler.test_connector import Request
+from tests.scheduler.test_connector import Request, connector
 from tests.scheduler.test_streams import arrived, finish, prefill_of
 from tests.scheduler.test_transfer_ids import ON_P
 
@@ -88,6 +88,17 @@ def test_what_others_do_is_not_looked_at(prefill):
     scheduled = output(new=[("x", 0, ([1],))], running=[("y", 5, ([2],))], counts={"x": 3, "y": 1})
     assert told(scheduled) == []
     assert told(output(preempted=["x"])) == []
+
+
+def test_a_preempted_request_that_is_pulled_is_pulled_anew():
+    """Nothing of it is sent or kept, so that no step of it is due."""
+    half = connector("kv_consumer", sources=["10.0.0.9:5600"])
+    told, lost = Told(half, "p"), []
+    half.preempted = lost.append
+    assert not half.due
+    told(output(new=[("p", 0, ([7],))], counts={"p": 16}))
+    told(output(preempted=["p"]))
+    assert lost == ["p"]
 
 
 @pytest.mark.parametrize("resumed_as", ["new", "resumed"])

@@ -14,7 +14,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.orders import MAX_NAMES, Find, Naming, Orders
 from kvconnect.peer import messages as m
 from kvconnect.plan.chunks import TokenSpan
-from kvconnect.worker.inbound_peers import NameAllowance
+from kvconnect.worker.inbound_peers import _NAMES_PER_S, NameAllowance
 from tests.worker.keeping import KeepingRanks
 from tests.worker.shapes import Model, same_blocks
 
@@ -182,9 +182,9 @@ def test_a_peer_is_answered_for_a_long_prompt_and_then_so_many_names_a_second(as
             taken += names
         else:
             # It is refused for what it had before, and not for good.
-            assert allowance.take(names, now + MAX_NAMES / 50_000)
+            assert allowance.take(names, now + MAX_NAMES / _NAMES_PER_S)
             return
-        assert taken <= MAX_NAMES + 50_000 * (now - 100.0) + 1
+        assert taken <= MAX_NAMES + _NAMES_PER_S * (now - 100.0) + 1
 
 
 @pytest.mark.parametrize("cut", ["failed", "timed out"])
@@ -222,7 +222,20 @@ def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
     assert ask(ranks, prefix).num_tokens == 64
     (inbound,) = ranks.prefill[0].transfers.prefill.inbound_peers
     inbound.names._left = -1e9
-    assert "more names than one peer may" in ask(ranks, prefix).error
+    refused = ask(ranks, prefix)
+    assert "more names than one peer may" in refused.error
+    assert refused.is_busy
+    ranks.assert_idle()
+
+
+def test_names_before_the_first_that_is_wanted_do_not_count():
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks.keep("a", 64)
+    assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
+    (inbound,) = ranks.prefill[0].transfers.prefill.inbound_peers
+    inbound.names._left = 2.0
+    assert ask(ranks, ranks.prefix("a", 64, 48)).num_tokens == 64
+    assert ask(ranks, ranks.prefix("a", 64, 48)).is_busy
     ranks.assert_idle()
 
 

@@ -213,6 +213,10 @@ class SessionPins:
             if not self._counts[pin.tenant]:
                 del self._counts[pin.tenant]
 
+    def begin_anew(self, pin: Pin) -> None:
+        """What it stood for before its request is released; it is that of the request alone."""
+        pin.until, pin.num_tokens, pin.end = _OVER, 0, (0, b"")
+
     def clear(self) -> None:
         """Release all, and order nothing of the disk, which is cleared too."""
         for pins in list(self._sessions.values()):

@@ -206,10 +206,17 @@ class Sessions:
         return is_whole
 
     def _release(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
-        pins = self._pins.of(*ask.payload.session)
+        """Let go of what the session had, and of what this request has pinned, unless it does so later."""
+        later = turn.asks[turn.asks.index(ask) + 1 :]
+        own = turn.pin if any(one.kind == "pin" and not one.answer for one in later) else None
+        pins = [pin for pin in self._pins.of(*ask.payload.session) if pin is not own or pin.num_tokens]
+        num_tokens = max((pin.num_tokens for pin in pins), default=0)
         for pin in pins:
-            self._pins.release(pin)
-        return _done(True, HOST, max(pin.num_tokens for pin in pins)) if pins else _EXPIRED
+            if pin is own:
+                self._pins.begin_anew(pin)
+            else:
+                self._pins.release(pin)
+        return _done(True, HOST, num_tokens) if pins else _EXPIRED
 
     def _demote(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
         """Let host memory go of what is on disk, or on its way there, and pin it on disk instead."""
