@@ -37,7 +37,7 @@ from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
 from kvconnect.vllm.steps import Recovery, Steps
-from kvconnect.vllm.versions import check_vllm
+from kvconnect.vllm.versions import check_vllm, warn_of_known_faults
 from kvconnect.vllm.weights import LoadedWeights, all_ranks, loaded_weights, own_rank
 from kvconnect.vllm.windows import PartlyFilled
 
@@ -79,6 +79,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         settings.refuse_unsupported(vllm_config, kv_cache_config, self._config)
         if role is KVConnectorRole.SCHEDULER:
             settings.recompute_if_alone(vllm_config, self._config)
+            warn_of_known_faults(vllm_config)
         self._kept = kept_groups(kv_cache_config) if self._config.extra.offload else ()
         self._scheduler: SchedulerComposite | None = None
         self._workers: dict[int, AddressMetadata] = {}

@@ -1,6 +1,6 @@
 """Which vLLM this is, and whether it can do what a connector cannot do without. Imports no vLLM.
 
-What a vLLM can do is found by looking, never by comparing versions: these are only warned of, once.
+What a vLLM can do is found by looking, never by comparing versions: these are only warned of.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ def is_tested(version: str) -> bool:
     """Whether a version of vLLM is one that we test."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+
+
+def warn_of_known_faults(vllm_config: Any) -> None:
+    """Name the faults of this very release that this configuration can meet, with a connector or without."""
+    if vllm_version().split("+")[0] == "0.30.0" and vllm_config.speculative_config is not None:
+        logger.warning(
+            "vLLM 0.30.0 with speculative_config may stop scheduling requests for ever, a fault of its own; "
+            "use vLLM 0.31 or newer, or no speculative_config"
+        )
 
 
 @functools.cache

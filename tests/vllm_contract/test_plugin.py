@@ -113,6 +113,19 @@ def test_a_version_outside_the_range_is_warned_of_once(monkeypatch, caplog, vers
         assert (version or "unknown") in caplog.text
 
 
+@pytest.mark.parametrize("version", ["0.30.0", "0.30.0+cpu", "0.30.1", "0.31.0", "0.33.0"])
+@pytest.mark.parametrize("speculative", [None, object()])
+def test_a_release_that_may_stop_scheduling_drafts_is_named_at_the_start(
+    monkeypatch, caplog, version, speculative
+):
+    monkeypatch.setattr(versions, "vllm_version", lambda: version)
+    with caplog.at_level(logging.WARNING):
+        versions.warn_of_known_faults(types.SimpleNamespace(speculative_config=speculative))
+    is_warned = speculative is not None and version.startswith("0.30.0")
+    assert len(caplog.records) == is_warned
+    assert ("speculative_config" in caplog.text) == is_warned
+
+
 def test_a_vllm_that_cannot_hear_of_failed_loads_is_refused(monkeypatch):
     """Whatever its version says: a build of one's own may be newer than its name."""
     monkeypatch.setattr(versions, "vllm_version", lambda: "0.29.1")
