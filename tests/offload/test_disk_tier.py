@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import stat
@@ -115,6 +116,27 @@ def test_what_is_gone_before_it_was_told_is_not_reported():
     catalog.report(dict.fromkeys(unreported, b"f"))
     assert set(tracker.take().added) == set(unreported[:2])
     assert catalog.unreported(2) == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_questions_are_answered_while_a_great_many_rows_are_found_at_a_start(waits):
+    catalog = Catalog(CompletionTracker(), waits=waits)
+    names = [at.to_bytes(4, "big") for at in range(5_000)]
+    files = [RowFile(row_name((0, name)), (0, name), 9, 0.0) for name in names]
+    known = []
+
+    class Lock:
+        def __enter__(self):
+            known.append(len(catalog))
+
+        def __exit__(self, *_):
+            known.append(len(catalog))
+
+    catalog._lock = Lock()
+    catalog.adopt(files, catalog.epoch)
+    assert known[-1] == 5_000
+    assert max(after - before for before, after in itertools.pairwise(known)) <= 1024
+    assert catalog.taken_bytes == sum(file.disk_bytes for file in files)
 
 
 def test_a_restart_finds_what_was_written(tmp_path):

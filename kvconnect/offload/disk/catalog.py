@@ -1,6 +1,7 @@
 """Which rows are on the disk and what they take: the state that a disk tier's threads share.
 
-No file is touched here. Every call takes the lock once, for as long as it takes to look at its arguments.
+No file is touched here. Every call takes the lock once, for as long as it takes to look at its arguments,
+but for what was there before a start, which may be millions of rows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from dataclasses import dataclass
 from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk.folder import UNFINISHED, RowFile, row_name
 from kvconnect.offload.tier import Content
+
+
+_ADOPTED_AT_ONCE = 1024
+"""About a millisecond on the lock, for which questions wait."""
 
 
 @dataclass(eq=False)
@@ -73,16 +78,18 @@ class Catalog:
 
     def adopt(self, files: Sequence[RowFile], epoch: int) -> None:
         """Files that were there before, least recently used first; all are to go if all was cleared since."""
-        rows = {file.content: Kept(file.disk_bytes) for file in files if file.content is not None}
-        with self._lock:
-            rows = rows if epoch == self.epoch else {}
-            self.taken_bytes += sum(file.disk_bytes for file in files)
-            self._doomed.update((file.name, file.disk_bytes) for file in files if file.content not in rows)
-            self._rows.update(rows)
-            if self._waits:
-                self._unreported += rows
-            else:
-                self._tracker.add(list(rows))
+        for first in range(0, len(files), _ADOPTED_AT_ONCE):
+            some = files[first : first + _ADOPTED_AT_ONCE]
+            rows = {file.content: Kept(file.disk_bytes) for file in some if file.content is not None}
+            with self._lock:
+                rows = rows if epoch == self.epoch else {}
+                self.taken_bytes += sum(file.disk_bytes for file in some)
+                self._doomed.update((file.name, file.disk_bytes) for file in some if file.content not in rows)
+                self._rows.update(rows)
+                if self._waits:
+                    self._unreported += rows
+                else:
+                    self._tracker.add(list(rows))
 
     def unreported(self, most: int) -> list[Content]:
         """The next of what was there before and was not reported: once, and most recently used first."""
