@@ -15,7 +15,6 @@ from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk.folder import UNFINISHED, RowFile, row_name
 from kvconnect.offload.tier import Content
 
-
 _ADOPTED_AT_ONCE = 1024
 """About a millisecond on the lock, for which questions wait."""
 
