@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ _SUFFIXES = (".safetensors", ".bin", ".pt")
 _CONFIGURATION = "adapter_config.json"
 _BYTES = 16
 
-_Stamp = tuple[tuple[str, int, int, int], ...]
+_Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Adapters:
@@ -32,12 +33,13 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[int, tuple[_Stamp, bytes]] = OrderedDict()
+        self._known: OrderedDict[int, tuple[tuple[str, ...], _Stamp, bytes]] = OrderedDict()
 
     def digest(self, lora: Any) -> bytes:
         """Of every byte of an adapter's weights and of its configuration. Raises nothing."""
-        number, now = int(lora.lora_int_id), _stamp(str(lora.lora_path))
-        stamp, known = self._known.get(number, ((), b""))
+        number = int(lora.lora_int_id)
+        files, stamp, known = self._known.get(number, ((), (), b""))
+        now = _stamp(files or _files(str(lora.lora_path)))
         if not known or stamp != now:
             if known and not getattr(lora, "load_inplace", False):
                 logger.warning(
@@ -48,8 +50,10 @@ class Adapters:
                 )
                 known = uuid.uuid4().bytes
             else:
-                known = _read(str(lora.lora_path)) if now else uuid.uuid4().bytes
-            self._known[number] = now, known
+                files = _files(str(lora.lora_path))
+                now = _stamp(files)
+                known = _read(files) if now else uuid.uuid4().bytes
+            self._known[number] = files, now, known
             while len(self._known) > _MOST:
                 self._known.popitem(last=False)
         self._known.move_to_end(number)
@@ -63,42 +67,32 @@ def named_with(name: bytes, digest: bytes) -> bytes:
     return (int.from_bytes(name, "big") ^ int.from_bytes(mask, "big")).to_bytes(len(name), "big")
 
 
-def _files(path: str) -> list[Path]:
+def _files(path: str) -> tuple[str, ...]:
     """The files that an adapter is."""
-    folder = Path(path)
     try:
-        found = sorted(folder.iterdir())
-    except OSError:
-        return []
-    return [one for one in found if one.name == _CONFIGURATION or one.suffix in _SUFFIXES]
-
-
-def _stamp(path: str) -> _Stamp:
-    """What changes with the files' contents; nothing where they are not here."""
-    try:
-        with os.scandir(path) as entries:
-            return tuple(
-                sorted(
-                    (entry.name, stat.st_size, stat.st_mtime_ns, stat.st_ino)
-                    for entry in entries
-                    if entry.name == _CONFIGURATION or entry.name.endswith(_SUFFIXES)
-                    for stat in [entry.stat()]
-                )
-            )
+        found = sorted(os.listdir(path))
     except OSError:
         return ()
+    return tuple(f"{path}/{name}" for name in found if name == _CONFIGURATION or name.endswith(_SUFFIXES))
 
 
-def _read(path: str) -> bytes:
+def _stamp(files: Iterable[str]) -> _Stamp:
+    """What changes with the contents of files; nothing where one of them is not here."""
+    try:
+        stats = [os.stat(file) for file in files]
+    except OSError:
+        return ()
+    return tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)
+
+
+def _read(files: Sequence[str]) -> bytes:
     digest = hashlib.blake2b(digest_size=_BYTES)
     try:
-        for file in _files(path):
-            content = file.read_bytes()
-            digest.update(f"{file.name} {len(content)}\n".encode())
+        for file in files:
+            content = Path(file).read_bytes()
+            digest.update(f"{os.path.basename(file)} {len(content)}\n".encode())
             digest.update(content)
     except OSError as error:
-        logger.warning(
-            "the adapter in %s cannot be read, and its KV is exchanged with no peer: %s", path, error
-        )
+        logger.warning("an adapter cannot be read, and its KV is exchanged with no peer: %s", error)
         return uuid.uuid4().bytes
     return digest.digest()
