@@ -189,6 +189,57 @@ def test_layers_with_another_number_of_heads_than_their_model_are_divided_evenly
     assert sum(int(rows.length.sum()) for rows in alignment.rows) == table.regions[0].page_bytes
 
 
+def slots(num_blocks: int, heads: int, rank: int = 0, world: int = 1, split: int = 1, layout: str = "BHNC"):
+    """A layer of four KV heads whose backend has K and V of a head, or their scales, in slots of its own."""
+    spec = FullAttentionSpec()
+    spec.num_head_slots = 2 * heads  # type: ignore[attr-defined]
+    tensors = {"layer": attention(num_blocks, 2 * heads, 5, split, layout)}
+    made = build(Config(num_blocks, [(("layer",), spec)]), tensors, rank, world, HeadCounts(4))
+    return tensors["layer"], *made
+
+
+@pytest.mark.parametrize("layout", ["BHNC", "BNHC"])
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 11, 16])
+def test_pages_of_slots_travel_whole(layout, split, num_tokens):
+    """Where in a page the values of a token lie only the backend knows."""
+    source, _, ours = slots(9, 4, split=split, layout=layout)
+    target, _, theirs = slots(12, 4, split=split, layout=layout)
+    source.copy_(torch.randint(1, 30_000, source.shape, dtype=torch.int16))
+    moved = -(-num_tokens // BLOCK)
+    source_ids, target_ids = (5, 2)[:moved], (3, 9)[:moved]
+    plan = make_plan(
+        align_tables(TableCard.of(ours), TableCard.of(theirs)),
+        [GroupBlocks(0, 0, source_ids)],
+        [GroupBlocks(0, 0, target_ids)],
+        num_tokens,
+    )
+    for at, to, length in zip(plan.source, plan.target, plan.length, strict=True):
+        ctypes.memmove(int(to), int(at), int(length))
+    rows = BLOCK // split
+    for number, (at, to) in enumerate(zip(source_ids, target_ids, strict=True)):
+        kernels = min(split, -(-(num_tokens - number * BLOCK) // rows))
+        first, into = source[at * split :][:kernels], target[to * split :][:kernels]
+        assert torch.equal(first, into), "each kernel block that has a token"
+    untouched = set(range(12)) - set(target_ids)
+    assert not any(target[block * split :][:split].any() for block in untouched)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"heads": 2, "world": 2}, {"heads": 2, "world": 2, "rank": 1}, {"heads": 4, "split": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_pages_of_slots_are_refused_between_sides_that_divide_them_otherwise(role, other):
+    _, cache, one = slots(9, 4)
+    _, _, unlike = slots(12, **other)
+    assert not cache.heads
+    pair = (one, unlike) if role == "P" else (unlike, one)
+    with pytest.raises(LayoutError):
+        align_tables(*(TableCard.of(table) for table in pair))
+
+
 def test_state_is_a_page_with_padding_that_is_not_moved():
     storage = torch.zeros(6, 64, dtype=torch.int8)
     tensors = {"state": storage[:, :40].view(6, 1, 1, 40)}
