@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from kvconnect.peer.messages import CacheMeaning
 from tests.vllm.stated import Start, stated
 from tests.vllm.tiny_models import Recipe, write_model
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.servers, pytest.mark.full]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
+RECORDED = Path(__file__).parent / "stated_identities.json"
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def both_of(found, case: str) -> tuple[Identity, Identity]:
     return found[case]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", COUNTS)
 def test_what_changes_bytes_is_refused_by_name_by_peers_and_not_found_on_disk(found, case):
     one, other = both_of(found, case)
@@ -185,9 +188,25 @@ def test_what_changes_bytes_is_refused_by_name_by_peers_and_not_found_on_disk(fo
     assert one.facts != other.facts, "it has another namespace"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", FREE)
 def test_what_changes_no_byte_is_no_difference(found, case):
     one, other = both_of(found, case)
     assert other_identity(CacheMeaning(one, None, 1), CacheMeaning(other, None, 1)) is None
     assert not marks_differ(one.marks, other.marks)
     assert (one.facts == other.facts) is (case not in NAMED)
+
+
+def test_all_releases_of_vllm_state_the_same(tmp_path):
+    """The two servers of a pair may run different ones. `KVCONNECT_RECORD=1` records what this one states."""
+    recipes = {model: write(model, tmp_path / model) for model in ("gqa", "sliding", "hybrid", "longrope")}
+    found = stated({name: Start(str(it.folder), list(it.options)) for name, it in recipes.items()}, tmp_path)
+    # Weights are drawn anew, and a processor has an order of its own.
+    own = {"weights": {}, "page order": {}}
+    now = {name: one if isinstance(one, str) else one.replace(**own) for name, one in found.items()}
+    if os.environ.get("KVCONNECT_RECORD"):
+        RECORDED.write_bytes(msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
+    recorded = msgspec.json.decode(RECORDED.read_bytes(), type=dict[str, Identity])
+    for name, one in now.items():
+        assert isinstance(one, Identity), one
+        assert differences(recorded[name], one) == [], name
