@@ -120,6 +120,8 @@ def keeps_blocks_that_are_not_full(patch):
     patch.setattr("kvconnect.worker.peers.fills_windows", lambda source, target: True)
 
 
+# Some are found after dozens of seeds: a minute on two idle cores.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("plant", "kind", "found"),
     [
