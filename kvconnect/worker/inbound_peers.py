@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 _NAMES_PER_S = 200_000
-"""To read and look up those takes a twentieth of the transfer thread's time, for each cache group."""
+"""To read and look up those takes about a twentieth of the transfer thread's time, for each cache group."""
 
 
 class NameAllowance:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -88,10 +87,9 @@ class Way:
 
     def is_calibration_due(self, now: float) -> bool:
         """Whether the link is to be measured, for the first time or again."""
-        is_open = self.probe is None and self.new_probe is not None
-        return is_open and (
-            self.cost is None or (self.calibrations.is_open and self.calibrations.may_try(now))
-        )
+        if self.probe is not None or self.new_probe is None:
+            return False
+        return self.cost is None or (self.calibrations.failures > 0 and self.calibrations.may_try(now))
 
     def begin_calibration(self, traffic: Traffic) -> ProbeOutbox:
         """A probe of the link, once so much had left this machine."""
@@ -100,16 +98,7 @@ class Way:
         self.calibrations.tried()
         return self.probe
 
-    def calibrated(
-        self,
-        local: Local,
-        error: str,
-        found: Transport,
-        config: ExtraConfig,
-        metrics: Metrics,
-        randomness: random.Random,
-        now: float,
-    ) -> None:
+    def calibrated(self, local: Local, error: str, found: Transport, metrics: Metrics) -> None:
         """The probe is over, with an error or without: what it showed, and ``found``, is what the link costs.
 
         One that showed less than the probe before it changes nothing.
@@ -120,10 +109,6 @@ class Way:
             metrics.failures.labels("calibration").inc()
         if error and not self.calibrations.failures:
             logger.warning("the link to %s could not be calibrated: %s", self.name, error)
-        if probe.is_whole:
-            self.calibrations.met()
-        else:
-            self.calibrations.failed(error or "a batch was slow", config.retry_max_s, randomness, now)
         if self.cost is not None and found.bytes_per_s <= self.found.bytes_per_s:
             return
         self.found, self.meter = found, None

@@ -69,7 +69,7 @@ def _identity(start: Start) -> Any:
 
 
 def _run(starts: Sequence[Start]) -> None:
-    # Before they are forked, what each would import.
+    # Imported before the fork, so that no child imports it again.
     import vllm.v1.engine.llm_engine
     import vllm.v1.executor.uniproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -30,12 +30,9 @@ from kvconnect.worker.kept import Kept, Stock
 if TYPE_CHECKING:
     from kvconnect.offload.worker.tier_loop import TierLoop
 
-_NOWHERE = -1
-_ROW_BITS, _ROW_MASK = 32, (1 << 32) - 1
-"""A place is a row of a group's class and, above these bits, the number of the job that put a content there.
-
-One number for both, since another thread replaces it while it is looked up.
-"""
+_Place = tuple[int, int]
+"""A row of a group's class, and the number of the job that put a content there."""
+_NOWHERE = -1, -1
 _Needed = tuple[HitGroup, tuple[range, ...], list[bytes]]
 _Lent = tuple[int, tuple[bytes, ...], tuple[int, ...]]
 _FIRST_LOOK, _PROBE_ROWS = 16, 8
@@ -80,7 +77,7 @@ class NamedRows:
         # By class the job that took each row last, and what that row was named; by group, where each name is.
         self._taken = [np.zeros(rows.num_all, dtype=np.int64) for rows in plan.classes]
         self._contents: list[list[Content | None]] = [[None] * rows.num_all for rows in plan.classes]
-        self._places: dict[int, dict[bytes, int]] = {group: {} for group in plan.groups}
+        self._places: dict[int, dict[bytes, _Place]] = {group: {} for group in plan.groups}
 
     # What happens to rows
 
@@ -104,12 +101,14 @@ class NamedRows:
                 # Who counts on a row that was to be read sees it.
                 taken[row] *= taken[row] != job.number
                 continue
-            if (former := contents[row]) not in (None, (group, name)):
-                places = self._places[former[0]]
-                if places.get(former[1], _NOWHERE) & _ROW_MASK == row:
-                    del places[former[1]]
+            former = contents[row]
+            if (
+                former not in (None, (group, name))
+                and self._places[former[0]].get(former[1], _NOWHERE)[0] == row
+            ):
+                self._places[former[0]].pop(former[1], None)
             contents[row] = group, name
-            self._places[group][name] = job.number << _ROW_BITS | row
+            self._places[group][name] = row, job.number
 
     # What peers ask, by the thread that serves them
 
@@ -190,10 +189,9 @@ class NamedRows:
 
     def _find(self, group: int, names: Sequence[bytes]) -> tuple[Column, Column]:
         """Of each content the row that has it, or had it, and the job that put it there."""
-        found = map(self._places[group].get, names, repeat(_NOWHERE))
-        places = np.fromiter(found, dtype=np.int64, count=len(names))
-        # Of no place both are -1: no job has that number.
-        return places.astype(np.int32), places >> _ROW_BITS
+        places = chain.from_iterable(map(self._places[group].get, names, repeat(_NOWHERE)))
+        rows, numbers = np.fromiter(places, dtype=np.int64, count=2 * len(names)).reshape(-1, 2).T
+        return rows, numbers
 
     def _known(self, group: int, names: Sequence[bytes], *, from_disk: bool = False) -> Column:
         """Of each content whether a row has it, or is about to; with ``from_disk`` whether that has it."""
