@@ -41,6 +41,10 @@ WHEN_IMPORTED = {
     "PYTHONPATH": str(ROOT),
 }
 """What the environment of every server has, and is read when vLLM is imported."""
+EXACT = ("--dtype", "float32")
+"""Options of a server whose answer to a prompt does not change with how its tokens, and other requests, are
+divided over steps and ranks. Each division rounds otherwise: in float32 too little to change a token, in
+bfloat16 on some processors enough."""
 OBSERVED = "tests.vllm.observed"
 """A connector module that writes down what it holds and loads; see there."""
 

@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.demo.http import BadAnswer
 from tests.vllm.comparing import assert_bytes_landed, assert_nothing_landed, became_of
-from tests.vllm.servers import ASK_FOR_KV, members, pair, random_prompt
+from tests.vllm.servers import ASK_FOR_KV, EXACT, members, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
@@ -186,7 +186,7 @@ def test_requests_that_queue_on_the_decode_server_for_many_leases(tmp_path):
 
 def test_two_hundred_requests_with_aborts_on_servers_that_must_preempt(tmp_path):
     # 8 requests of up to 10 blocks each do not fit into 33.
-    options = ["--num-gpu-blocks-override", "33"]
+    options = [*EXACT, "--num-gpu-blocks-override", "33"]
     recipe = write_model("gqa", tmp_path)
     rng = random.Random(5)
     outcomes = {"answered": 0, "abandoned": 0, "failed": 0}
@@ -227,7 +227,7 @@ def test_two_hundred_requests_with_aborts_on_servers_that_must_preempt(tmp_path)
         assert preempted > 0, "the test has to make the decode server preempt"
         # A request whose lease was over before it could be loaded fails; the others must not.
         assert outcomes["answered"] > 100, outcomes
-        # A preempted request computes its own output again in one chunk, which rounds as it did.
+        # A preempted request computes its own output again in one chunk.
         for prompt, got in list(answered.values())[:20]:
             assert prefill.local_tokens(prompt, max_tokens=len(got)) == got
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.demo.http import BadAnswer, fetch, fetch_json
 from tests.vllm.comparing import assert_bytes_landed
-from tests.vllm.servers import ROOT, Server, pair, random_prompt
+from tests.vllm.servers import EXACT, ROOT, Server, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("routed")
-    with pair(write_model("gqa", folder), folder, "mooncake", load_timeout_s=20) as both:
+    with pair(write_model("gqa", folder), folder, "mooncake", options=EXACT, load_timeout_s=20) as both:
         yield both
 
 
@@ -225,8 +225,8 @@ def test_metrics_of_both_servers(servers):
         server.tokens([1, 2, 3])
     after = _series(prefill), _series(decode)
     text = fetch(decode.url + "/metrics").decode()
-    # 4 layers x 5 blocks of 128 tokens x 4 heads x (64 + 64) values of 2 bytes.
-    moved = 4 * 5 * 128 * 4 * 128 * 2
+    # 4 layers x 5 blocks of 128 tokens x 4 heads x (64 + 64) values of 4 bytes.
+    moved = 4 * 5 * 128 * 4 * 128 * 4
     for was, now in zip(before, after, strict=True):
         name = "vllm:kvconnect_transfer_bytes_total"
         assert now[name] - was.get(name, 0.0) == moved

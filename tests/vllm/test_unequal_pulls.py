@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from tests.ports import free_port
-from tests.vllm.servers import Server, running, transfer_config
+from tests.vllm.servers import EXACT, Server, running, transfer_config
 from tests.vllm.test_pulls import pulled
 from tests.vllm.tiny_models import write_model
 
@@ -15,8 +15,6 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
 SERVERS = {"two ranks": (2, 16, "0|1"), "one rank": (1, 64, "1")}
 """Ranks, tokens of a block, cores."""
-EXACT = ("--dtype", "float32")
-"""Sums over ranks and over steps of other lengths round otherwise: here too little to change a token."""
 
 
 def test_a_prefix_is_pulled_between_unlike_ranks_and_blocks(tmp_path):
