@@ -180,6 +180,10 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Those of ``require_lane``."""
         return frozenset(name.strip() for name in self.require_lane.split(",") if name.strip())
 
+    def allows_lane(self, lane: str) -> bool:
+        """Whether ``require_lane`` lets bytes be carried by it."""
+        return not self.require_lane or lane in self.lanes
+
     @property
     def has_slots(self) -> bool:
         """This side opens the packed path."""

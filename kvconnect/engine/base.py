@@ -47,7 +47,8 @@ class Capabilities:
     ``max_copies`` and ``max_bytes`` are of one batch, ``max_batches_per_peer`` are in flight at one time.
     ``target_must_poll``: a transfer advances only while its target polls often, as with UCX that has no
     progress thread. ``can_renew``: ``renew_registration`` keeps out what is sent under an earlier card.
-    ``lane`` is what carries the bytes, in the engine's own words, for people.
+    ``lane`` is what carries the bytes, in the engine's own words, for people. ``may_be_bypassed``: peers of
+    this machine may be written to through shared memory instead, since no protocol was named.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Capabilities:
     target_must_poll: bool
     can_renew: bool = False
     lane: str = ""
+    may_be_bypassed: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.lane})" if self.lane else self.name

@@ -107,6 +107,7 @@ class MooncakeEngine(Adapter):
                 # Tried over TCP with a peer that was stopped in the middle of a write.
                 can_renew=is_tcp,
                 lane=" ".join(filter(None, (self._library.protocol, device_name))),
+                may_be_bypassed=protocol == "auto",
             )
         )
         self._settle_s = settle_s

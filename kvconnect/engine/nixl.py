@@ -98,6 +98,7 @@ class NixlEngine(Adapter):
                 max_batches_per_peer=_MAX_BATCHES_PER_PEER,
                 target_must_poll=True,
                 lane=" ".join(filter(None, (backend, options.get("engine_config", device_name)))),
+                may_be_bypassed=protocol == "auto",
             )
         )
         self._settle_s = settle_s

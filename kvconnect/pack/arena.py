@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 
 import torch
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import ConfigError
+from kvconnect.pack.shared_memory import SharedMemory, SharedMemoryCard
+
+logger = logging.getLogger(__name__)
 
 ALIGN_BYTES = 4096
 # What was packed is still in the processor's cache when the engine reads it.
@@ -56,11 +60,20 @@ def fitted_slots(slot_bytes: int, count: int, arenas: int, spare: int) -> tuple[
 class Arena:
     """Slots side by side on one device, and scratch memory after them.
 
+    Peers of this machine can map those in CPU memory that are ``shared``, where the system has such memory;
+    they find it by ``card``.
+
     Raises ``ConfigError``: the device has no room for them.
     """
 
     def __init__(
-        self, device: torch.device | str, slot_bytes: int, count: int, scratch_bytes: int = 0
+        self,
+        device: torch.device | str,
+        slot_bytes: int,
+        count: int,
+        scratch_bytes: int = 0,
+        *,
+        shared: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.slot_bytes, self.scratch_bytes = slot_bytes, scratch_bytes
@@ -68,8 +81,9 @@ class Arena:
         on_cpu = self.device.type == "cpu"
         align_bytes = _HUGE_PAGE_BYTES if on_cpu else ALIGN_BYTES
         allocated_bytes = self.length_bytes + align_bytes
+        self.card: SharedMemoryCard | None = None
         try:
-            self._storage = torch.empty(allocated_bytes, dtype=torch.uint8, device=self.device)
+            self._storage = self._allocate(allocated_bytes, shared and on_cpu)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ConfigError(
                 f"{count} slots of {slot_bytes} bytes do not fit on {self.device}; leave more of its memory "
@@ -82,6 +96,17 @@ class Arena:
         # It is written to peers as it is, and memory of this process was something else before.
         self.view(self.scratch_address, scratch_bytes).zero_()
         self.addresses = tuple(self.address + index * slot_bytes for index in range(count))
+
+    def _allocate(self, length_bytes: int, shared: bool) -> torch.Tensor:
+        if shared:
+            try:
+                self._shared = SharedMemory(length_bytes)
+            except OSError as error:
+                logger.warning("slots cannot be shared with peers of this machine: %s", error)
+            else:
+                self.card = self._shared.card
+                return torch.frombuffer(self._shared.memory, dtype=torch.uint8, count=length_bytes)
+        return torch.empty(length_bytes, dtype=torch.uint8, device=self.device)
 
     def view(self, address: int, length_bytes: int) -> torch.Tensor:
         start = address - self._storage.data_ptr()

@@ -13,6 +13,7 @@ from kvconnect.cache.identity import Identity
 from kvconnect.cache.shard import Topology
 from kvconnect.errors import PeerError
 from kvconnect.orders import Count, GroupBlocks, Naming, Prefix, RankAddress
+from kvconnect.pack.shared_memory import SharedMemoryCard
 from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk
@@ -89,7 +90,8 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     chunk that this worker's slots take; 0 if it has none, and the packed path is closed. Digests are of
     one line in ``digest_sample``, the smaller of both sides'. The scratch memory may be written by any peer
     at any time, to see how fast the link is; it is never read. ``naming`` is that of the KV which it keeps in
-    host memory for peers that ask by name; None for none.
+    host memory for peers that ask by name; None for none. ``memory`` is where peers of the same machine find
+    its landing slots and scratch memory.
     """
 
     engine_id: str
@@ -104,6 +106,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     scratch_bytes: Bytes = 0
     digest_sample: Sample = 1
     naming: Naming | None = None
+    memory: SharedMemoryCard | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

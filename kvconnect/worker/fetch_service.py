@@ -278,13 +278,13 @@ class FetchService:
             held is None or link is None or way.prefers_packed(held, fetch, num_tokens)
         ):
             supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, way.share)
-            most_bytes = min(pool.slot_bytes, capabilities.max_bytes)
+            most_bytes = way.slot_bytes if way.mapped else min(pool.slot_bytes, capabilities.max_bytes)
             if supply.largest_bytes > most_bytes:
                 raise PeerError(f"a chunk has {supply.largest_bytes} bytes, a slot here has {most_bytes}")
             note = functools.partial(
                 self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
             )
-            return SlotOutbox(packer, supply, pool, self._config.check_digest, way.name, note)
+            return SlotOutbox(packer, supply, pool, self._config.check_digest, way.name, note, way.mapped)
         if held is None:
             raise LayoutError("a prefill under way is sent over the packed path only")
         if link is None:
@@ -357,7 +357,9 @@ class FetchService:
             if self._inbound_peers.has_other(inbound):
                 # To connect to this one would disconnect the other, which may be a decode node.
                 raise PeerError("another connection has introduced itself by this engine_id and rank")
-            way = self._inbound_peers.way_to(inbound, {one.peer for one in self.sender.sendings.values()})
+            in_use = {one.peer for one in self.sender.sendings.values()}
+            way = self._inbound_peers.way_to(inbound, in_use)
+            self._inbound_peers.connect(inbound, way, in_use)
             outbox = measuring_outbox(asked, self._local, way, inbound.session.peer)
         except (PeerError, LayoutError) as error:
             self._inbound_peers.send(link, Measured(0, 0.0, str(error)))

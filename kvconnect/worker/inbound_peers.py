@@ -163,10 +163,18 @@ class InboundPeers:
         if peer is None:
             raise PeerError("the peer has not introduced itself")
         if inbound.way is None:
-            inbound.way = make_way(self._config, self._local, inbound.session.ours, peer)
+            inbound.way = make_way(self._config, self._local, inbound.session.ours, peer, self._metrics)
         way = inbound.way
         if way.direct is None and way.packer is None:
             raise LayoutError(way.closed)
+        if way.mapped is None:
+            self.connect(inbound, way, in_use)
+        return way
+
+    def connect(self, inbound: InboundPeer, way: Way, in_use: set[str]) -> None:
+        """Have the engine reach a peer. Raises as ``way_to``."""
+        peer = inbound.session.peer
+        assert peer is not None, "it has a way"
         if way.name not in self._connected:
             self._check_host(inbound, peer)
             self._disconnect_former(owner_name(peer))
@@ -179,7 +187,6 @@ class InboundPeers:
             logger.info("decode node %s at %s fetches: over %s, path %s", who, inbound.host, lane, way.open)
         self._connected.move_to_end(way.name)
         self._disconnect_idle(in_use | {way.name})
-        return way
 
     def _check_host(self, inbound: InboundPeer, peer: Introduction) -> None:
         """Connect to no other host for a peer: it would be given the KV that the peer asks for.

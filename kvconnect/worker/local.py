@@ -8,13 +8,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.config import TransferConfig
+from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.fabric import Fabric, look_at_fabric
 from kvconnect.engine.lanes import Traffic, look_at_traffic
@@ -44,7 +45,8 @@ class Local:
     ``stream`` is where pages are packed and unpacked on a GPU, None elsewhere. ``pack_bytes_per_s`` is how
     fast that goes; None where it was not measured. ``arenas`` are the memory of the slots.
     ``look_at_traffic`` counts what left this machine, of which ``fabric`` has the networks. ``kept`` is what
-    peers may ask for by name.
+    peers may ask for by name. ``maps_peers``: landing slots of peers of this machine are written as memory of
+    this process.
     """
 
     introduction: Introduction
@@ -59,6 +61,7 @@ class Local:
     fabric: Fabric = field(default_factory=Fabric)
     look_at_traffic: Callable[[], Traffic] = Traffic
     kept: KeptByName | None = None
+    maps_peers: bool = False
 
     def introduce(self) -> Introduction:
         """Our introduction for one more peer: the engine's card may change."""
@@ -159,10 +162,14 @@ def open_local(
         _make_arenas(config, engine, table, device, reserved_bytes, metrics) if config.extra.has_slots else {}
     )
     on_cuda, memory = device.type == "cuda", tuple(arenas.values())
-    ours = {"digest_sample": 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE}
+    ours: dict[str, Any] = {
+        "digest_sample": 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE
+    }
     for arena in memory[:1]:
         ours["slot_bytes"] = min(arena.slot_bytes, engine.capabilities.max_bytes)
         ours["scratch_address"], ours["scratch_bytes"] = arena.scratch_address, arena.scratch_bytes
+    if "landing" in arenas:
+        ours["memory"] = arenas["landing"].card
     local = Local(
         msgspec.structs.replace(introduction, **ours),
         engine,
@@ -176,6 +183,7 @@ def open_local(
         memory,
         look_at_fabric(with_gpus=on_cuda),
         look_at_traffic,
+        maps_peers=not on_cuda and _shares(config.extra, engine),
     )
     if on_cuda:
         local.warm_up()
@@ -211,6 +219,11 @@ def _slot_pool(arena: Arena | None) -> SlotPool:
     return SlotPool(arena.addresses if arena else (), arena.slot_bytes if arena else 0, first)
 
 
+def _shares(config: ExtraConfig, engine: Engine) -> bool:
+    """Whether bytes between CPU caches of one machine go through shared memory."""
+    return engine.capabilities.may_be_bypassed and config.allows_lane("shared_memory")
+
+
 def _make_arenas(
     config: TransferConfig,
     engine: Engine,
@@ -232,7 +245,13 @@ def _make_arenas(
     # Peers are calibrated with the scratch memory of one arena.
     scratch_bytes = probe_bytes(slot_bytes, device.type == "cuda")
     arenas = {
-        kind: Arena(device, slot_bytes, count, 0 if number else scratch_bytes)
+        kind: Arena(
+            device,
+            slot_bytes,
+            count,
+            0 if number else scratch_bytes,
+            shared=kind == "landing" and _shares(config.extra, engine),
+        )
         for number, kind in enumerate(kinds)
     }
     logger.info("%s slots: %d of %d bytes each way on %s", " and ".join(kinds), count, slot_bytes, device)

@@ -151,6 +151,6 @@ class _PackedOutbox(SlotOutbox):
     def ended(self, completion: Completion) -> Parcel | None:
         parcel = self._in_flight.pop(completion.batch_id)
         # However it ended: the engine was given no slot that it might still read.
-        self._pool.move(parcel.slot, SlotEvent.RETURN)
+        self._move(parcel, SlotEvent.RETURN)
         # As with a load, each chunk is reported to the peer, which unpacks as much.
         return parcel if completion.quiescent else None

@@ -6,6 +6,7 @@ Owned by the transfer thread.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from kvconnect.engine.base import Addresses, Completion
 from kvconnect.errors import PeerError
 from kvconnect.pack.batches import PackTicket
 from kvconnect.pack.packer import Packer
+from kvconnect.pack.shared_memory import MappedMemory
 from kvconnect.peer.messages import Grant
 from kvconnect.timeline import Moment
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
@@ -46,6 +48,10 @@ class PageOutbox:
     def advance(self, stopping: bool) -> None:
         """Batches are ready as they are."""
 
+    def take_written(self) -> Iterator[Parcel]:
+        """Nothing is written but by the engine."""
+        return iter(())
+
     def peek(self) -> Columns | None:
         """The batch that can be submitted next, None if none can now."""
         return self._next
@@ -61,25 +67,28 @@ class PageOutbox:
 
 @dataclass(eq=False)
 class Parcel:
-    """A chunk in a send slot, on its way to a landing slot."""
+    """A chunk in a send slot, on its way to a landing slot; or packed into that in ``seconds``."""
 
     chunk: int
-    slot: Slot
+    slot: Slot | None
     grant: Grant
     ticket: PackTicket
     length_bytes: int
+    seconds: float = 0.0
 
     def columns(self) -> Columns:
         """Its batch."""
+        assert self.slot is not None, "what is packed into a landing slot is no batch"
         numbers = np.array((self.slot.address, self.grant.address, self.length_bytes), dtype=np.int64)
         return numbers[:1], numbers[1:2], numbers[2:]
 
 
 class SlotOutbox:
-    """The packed path: chunks, packed into send slots as landing slots are granted.
+    """The packed path: chunks, packed into send slots as landing slots are granted, or into these themselves.
 
     Args:
         pool: our send slots.
+        mapped: the peer's landing slots, where they can be written as memory of this process.
         with_digest: whether chunks are sent with a digest.
         holder: the peer that is sent to, which may not take all of the send slots.
         note: called with what happens to a chunk, and its number.
@@ -96,6 +105,7 @@ class SlotOutbox:
         with_digest: bool,
         holder: str,
         note: Callable[[str, int], None],
+        mapped: MappedMemory | None = None,
     ) -> None:
         self.copies = supply.count
         self._packer = packer
@@ -107,6 +117,8 @@ class SlotOutbox:
         self._note = note
         self._kernels: deque[Parcel] = deque()
         self._filled: deque[Parcel] = deque()
+        self._mapped = mapped
+        self._written: deque[Parcel] = deque()
         self._in_flight: dict[int, Parcel] = {}
 
     def grant(self, grants: Sequence[Grant]) -> Sequence[Grant]:
@@ -128,7 +140,7 @@ class SlotOutbox:
     @property
     def is_packing(self) -> bool:
         """Kernels of ours read the blocks, or slots are filled that were not submitted."""
-        return bool(self._kernels or self._filled)
+        return bool(self._kernels or self._filled or self._written)
 
     @property
     def goes_on(self) -> bool:
@@ -147,12 +159,13 @@ class SlotOutbox:
         self._take_packed()
         if stopping:
             for parcel in self._filled:
-                self._pool.move(parcel.slot, SlotEvent.RETURN)
+                self._move(parcel, SlotEvent.RETURN)
             self._filled.clear()
+            self._written.clear()
             return
         # A send slot is taken only together with a landing slot: no sending waits while holding one.
-        while self._grants and self._supply.has_next and self._pool.room_for(self._holder) > 0:
-            if self._packer.is_blocking and self._filled:
+        while self._grants and self._supply.has_next and self._has_room:
+            if self._packer.is_blocking and (self._filled or self._written):
                 # This thread packs: what it has packed is to be on its way before it packs more.
                 break
             self._pack_next()
@@ -161,8 +174,24 @@ class SlotOutbox:
 
     def _take_packed(self) -> None:
         while self._kernels and self._kernels[0].ticket.done:
-            self._filled.append(self._kernels.popleft())
-            self._note(Moment.PACKED, self._filled[-1].chunk)
+            parcel = self._kernels.popleft()
+            (self._written if parcel.slot is None else self._filled).append(parcel)
+            self._note(Moment.PACKED, parcel.chunk)
+
+    @property
+    def _has_room(self) -> bool:
+        return self._mapped is not None or self._pool.room_for(self._holder) > 0
+
+    def take_written(self) -> Iterator[Parcel]:
+        """The chunks that were packed into landing slots since the last call."""
+        while self._written:
+            parcel = self._written.popleft()
+            self._note(Moment.WRITTEN, parcel.chunk)
+            yield parcel
+
+    def _move(self, parcel: Parcel, event: SlotEvent) -> None:
+        if parcel.slot is not None:
+            self._pool.move(parcel.slot, event)
 
     def _pack_next(self) -> None:
         grant = self._grants.popleft()
@@ -172,14 +201,21 @@ class SlotOutbox:
             raise PeerError(
                 f"chunk {chunk} has {length_bytes} bytes, the slot that was granted has {grant.length_bytes}"
             )
+        seed = grant.generation if self._with_digest else None
+        self._note(Moment.PACKING, chunk)
+        if self._mapped is not None:
+            place, began = self._mapped.at(grant.address, length_bytes), time.perf_counter()
+            ticket = self._packer.pack(place, staged, seed)
+            seconds = time.perf_counter() - began
+            self._kernels.append(Parcel(chunk, None, grant, ticket, length_bytes, seconds))
+            return
         slot = self._pool.take(SlotEvent.PACK, self._holder)
         try:
-            ticket = self._packer.pack(slot.address, staged, grant.generation if self._with_digest else None)
+            ticket = self._packer.pack(slot.address, staged, seed)
         except Exception:
             self._pool.move(slot, SlotEvent.RETURN)
             raise
         self._kernels.append(Parcel(chunk, slot, grant, ticket, length_bytes))
-        self._note(Moment.PACKING, chunk)
 
     def peek(self) -> Columns | None:
         """The batch that can be submitted next, None if none can now."""
@@ -188,7 +224,7 @@ class SlotOutbox:
     def submitted(self, batch_id: int) -> None:
         """That batch was given to the engine."""
         parcel = self._filled.popleft()
-        self._pool.move(parcel.slot, SlotEvent.SUBMIT)
+        self._move(parcel, SlotEvent.SUBMIT)
         self._in_flight[batch_id] = parcel
         self._note(Moment.SUBMITTED, parcel.chunk)
 
@@ -196,7 +232,7 @@ class SlotOutbox:
         """The engine is done with a batch. What it was; a slot that it may still read is in quarantine."""
         parcel = self._in_flight.pop(completion.batch_id)
         self._note(Moment.WRITTEN, parcel.chunk)
-        self._pool.move(parcel.slot, SlotEvent.RETURN if completion.quiescent else SlotEvent.LOSE)
+        self._move(parcel, SlotEvent.RETURN if completion.quiescent else SlotEvent.LOSE)
         return parcel
 
 

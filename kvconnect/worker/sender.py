@@ -139,7 +139,7 @@ class Sender:
         """Begin to submit what its outbox gives."""
         self.sendings[sending.key] = sending
         # The device begins now rather than when everything else that has arrived was looked at.
-        self._advance(sending)
+        self._advance(sending, sending.started_at)
 
     def cancel(self, key: TransferKey, reason: str, *, again: bool = False) -> None:
         """Ask for an early end. The sending is over once nothing reads its blocks any more.
@@ -166,7 +166,7 @@ class Sender:
         else:
             sending.quiescent &= completion.quiescent
             sending.stop(completion.error or "the engine gave no reason")
-        if parcel is not None and not completion.quiescent:
+        if parcel is not None and parcel.slot is not None and not completion.quiescent:
             self._lost.append((now + self._config.quarantine_s, parcel.slot))
             sending.unsettled.append(parcel.grant.generation)
         elif parcel is not None and not sending.error:
@@ -180,7 +180,7 @@ class Sender:
         """Let time pass: feed kernels and engine. Returns the sendings that are over, and forgets them."""
         self._settle(now)
         for sending in self.sendings.values():
-            self._advance(sending)
+            self._advance(sending, now)
         self._feed(now)
         over = [sending for sending in self.sendings.values() if sending.is_over]
         for sending in over:
@@ -193,7 +193,7 @@ class Sender:
         times = [sending.deadline for sending in self.sendings.values()]
         return min((*times, *(until for until, _ in self._lost)), default=math.inf)
 
-    def _advance(self, sending: Sending) -> None:
+    def _advance(self, sending: Sending, now: float) -> None:
         try:
             sending.outbox.advance(stopping=bool(sending.error))
         except Exception as error:
@@ -202,6 +202,12 @@ class Sender:
             if not isinstance(error, (LayoutError, PeerError)) and not sending.error:
                 count_error(self._metrics, error, f"transfer {sending.key[1]}")
             sending.stop(f"its chunks cannot be packed: {error}")
+        for parcel in sending.outbox.take_written():
+            sending.total_bytes += parcel.length_bytes
+            sending.moving_s += parcel.seconds
+            sending.last_ended_at = now
+            self._metrics.chunk_seconds.observe(parcel.seconds)
+            self._arrived(sending, parcel)
 
     def _settle(self, now: float) -> None:
         if not self._lost:

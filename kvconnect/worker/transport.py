@@ -65,7 +65,7 @@ def refusal(config: ExtraConfig, found: Transport | None) -> str:
     """Why a peer that is reached like this, None for not reported, may not be used; empty if it may."""
     lane, bytes_per_s = ("unknown", 0.0) if found is None else (found.lane, found.bytes_per_s)
     shown = f"{REFUSED}: its lane is {found or 'not reported by its release'}, and kv_connector_extra_config"
-    if config.require_lane and lane not in config.lanes:
+    if not config.allows_lane(lane):
         return f"{shown}.require_lane is {config.require_lane!r}"
     if bytes_per_s < config.min_gb_per_s * 1e9:
         return f"{shown}.min_gb_per_s is {config.min_gb_per_s:g}"

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from msgspec.structs import replace as replace_fields
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.lanes import Traffic, lane_of
-from kvconnect.errors import LayoutError
+from kvconnect.engine.lanes import Lane, Traffic, lane_of
+from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
+from kvconnect.pack.shared_memory import MappedMemory, this_machine
 from kvconnect.peer.agreement import source_share, wanted_card
 from kvconnect.peer.messages import Fetch, Introduction
 from kvconnect.peer.transport import Transport
@@ -42,7 +43,7 @@ class Way:
     ``kept_packer`` makes, once, what packs rows of host memory, and raises ``LayoutError`` where these do not
     travel as blocks do. ``traffic`` is what had left this machine when the calibration began, ``found`` what
     that showed, or the engine's own words without one, and ``meter`` follows it from the first fetch on.
-    Both sides keep ``share``.
+    Both sides keep ``share``. ``mapped`` are the peer's slots, where they are memory of this machine.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Way:
     found: Transport = field(default_factory=lambda: Transport("unknown"))
     meter: LinkMeter | None = None
     share: Share = WHOLE
+    mapped: MappedMemory | None = None
 
     @property
     def streams(self) -> bool:
@@ -80,6 +82,8 @@ class Way:
         """Whether a request is cheaper by slots than page by page, where both are open."""
         if self.direct is None or self.packer is None:
             return self.direct is None
+        if self.mapped is not None:
+            return True
         cost = self.cost or LinkCost()
         direct = plan_size(self.direct, held, fetch.groups, num_tokens)
         packed_bytes = sum(self.packer.chunker.place(chunk).total_bytes for chunk in fetch.chunks)
@@ -142,7 +146,21 @@ def owner_name(peer: Introduction) -> str:
     return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"
 
 
-def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introduction) -> Way:
+def _map_slots(name: str, peer: Introduction, metrics: Metrics) -> MappedMemory | None:
+    """The landing slots of a peer of this machine; None where the engine has to carry bytes."""
+    if peer.memory is None or not peer.memory.machine or peer.memory.machine != this_machine():
+        return None
+    try:
+        return MappedMemory(peer.memory)
+    except PeerError as error:
+        metrics.failures.labels("shared_memory").inc()
+        logger.warning("the landing slots of %s are not mapped, the engine writes them: %s", name, error)
+        return None
+
+
+def make_way(
+    config: ExtraConfig, local: Local, ours: Introduction, peer: Introduction, metrics: Metrics
+) -> Way:
     """The paths to a peer that are open on both sides.
 
     The engine's name of it has the card in it, so that nothing to its memory as it was registered before goes
@@ -167,6 +185,14 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
             way.refusals["packed"] = str(error)
     way.kept_packer = functools.cache(functools.partial(_make_kept_packer, way, config, local, ours, peer))
     scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
+    if way.packer is not None and local.maps_peers:
+        way.mapped = _map_slots(way.name, peer, metrics)
+    if way.mapped is not None:
+        rate = way.mapped.copy_bytes_per_s(ours.scratch_address, peer.scratch_address, scratch_bytes)
+        way.cost = LinkCost()
+        lane = Lane("shared_memory", known_by="its landing slots are mapped")
+        way.found = transport_over(lane, rate, local)
+        return way
     page_bytes = 0
     if way.direct is not None and way.packer is not None:
         page_bytes = typical_page_bytes(way.direct)

@@ -1,0 +1,144 @@
+"""Memory of one process that others of the same machine may map.
+
+Where caches lie in CPU memory, a prefill node packs straight into the landing slots of such a peer, and no
+engine copies. The memory is a sealed memfd: it has no name in a file system, cannot shrink under a process
+that has mapped it, and is gone with the last process that uses it. Another process finds it among the
+descriptors of its owner, which takes the same user, and knows it by a nonce from the owner's introduction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvconnect.errors import PeerError
+
+_NAME = "kvconnect"
+_NONCE_BYTES = 16
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_LEAST_PIECE_BYTES = 4096
+
+Short = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class SharedMemoryCard(msgspec.Struct, frozen=True, array_like=True):
+    """Where processes of the same machine find memory of another one: descriptor ``descriptor`` of ``pid``.
+
+    ``machine`` is the boot and the process namespace in which ``pid`` is a number. ``address`` is where its
+    owner has it, ``length_bytes`` without the ``nonce``, which lies after that.
+    """
+
+    machine: Short
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
+    descriptor: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+    address: Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
+    length_bytes: Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
+
+
+@functools.cache
+def this_machine() -> str:
+    """The boot of this machine and the namespace of this process's number; empty where unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+class SharedMemory:
+    """Zeroed memory of this process that peers of this machine can map by its ``card``.
+
+    Raises ``OSError``: the system gives none.
+    """
+
+    def __init__(self, length_bytes: int) -> None:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._descriptor, length_bytes + _NONCE_BYTES)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory = mmap.mmap(self._descriptor, length_bytes + _NONCE_BYTES)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.memory[length_bytes:] = nonce
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.card = SharedMemoryCard(
+            this_machine(), os.getpid(), self._descriptor, nonce, address, length_bytes
+        )
+
+    def __del__(self) -> None:
+        # Who has mapped it keeps it.
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+
+class MappedMemory:
+    """Memory of a peer, mapped here.
+
+    Raises ``PeerError``: it is none that its card describes, or cannot be opened, as of another user.
+    """
+
+    def __init__(self, card: SharedMemoryCard) -> None:
+        self._card = card
+        path, length_bytes = f"/proc/{card.pid}/fd/{card.descriptor}", card.length_bytes + _NONCE_BYTES
+        try:
+            # What a peer names may be any file of any process: it is opened only if it is such memory.
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}") or not stat.S_ISREG(os.stat(path).st_mode):
+                raise PeerError(f"{path} is no shared memory")
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                # Of what can shrink the mapping could end under a write, and the process with it.
+                if (
+                    fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS
+                    or os.fstat(descriptor).st_size != length_bytes
+                ):
+                    raise PeerError(f"{path} is not sealed memory of {length_bytes} bytes")
+                self._memory = mmap.mmap(descriptor, length_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise PeerError(f"{path} cannot be mapped: {error}") from error
+        if not secrets.compare_digest(self._memory[card.length_bytes :], card.nonce):
+            raise PeerError(f"{path} is memory of another process")
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def at(self, address: int, length_bytes: int) -> int:
+        """Where so many bytes that the peer has at an address lie in this process.
+
+        Raises:
+            PeerError: they are not all in this memory.
+        """
+        first = address - self._card.address
+        if length_bytes < 0 or first < 0 or first + length_bytes > self._card.length_bytes:
+            raise PeerError(
+                f"{length_bytes} bytes at {address:#x} are named, the peer's slots are the "
+                f"{self._card.length_bytes} bytes at {self._card.address:#x}"
+            )
+        return self._base + first
+
+    def copy_bytes_per_s(self, source: int, target: int, length_bytes: int) -> float:
+        """How fast a copy from our memory to the peer's is, at best; 0 where there is too little to tell.
+
+        Raises:
+            PeerError: ``target`` is not in this memory.
+        """
+        place, seconds = self.at(target, length_bytes), []
+        if length_bytes < _LEAST_PIECE_BYTES:
+            return 0.0
+        for _ in range(3):
+            start = time.perf_counter()
+            ctypes.memmove(place, source, length_bytes)
+            seconds.append(time.perf_counter() - start)
+        return length_bytes / max(min(seconds), 1e-9)
