@@ -12,9 +12,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from benchmarks.report import Report
+from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.errors import ConfigError, KVConnectError
 
-PATHS = ("direct", "packed", "auto")
 DEVICES = ("cpu", "cuda")
 
 Benchmark = Callable[[Any, Report], int | None]
@@ -131,6 +131,11 @@ def parse_extra(text: str) -> dict[str, Any]:
 def extra_option() -> Any:
     """Settings that a benchmark passes on."""
     return option(None, "Further settings of kv_connector_extra_config, a JSON object.", parse=parse_extra)
+
+
+def carrying_protocol(engine: str, device: str) -> str:
+    """By which protocol an engine carries the bytes: left at auto, CPU caches of one machine share memory."""
+    return PROTOCOLS.get(engine, "auto") if device == "cpu" else "auto"
 
 
 def environment_option() -> Any:

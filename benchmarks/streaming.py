@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import Options as BaseOptions
-from benchmarks.options import extra_option, option
+from benchmarks.options import carrying_protocol, extra_option, option
 from benchmarks.report import Report
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import growth, read_metrics
@@ -50,7 +50,6 @@ class Options(BaseOptions):
     )
     prompts: int = option(9, "Prompts of each length, for either pair.", least=1)
     batched_tokens: int = option(1024, "Tokens that a step computes.", least=1)
-    path: str = option("packed", "auto or packed.")
     min_tokens: int = option(4096, "stream_min_tokens of one of the pairs.", least=0)
     extra: Mapping[str, Any] | None = extra_option()
 
@@ -84,7 +83,8 @@ def _start(children: Children, options: Options, name: str, min_tokens: int) -> 
     )
     nodes = []
     for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-        extra = {"engine": options.engine, "path": options.path, "stream_min_tokens": min_tokens}
+        protocol = carrying_protocol(options.engine, "cpu")
+        extra = {"engine": options.engine, "protocol": protocol, "stream_min_tokens": min_tokens}
         config = {
             "kv_role": role,
             "engine_id": f"{side}-{name}",

@@ -37,7 +37,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         heartbeat_s: after so much silence of a peer that was met it is asked whether it lives.
         retry_max_s: how long at most a peer that could not be reached is left alone.
         handshake_timeout_s: how long a peer may take to answer the first greeting.
-        quarantine_s: how long blocks stay unused after the last moment at which a peer may have begun to
+        quarantine_s: how long slots stay unused after the last moment at which a peer may have begun to
             write to them: when it answered that it stopped, or when the time it was given is over.
         early_fetch_s: how long a fetch waits for a prefill that its worker has not been told of yet.
         find_s: how long a request waits for what peers answer that are asked for its KV by name.
@@ -74,7 +74,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             only offloads.
         protocol: how the engine reaches its peer, ``auto`` for the engine's own choice. Mooncake knows
             ``tcp``, ``rdma``, and ``nvlink`` between GPUs of one host, which is its choice on GPUs where
-            ``host`` is a loopback address; NIXL takes the name of a backend such as ``UCX``.
+            ``host`` is a loopback address; NIXL takes the name of a backend such as ``UCX``. With ``auto``,
+            slots between CPU caches of one machine lie in shared memory, and no engine carries the bytes.
         device_name: network devices for the engine: RDMA adapters for Mooncake, comma separated, or one
             device of UCX for NIXL; empty for all, with NIXL for ``host``'s interface where that can be told.
         host: the address of this node that peers use; or a network such as ``10.0.0.0/16`` or ``fd00::/64``,
@@ -90,7 +91,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         require_lane: what may carry bytes: ``nvlink``, ``cuda_ipc``, ``rdma``, ``tcp`` and ``shared_memory``,
             comma separated; empty for anything. A peer that is reached by another one, or by one that
             cannot be told, is refused, and what it holds is not loaded. Its link is measured again after a
-            while, ``peer_timeout_s`` at most. Needs slots.
+            while, ``peer_timeout_s`` at most.
         min_gb_per_s: a peer that its calibration shows to be slower than this, in 10^9 bytes a second, is
             refused likewise. Both count on the node that has them, whichever way the bytes go.
         allow_peers: the only peers that this node fetches from: host, host:port, network, and network:ports
@@ -99,17 +100,12 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         port: the side channel's port of rank 0; rank r listens on ``port + r``. 0 takes a free one.
         bootstrap_port: where a prefill node answers a router that speaks Mooncake's protocol, when the router
             starts; 0 for nowhere. Give ``port`` too: what the router was answered is good until that changes.
-        path: how pages travel. ``packed`` packs them into slots, whatever they are on the other side, and
-            peers can write to slots only. ``direct`` copies page to page, needs equal pages, and lets peers
-            write to the cache of a decode node. ``auto`` opens both, and takes the cheaper one each time.
-            Left out it is ``auto`` for a cache in CPU memory with NIXL, whose peers have keys and are of this
-            machine (``host`` and ``bind`` are loopback addresses), and ``packed`` for any other.
         slot_bytes: size of a slot, a multiple of 4096; 0 for one that suits the device.
-        num_slots: how many slots a worker has for each direction; 0 for none, which closes the packed path.
-        convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the
-            packed path, with the scales of the quantised side; both sides must set it.
+        num_slots: how many slots a worker has for each direction.
+        convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the way,
+            with the scales of the quantised side; both sides must set it.
         stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
-            asked both nodes at once and the packed path is open; 0 for never.
+            asked both nodes at once; 0 for never.
         lease_s: how long prefilled blocks wait to be fetched, unless the decode node renews the lease.
         lease_max_s: how long they wait at most, however often the lease is renewed.
         drain_s: how long a node that shall stop goes on sending what it was asked for. Under vLLM its own
@@ -143,9 +139,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     require_lane: str = ""
     min_gb_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     allow_peers: tuple[str, ...] = ()
-    path: Literal["auto", "direct", "packed"] | None = None
     slot_bytes: Annotated[int, msgspec.Meta(ge=0, multiple_of=4096)] = 0
-    num_slots: Size = 8
+    num_slots: Bound = 8
     convert_dtype: bool = False
     stream_min_tokens: Size = 4096
     lease_s: Seconds = 30.0
@@ -184,26 +179,6 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Whether ``require_lane`` lets bytes be carried by it."""
         return not self.require_lane or lane in self.lanes
 
-    @property
-    def has_slots(self) -> bool:
-        """This side opens the packed path."""
-        return self.path != "direct" and self.num_slots > 0
-
-    @property
-    def opens_direct(self) -> bool:
-        """Peers may read and write pages; pages are registered with the engine for it."""
-        return self.path in ("auto", "direct")
-
-    def with_path(self, device: str, engine: str) -> ExtraConfig:
-        """The same with a ``path``, chosen for a cache on ``cpu`` or ``cuda`` if it was left out.
-
-        Between CPUs over NIXL the two copies of the packed path cost more than what they save of the engine's
-        time. Over Mooncake they do not, and it listens at all addresses, where it asks for no key.
-        """
-        trusted = not self.insecure and not self.far_addresses
-        trusted = trusted and device == "cpu" and engine == "nixl"
-        return msgspec.structs.replace(self, path=self.path or ("auto" if trusted else "packed"))
-
     def of_rank(self, rank: int) -> ExtraConfig:
         """The same for one rank alone; a network is still one."""
         return msgspec.structs.replace(self, ranks={}, **settings_of(self.ranks, rank + self.first_rank))
@@ -212,9 +187,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """The same for one rank, on its machine. Raises ``ConfigError``: it has no address in a network."""
         own, where = self.of_rank(rank), "kv_connector_extra_config"
         found = {name: address_within(getattr(own, name), f"{where}.{name}") for name in ("host", "bind")}
-        # Peers on other machines may know this rank, whose own addresses are not.
-        path = self.path or ("packed" if self.far_addresses else None)
-        return msgspec.structs.replace(own, **found, path=path)
+        return msgspec.structs.replace(own, **found)
 
     @property
     def listens_at(self) -> str:
@@ -274,14 +247,23 @@ def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> Transfe
     # vLLM writes its unset fields as null.
     known = TransferConfig.__struct_fields__
     given = {key: value for key, value in given.items() if value is not None or key not in known}
+    _refuse_path(given.get("kv_connector_extra_config"))
     read = read_struct(given, TransferConfig, "kv_transfer_config", Limits.__struct_fields__)
     extra, offload = read.extra.derived(), read.extra.offload
-    is_asked = read.is_producer and extra.engine != "none" and extra.has_slots
+    is_asked = read.is_producer and extra.engine != "none"
     if is_asked and offload is not None and offload.disk_path and offload.peer_share is None:
         extra = msgspec.structs.replace(extra, offload=msgspec.structs.replace(offload, peer_share=1 / 16))
     config = msgspec.structs.replace(read, kv_connector_extra_config=extra)
     _check_combination(config)
     return config
+
+
+def _refuse_path(extra: Any) -> None:
+    if isinstance(extra, Mapping) and extra.get("path") is not None:
+        raise ConfigError(
+            f"kv_connector_extra_config.path is {extra['path']!r}, and is no setting any more: pages travel "
+            "through slots, as with 'packed', and no peer writes to the cache; leave it out"
+        )
 
 
 def _check_combination(config: TransferConfig) -> None:
@@ -303,16 +285,9 @@ def _check_combination(config: TransferConfig) -> None:
     _check_security(extra, where)
     if extra.offload is not None:
         check_offload(extra.offload)
-    if not extra.opens_direct and not extra.num_slots:
-        raise ConfigError(f"{where}.num_slots is 0, without path 'auto' or 'direct' it must be at least 1")
     lanes = [lane for lane in get_args(LaneKind) if lane != "unknown"]
     if unknown := sorted(extra.lanes - set(lanes)):
         raise ConfigError(f"{where}.require_lane has {', '.join(unknown)}; accepted: {', '.join(lanes)}")
-    if (extra.require_lane or extra.min_gb_per_s) and not extra.has_slots:
-        raise ConfigError(
-            f"{where} has {'require_lane' if extra.require_lane else 'min_gb_per_s'} and no slots, without "
-            "which no link is measured; accepted: path 'packed' or 'auto', with num_slots of at least 1"
-        )
     if extra.lease_max_s < extra.lease_s:
         least = f"it must be at least lease_s, which is {extra.lease_s}"
         raise ConfigError(f"{where}.lease_max_s is {extra.lease_max_s}, {least}")
@@ -320,10 +295,10 @@ def _check_combination(config: TransferConfig) -> None:
         for address in getattr(extra, name):
             if split_address(address) is None:
                 raise ConfigError(f"{where}.{name} names {address!r}, accepted: host:port")
-    if extra.sources and not (config.is_consumer and extra.engine != "none" and extra.has_slots):
+    if extra.sources and not (config.is_consumer and extra.engine != "none"):
         raise ConfigError(
-            f"{where}.sources is set and this node fetches nothing through slots; accepted: kv_role "
-            "kv_consumer or kv_both, an engine, and path 'packed' or 'auto' with num_slots of at least 1"
+            f"{where}.sources is set and this node fetches nothing; accepted: kv_role kv_consumer or "
+            "kv_both, and an engine"
         )
     if extra.load_timeout_s < extra.handshake_timeout_s:
         raise ConfigError(

@@ -142,10 +142,7 @@ _FAILURES = _counter("failures", "What went wrong, by reason", "reason")
 
 
 class Metrics(MetricSet):
-    """What the transfers of one worker move, and what goes wrong there; ``timeline`` has what they do when.
-
-    ``link`` is what a calibration measured, by its name in ``LinkCost.as_metrics``.
-    """
+    """What the transfers of one worker move, and what goes wrong there, and when."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(registry)
@@ -158,13 +155,13 @@ class Metrics(MetricSet):
         "direction",
         "outcome",
     )
-    transfer_bytes: Numbers = _counter("transfer_bytes", "KV bytes moved", "direction", "path", "lane")
+    transfer_bytes: Numbers = _counter("transfer_bytes", "KV bytes moved", "direction", "lane")
     transfer_seconds: Numbers = _counter(
         "transfer_seconds",
         "Seconds from the first post to the last completion, summed over requests",
         "direction",
     )
-    copies: Numbers = _counter("copies", "Copies given to the engine", "direction", "path")
+    copies: Numbers = _counter("copies", "Chunks that were sent or received", "direction")
     streamed: Number = _counter("streamed_requests", "Requests that were sent while they were prefilled")
     streamed_bytes: Number = _counter("streamed_bytes", "KV bytes sent before the end of their prefill")
     pulls: Numbers = _counter(
@@ -178,7 +175,7 @@ class Metrics(MetricSet):
         "load_seconds", "Seconds from the order to load a request to its arrival", _LOAD_BUCKETS
     )
     chunk_seconds: Observations = _histogram(
-        "chunk_seconds", "Seconds that the engine took to write a packed chunk to a peer", _CHUNK_BUCKETS
+        "chunk_seconds", "Seconds that it took to write a packed chunk to a peer", _CHUNK_BUCKETS
     )
     lease_seconds: Observations = _histogram(
         "lease_seconds",
@@ -198,18 +195,12 @@ class Metrics(MetricSet):
     leases: Number = _gauge("leases_held", "Requests that wait to be fetched")
     loads: Number = _gauge("loads_in_flight", "Requests that are being fetched, or wait for it")
     loads_waiting: Number = _gauge("loads_waiting", "Requests whose fetch waits for its turn")
-    quarantined: Number = _gauge("loads_quarantined", "Requests whose blocks may still be written")
+    quarantined: Number = _gauge("slots_quarantined", "Landing slots that a lost peer may still write")
     inflight_bytes: Number = _gauge("inflight_bytes", "Bytes under way to peers")
     slots_landing: Number = _gauge("slots_landing", "Landing slots that are lent, unpacked or in quarantine")
     slots_send: Number = _gauge("slots_send", "Send slots that are packed, sent or in quarantine")
     slots_landing_limit: Number = _gauge("slots_landing_limit", "Landing slots that there are")
     slots_send_limit: Number = _gauge("slots_send_limit", "Send slots that there are")
-    link: ClassVar[dict[str, Number]] = {
-        "direct_copy_s": _gauge("link_direct_copy_seconds", "A copy on the link calibrated last"),
-        "direct_bytes_per_s": _gauge("link_direct_bytes_per_second", "Its bytes, page by page"),
-        "packed_chunk_s": _gauge("link_packed_chunk_seconds", "A chunk on the link calibrated last"),
-        "packed_bytes_per_s": _gauge("link_packed_bytes_per_second", "Its bytes, chunk by chunk"),
-    }
 
 
 class OffloadMetrics(MetricSet):

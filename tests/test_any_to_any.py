@@ -18,6 +18,7 @@ from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, UniformTypeSpec
 from kvconnect.config import parse_kv_transfer_config
+from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.engine.registry import available_engines
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders
 from kvconnect.peer.messages import CacheMeaning
@@ -68,7 +69,12 @@ class World:
         self.workers[0].start(Orders(directory=tuple(worker.address() for worker in self.workers)))
 
     def config(self):
-        extra = {"engine": self.engine, "path": "packed", "slot_bytes": 1 << 18, "num_slots": 2}
+        extra = {
+            "engine": self.engine,
+            "protocol": PROTOCOLS[self.engine],
+            "slot_bytes": 1 << 18,
+            "num_slots": 2,
+        }
         engine_id = f"{self.role} {self.size}"
         return parse_kv_transfer_config(
             {"kv_role": f"kv_{self.role}", "engine_id": engine_id, "kv_connector_extra_config": extra}

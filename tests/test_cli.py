@@ -68,7 +68,6 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
             ("router", "--prefill", "http://a", "--decode", "http://b", "--flow", "both"),
             "flow is 'both'; accepted: sequential, parallel",
         ),
-        (("demo", "--path", "both"), "path 'both' is unknown; choose from auto, direct, packed"),
         (("demo", "--engine", "nope"), "engine 'nope' is unknown; choose from mooncake, nixl"),
         (("demo", "--model", "nope"), "model 'nope' is unknown"),
         (("demo", "--requests", "0"), "requests is 0, it must be at least 1"),
@@ -170,8 +169,8 @@ METRICS = """# HELP kvconnect_transfers_total x
 kvconnect_transfers_total{direction="received",outcome="ok"} %s
 kvconnect_transfers_total{direction="received",outcome="failed"} %s
 kvconnect_transfers_total{direction="sent",outcome="ok"} 99.0
-kvconnect_transfer_bytes_total{direction="received",path="direct"} %s
-kvconnect_transfer_bytes_total{direction="received",path="packed"} 5.0
+kvconnect_transfer_bytes_total{direction="received",lane="tcp"} %s
+kvconnect_transfer_bytes_total{direction="received",lane="rdma"} 5.0
 kvconnect_transfer_seconds_total{direction="received"} %s
 """
 
@@ -187,7 +186,7 @@ def judged(ok: float, failed: float, moved: float, seconds: float) -> Outcome:
 def test_only_the_growth_of_the_counters_counts() -> None:
     good = judged(2, 0, 2e9, 0.5)
     assert good.problems == []
-    assert (good.kv_bytes, good.transfer_s, good.gb_per_s, good.path) == (2_000_000_000, 0.5, 4.0, "direct")
+    assert (good.kv_bytes, good.transfer_s, good.gb_per_s, good.lane) == (2_000_000_000, 0.5, 4.0, "tcp")
     assert judged(1, 0, 2e9, 0.5).problems == ["2 prompts need KV of the prefill node, but 1 received some"]
     assert judged(2, 1, 2e9, 0.5).problems == ["1 transfers failed"]
     assert "0 bytes" in judged(2, 0, 0, 0.5).problems[0]
@@ -195,7 +194,7 @@ def test_only_the_growth_of_the_counters_counts() -> None:
 
 def test_a_line_of_the_demo_fits_80_columns_and_has_no_rate_of_tiny_models(capsys) -> None:
     pair = Outcome(engine="mooncake", model="sliding", requests=128, token_exact=128, seconds=100.0)
-    pair.kv_bytes, pair.gb_per_s, pair.path = 123_456_789, 0.002, "direct+packed"
+    pair.kv_bytes, pair.gb_per_s, pair.lane = 123_456_789, 0.002, "shared_memory"
 
     def run(_: Path) -> Iterator[Outcome]:
         yield pair
@@ -203,7 +202,7 @@ def test_a_line_of_the_demo_fits_80_columns_and_has_no_rate_of_tiny_models(capsy
     assert report(run, json_output=False) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert len(line) <= 80, line
-    assert line.startswith("ok     mooncake/sliding 128 of 128 exact, 123 MB of KV direct+packed")
+    assert line.startswith("ok     mooncake/sliding 128 of 128 exact, 123 MB over shared_memory")
 
 
 def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_named(monkeypatch, capsys) -> None:
@@ -243,25 +242,27 @@ def test_the_demo_is_exact_and_says_so_in_json() -> None:
     assert found["kv_bytes"] > 0
     assert found["transfer_s"] > 0
     assert found["gb_per_s"] > 0
-    assert found["path"]
+    assert found["lane"]
     assert found["block_ids_differ"] is True
 
 
 FLIP_IN_A_PAGE = """
 import ctypes
-from kvconnect.engine.nixl import NixlEngine
+from kvconnect.pack.packer import Packer
 
-submit, flipped = NixlEngine.submit, []
+unpack, flipped = Packer.unpack, []
 
-def submit_flipped(self, batch):
+def unpack_and_flip(self, slot, staged, seed):
+    ticket = unpack(self, slot, staged, seed)
     # A page of a long prompt: of a short one, what lies behind its last token is never read, and the
-    # last token itself is computed anew.
-    if not flipped and batch.total_bytes > 200_000:
+    # last token itself is computed anew. The digest is of what came.
+    if not flipped and staged.total_bytes > 200_000:
         flipped.append(True)
-        ctypes.c_uint8.from_address(int(batch.source[0]) + 1).value ^= 1
-    submit(self, batch)
+        ctypes.c_uint8.from_address(slot + 1).value ^= 1
+        unpack(self, slot, staged, None)
+    return ticket
 
-NixlEngine.submit = submit_flipped
+Packer.unpack = unpack_and_flip
 """
 
 FLIP_IN_A_SLOT = """
@@ -285,22 +286,22 @@ Packer.pack = pack_and_flip
 
 
 @pytest.mark.parametrize(
-    ("engine", "path", "flip", "said"),
+    ("engine", "flip", "said"),
     [
-        ("nixl", "direct", FLIP_IN_A_PAGE, "tokens differ at place"),
-        ("mooncake", "packed", FLIP_IN_A_SLOT, "landed with another digest"),
-        ("nixl", "packed", FLIP_IN_A_SLOT, "landed with another digest"),
+        ("nixl", FLIP_IN_A_PAGE, "tokens differ at place"),
+        ("mooncake", FLIP_IN_A_SLOT, "landed with another digest"),
+        ("nixl", FLIP_IN_A_SLOT, "landed with another digest"),
     ],
     ids=["in a page", "in a slot, Mooncake", "in a slot, NIXL"],
 )
-def test_one_flipped_byte_fails_the_demo(engine, path, flip, said, tmp_path, monkeypatch, capfd) -> None:
+def test_one_flipped_byte_fails_the_demo(engine, flip, said, tmp_path, monkeypatch, capfd) -> None:
     pytest.importorskip(engine)
     script = tmp_path / "flipper.py"
     script.write_text(f"{flip}\nfrom kvconnect.cli import main\nmain()\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(children, "COMMAND", (sys.executable, str(script)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = runner.run_demo(DemoOptions([engine], ["gqa"], requests=4, path=path), json_output=True)
+    code = runner.run_demo(DemoOptions([engine], ["gqa"], requests=4), json_output=True)
     out, err = capfd.readouterr()
     found = json.loads(out)
     assert code == 1

@@ -65,11 +65,7 @@ def test_the_value_is_frozen():
             {"kv_connector_extra_config": {"engine": "ucx"}},
             r"'ucx': accepted: auto, memory, mooncake, nixl, none",
         ),
-        ({"kv_connector_extra_config": {"path": "fast"}}, r"'fast': accepted: auto, direct, packed"),
-        (
-            {"kv_connector_extra_config": {"path": "packed", "num_slots": 0}},
-            r"num_slots is 0, without path 'auto' or 'direct' it must be at least 1",
-        ),
+        ({"kv_connector_extra_config": {"num_slots": 0}}, r"num_slots is 0: Expected `int` >= 1"),
         (
             {"kv_connector_extra_config": {"slot_bytes": 1000}},
             r"slot_bytes is 1000: .*multiple of 4096",
@@ -125,6 +121,13 @@ def test_what_is_wrong_is_named(change, match):
         parse_kv_transfer_config({key: value for key, value in given_config.items() if value is not None})
 
 
+@pytest.mark.parametrize("path", ["auto", "direct", "packed"])
+def test_what_was_a_path_is_refused(path):
+    match = rf"kv_connector_extra_config.path is '{path}', and is no setting any more: .* leave it out"
+    with pytest.raises(ConfigError, match=match):
+        parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": {"path": path}})
+
+
 @pytest.mark.parametrize(
     ("text", "match"), [("{", "not JSON"), ("[]", "a JSON object"), ("7", "JSON object")]
 )
@@ -176,10 +179,7 @@ def test_a_node_that_peers_may_ask_for_what_is_on_its_disk_lends_rows(changes):
     assert none.extra.offload.peer_share == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "extra"),
-    [({"kv_role": "kv_consumer"}, {}), ({}, {"engine": "none"}), ({}, {"path": "direct"})],
-)
+@pytest.mark.parametrize(("changes", "extra"), [({"kv_role": "kv_consumer"}, {}), ({}, {"engine": "none"})])
 def test_no_rows_are_lent_by_a_node_that_sends_none(changes, extra):
     offload = {"cpu_bytes": GIB, "disk_path": "/var/cache/kv", "disk_bytes": GIB}
     assert (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +16,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvconnect import cli
+from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import ConfigError
 from kvconnect.explain.cache_file import parse_cache
 from kvconnect.explain.report import make_report
 from kvconnect.explain.tables import rank_table
-from kvconnect.plan.cost import EngineRates, LinkCost
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "deploy" / "examples"
@@ -32,21 +31,10 @@ SLIDING = {"kind": "sliding", "num_layers": 2, "num_kv_heads": 4, "head_size": 8
 
 
 def cache(*layers, **outer):
-    transfer = {
-        key: outer.pop(key)
-        for key in ("engine", "path", "slot_bytes", "num_slots", "convert_dtype")
-        if key in outer
-    }
-    extra = {"path": "auto", **transfer}
+    extra = {key: outer.pop(key) for key in ("engine", "slot_bytes", "convert_dtype") if key in outer}
     return parse_cache(
         {"layers": list(layers), "block_size": 16, **outer, "kv_connector_extra_config": extra}
     )
-
-
-def explain(source, target, tokens=100, **rates):
-    pack = rates.pop("pack_bytes_per_s", None)
-    engine = {"seconds_per_batch": 1e-4, "seconds_per_copy": 1e-5, "bytes_per_s": 1e10, **rates}
-    return make_report(source, target, tokens, LinkCost(EngineRates(**engine), pack))
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -82,7 +70,7 @@ def test_every_target_rank_gets_each_of_its_heads_once_and_whole(source, target,
         )
         for side in (source, target)
     ]
-    report = explain(*sides, tokens=tokens)
+    report = make_report(*sides, tokens)
     assert report.works
     head_bytes = 3 * 2 * 8 * 2
     latent_bytes = 2 * 12 * 2
@@ -95,13 +83,9 @@ def test_every_target_rank_gets_each_of_its_heads_once_and_whole(source, target,
             heads = pair.heads["gqa"][1] - pair.heads["gqa"][0] + 1
             row_bytes = heads * head_bytes + latent_bytes
             assert pair.heads["mla"] is None
-            for case in pair.cases:
-                # Whole kernel blocks on the direct path; on the packed one, in the order `rows`, whole rows.
-                assert case.direct_bytes == math.ceil(tokens / 16) * 16 * row_bytes
-                least = tokens * row_bytes if pair.order == "rows" else case.direct_bytes
-                assert least <= case.packed_bytes <= least + case.chunks * 11 * 15
-                assert case.least_copy_bytes * case.copies <= case.direct_bytes
-                assert case.most_copy_bytes * case.copies >= case.direct_bytes
+            # Whole kernel blocks, or in the order `rows`, whole rows.
+            rows = tokens if pair.order == "rows" else div_ceil(tokens, 16) * 16
+            assert rows * row_bytes <= pair.total_bytes <= rows * row_bytes + pair.chunks * 11 * 15
 
 
 def owners(head, world):
@@ -111,47 +95,32 @@ def owners(head, world):
     return [rank for rank in range(world) if rank * 4 // world <= head < (rank + 1) * 4 // world]
 
 
-def test_equal_caches_are_whole_pages_and_adjacent_blocks_are_runs():
+def test_equal_caches_are_sent_as_whole_pages():
     side = cache(GQA)
-    scattered, adjacent = explain(side, side, tokens=16 * 64).pairs[0].cases
-    page_bytes = 16 * 4 * 2 * 8 * 2
-    assert (adjacent.copies, adjacent.most_copy_bytes) == (3, 64 * page_bytes)
-    assert 3 * 50 < scattered.copies <= 3 * 64
-    assert (scattered.least_copy_bytes, scattered.direct_bytes) == (page_bytes, 3 * 64 * page_bytes)
-    assert explain(side, side).pairs[0].order == "pages"
+    (pair,) = make_report(side, side, 16 * 64).pairs
+    assert (pair.order, pair.total_bytes) == ("pages", 3 * 64 * 16 * 4 * 2 * 8 * 2)
 
 
 def test_a_window_is_all_that_travels_of_a_sliding_layer():
-    report = explain(cache(SLIDING), cache(SLIDING), tokens=1000)
+    (pair,) = make_report(cache(SLIDING), cache(SLIDING), 1000).pairs
     # Tokens 960 to 999 are seen, which blocks 60 to 62 hold.
-    assert report.pairs[0].cases[0].direct_bytes == 3 * 16 * 2 * (4 * 2 * 8 * 2)
+    assert pair.total_bytes == 3 * 16 * 2 * (4 * 2 * 8 * 2)
 
 
 def test_state_is_one_page_whatever_the_tokens():
     for tokens in (1, 1000):
-        case = explain(cache(STATE, tp_size=2), cache(STATE, tp_size=2), tokens=tokens).pairs[1].cases[0]
-        assert (case.copies, case.direct_bytes) == (2, 2000)
-
-
-def test_what_was_measured_decides():
-    sides = cache(GQA), cache({**GQA, "layout": "hnd"})
-    slow_copies = explain(*sides, tokens=4096, seconds_per_copy=1e-4, pack_bytes_per_s=1e11)
-    slow_packing = explain(*sides, tokens=4096, seconds_per_copy=1e-9, bytes_per_s=1e12, pack_bytes_per_s=1e6)
-    assert [case.path for case in slow_copies.pairs[0].cases] == ["packed", "packed"]
-    assert [case.path for case in slow_packing.pairs[0].cases] == ["direct", "direct"]
-    for report in (slow_copies, slow_packing):
-        for case in report.pairs[0].cases:
-            assert (case.packed_s < case.direct_s) is (case.path == "packed")
+        pair = make_report(cache(STATE, tp_size=2), cache(STATE, tp_size=2), tokens).pairs[1]
+        assert (pair.chunks, pair.total_bytes) == (1, 2 * 1008)
 
 
 def test_a_request_is_cut_into_chunks_that_fit_a_slot():
     side = cache(GQA, slot_bytes=8192)
-    case = explain(side, side, tokens=1600).pairs[0].cases[0]
-    assert case.chunks >= case.packed_bytes / 8192
+    (pair,) = make_report(side, side, 1600).pairs
+    assert pair.chunks >= pair.total_bytes / 8192
     tiny = cache({**GQA, "num_kv_heads": 64, "head_size": 128}, slot_bytes=4096)
-    report = explain(tiny, tiny)
-    assert "a slot has 4096 bytes" in report.pairs[0].closed["packed"][0]
-    assert report.pairs[0].cases[0].path == "direct"
+    report = make_report(tiny, tiny, 100)
+    assert "a slot has 4096 bytes" in report.pairs[0].refusals[0]
+    assert not report.works
 
 
 def test_no_memory_is_touched():
@@ -189,71 +158,38 @@ def resident_bytes() -> int:
 )
 def test_workers_that_would_refuse_each_other_do_so_here(source, target, reason):
     sides = [cache(*side.pop("layers", [GQA]), **side) for side in (dict(source), dict(target))]
-    report = explain(*sides)
+    report = make_report(*sides, 100)
     assert any(reason in refusal for refusal in report.refusals)
     assert not report.works
-    assert all(case.path == "" for pair in report.pairs for case in pair.cases)
 
 
 def test_an_engine_that_is_chosen_there_is_no_difference():
-    assert explain(cache(GQA, engine="auto"), cache(GQA, engine="nixl")).works
+    assert make_report(cache(GQA, engine="auto"), cache(GQA, engine="nixl"), 100).works
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "direct", "packed"),
-    [
-        ({}, {"path": "direct"}, [], ["the target's path is 'direct'"]),
-        ({"path": "packed"}, {}, ["the source's path is 'packed'"], []),
-        ({"num_slots": 0}, {}, [], ["the source has no slots: num_slots is 0"]),
-        (
-            {},
-            {"block_size": 32},
-            ["layers gqa.0 to gqa.2 (3): rows in a page differ, source 16, target 32"],
-            [],
-        ),
-        (
-            {},
-            {"kv": "apart", "dtype": "float16"},
-            ["layers gqa.0 to gqa.2 (3): dtype differ, source bfloat16, target float16"],
-            [
-                "layers gqa.0 to gqa.2 (3): dtype differ, source bfloat16, target float16; convert_dtype: "
-                "true on both sides would have it converted"
-            ],
-        ),
-        (
-            {"path": "direct"},
-            {"path": "packed"},
-            ["the target's path is 'packed'"],
-            ["the source's path is 'direct'"],
-        ),
-    ],
-)
-def test_a_closed_path_has_all_its_reasons(source, target, direct, packed):
-    of_layers = ("kv", "dtype")
-    sides = [
-        cache(
-            {**GQA, **{key: value for key, value in side.items() if key in of_layers}},
-            **{key: value for key, value in side.items() if key not in of_layers},
-        )
-        for side in (source, target)
-    ]
-    report = explain(*sides)
+def test_caches_of_other_blocks_and_layouts_fit():
+    report = make_report(cache(GQA), cache({**GQA, "kv": "apart"}, block_size=32), 100)
+    assert report.works
+    assert [(pair.order, pair.refusals) for pair in report.pairs] == [("rows", [])]
+
+
+def test_caches_that_do_not_fit_have_every_reason():
+    report = make_report(cache(GQA, MLA), cache({**GQA, "dtype": "float16"}, {**MLA, "head_size": 16}), 100)
     assert report.refusals == []
-    assert report.pairs[0].closed == {"direct": direct, "packed": packed}
-    open_paths = [path for path, reasons in (("direct", direct), ("packed", packed)) if not reasons]
-    for case in report.pairs[0].cases:
-        assert case.path in (open_paths or [""])
-        assert (case.direct_s is None) is bool(direct)
-        assert (case.packed_s is None) is bool(packed)
-    assert report.works is bool(open_paths)
+    assert [(pair.order, pair.chunks, pair.total_bytes) for pair in report.pairs] == [("", 0, 0)]
+    assert report.pairs[0].refusals == [
+        "layers gqa.0 to gqa.2 (3): dtype differ, source bfloat16, target float16; convert_dtype: "
+        "true on both sides would have it converted",
+        "layers mla.0 to mla.1 (2): bytes of a head and token differ, source 24, target 32",
+    ]
+    assert not report.works
 
 
 def test_types_are_converted_where_both_sides_say_so():
     sides = [cache({**GQA, "dtype": dtype}, convert_dtype=True) for dtype in ("bfloat16", "float8_e4m3fn")]
-    case = explain(*sides).pairs[0].cases[0]
-    assert case.path == "packed"
+    (pair,) = make_report(*sides, 100).pairs
     # The narrower type travels.
-    assert case.packed_bytes == pytest.approx(100 * 3 * 4 * 2 * 8, abs=64)
+    assert pair.total_bytes == pytest.approx(100 * 3 * 4 * 2 * 8, abs=64)
 
 
 # --- what is wrong with a file ------------------------------------------------------------------------
@@ -293,8 +229,8 @@ def test_types_are_converted_where_both_sides_say_so():
             "layers[0]: block_size is 16, but the attention kernels need blocks of 32 tokens",
         ),
         (
-            {"layers": [GQA], "block_size": 16, "kv_connector_extra_config": {"path": "fast"}},
-            "kv_connector_extra_config.path is 'fast': accepted: auto, direct, packed",
+            {"layers": [GQA], "block_size": 16, "kv_connector_extra_config": {"path": "packed"}},
+            "kv_connector_extra_config.path is 'packed', and is no setting any more",
         ),
     ],
 )
@@ -355,8 +291,7 @@ def test_the_examples_are_explained_in_json():
     }
     for pair in pairs.values():
         assert pair["order"] == "rows"
-        for case in pair["cases"]:
-            assert case["direct_bytes"] == 8192 * 80 * 2 * 2 * 128 * 2
+        assert pair["total_bytes"] == 8192 * 80 * 2 * 2 * 128 * 2
 
 
 def test_the_examples_are_explained_to_people():
@@ -365,7 +300,7 @@ def test_the_examples_are_explained_to_people():
     assert done.returncode == 0, done.stderr
     assert "prefill.cache.json (P) to decode.cache.json (D): a request of 1000 tokens" in done.stdout
     assert "gqa 6-7" in done.stdout
-    assert "assumed, not measured" in done.stdout
+    assert "rows" in done.stdout
 
 
 def test_what_cannot_be_is_said_and_is_exit_code_1(tmp_path):
@@ -375,13 +310,7 @@ def test_what_cannot_be_is_said_and_is_exit_code_1(tmp_path):
     wrong.write_text(json.dumps(given))
     done = command(str(EXAMPLES / "prefill.cache.json"), str(wrong))
     assert done.returncode == 1
-    assert (
-        "direct is closed, every pair of ranks: layers gqa.0 to gqa.79 (80): row bytes differ, source 512, "
-        "target 256" in done.stdout
-    )
-    assert (
-        "packed is closed, every pair of ranks: layers gqa.0 to gqa.79 (80): bytes of a head" in done.stdout
-    )
+    assert "refused, every pair of ranks: layers gqa.0 to gqa.79 (80): bytes of a head" in done.stdout
 
 
 def explained(tmp_path, model, *options):
@@ -424,22 +353,20 @@ def test_a_model_that_keeps_what_its_config_does_not_say_is_refused_by_name(tmp_
         assert match in str(result.exception)
 
 
-def test_a_nodes_own_configuration_may_close_a_path(tmp_path):
+def test_a_nodes_own_configuration_may_have_slots_that_are_too_small(tmp_path):
     model = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 2048}
     given = {"kv_connector": "KVConnect", "kv_role": "kv_both"}
-    for extra, is_open, reasons in (
-        ({"path": "auto"}, True, []),
+    for extra, works, reasons in (
+        ({}, True, []),
         ({"slot_bytes": 4096}, False, ["a slot has 4096 bytes, but layer 'gqa.0' needs at least"]),
     ):
         configuration = json.dumps({**given, "kv_connector_extra_config": extra})
         result = explained(tmp_path, model, "--tp", "2", "--kv-transfer-config", configuration)
         report = json.loads(result.output)
-        assert (result.exit_code, report["works"]) == (not is_open, is_open)
-        (pair, other) = report["pairs"]
-        assert pair["closed"] == other["closed"]
-        closed = pair["closed"]["packed"]
-        assert len(closed) == len(reasons)
-        assert all(reason in told for reason, told in zip(reasons, closed, strict=True))
+        assert (result.exit_code, report["works"]) == (not works, works)
+        for pair in report["pairs"]:
+            assert len(pair["refusals"]) == len(reasons)
+            assert all(reason in told for reason, told in zip(reasons, pair["refusals"], strict=True))
 
 
 def test_ranks_that_have_places_of_their_own_are_shown_with_them(tmp_path):

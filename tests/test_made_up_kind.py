@@ -2,7 +2,7 @@
 
 A token of these layers sees the first tokens of the sequence (the sinks) and the last ones. What is in
 between is freed while a request runs, so the blocks that are kept have a hole. The bytes of such a group must
-come through plan, pack, streaming and offload as those of any other.
+come through pack, streaming and offload as those of any other.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import GroupBlocks, Progress
-from kvconnect.pack.packer import Packer
-from kvconnect.plan.align import TableCard, align_tables, card_refusal
-from kvconnect.plan.chunks import wanted_spans
-from kvconnect.plan.transfer import make_plan
-from kvconnect.plan.wire import align_wire
+from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.scheduler.stack import Computed, Step
 from kvconnect.worker.leases import Lease
 from tests.caches import attention_layer, block_values, fill_random
 from tests.identities import named
-from tests.plan.test_plan_oracle import carry_out
+from tests.slots import carry_over
 
 HEADS, CONTENT = 2, 8
 
@@ -150,23 +146,11 @@ def tokens_of(side, ids, num_tokens):
 
 
 @settings(deadline=None, max_examples=40)
-@given(handovers)
-def test_a_handover_copies_it_directly(case):
-    sides, (held, wanted), ids = both_sides(case)
-    before = tokens_of(sides[1], ids[1], case[0])
-    carry_out(make_plan(align_tables(sides[0].card, sides[1].card), held, wanted, case[0]))
-    check_target(case, sides, ids, before)
-
-
-@settings(deadline=None, max_examples=40)
 @given(handovers, st.sampled_from([256, 4096, 1 << 20]), st.booleans())
-def test_a_handover_packs_it_also_while_the_prompt_is_computed(case, slot_bytes, is_streamed):
+def test_a_handover_carries_it_also_while_the_prompt_is_computed(case, slot_bytes, is_streamed):
     (source, target), (held, wanted), ids = both_sides(case)
     num_tokens = case[0]
     before = tokens_of(target, ids[1], num_tokens)
-    wire = align_wire(source.card, target.card)
-    sides = {"source": source.table, "target": target.table}
-    packer, unpacker = (Packer(table, wire, side=side, device="cpu") for side, table in sides.items())
     if is_streamed:
         # The blocks of a prefill are known as they were given; what was freed since is another request's.
         prefill = Lease("handle", num_tokens, epoch=1)
@@ -177,13 +161,7 @@ def test_a_handover_packs_it_also_while_the_prompt_is_computed(case, slot_bytes,
             blocks.group: blocks.block_ids for blocks in held
         }
         held = list(streamed)
-    for chunk in packer.chunker.cut(wanted_spans(target.card.groups, wanted, num_tokens), slot_bytes):
-        (ours,), (theirs,) = (
-            side.stage(blocks, [chunk], num_tokens) for side, blocks in ((packer, held), (unpacker, wanted))
-        )
-        slot = torch.zeros(ours.total_bytes, dtype=torch.uint8)
-        packer.pack(slot, ours, None).wait()
-        unpacker.unpack(slot, theirs, None).wait()
+    carry_over(source.table, target.table, held, wanted, num_tokens, slot_bytes=slot_bytes)
     check_target(case, (source, target), ids, before)
 
 
@@ -192,17 +170,10 @@ def test_a_sink_that_is_gone_is_missed_and_what_lies_between_is_not():
     (source, target), kept = sides, list(held[1].block_ids)
     assert kept[2:17] == [0] * 15
     asks_all = [wanted[0], GroupBlocks(1, 0, tuple(ids[1]))]
-    link = align_tables(source.card, target.card)
-    make_plan(link, held, asks_all, 40)
+    carry_over(source.table, target.table, held, asks_all, 40)
     lacks = [held[0], GroupBlocks(1, 0, (kept[0], 0, *kept[2:]))]
-    with pytest.raises(LayoutError, match="tokens 2 to 3 are wanted, but the source holds no block"):
-        make_plan(link, lacks, asks_all, 40)
-    wire = align_wire(source.card, target.card)
-    packer = Packer(source.table, wire, side="source", device="cpu")
-    (chunk,) = packer.chunker.cut(wanted_spans(target.card.groups, asks_all, 40), 1 << 20)
-    packer.stage(held, [chunk], 40)
     with pytest.raises(LayoutError, match="tokens 2 to 3 of the request shall be packed, but no block holds"):
-        packer.stage(lacks, [chunk], 40)
+        carry_over(source.table, target.table, lacks, asks_all, 40)
 
 
 def test_peers_that_do_not_know_it_refuse_it():

@@ -21,7 +21,7 @@ import pytest
 from kvconnect.config import ExtraConfig
 from kvconnect.demo.children import COMMAND, Children
 from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
-from kvconnect.demo.pair import ask
+from kvconnect.demo.pair import PROTOCOLS, ask
 from kvconnect.inspect.runner import as_json, look
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.handles import Handles
@@ -42,7 +42,7 @@ def node_options(name, role, **config):
         "engine_id": name,
         "kv_connector_extra_config": {
             "engine": "nixl",
-            "path": "packed",
+            "protocol": PROTOCOLS["nixl"],
             "port": PORTS.get(name, 0),
             **EXTRA,
         },
@@ -317,7 +317,7 @@ def test_what_the_nodes_hold_is_seen_from_the_outside(nodes):
     assert (lease["state"], lease["tokens"]) == ("held", len(PROMPT))
     assert 0 < lease["left_s"] < EXTRA["lease_s"]
     (inbound,) = [peer for peer in held["holds"]["peers"] if peer["engine_id"] == "decode"]
-    assert (inbound["direction"], inbound["path"]) == ("sent", "packed")
+    assert inbound["direction"] == "sent"
     # Other tests name this engine at addresses where it is not.
     known = {peer["address"]: peer["met"] for peer in fetched["holds"]["peers"]}
     assert known[f"127.0.0.1:{PORTS['prefill']}"] == "a request named it"

@@ -11,10 +11,10 @@ import pytest
 
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import fetch_json, growth, read_metrics
-from kvconnect.demo.pair import ask
+from kvconnect.demo.pair import PROTOCOLS, ask
 from tests.test_pair import EXTRA, until_ready
 
-STREAMING = {"path": "packed", "slot_bytes": 65536, "stream_min_tokens": 200}
+STREAMING = {"protocol": PROTOCOLS["nixl"], "slot_bytes": 65536, "stream_min_tokens": 200}
 STEPS = ("--max-num-batched-tokens", "128")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import growth, read_metrics
-from kvconnect.demo.pair import ask
+from kvconnect.demo.pair import PROTOCOLS, ask
 
 PROMPT = list(range(1, 201))
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -24,7 +24,7 @@ def options(engine, name, role, extra):
         "kv_role": role,
         "engine_id": name,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"engine": engine, "path": "packed", "port": 0, **extra},
+        "kv_connector_extra_config": {"engine": engine, "port": 0, **extra},
     }
     return ["serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(transfer)]
 
@@ -36,9 +36,10 @@ def pair(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched, Children(tmp_path_factory.mktemp(engine)) as children:
         if request.param != engine:
             patched.setenv("UCX_TLS", "tcp")
-        made = {"prefill": children.start("prefill", *options(engine, "prefill", "kv_producer", {}))}
+        by_engine = {"protocol": PROTOCOLS[engine]}
+        made = {"prefill": children.start("prefill", *options(engine, "prefill", "kv_producer", by_engine))}
         for name, extra in DECODES.items():
-            made[name] = children.start(name, *options(engine, name, "kv_consumer", extra))
+            made[name] = children.start(name, *options(engine, name, "kv_consumer", by_engine | extra))
         yield request.param, {name: child.wait_ready() for name, child in made.items()}, made
 
 
@@ -86,3 +87,24 @@ def test_a_decode_node_refuses_the_prefill_node_once_by_name_and_computes_the_pr
     assert growth({}, after, "kvconnect_transfer_bytes_total", direction="received") == 0
     assert growth({}, after, "kvconnect_failures_total", reason="transport_refused") == 3
     assert words in made[decode].output()
+
+
+@pytest.mark.parametrize("engine", ["nixl", "mooncake"])
+def test_between_cpu_caches_of_one_machine_slots_are_mapped_and_the_engine_carries_nothing(engine, tmp_path):
+    with Children(tmp_path) as children:
+        made = {
+            "prefill": children.start("prefill", *options(engine, "prefill", "kv_producer", {})),
+            "decode": children.start("decode", *options(engine, "decode", "kv_consumer", {})),
+        }
+        urls = {name: child.wait_ready() for name, child in made.items()}
+        expected = ask(urls["prefill"], "gqa", PROMPT)["choices"][0]["token_ids"]
+        assert answered(urls, "decode") == expected
+        received, sent = read_metrics(urls["decode"]), read_metrics(urls["prefill"])
+        moved = growth({}, received, "kvconnect_transfer_bytes_total", direction="received")
+        by_lane = {"direction": "received", "lane": "shared_memory"}
+        assert growth({}, received, "kvconnect_transfer_bytes_total", **by_lane) == moved > 0
+        by_lane["direction"] = "sent"
+        assert growth({}, sent, "kvconnect_transfer_bytes_total", **by_lane) == moved
+        assert growth({}, received, "kvconnect_link_bytes_per_second", lane="shared_memory") > 1e7
+        for child in made.values():
+            assert "shared_memory (its landing slots are mapped)" in child.output()

@@ -7,7 +7,6 @@ import threading
 import msgspec
 import pytest
 
-from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
 from kvconnect.peer.description import read_answer
 from kvconnect.peer.messages import Fetch
@@ -88,7 +87,7 @@ def test_a_turn_that_comes_late_or_takes_long_is_recorded_with_its_time():
 
 
 def test_a_load_is_recorded_on_both_sides_from_its_order_to_its_report():
-    pair = Pair(ExtraConfig(path="packed"))
+    pair = Pair()
     pair.start()
     pair.run()
     assert pair.landed()

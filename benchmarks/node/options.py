@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.node.model import MODEL_SIZES, ModelSize
 from benchmarks.options import (
     DEVICES,
-    PATHS,
+    carrying_protocol,
     environment_option,
     extra_option,
     option,
@@ -79,8 +79,10 @@ class Options(ModelOptions):
         "Who computes: decode, which receives, or prefill, which computes prompts and sends.",
         accepted=("decode", "prefill"),
     )
-    engine: str = option("auto", "Engine of both workers.")
-    path: str = option("packed", "direct, packed or auto.", accepted=PATHS)
+    engine: str = option("nixl", "Engine of both workers.")
+    protocol: str = option(
+        "", "Its protocol; default: on a CPU UCX or tcp, else auto. Between CPUs auto is shared memory."
+    )
     device: str = option(
         "cpu", "cpu, or cuda: one GPU for each side if there are two, else one for both.", accepted=DEVICES
     )
@@ -111,6 +113,11 @@ class Options(ModelOptions):
         super().__post_init__()
         check_engine(self.engine)
         self.worker_config()
+
+    @property
+    def used_protocol(self) -> str:
+        """The engine's protocol."""
+        return self.protocol or carrying_protocol(self.engine, self.device)
 
     @property
     def used_batch(self) -> int:
@@ -169,5 +176,5 @@ class Options(ModelOptions):
         Raises:
             ConfigError: one of them is not accepted.
         """
-        extra = {"engine": self.engine, "path": self.path, **(self.extra or {})}
+        extra = {"engine": self.engine, "protocol": self.used_protocol, **(self.extra or {})}
         return parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": extra}).extra

@@ -40,7 +40,9 @@ class NodePair:
         whole_s = _RAMP_S + options.seconds + _TAIL_S
         # As many as the rate asks for, and those that make up for a pause.
         self._held = math.ceil(whole_s * options.bytes_per_s / options.request_bytes) + options.in_flight
-        self._source = open_workers(pair, options.engine, options.path, devices, options.shapes(), options)
+        self._source = open_workers(
+            pair, options.engine, options.used_protocol, devices, options.shapes(), options
+        )
         blocks = zip(options.request_blocks(), SEEDS, strict=True)
         pair.both("draw", *((options.in_flight, count, seed) for count, seed in blocks))
         self._node = pair.decode if options.side == "decode" else pair.prefill
@@ -141,14 +143,14 @@ def _timing(
     before, after = (
         tuple(round(one.tokens / one.seconds, 1) for one in windows) for windows in (without, computed)
     )
-    paths: Counter[str] = Counter()
+    lanes: Counter[str] = Counter()
     for one in received:
-        paths.update(one.bytes_by_path)
+        lanes.update(one.bytes_by_lane)
     return {
         "side": options.side,
         "engine": node.engine,
-        "path": options.path,
-        "path_used": "+".join(path for path, _ in paths.most_common()),
+        "protocol": options.used_protocol,
+        "lane": "+".join(lane for lane, _ in lanes.most_common()),
         "device": options.device,
         "shared_gpu": node.shared_gpu,
         "model": options.used_model,

@@ -55,7 +55,7 @@ class WindowResult:
     tokens: int
     received: int
     last_in_slot: Mapping[int, int]
-    bytes_by_path: Mapping[str, int]
+    bytes_by_lane: Mapping[str, int]
 
 
 class NodeSide(WorkerSide):
@@ -134,12 +134,12 @@ class NodeSide(WorkerSide):
                 f"{len(steps)} steps ended within {until - counted_from:g} s: set seconds higher"
             )
         arrivals = receiver.arrivals if receiver else ()
-        paths, _ = self._counted()
+        lanes, _ = self._counted()
         return WindowResult(
             seconds=sum(counted.step_s) or until - counted_from,
             steps=counted,
             tokens=len(counted.step_s) * (self._loop.tokens_per_step if self._loop else 0),
             received=sum(counted_from < arrival <= until for arrival in arrivals),
             last_in_slot=receiver.last_in_slot if receiver else {},
-            bytes_by_path=paths,
+            bytes_by_lane=lanes,
         )

@@ -99,7 +99,7 @@ class PairCase:
     """What one pair of workers is made for. ``page_bytes`` is a page of the prefill side."""
 
     engine: str
-    path: str
+    protocol: str
     layouts: Layouts
     page_bytes: int
 
@@ -152,14 +152,14 @@ class RoundResult:
     """What the decode side saw of a round.
 
     ``seconds`` runs from the first order to the last result, ``latencies_s`` per request from its order
-    to its result. ``last_in_slot`` says by slot which request came to its blocks last. ``bytes_by_path``
+    to its result. ``last_in_slot`` says by slot which request came to its blocks last. ``bytes_by_lane``
     and ``copies`` are the worker's own counts.
     """
 
     seconds: float
     latencies_s: tuple[float, ...]
     last_in_slot: Mapping[int, int]
-    bytes_by_path: Mapping[str, int]
+    bytes_by_lane: Mapping[str, int]
     copies: int
 
 
@@ -205,7 +205,7 @@ class WorkerSettings:
 
     role: str
     engine: str
-    path: str
+    protocol: str
     device: str
     shape: CacheShape
     seed: int | None

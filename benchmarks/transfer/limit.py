@@ -164,10 +164,8 @@ class EngineSide(Side):
 
 def _make_engine(options: Options, engine: str) -> Engine:
     """The engine that a worker so configured takes, with batches as large as asked if it lets us."""
-    config = parse_kv_transfer_config(
-        {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": engine, **(options.extra or {})}}
-    )
-    extra = config.extra
+    asked = {"engine": engine, "protocol": options.protocols_of(engine)[0], **(options.extra or {})}
+    extra = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": asked}).extra
     given = dict(extra.engine_options)
     if extra.device_name:
         given["device_name"] = extra.device_name

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.options import (
     DEVICES,
-    PATHS,
+    carrying_protocol,
     environment_option,
     extra_option,
     option,
@@ -32,8 +32,11 @@ class Options(BaseOptions):
     """
 
     engines: tuple[str, ...] = option(("auto",), "Engine to measure (repeatable).", flag="engine")
-    paths: tuple[str, ...] = option(
-        ("direct", "packed"), "direct, packed or auto (repeatable).", flag="path", accepted=PATHS
+    protocols: tuple[str, ...] = option(
+        (),
+        "Protocol of the engine (repeatable); default: on a CPU UCX or tcp, else auto. Between CPUs auto "
+        "measures shared memory.",
+        flag="protocol",
     )
     device: str = option(
         "cpu", "cpu, or cuda: one GPU for each side if there are two, else one for both.", accepted=DEVICES
@@ -56,7 +59,7 @@ class Options(BaseOptions):
     budget_s: float = option(10.0, "Seconds after which a case is not repeated.", above=0)
     timeout_s: float = timeout_option()
     batch_bytes: int = option(0, "Bytes of the engine's own contiguous copies; 0 suits the device.", least=0)
-    in_turn: bool = option(False, "Let the rounds of all paths take turns: for a machine in use.")
+    in_turn: bool = option(False, "Let the rounds of all protocols take turns: for a machine in use.")
     extra: Mapping[str, Any] | None = extra_option()
     environment: tuple[str, ...] = environment_option()
 
@@ -87,8 +90,7 @@ class Options(BaseOptions):
                 )
         if self.device != "cpu":
             return
-        at_once = len(set(self.paths)) if self.in_turn else 1
-        needed = at_once * sum(shape.total_bytes for shape in self.shapes(case))
+        needed = self._at_once(case.engine) * sum(shape.total_bytes for shape in self.shapes(case))
         free = _available_bytes()
         if free is not None and needed > free:
             raise ConfigError(
@@ -112,18 +114,25 @@ class Options(BaseOptions):
         return case.shapes(self.regions, max(self.used_blocks), max(self.in_flight))
 
     def pairs(self, engine: str) -> Iterator[PairCase]:
-        """The pairs of workers to measure with an engine, direct ones first: others name its rate."""
-        paths = sorted(dict.fromkeys(self.paths), key=lambda path: path != "direct")
+        """The pairs of workers to measure with an engine."""
         for layouts in dict.fromkeys(self.layouts):
             for page_bytes in dict.fromkeys(self.page_bytes):
-                yield from (PairCase(engine, path, layouts, page_bytes) for path in paths)
+                for protocol in self.protocols_of(engine):
+                    yield PairCase(engine, protocol, layouts, page_bytes)
 
     def pairs_at_once(self, engine: str) -> Iterator[tuple[PairCase, ...]]:
         """The same pairs, those together that are open at one time."""
         cases = tuple(self.pairs(engine))
-        size = len(set(self.paths)) if self.in_turn else 1
+        size = self._at_once(engine)
         for first in range(0, len(cases), size):
             yield cases[first : first + size]
+
+    def protocols_of(self, engine: str) -> tuple[str, ...]:
+        """Those to measure an engine with."""
+        return tuple(dict.fromkeys(self.protocols)) or (carrying_protocol(engine, self.device),)
+
+    def _at_once(self, engine: str) -> int:
+        return len(self.protocols_of(engine)) if self.in_turn else 1
 
 
 def _available_bytes() -> int | None:

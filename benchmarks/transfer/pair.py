@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.options import parse_environment
-from benchmarks.report import Report, note
+from benchmarks.report import Report
 from benchmarks.transfer.cases import (
     CacheShape,
     EngineAddress,
@@ -91,7 +91,7 @@ def measure_limit(options: Options, engine: str, devices: Devices) -> EngineLimi
 def open_workers(
     pair: ChildPair,
     engine: str,
-    path: str,
+    protocol: str,
     devices: Devices,
     shapes: tuple[CacheShape, CacheShape],
     options: Options | NodeOptions,
@@ -102,7 +102,9 @@ def open_workers(
         StepFailed: one cannot be made.
     """
     prefill, decode = (
-        WorkerSettings(role, engine, path, device, shape, seed, options.timeout_s, dict(options.extra or {}))
+        WorkerSettings(
+            role, engine, protocol, device, shape, seed, options.timeout_s, dict(options.extra or {})
+        )
         for role, device, shape, seed in zip(
             ("kv_producer", "kv_consumer"), devices, shapes, (SEEDS[0], None), strict=True
         )
@@ -134,7 +136,7 @@ class PairRounds:
         self._pair, self._options, self._case = pair, options, case
         self._numbers = itertools.count(1)
         shapes = options.shapes(case)
-        self._source = open_workers(pair, case.engine, case.path, devices, shapes, options)
+        self._source = open_workers(pair, case.engine, case.protocol, devices, shapes, options)
         self.bytes_per_block = shapes[0].total_bytes // shapes[0].num_blocks
 
     def draw(self, blocks: int, in_flight: int) -> None:
@@ -180,7 +182,7 @@ class PairRounds:
         ``samples`` measurements. With one request in flight a measurement is one request, so ``seconds`` is
         its latency. ``copies`` are per request. ``of_contiguous`` is the part of the engine's own rate.
         """
-        case, paths = self._case, results[0].bytes_by_path
+        case, lanes = self._case, results[0].bytes_by_lane
         shown = limit and limit.rounded()
         samples = [result.seconds for result in results]
         seconds = statistics.median(samples)
@@ -189,9 +191,9 @@ class PairRounds:
         rate = round(total_bytes / seconds / 1e9, 3)
         return {
             "engine": self._source.engine,
-            "path": case.path,
+            "protocol": case.protocol,
             # The one with most of the bytes first.
-            "path_used": "+".join(sorted(paths, key=lambda path: -paths[path])),
+            "lane": "+".join(sorted(lanes, key=lambda lane: -lanes[lane])),
             "device": self._options.device,
             "layouts": str(case.layouts),
             "page_bytes": case.page_bytes,
@@ -209,8 +211,6 @@ class PairRounds:
             "of_contiguous": limit and round(rate / limit.contiguous_gb_per_s, 3),
             "engine_pages_gb_per_s": shown and shown.pages_gb_per_s[str(case.page_bytes)],
             "peer_copy_gb_per_s": shown and shown.peer_copy_gb_per_s,
-            "direct_gb_per_s": None,
-            "over_direct": None,
             "copies": round(results[0].copies / requests),
             "verified": True,
         }
@@ -260,25 +260,6 @@ def _in_turn(
     return results
 
 
-def over_direct(timing: dict[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """With the rate of the same case on the direct path, if that was measured."""
-    case = ("engine", "layouts", "page_bytes", "blocks", "requests_in_flight")
-    for one in measured:
-        if one["path"] == "direct" and all(one[name] == timing[name] for name in case):
-            rate = one["gb_per_s"]
-            return {**timing, "direct_gb_per_s": rate, "over_direct": round(timing["gb_per_s"] / rate, 2)}
-    return timing
-
-
-def _is_skipped(case: PairCase) -> bool:
-    """Whether a pair is left out, which is said: the direct path needs equal blocks."""
-    sides = case.layouts
-    skipped = case.path == "direct" and sides.prefill.block_tokens != sides.decode.block_tokens
-    if skipped:
-        note(f"left out: path direct with layouts {sides}, whose blocks differ")
-    return skipped
-
-
 def bench_transfer(options: Options, report: Report) -> int:
     """Time the KV of requests between two workers, beside what the engine alone can do.
 
@@ -289,7 +270,6 @@ def bench_transfer(options: Options, report: Report) -> int:
     """
     devices = devices_of(options.device)
     limits: set[str] = set()
-    timings: list[dict[str, Any]] = []
     failures = 0
 
     def failed(error: StepFailed, engine: str, case: PairCase | None = None) -> None:
@@ -297,7 +277,7 @@ def bench_transfer(options: Options, report: Report) -> int:
         failures += 1
         where: dict[str, Any] = {"engine": engine}
         if case is not None:
-            where.update(path=case.path, layouts=str(case.layouts), page_bytes=case.page_bytes)
+            where.update(protocol=case.protocol, layouts=str(case.layouts), page_bytes=case.page_bytes)
         report.failed(error, **where)
 
     for asked in dict.fromkeys(options.engines):
@@ -316,13 +296,9 @@ def bench_transfer(options: Options, report: Report) -> int:
         except StepFailed as error:
             failed(error, asked)
         for cases in options.pairs_at_once(engine):
-            wanted = [case for case in cases if not _is_skipped(case)]
-            if not wanted:
-                continue
             try:
-                for timing in measure_pairs(options, wanted, devices, limit):
-                    timings.append(over_direct(timing, timings))
-                    report.add(timings[-1])
+                for timing in measure_pairs(options, cases, devices, limit):
+                    report.add(timing)
             except StepFailed as error:
-                failed(error, engine, wanted[0] if len(wanted) == 1 else None)
+                failed(error, engine, cases[0] if len(cases) == 1 else None)
     return 1 if failures else 0

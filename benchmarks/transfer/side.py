@@ -48,7 +48,7 @@ class WorkerSide(Side):
                 "kv_role": settings.role,
                 "kv_connector_extra_config": {
                     "engine": settings.engine,
-                    "path": settings.path,
+                    "protocol": settings.protocol,
                     "load_timeout_s": settings.timeout_s,
                     "peer_timeout_s": min(10.0, 2 * settings.timeout_s),
                     **settings.extra,
@@ -163,12 +163,11 @@ class WorkerSide(Side):
         return Receiver(asked.request_ids(), asked.in_flight, load, request_bytes, bytes_per_s)
 
     def _counted(self) -> tuple[dict[str, int], int]:
-        """Bytes by path and copies since the last call."""
+        """Bytes by lane and copies since the last call."""
         changes = self.connector.changes()
         counters = {} if changes is None else changes.counters
-        paths: Counter[str] = Counter()
+        lanes: Counter[str] = Counter()
         for labels, growth in counters.get("transfer_bytes", {}).items():
-            direction, path, _ = labels.split(",")
-            paths[path] += int(growth) * (direction == "received")
-        copies = counters.get("copies", {}).items()
-        return +paths, sum(int(growth) for labels, growth in copies if labels.startswith("received,"))
+            direction, lane = labels.split(",")
+            lanes[lane] += int(growth) * (direction == "received")
+        return +lanes, int(counters.get("copies", {}).get("received", 0))

@@ -22,7 +22,6 @@ class DemoOptions:
     requests: Annotated[int, "Prompts per engine and model."] = 8
     device: Annotated[str, "Where the nodes compute: cpu, cuda, cuda:N."] = "cpu"
     kv_cache_dtype: Annotated[str, "What the nodes' caches keep: auto, bf16 or fp8_e4m3."] = "auto"
-    path: Annotated[str, "How KV travels: auto, direct or packed."] = "packed"
 
     def __post_init__(self) -> None:
         if self.requests < 1:

@@ -34,7 +34,7 @@ class Outcome:
     kv_bytes: int = 0
     transfer_s: float = 0.0
     gb_per_s: float = 0.0
-    path: str = ""
+    lane: str = ""
     block_ids_differ: bool = False
 
     @property
@@ -44,7 +44,7 @@ class Outcome:
 
     def summary(self) -> str:
         """What was found, in words."""
-        moved = f"{self.kv_bytes / 1e6:.3g} MB of KV {self.path}" if self.path else "no KV came"
+        moved = f"{self.kv_bytes / 1e6:.3g} MB over {self.lane}" if self.lane else "no KV came"
         return f"{self.token_exact} of {self.requests} exact, {moved}"
 
 
@@ -105,7 +105,7 @@ def judge_transfer(
         outcome.gb_per_s = round(outcome.kv_bytes / outcome.transfer_s / 1e9, 6)
     moved = {pair for pair in after if pair[0] == "kvconnect_transfer_bytes_total"}
     grown = [dict(labels) for name, labels in moved if after[name, labels] > before.get((name, labels), 0.0)]
-    outcome.path = "+".join(sorted({one["path"] for one in grown if one["direction"] == "received"}))
+    outcome.lane = "+".join(sorted({one["lane"] for one in grown if one["direction"] == "received"}))
     count = growth(before, after, "kvconnect_transfers_total", outcome="ok", **received)
     wrong = growth(before, after, "kvconnect_transfers_total", **received) - count
     # What one token leaves behind may be cheaper to compute than to fetch.

@@ -28,7 +28,8 @@ REQUEST_TIMEOUT_S = 90.0
 IDLE_TIMEOUT_S = 45.0
 READY_TIMEOUT_S = 15.0
 
-PATHS = ("auto", "direct", "packed")
+PROTOCOLS = {"mooncake": "tcp", "nixl": "UCX"}
+"""By engine, for nodes with CPU caches: left at auto, those of one machine would not need the engine."""
 
 # The decode node never uses these ids, so that the two sides cannot agree on ids by accident.
 RESERVED_BLOCKS = 61
@@ -49,13 +50,14 @@ def start_reference(children: Children, model: str, *more: str) -> Child:
 
 
 def start_nodes(
-    children: Children, engine: str, model: str, *options: str, path: str = "packed"
+    children: Children, engine: str, model: str, *options: str, device: str = "cpu"
 ) -> tuple[Child, Child]:
     """Start a prefill and a decode node, both with further ``options``. Returns before they are ready."""
 
     def start(side: str, role: str, *more: str) -> Child:
         name = f"{side}-{engine}-{model}"
-        extra = {"engine": engine, "host": "127.0.0.1", "port": 0, "path": path}
+        protocol = PROTOCOLS.get(engine, "auto") if device == "cpu" else "auto"
+        extra = {"engine": engine, "protocol": protocol, "host": "127.0.0.1", "port": 0}
         config = json.dumps({"kv_role": role, "engine_id": name, "kv_connector_extra_config": extra})
         serve = ("serve", "--model", model, "--port", "0", "--kv-transfer-config", config)
         return children.start(name, *serve, *more, *options)

@@ -29,7 +29,6 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     models = _known("model", options.model, MODELS)
     # The memory engine does not leave its process.
     registered = [name for name in engine_entry_points() if name != "memory"]
-    _known("path", [options.path], pair.PATHS)
     chosen = _known("engine", options.engine, registered)
     reasons = available_engines()
     skipped = {name: reasons[name] for name in chosen if reasons[name]}
@@ -68,7 +67,7 @@ def _run_model(engines: Sequence[str], model: str, options: DemoOptions, folder:
         for engine in engines:
             outcome = Outcome(engine=engine, model=model, requests=options.requests)
             with judging(outcome, folder) as children:
-                nodes = pair.start_nodes(children, engine, model, *node, path=options.path)
+                nodes = pair.start_nodes(children, engine, model, *node, device=options.device)
                 if reference is not None:
                     url = reference.wait_ready()
                     expected = pair.ask_all(url, model, [*prompts, extra])

@@ -105,6 +105,7 @@ def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> R
             table=TableCard.of(table),
             scratch_address=arena.scratch_address,
             scratch_bytes=arena.scratch_bytes,
+            memory=None,
         )
         asking = _Asking(facts, engine, ours, address)
         opened.callback(asking.close)

@@ -17,8 +17,7 @@ def check_node(facts: Facts) -> Iterator[Finding]:
         return
     yield well(
         "configuration",
-        f"{config.kv_role}, engine {extra.engine}, path {extra.path or 'by device'}; on a failed load it "
-        f"will {config.kv_load_failure_policy}",
+        f"{config.kv_role}, engine {extra.engine}; on a failed load it will {config.kv_load_failure_policy}",
     )
     if facts.key_problem:
         advice = "`kvconnect keys new FILE`, the same FILE on every node, as key_file"

@@ -1,4 +1,4 @@
-"""This node and a peer that serves: whether they meet and agree, and by which path KV would go."""
+"""This node and a peer that serves: whether they meet and agree, and whether their caches fit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from kvconnect.cache.shard import partner_ranks
 from kvconnect.doctor.facts import Facts, Probes
 from kvconnect.doctor.findings import Finding, failure, failure_if, warning, well
 from kvconnect.errors import KVConnectError
-from kvconnect.explain.paths import PathEnd, paths_between
+from kvconnect.explain.refusals import wire_between
 from kvconnect.peer.agreement import disagreement, other_identity, rank_refusal, wanted_card
 from kvconnect.peer.asking import TimedDescription
-from kvconnect.peer.description import Description
 from kvconnect.peer.messages import PROTOCOL_VERSION
-from kvconnect.plan.align import TableCard
 from kvconnect.scheduler.handles import MOST_SKEW_S
 
 _NOTICED_SKEW_S = 5.0
@@ -112,7 +110,7 @@ def _clock(peer: TimedDescription) -> Finding:
 
 
 def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
-    """What a greeting would be refused for, and where it would not, the paths between all ranks."""
+    """What a greeting would be refused for, and where it would not, whether the caches of all ranks fit."""
     ours, theirs = pair.own[0].description, pair.peer[0].description
     # KV goes to this node, unless it only sends.
     is_source = facts.config is not None and not facts.config.is_consumer
@@ -126,7 +124,7 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
     if refusal:
         return
     yield well("lane", f"the peer's engine: {theirs.lane}; here: {ours.lane}")
-    closed = {}
+    found_between: dict[str, tuple[str, list[str]]] = {}
     for rank in targets:
         for partner in partner_ranks(rank, target.topology, source.topology, target.num_heads):
             if partner in sources:
@@ -136,12 +134,15 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
                     yield failure("ranks", refusals[0], "restart the nodes")
                     continue
                 cards = introduced[0].table, wanted_card(*introduced)
-                paths = paths_between(*map(_path_end, ends, cards), convert=facts.extra.convert_dtype)
-                closed[f"{partner} > {rank}"] = paths.closed
+                wire, reasons = wire_between(*cards, convert=facts.extra.convert_dtype)
+                if not all(one.slot_bytes for one in introduced):
+                    reasons.append("one of them has no slots, as a node that only offloads")
+                order = wire.order if wire is not None else ""
+                found_between[f"{partner} > {rank}"] = order, reasons
             else:
                 found = f"rank {partner} of the prefill node is not known"
                 yield failure("ranks", found, "ask again once it has served a request")
-    yield from check_paths("caches", closed.items())
+    yield from check_ranks_fit("caches", found_between.items())
 
 
 def _identities(prefill: Identity, decode: Identity) -> Iterator[Finding]:
@@ -164,17 +165,11 @@ def _stated(identity: Identity) -> Iterator[Finding]:
         yield well(f"peer's {name}", identity.text(name))
 
 
-def _path_end(worker: Description, card: TableCard) -> PathEnd:
-    return PathEnd(worker.path, worker.introduction.slot_bytes > 0, card)
-
-
-def check_paths(about: str, closed: Iterable[tuple[str, Mapping[str, list[str]]]]) -> Iterator[Finding]:
-    """Whether a path is open between ranks, named ``P > D``, of which each closed path has its reasons."""
+def check_ranks_fit(about: str, pairs: Iterable[tuple[str, tuple[str, list[str]]]]) -> Iterator[Finding]:
+    """Whether the caches of ranks, named ``P > D``, fit: the order in which bytes travel, or all reasons."""
     alike: dict[tuple[str, str], list[str]] = {}
-    for ranks, paths in closed:
-        usable = " and ".join(path for path, reasons in paths.items() if not reasons)
-        why = "; ".join(f"{path}: {', '.join(reasons)}" for path, reasons in paths.items() if reasons)
-        alike.setdefault((usable, f" (closed: {why})" if why else ""), []).append(ranks)
-    for (usable, why), names in alike.items():
-        found = f"rank to rank {', '.join(names)}: {usable or 'no path'}{why}"
-        yield failure_if(not usable, about, found, "mend what differs, or path: packed on both")
+    for ranks, (order, reasons) in pairs:
+        alike.setdefault((order, ", ".join(reasons)), []).append(ranks)
+    for (order, why), names in alike.items():
+        found = f"rank to rank {', '.join(names)}: {why or f'they fit, and send {order}'}"
+        yield failure_if(why, about, found, "mend what differs")

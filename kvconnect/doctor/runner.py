@@ -69,7 +69,7 @@ def _ask(
         return
     if not pair.peer[0].description.introduction.scratch_bytes:
         found = "the peer has no scratch memory: not measured"
-        yield warning("rate", found, "path: auto or packed, with slots")
+        yield warning("rate", found, "ask a node that hands over KV")
         return
     try:
         yield from check_rates(facts, measure(facts, pair.peer[0], address))

@@ -46,9 +46,9 @@ class Capabilities:
 
     ``max_copies`` and ``max_bytes`` are of one batch, ``max_batches_per_peer`` are in flight at one time.
     ``target_must_poll``: a transfer advances only while its target polls often, as with UCX that has no
-    progress thread. ``can_renew``: ``renew_registration`` keeps out what is sent under an earlier card.
-    ``lane`` is what carries the bytes, in the engine's own words, for people. ``may_be_bypassed``: peers of
-    this machine may be written to through shared memory instead, since no protocol was named.
+    progress thread. ``lane`` is what carries the bytes, in the engine's own words, for people.
+    ``may_be_bypassed``: peers of this machine may be written to through shared memory instead, since no
+    protocol was named.
     """
 
     name: str
@@ -56,7 +56,6 @@ class Capabilities:
     max_bytes: int
     max_batches_per_peer: int
     target_must_poll: bool
-    can_renew: bool = False
     lane: str = ""
     may_be_bypassed: bool = False
 
@@ -116,14 +115,6 @@ class Engine(Protocol):
 
     def unregister(self, spans: Sequence[Span]) -> None:
         """Take back spans exactly as they were registered, or raise ``EngineError`` and take back none."""
-        ...
-
-    def renew_registration(self) -> bool:
-        """Make registered memory reachable under another card, and not under those given out before.
-
-        What a peer still has under way to us fails, whenever it goes on. False: not possible, and not done.
-        Raises ``EngineError``: the library refused, and memory may not be reachable at all.
-        """
         ...
 
     def card(self) -> bytes:

@@ -53,7 +53,6 @@ class MemoryEngine(Adapter):
             max_bytes=max_bytes,
             max_batches_per_peer=max_batches_per_peer,
             target_must_poll=False,
-            can_renew=True,
             lane="memory of this process",
         )
         super().__init__(capabilities, clock)
@@ -74,16 +73,6 @@ class MemoryEngine(Adapter):
     def unregister(self, spans: Sequence[Span]) -> None:
         with self._lock:
             self._spans.remove(spans)
-
-    def renew_registration(self) -> bool:
-        """Take another token: a peer that knows only the one before writes no more."""
-        self._check_open()
-        token = secrets.token_bytes(16)
-        with _engines_lock:
-            del _engines[self._token]
-            _engines[token] = self
-        self._token = token
-        return True
 
     def card(self) -> bytes:
         self._check_open()

@@ -104,8 +104,6 @@ class MooncakeEngine(Adapter):
                 # One for each thread waits here, not in the library, to spare the gap between two polls.
                 max_batches_per_peer=2 * self._senders_per_peer,
                 target_must_poll=False,
-                # Tried over TCP with a peer that was stopped in the middle of a write.
-                can_renew=is_tcp,
                 lane=" ".join(filter(None, (self._library.protocol, device_name))),
                 may_be_bypassed=protocol == "auto",
             )
@@ -146,29 +144,10 @@ class MooncakeEngine(Adapter):
             self._pool.each_engine(lambda engine: self._library.unregister(engine, gone))
         self._library.unregister(self._home, gone)
 
-    def renew_registration(self) -> bool:
-        """Let another engine listen in place of the one that peers know. Takes some 0.2 s.
-
-        To unregister and register anew would not do: over TCP a peer names addresses and nothing else.
-        """
-        self._check_open()
-        ranges = self._library.ranges(self._spans)
-        try:
-            # There is none if the last one could not be replaced.
-            if self._home is not None:
-                self._library.unregister(self._home, ranges)
-        except EngineError as error:
-            log.warning("the engine that peers knew keeps its memory until it is gone: %s", error)
-        self._home = None
-        self._home = self._library.make_engine()
-        self._session = self._library.session_of(self._home)
-        self._library.register(self._home, ranges)
-        return True
-
     # ---- peers
 
     def card(self) -> bytes:
-        """The session name, which stays the same while memory comes and goes, until it is renewed."""
+        """The session name, which stays the same while memory comes and goes."""
         self._check_open()
         return msgspec.msgpack.encode(MooncakeCard(self._session, self._library.protocol))
 

@@ -135,10 +135,6 @@ class NixlEngine(Adapter):
         except Exception as error:
             raise EngineError(f"NIXL cannot unregister {len(spans)} spans: {error!r}") from error
 
-    def renew_registration(self) -> bool:
-        """Not possible: over shared memory, and over TCP too, UCX writes to memory that was deregistered."""
-        return False
-
     # ---- peers
 
     def card(self) -> bytes:

@@ -7,8 +7,8 @@ An object with these keys; the first two are needed.
 - ``kernel_block_size``: tokens of an attention kernel's block; left out, as ``block_size``.
 - ``tp_size``: tensor-parallel ranks; 1 if left out.
 - ``device``: ``cuda`` or ``cpu``; ``cuda`` if left out. It decides the default size of slots.
-- ``kv_connector_extra_config``: as in ``kv_transfer_config``; ``engine``, ``path``, ``slot_bytes``,
-  ``num_slots`` and ``convert_dtype`` matter here.
+- ``kv_connector_extra_config``: as in ``kv_transfer_config``; ``engine``, ``slot_bytes`` and
+  ``convert_dtype`` matter here.
 """
 
 from __future__ import annotations
@@ -95,12 +95,6 @@ class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     device: str
     extra: ExtraConfig
-
-    @property
-    def path(self) -> str:
-        """That of its workers; with NIXL where the engine is chosen at the start."""
-        engine = "nixl" if self.extra.engine == "auto" else self.extra.engine
-        return self.extra.with_path(self.device, engine).path or ""
 
     @property
     def num_heads(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What the ranks of two configurations exchange for one request, by which path, and why not by another.
+"""What the ranks of two configurations exchange for one request, or why they do not.
 
 The same functions that workers use line up the tables and cut the request; nothing here decides by itself.
 """
@@ -11,52 +11,33 @@ from dataclasses import dataclass
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import Topology, partner_ranks, shard_heads
 from kvconnect.explain.cache_file import CacheFile, HeadLayers, StateLayers
-from kvconnect.explain.paths import PathEnd, paths_between, reasons_in
+from kvconnect.explain.refusals import reasons_in, wire_between
 from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
 from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.chunks import Chunker, RequestCutter
-from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, LinkCost
-from kvconnect.plan.transfer import plan_size
+from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunker, RequestCutter
 from kvconnect.rank_config import place_of
 
 CUDA_SLOT_BYTES = 128 << 20
 """What is taken for the size that suits a GPU: a 512th of the memory of one with 64 GiB."""
 
 
-@dataclass
-class Case:
-    """One request between two ranks, its ``blocks`` scattered or adjacent on both sides.
-
-    A closed path has None for what it would take. ``path`` is empty where both are closed.
-    """
-
-    blocks: str
-    path: str = ""
-    copies: int | None = None
-    least_copy_bytes: int | None = None
-    most_copy_bytes: int | None = None
-    direct_bytes: int | None = None
-    direct_s: float | None = None
-    packed_bytes: int | None = None
-    chunks: int | None = None
-    packed_s: float | None = None
-
-
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks that exchange something.
+    """Two ranks that exchange something: so many ``chunks`` of ``total_bytes`` together for one request.
 
     ``heads`` are the first and last that both keep, by kind of layers; None where pages are not divided by
-    head. ``order`` is that of the packed path, empty where it is closed. ``closed`` has the reasons by path.
+    head. ``order`` is that of the bytes in a chunk: whole pages, or rows. Of caches that do not fit it is
+    empty, and ``refusals`` has the reasons.
     """
 
     source_rank: int
     target_rank: int
     heads: dict[str, tuple[int, int] | None]
     order: str
-    closed: dict[str, list[str]]
-    cases: list[Case]
+    chunks: int
+    total_bytes: int
+    refusals: list[str]
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,6 @@ class Report:
     """
 
     tokens: int
-    rates: str
     refusals: list[str]
     pairs: list[Pair]
     places: dict[str, list[str]]
@@ -75,30 +55,25 @@ class Report:
     @property
     def works(self) -> bool:
         """The target can get all that it needs."""
-        return (
-            not self.refusals and bool(self.pairs) and all(case.path for p in self.pairs for case in p.cases)
-        )
+        return not self.refusals and bool(self.pairs) and not any(pair.refusals for pair in self.pairs)
 
 
-def make_report(
-    source: CacheFile, target: CacheFile, num_tokens: int, cost: LinkCost | None = None
-) -> Report:
+def make_report(source: CacheFile, target: CacheFile, num_tokens: int) -> Report:
     """Work out what the ranks of ``target`` fetch from those of ``source`` for a request of ``num_tokens``.
 
-    Without its ``cost`` the link is taken to be as one that was not measured. Raises ``LayoutError``: one of
-    the caches cannot be expressed; ``ConfigError``: this machine has no room even for its addresses.
+    Raises ``LayoutError``: one of the caches cannot be expressed; ``ConfigError``: this machine has no room
+    even for its addresses.
     """
-    cost = cost or LinkCost()
     refusals = list(_refusals(source, target))
     pairs = []
     if source.num_heads == target.num_heads:
-        sides = _Sides(source, target, num_tokens, cost)
+        sides = _Sides(source, target, num_tokens)
         for target_rank in range(target.tp_size):
             ranks = Topology(target.tp_size), Topology(source.tp_size)
             for source_rank in partner_ranks(target_rank, *ranks, target.num_heads):
-                pairs.append(sides.explain(source_rank, target_rank, not refusals))
+                pairs.append(sides.explain(source_rank, target_rank))
     places = {"P": _places(source), "D": _places(target)}
-    return Report(num_tokens, cost.describe(), refusals, pairs, places)
+    return Report(num_tokens, refusals, pairs, places)
 
 
 def _places(side: CacheFile) -> list[str]:
@@ -135,62 +110,31 @@ def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
 
 
 class _Sides:
-    """Both configurations with what is made once of them: tables by rank, and the request's blocks."""
+    """Both configurations with what is made once of them: tables by rank, and the request's blocks on D."""
 
-    def __init__(self, source: CacheFile, target: CacheFile, num_tokens: int, cost: LinkCost) -> None:
+    def __init__(self, source: CacheFile, target: CacheFile, num_tokens: int) -> None:
         self._files = (source, target)
         self._tokens = num_tokens
-        self._cost = cost
         self._room = [blocks_needed(side, num_tokens) for side in self._files]
         self._tables: dict[tuple[int, int], RegionTable] = {}
-        self._blocks = {
-            name: [
-                request_blocks(side, num_tokens, room, name == "scattered", seed)
-                for seed, (side, room) in enumerate(zip(self._files, self._room, strict=True))
-            ]
-            for name in ("scattered", "adjacent")
-        }
+        self._wanted = request_blocks(target, num_tokens)
         self._convert = source.extra.convert_dtype and target.extra.convert_dtype
         self._slot_bytes = min(_slot_bytes(side) for side in self._files)
 
-    def explain(self, source_rank: int, target_rank: int, may: bool) -> Pair:
-        """What one rank fetches from another; no path is taken where they ``may`` not."""
+    def explain(self, source_rank: int, target_rank: int) -> Pair:
+        """What one rank fetches from another."""
         source, target = (self._card(side, rank) for side, rank in enumerate((source_rank, target_rank)))
-        ends = (
-            PathEnd(side.path, side.extra.num_slots != 0, card)
-            for side, card in zip(self._files, (source, target), strict=True)
-        )
-        found = paths_between(*ends, convert=self._convert)
-        closed, link = found.closed, found.link
-        chunker = None if found.wire is None else Chunker(found.wire)
-        order = chunker.wire.order if chunker and not closed["packed"] else ""
-        cases = []
-        for name, (held, wanted) in self._blocks.items():
-            case, cost, size, chunk_bytes = Case(name), self._cost, None, []
-            with reasons_in(closed["direct"]):
-                if link is not None and not closed["direct"]:
-                    size = plan_size(link, held, wanted, self._tokens)
-                    case.copies, case.direct_bytes = size.copies, size.total_bytes
-                    case.least_copy_bytes, case.most_copy_bytes = size.least_bytes, size.most_bytes
-                    case.direct_s = cost.predict_direct(size.copies, size.total_bytes)
-            with reasons_in(closed["packed"]):
-                if chunker is not None and not closed["packed"]:
-                    cutter = RequestCutter(
-                        chunker, source, target, self._slot_bytes, DEFAULT_PACK_BYTES_PER_S
-                    )
-                    chunk_bytes = [
-                        chunker.place(chunk).total_bytes for chunk in cutter.cut(wanted, self._tokens)
-                    ]
-            if chunk_bytes:
-                case.packed_bytes, case.chunks = sum(chunk_bytes), len(chunk_bytes)
-                case.packed_s = cost.predict_packed(case.packed_bytes, case.chunks)
-            if may:
-                case.path = "direct" if size is not None else "packed" if chunk_bytes else ""
-            if may and size is not None and chunk_bytes:
-                sizes = size.copies, size.total_bytes, sum(chunk_bytes), len(chunk_bytes)
-                case.path = cost.choose(*sizes)
-            cases.append(case)
-        return Pair(source_rank, target_rank, self._heads(source_rank, target_rank), order, closed, cases)
+        wire, refusals = wire_between(source, target, convert=self._convert)
+        order, chunk_bytes = "", []
+        with reasons_in(refusals):
+            if wire is not None:
+                chunker = Chunker(wire)
+                cutter = RequestCutter(chunker, source, target, self._slot_bytes, DEFAULT_PACK_BYTES_PER_S)
+                chunks = cutter.cut(self._wanted, self._tokens)
+                chunk_bytes = [chunker.place(chunk).total_bytes for chunk in chunks]
+                order = wire.order
+        heads = self._heads(source_rank, target_rank)
+        return Pair(source_rank, target_rank, heads, order, len(chunk_bytes), sum(chunk_bytes), refusals)
 
     def _card(self, side: int, rank: int) -> TableCard:
         if (side, rank) not in self._tables:

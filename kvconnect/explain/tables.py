@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import random
 import warnings
 from collections.abc import Sequence
 
@@ -69,18 +68,15 @@ def blocks_needed(cache: CacheFile, num_tokens: int) -> int:
     return 2 * max(div_ceil(num_tokens, kind.block_size) for kind in cache.layers) + 2
 
 
-def request_blocks(
-    cache: CacheFile, num_tokens: int, num_blocks: int, scattered: bool, seed: int
-) -> list[GroupBlocks]:
-    """The blocks that a request has in every group: adjacent, or anywhere.
+def request_blocks(cache: CacheFile, num_tokens: int) -> list[GroupBlocks]:
+    """The blocks that a request has in every group.
 
     A sliding layer keeps those that hold a part of the window before the next token.
     """
-    rng, made = random.Random(seed), []
+    made = []
     for index, kind in enumerate(cache.layers):
         group = KVCacheGroup((kind.name,), _spec(kind, 1))
-        positions = group.num_positions(num_tokens)
-        ids = rng.sample(range(1, num_blocks), positions) if scattered else list(range(1, 1 + positions))
+        ids = list(range(1, 1 + group.num_positions(num_tokens)))
         kept = group.retention.only_kept(ids, 0, num_tokens, kind.block_size, replay=1)
         made.append(GroupBlocks(index, 0, tuple(kept)))
     return made

@@ -22,7 +22,7 @@ def tables(address: str, described: Description, found: Inspection) -> Iterator[
     """Who the worker is, then a section for each kind of what it holds."""
     head = (
         ("worker", f"{found.engine_id} rank {found.rank} at {address}"),
-        ("role", f"{described.role}, path {described.path}, lease {described.lease_s:g} s"),
+        ("role", f"{described.role}, lease {described.lease_s:g} s"),
         ("engine", described.lane),
         ("release", f"kvconnect {described.release}, protocol {described.protocol}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in described.versions.items())),
@@ -56,7 +56,7 @@ def _lease(one: LeaseView) -> tuple[str, ...]:
 
 
 def _load(one: LoadView) -> tuple[str, ...]:
-    landed = f"{size(one.landed_bytes)} of {size(one.total_bytes)}" if one.total_bytes else one.path
+    landed = f"{size(one.landed_bytes)} of {size(one.total_bytes)}" if one.total_bytes else ""
     names = _shown(one.request_id, f"from {one.engine_id or 'any engine'} at {one.address}")
     return _time(one.age_s), _time(one.left_s), landed or "-", _shown(one.phase), names
 
@@ -68,7 +68,7 @@ def _slots(one: SlotsView) -> tuple[str, ...]:
 
 def _peer(one: PeerView) -> tuple[str, ...]:
     ranks = f" rank {', '.join(map(str, one.ranks))}" if one.ranks else ""
-    lines = [f"{one.met}; path {one.path}" if one.met else "not connected"]
+    lines = [one.met or "not connected"]
     if one.rate:
         lines.append(one.rate)
     if one.failures:

@@ -87,7 +87,7 @@ class Arena:
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ConfigError(
                 f"{count} slots of {slot_bytes} bytes do not fit on {self.device}; leave more of its memory "
-                f"free (under vLLM: a lower gpu_memory_utilization), or set path to 'direct': {error}"
+                f"free (under vLLM: a lower gpu_memory_utilization), or set fewer slots: {error}"
             ) from error
         self.address = div_ceil(self._storage.data_ptr(), align_bytes) * align_bytes
         if on_cpu:

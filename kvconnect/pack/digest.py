@@ -46,11 +46,10 @@ def digest_streams(slot: NDArray[np.uint8], streams: Streams, seed: int, one_in:
     one_in = max(1, min(one_in, num_lines // LEAST_LINES))
     if one_in == 1:
         return sum(_digest_stream(slot, *stream, seed) for stream in streams) % 2**64
-    some = (_digest_some(slot, *alike, seed, one_in) for alike in _lines_by_word(tuple(streams)))
+    some = (_digest_lines(slot, *alike, seed) for alike in _some_lines(tuple(streams), one_in, seed % one_in))
     return sum(some) % 2**64
 
 
-@functools.lru_cache(maxsize=512)
 def _lines_by_word(streams: Streams) -> list[tuple[int, Lines, Lines]]:
     """For each size of words the lines that lie in one stream of it: first and behind the last, by stream."""
     columns = np.array(streams, dtype=np.int64)
@@ -73,23 +72,38 @@ def _digest_stream(slot: NDArray[np.uint8], offset: int, length: int, word: int,
     return total % 2**64
 
 
-def _digest_some(
-    slot: NDArray[np.uint8], word_bytes: int, first: Lines, stop: Lines, seed: int, one_in: int
-) -> int:
-    """The digest of one line in so many of streams whose words are of one size."""
-    line_words = LINE_BYTES // word_bytes
+@functools.lru_cache(maxsize=4096)
+def _some_lines(streams: Streams, one_in: int, residue: int) -> list[tuple[int, Lines, NDArray[np.uint64]]]:
+    """For each size of words, the lines that count for seeds of this residue, and what places add there."""
+    return [_lines_that_count(*alike, one_in, residue) for alike in _lines_by_word(streams)]
+
+
+def _lines_that_count(
+    word_bytes: int, first: Lines, stop: Lines, one_in: int, residue: int
+) -> tuple[int, Lines, NDArray[np.uint64]]:
     # The first line of each stream that counts, and how many do.
-    first = first + -(first + seed % one_in) % one_in
+    first = first + -(first + residue) % one_in
     count = np.maximum(0, -((first - stop) // one_in))
     before = np.cumsum(count) - count
     lines = np.repeat(first - before * one_in, count) + np.arange(int(count.sum())) * one_in
+    return word_bytes, lines, lines.view(np.uint64) * np.uint64(STEP * (LINE_BYTES // word_bytes) % 2**64)
+
+
+def _digest_lines(
+    slot: NDArray[np.uint8], word_bytes: int, lines: Lines, begins: NDArray[np.uint64], seed: int
+) -> int:
+    """The digest of these lines of a slot; ``begins`` is what the place of each one's first word adds."""
+    line_words = LINE_BYTES // word_bytes
     whole = len(slot) // LINE_BYTES * LINE_BYTES
     x = slot[:whole].view(_WORDS[word_bytes]).reshape(-1, line_words)[lines].astype(np.uint64, copy=False)
-    step = np.uint64(STEP)
-    begins = lines.view(np.uint64) * np.uint64(STEP * line_words % 2**64)
     x += (begins + np.uint64(seed % 2**64))[:, None]
-    x += np.arange(line_words, dtype=np.uint64) * step
+    x += _line_steps(line_words)
     return int(_mix(x).sum(dtype=np.uint64))
+
+
+@functools.cache
+def _line_steps(line_words: int) -> NDArray[np.uint64]:
+    return np.arange(line_words, dtype=np.uint64) * np.uint64(STEP)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

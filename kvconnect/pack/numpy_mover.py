@@ -24,6 +24,7 @@ Words = NDArray[Any]
 _UINTS = {1: np.uint8, 2: np.uint16}
 _VALUES_AT_ONCE = 1 << 15
 _BYTES_AT_ONCE = 256 << 10
+_FEW_PAGES = 8
 
 
 class NumpyMover:
@@ -34,6 +35,7 @@ class NumpyMover:
         self._pages = {
             lanes: [_memory_view(address, lanes) for address in lanes.address.tolist()] for lanes in all_lanes
         }
+        self._whole = {lanes: _whole_pages(pages, lanes) for lanes, pages in self._pages.items()}
         placed = self._pages if is_placed else {}
         self._placed = {lanes: [one[:, 0, 0, 0] for one in pages] for lanes, pages in placed.items()}
 
@@ -55,7 +57,8 @@ class NumpyMover:
             if move.lanes in self._placed:
                 _move_placed(self._placed[move.lanes], move, numbers, raw, pack)
             else:
-                _move_rows(self._pages[move.lanes][move.which], move, numbers, raw, pack)
+                whole = self._whole[move.lanes][move.which]
+                _move_rows(self._pages[move.lanes][move.which], whole, move, numbers, raw, pack)
         if seed is None:
             return PackTicket(None)
         return PackTicket(digest_streams(raw, staged.layout.streams, seed, self._digest_sample))
@@ -72,8 +75,43 @@ def _memory_view(address: int, lanes: Lanes) -> Words:
     return np.ndarray(shape, f"i{word}", memory, 0, strides)
 
 
+def _whole_pages(all_pages: Sequence[Words], lanes: Lanes) -> list[NDArray[np.uint8]]:
+    """The pages of each lane as rows of bytes, where one is a piece in memory and in a slot; else none."""
+    walk = lanes.walk
+    if lanes.access.cast is not None or not all_pages[0][0].flags.c_contiguous:
+        return []
+    # In a slot the rows of other lanes may lie between, also from one page of one row to the next.
+    if walk.page_bytes != walk.tokens * walk.wire_token_stride:
+        return []
+    shape_of_all = (lanes.num_blocks, walk.page_bytes)
+    return [np.ndarray(shape_of_all, np.uint8, one.base, 0, (walk.block_stride, 1)) for one in all_pages]
+
+
+def _copy_whole(
+    all_rows: Sequence[NDArray[np.uint8]],
+    blocks: list[int],
+    slot: NDArray[np.uint8],
+    firsts: list[int],
+    pack: bool,
+) -> None:
+    """Copy the pages of each lane one by one, from ``firsts`` of the slot on, side by side."""
+    size = all_rows[0].shape[1]
+    for rows, first in zip(all_rows, firsts, strict=True):
+        for number, block in enumerate(blocks):
+            in_slot = slot[first + number * size : first + (number + 1) * size]
+            if not pack and block:
+                rows[block] = in_slot
+            elif pack:
+                in_slot[:] = rows[block] if block else 0
+
+
 def _move_rows(
-    all_pages: Sequence[Words], move: Move, of_pages: BlockIds, slot: NDArray[np.uint8], pack: bool
+    all_pages: Sequence[Words],
+    whole_pages: Sequence[NDArray[np.uint8]],
+    move: Move,
+    of_pages: BlockIds,
+    slot: NDArray[np.uint8],
+    pack: bool,
 ) -> None:
     """Move the pages of each lane: the whole ones, and the first and the last, of which less may travel."""
     walk, cast, count = move.lanes.walk, move.lanes.access.cast, len(of_pages)
@@ -90,13 +128,16 @@ def _move_rows(
         row = move.lead + first * walk.tokens
         skipped = max(0, -row)
         tokens = min(walk.tokens, move.rows - row) - skipped
-        blocks = of_pages[first:stop]
+        blocks, at = of_pages[first:stop], (row + skipped) * walk.wire_token_stride
+        if whole_pages and tokens == walk.tokens and len(blocks) <= _FEW_PAGES:
+            # For few pages numpy takes longer to prepare a copy of all than to copy each.
+            _copy_whole(whole_pages, blocks.tolist(), slot, [wire + at for wire in move.wire.tolist()], pack)
+            continue
         (missing,) = np.nonzero(blocks == 0)
         (kept,) = np.nonzero(blocks) if len(missing) else (slice(None),)
         # The null block may be no memory at all: in its place any other is read, and what came of it zeroed.
         sources = np.where(blocks, blocks, blocks.max()) if len(missing) else blocks
         shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word)
-        at = (row + skipped) * walk.wire_token_stride
         for pages, wire, scales in zip(all_pages, move.wire.tolist(), all_scales, strict=True):
             if tokens != walk.tokens:
                 pages = pages[:, skipped : skipped + tokens]

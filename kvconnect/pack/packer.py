@@ -19,12 +19,13 @@ from kvconnect.orders import GroupBlocks
 from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
 from kvconnect.pack.lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.numpy_mover import NumpyMover
+from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import page_ids
 from kvconnect.plan.chunks import Chunk, Chunker, check_held
 from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds
-from kvconnect.runner_kit.kernels import wants_triton
+from kvconnect.runner_kit.kernels import has_triton
 
 if TYPE_CHECKING:
     from kvconnect.pack.triton_mover import TritonMover
@@ -43,7 +44,8 @@ class Packer:
     Args:
         table: what bytes exist on this side. Its tensors, which are on ``device``, must outlive the packer.
         side: ``"source"`` packs, ``"target"`` unpacks; it decides which group indices are used.
-        kernels: ``"numpy"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and numpy elsewhere.
+        kernels: ``"numpy"``, ``"torch"``, ``"triton"``, or ``"auto"``: numpy on a CPU, on CUDA Triton, and
+            torch where that is not installed.
         cuda_stream: the stream of all work; None for the one that is current now.
         digest_sample: digests are of one line of 64 bytes in so many; on a GPU of all.
 
@@ -80,15 +82,16 @@ class Packer:
         self._layout_of = functools.lru_cache(_MOST_LAYOUTS)(self._make_layout)
         device = torch.device(device)
         self.is_blocking = device.type != "cuda"
-        self._mover: NumpyMover | TritonMover
-        if wants_triton(kernels, device.type == "cuda", "numpy"):
-            if digest_sample != 1:
-                raise ConfigError(f"digest_sample is {digest_sample}; accepted with Triton: 1")
+        self._mover: NumpyMover | TorchMover | TritonMover
+        kernels = chosen_kernels(kernels, device)
+        if kernels != "numpy" and digest_sample != 1:
+            raise ConfigError(f"digest_sample is {digest_sample}; accepted with {kernels}: 1")
+        if kernels == "triton":
             from kvconnect.pack.triton_mover import TritonMover
 
             self._mover = TritonMover(self._lanes, device, cuda_stream)
-        elif device.type == "cuda":
-            raise ConfigError("kernels is 'numpy', which moves CPU memory only; accepted: auto, triton")
+        elif kernels == "torch":
+            self._mover = TorchMover(self._lanes, device, cuda_stream)
         else:
             self._mover = NumpyMover(self._lanes, digest_sample)
 
@@ -159,6 +162,22 @@ class Packer:
         it has compared it.
         """
         return self._mover.move(_slot_address(slot, staged), staged, seed, pack=False)
+
+
+def chosen_kernels(kernels: str, device: torch.device) -> str:
+    """What moves pages on a device: ``numpy``, ``torch`` or ``triton``.
+
+    Raises:
+        ConfigError: ``kernels`` is unknown, is not installed, or does not move memory of this device.
+    """
+    accepted = ("auto", "torch", "triton") if device.type == "cuda" else ("auto", "numpy", "torch", "triton")
+    if kernels not in accepted:
+        raise ConfigError(f"kernels is {kernels!r}; accepted on {device.type}: {', '.join(accepted)}")
+    if kernels == "auto":
+        kernels = "numpy" if device.type == "cpu" else "triton" if has_triton() else "torch"
+    if kernels == "triton" and not has_triton():
+        raise ConfigError("kernels is 'triton', which is not installed: pip install triton")
+    return kernels
 
 
 def _slot_address(slot: torch.Tensor | int, staged: StagedChunk) -> int:

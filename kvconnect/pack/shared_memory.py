@@ -68,7 +68,9 @@ class SharedMemory:
         try:
             os.ftruncate(self._descriptor, length_bytes + _NONCE_BYTES)
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.memory = mmap.mmap(self._descriptor, length_bytes + _NONCE_BYTES)
+            # All of it now: a first touch under a request costs more than its copy.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self.memory = mmap.mmap(self._descriptor, length_bytes + _NONCE_BYTES, flags)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -134,9 +136,9 @@ class MappedMemory:
         Raises:
             PeerError: ``target`` is not in this memory.
         """
-        place, seconds = self.at(target, length_bytes), []
         if length_bytes < _LEAST_PIECE_BYTES:
             return 0.0
+        place, seconds = self.at(target, length_bytes), []
         for _ in range(3):
             start = time.perf_counter()
             ctypes.memmove(place, source, length_bytes)

@@ -28,7 +28,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
     clock_s: float
     role: str
-    path: str
     lane: str
     lease_s: float
     versions: dict[str, str]

@@ -30,14 +30,13 @@ class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadView(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is fetched, over all ranks of its peer; bytes are known of the packed path only."""
+    """A request that is fetched, over all ranks of its peer."""
 
     digest: str
     request_id: str
     engine_id: str
     address: str
     phase: str
-    path: str
     age_s: float
     left_s: float
     landed_bytes: int
@@ -66,7 +65,6 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     address: str
     met: str
-    path: str = ""
     rate: str = ""
     failures: int = 0
     refusal: str = ""

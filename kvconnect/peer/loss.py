@@ -14,8 +14,6 @@ class PeerLoss(enum.Enum):
 
     Leases that are not void are kept, and renewed once the peer is met again. Slots that were lent stay in
     quarantine until the writes are over; where that is not known, for the load's time and ``quarantine_s``.
-    Where the engine can register memory anew, a quarantine that is not proven to be over lasts half a second,
-    and ends with a registration that the lost peer does not know.
     """
 
     PROCESS_GONE = "its port is closed: the process ended"
@@ -54,34 +52,3 @@ LOSS_RULES: dict[PeerLoss, LossRule] = {
     PeerLoss.SILENT: LossRule(is_out_of_reach=True),
     PeerLoss.UNUSABLE: LossRule(is_out_of_reach=True),
 }
-
-
-@dataclass
-class Quarantine:
-    """Memory is to be left alone until then.
-
-    ``is_unproven``: that nothing is written after ``until`` is likely, but not certain; the user of
-    the memory then has to keep the writer out by other means.
-    """
-
-    until: float = 0.0
-    is_unproven: bool = False
-
-    def hasten(self, until: float, *, proven: bool) -> None:
-        """What may still write need not be waited for longer than until then.
-
-        The first proof replaces what was believed, further ones only bring the end forward; what is likely
-        cannot shorten what a proof set.
-        """
-        if proven and self.is_unproven:
-            self.until, self.is_unproven = until, False
-        elif proven or self.is_unproven:
-            self.until = min(self.until, until)
-
-    def extend(self, until: float) -> None:
-        """It is to be left alone at least until then."""
-        self.until = max(self.until, until)
-
-    def ends_unproven(self, now: float) -> bool:
-        """The time is over, and it is not proven that nothing is written any more."""
-        return self.is_unproven and now >= self.until

@@ -12,7 +12,7 @@ import msgspec
 from kvconnect.cache.identity import Identity
 from kvconnect.cache.shard import Topology
 from kvconnect.errors import PeerError
-from kvconnect.orders import Count, GroupBlocks, Naming, Prefix, RankAddress
+from kvconnect.orders import Count, Naming, Prefix, RankAddress
 from kvconnect.pack.shared_memory import SharedMemoryCard
 from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableCard
@@ -42,7 +42,7 @@ class Side(enum.Enum):
     PREFILL = "prefill"
 
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
 
 OTHER_WEIGHTS = "peer has other weights"
@@ -87,7 +87,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 
     ``incarnation`` changes with every start, also where an operator fixes the engine id.
     ``engine_card`` is opaque to all but the engine called ``engine``. ``slot_bytes`` is the largest
-    chunk that this worker's slots take; 0 if it has none, and the packed path is closed. Digests are of
+    chunk that this worker's slots take; 0 if it has none, as one that only offloads. Digests are of
     one line in ``digest_sample``, the smaller of both sides'. The scratch memory may be written by any peer
     at any time, to see how fast the link is; it is never read. ``naming`` is that of the KV which it keeps in
     host memory for peers that ask by name; None for none. ``memory`` is where peers of the same machine find
@@ -155,8 +155,7 @@ Handle = Annotated[str, msgspec.Meta(max_length=LONGEST_HANDLE)]
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """D to P: send me these blocks of a held request.
 
-    Over the direct path P writes into the blocks of ``groups``, over the packed one it writes ``chunks``, in
-    any order, into granted slots; a path without any is closed. If both are open P keeps to one.
+    P writes ``chunks``, in any order, into granted slots. A fetch of nothing has none.
 
     ``consumers`` is how many ranks of D fetch from this rank; P frees after the last of them.
     P starts no write later than ``timeout_s`` after it received this, nor from ``until_s`` of its clock on:
@@ -169,7 +168,6 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     transfer_id: int
     handle: Handle
     num_tokens: Count
-    groups: tuple[GroupBlocks, ...]
     consumers: Ranks
     timeout_s: float
     chunks: Chunks = ()
@@ -204,12 +202,6 @@ class CreditRequest(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
     transfer_id: int
     chunks: Count
     spared: Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_CHUNKS)] = ()
-
-
-class Declined(msgspec.Struct, frozen=True, array_like=True, tag="declined"):
-    """P to D: this fetch goes over the direct path, and its slots were not and will not be written."""
-
-    transfer_id: int
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
@@ -366,7 +358,7 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
 ToPrefill = (Hello | Fetch | CreditGrant | Cancel | Release | Renew | FindPrefix) | (
     Alive | Question | Measure | Bad
 )
-ToDecode = (Welcome | Refused | Accepted | CreditRequest | Declined | Landed | Written | Renewed) | (
+ToDecode = (Welcome | Refused | Accepted | CreditRequest | Landed | Written | Renewed) | (
     PrefixFound | StillAlive | Answer | Measured | Transport | Bad
 )
 Message = ToPrefill | ToDecode

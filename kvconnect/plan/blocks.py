@@ -7,7 +7,6 @@ kernel blocks, so that logical sizes may differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ import numpy as np
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.shard import Residue, SharedTokens
-from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
 from kvconnect.runner_kit.block_table import BlockIds, expand_block_ids
 
@@ -54,47 +52,6 @@ class Share(NamedTuple):
 WHOLE = Share(SharedTokens(1, 0, 1), Residue())
 
 
-@dataclass(frozen=True)
-class BlockPairs:
-    """Kernel block ids, int64 of one length: ``source[i]`` holds what ``target[i]`` is to hold.
-
-    Sorted by source, so that runs of adjacent blocks are found for any order of allocation.
-    """
-
-    source: BlockIds
-    target: BlockIds
-
-
-def pair_blocks(
-    source: GroupBlocks,
-    source_geometry: GroupGeometry,
-    target: GroupBlocks,
-    target_geometry: GroupGeometry,
-    num_tokens: int,
-) -> BlockPairs:
-    """Pair the blocks of two sides that hold the first ``num_tokens`` tokens of one sequence.
-
-    Positions that the target does not want (null) are left out. Positions that the source no longer
-    keeps may be left out only where no later token can see them, else it is a ``LayoutError``.
-    """
-    if target_geometry.is_state:
-        return _pair_state(source, target)
-    wanted_first, wanted = kernel_positions(target, target_geometry)
-    block_tokens = target_geometry.block_tokens
-    wanted = wanted[: max(0, div_ceil(num_tokens, block_tokens) - wanted_first)]
-    source_ids = page_ids(source, source_geometry, wanted_first, len(wanted))
-    present, asked = source_ids != NULL_BLOCK, wanted != NULL_BLOCK
-    at = first_needed(wanted_first + np.flatnonzero(asked & ~present), target_geometry, num_tokens)
-    if at is not None:
-        raise LayoutError(
-            f"cache group {target.group}: tokens {at * block_tokens} to {(at + 1) * block_tokens - 1} are "
-            f"wanted, but the source holds no block for them"
-        )
-    source_ids, wanted = source_ids[asked & present], wanted[asked & present]
-    order = np.argsort(source_ids, kind="stable")
-    return BlockPairs(source_ids[order], wanted[order])
-
-
 def first_needed(positions: BlockIds, geometry: GroupGeometry, num_tokens: int) -> int | None:
     """The first of these positions of kernel blocks that the next token, or a later one, reads.
 
@@ -107,18 +64,6 @@ def first_needed(positions: BlockIds, geometry: GroupGeometry, num_tokens: int) 
         if len(found):
             return int(found[0])
     return None
-
-
-def _pair_state(source: GroupBlocks, target: GroupBlocks) -> BlockPairs:
-    for side, blocks in (("source", source), ("target", target)):
-        if len(blocks.block_ids) != 1 or blocks.block_ids[0] == NULL_BLOCK:
-            raise LayoutError(
-                f"cache group {blocks.group} of the {side} keeps state: it needs one block, "
-                f"it has {list(blocks.block_ids)}"
-            )
-    return BlockPairs(
-        np.asarray(source.block_ids, dtype=np.int64), np.asarray(target.block_ids, dtype=np.int64)
-    )
 
 
 def kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int, BlockIds]:

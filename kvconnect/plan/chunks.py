@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import LayoutError
 from kvconnect.orders import Count, GroupBlocks, Index
-from kvconnect.plan.align import Column, TableCard
+from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import NULL_BLOCK, first_needed
 from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds
@@ -32,6 +33,8 @@ ALIGN_BYTES = 16
 _MOST_PLACED = 64
 _MOST_SIZES = 1024
 _MOST_TOKENS = 2**31 - 1
+
+Column = NDArray[np.int64]
 
 
 class TokenSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -275,6 +278,10 @@ def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: i
         raise LayoutError(
             f"cache group {geometry.group}: {what} of the request shall be packed, but no block holds it"
         )
+
+
+DEFAULT_PACK_BYTES_PER_S = 100e9
+"""Of a GPU, where packing was not timed."""
 
 
 class RequestCutter:

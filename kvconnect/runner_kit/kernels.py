@@ -12,16 +12,21 @@ from numpy.typing import DTypeLike, NDArray
 from kvconnect.errors import ConfigError
 
 
-def wants_triton(kernels: str, on_cuda: bool, otherwise: str = "torch") -> bool:
-    """Whether ``kernels`` means Triton, not ``otherwise``: ``"auto"`` does on CUDA.
+def has_triton() -> bool:
+    """It is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def wants_triton(kernels: str, on_cuda: bool) -> bool:
+    """Whether ``kernels`` means Triton, not torch: ``"auto"`` does on CUDA.
 
     Raises ``ConfigError``: ``kernels`` is unknown, or Triton is not installed.
     """
-    if kernels not in ("auto", otherwise, "triton"):
-        raise ConfigError(f"kernels is {kernels!r}; accepted: auto, {otherwise}, triton")
-    if kernels == otherwise or (kernels == "auto" and not on_cuda):
+    if kernels not in ("auto", "torch", "triton"):
+        raise ConfigError(f"kernels is {kernels!r}; accepted: auto, torch, triton")
+    if kernels == "torch" or (kernels == "auto" and not on_cuda):
         return False
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         raise ConfigError(f"kernels is {kernels!r}, which needs Triton: pip install triton")
     return True
 

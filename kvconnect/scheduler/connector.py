@@ -71,7 +71,7 @@ class SchedulerConnector:
         self._prefill = PrefillRequests(config, groups, stack, handles, new_handle, draft)
         self._decode = DecodeRequests(config, cache_config, stack, handles, trust, draft)
         self._pulls: PullRequests | None = None
-        if config.is_consumer and config.extra.has_slots and stack.names and stack.naming and stack.clock:
+        if config.is_consumer and stack.names and stack.naming and stack.clock:
             self._pulls = PullRequests(config, groups, stack, trust, new_handle, draft)
         offers = config.is_producer and config.extra.offload is not None and stack.naming is not None
         own = join_address(draft.directory[0].host, draft.directory[0].port)

@@ -113,7 +113,7 @@ class PrefillRequests:
         self._draining = False
         # States are not streamed: they travel last.
         tokens = {i: g.block_size for i, g in enumerate(groups) if g.has_cache and not g.is_state}
-        self._streamed_groups = tokens if config.extra.has_slots and config.extra.stream_min_tokens else {}
+        self._streamed_groups = tokens if config.extra.stream_min_tokens else {}
         self.due: dict[str, int] = {}
         """Requests that are computed for others: once they are whole, and those that are streamed always."""
 

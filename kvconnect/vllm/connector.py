@@ -16,7 +16,6 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
-from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import ABORTED, Results
@@ -32,7 +31,7 @@ from kvconnect.vllm.metadata import (
     hit_sources,
 )
 from kvconnect.vllm.offload import kept_groups
-from kvconnect.vllm.plugin import OURS, register
+from kvconnect.vllm.plugin import register
 from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
@@ -96,9 +95,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Pages that no engine has registered may go and come back."""
-        given = {name: getattr(kv_transfer_config, name) for name in OURS}
-        return settings.may_sleep(parse_kv_transfer_config(given).extra)
+        """No engine has registered pages: they may go and come back."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import torch
 
-from kvconnect.config import ExtraConfig, TransferConfig, parse_kv_transfer_config
+from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Naming
 from kvconnect.vllm.geometry import group_spec, scheduler_config
@@ -85,7 +85,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: Tr
             "turn it off, and use a checkpoint with scales or none"
         )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        _refuse_sleep(vllm_config.model_config, config)
+        _refuse_sleep(vllm_config.model_config)
     if config.extra.offload is not None:
         check_blocks(kv_cache_config, hash_block_tokens(vllm_config, kv_cache_config))
 
@@ -109,7 +109,7 @@ def _refuse_turns(vllm_config: VllmConfig, kv_cache_config: Any, config: Transfe
             )
 
 
-def _refuse_sleep(model_config: Any, config: TransferConfig) -> None:
+def _refuse_sleep(model_config: Any) -> None:
     """Raise ``ConfigError`` where pages are taken away that something of ours still reaches."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -118,16 +118,9 @@ def _refuse_sleep(model_config: Any, config: TransferConfig) -> None:
         why = "this version of vLLM tells no connector when it sleeps; accepted: vLLM 0.33 or newer"
     elif backend != "cumem":
         why = f"sleep_mode_backend {backend!r} does not leave slots as they are; accepted: cumem"
-    elif not may_sleep(config.extra):
-        why = f"registered KV memory must stay where it is; accepted: path 'packed' for {config.extra.path!r}"
     else:
         return
     raise ConfigError(f"enable_sleep_mode is on, but {why}, or turn it off")
-
-
-def may_sleep(extra: ExtraConfig) -> bool:
-    """Whether no page of the cache is registered with an engine."""
-    return extra.engine == "none" or (not extra.opens_direct and extra.has_slots)
 
 
 def outside_pools(vllm_config: VllmConfig, make: Callable[[], Made], device: torch.device) -> Made:

@@ -1,4 +1,4 @@
-"""The short calibration when peers meet: what the engine takes for a copy and for a byte on this link.
+"""The short calibration when peers meet: how fast the engine moves bytes on this link.
 
 P writes a few batches from its scratch memory to the peer's, which is never read. Until they are done the
 peer's fetches wait; that is no longer than a connection takes to be made.
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvconnect.engine.base import Completion
 from kvconnect.pack.arena import Arena
-from kvconnect.plan.align import TableAlignment
-from kvconnect.plan.cost import Sample
-from kvconnect.worker.outbox import Columns, PageOutbox
+from kvconnect.worker.outbox import BatchOutbox, Columns
 
-SMALL_COPIES = 256
-_FEW_COPIES = 16
 _FIRST_BYTES, _GROWTH = 4096, 4
 _LONGEST_S = 0.5
 """Nothing follows a batch that took longer: a link as slow as that has shown it."""
@@ -32,52 +28,48 @@ _CPU_SHARE = 0.6
 """What packing reaches of a plain copy: see `python -m benchmarks pack`."""
 
 
-class ProbeOutbox(PageOutbox):
-    """Batches of one kind after the other, each alone on its way. ``samples`` are what they took.
+class Sample(NamedTuple):
+    """One batch of a probe: a copy of so many bytes."""
+
+    total_bytes: int
+    seconds: float
+
+
+class ProbeOutbox(BatchOutbox):
+    """Copies of growing length, each alone on its way. ``samples`` are what they took.
 
     Args:
         source: our scratch memory.
         target: the peer's.
         scratch_bytes: of the smaller of the two.
-        page_bytes: a page of the caches that will be moved; 0 where none will be by itself.
-        max_copies: of one batch.
     """
 
-    path = "probe"
     is_alone = True
 
-    def __init__(
-        self, source: int, target: int, scratch_bytes: int, page_bytes: int, max_copies: int
-    ) -> None:
+    def __init__(self, source: int, target: int, scratch_bytes: int) -> None:
         self.samples: list[Sample] = []
         # The first batch makes the connection, and measures nothing.
         length = min(_FIRST_BYTES, scratch_bytes)
-        shapes = [(1, length), (1, length)]
+        lengths = [length, length]
         while (length := length * _GROWTH) < scratch_bytes:
-            shapes.append((1, length))
-        # Each kind three times: one that was disturbed does not measure the link.
-        if page_bytes:
-            pages = min(SMALL_COPIES, max_copies, scratch_bytes // page_bytes)
-            shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES) * 3]
-        shapes += [(1, scratch_bytes)] * 3
-        shapes = [(copies, length) for copies, length in shapes if copies]
-        super().__init__((_scattered(source, target, *shape) for shape in shapes), copies=0)
-        self._shapes = iter(shapes)
+            lengths.append(length)
+        # The largest three times: one that was disturbed does not measure the link.
+        lengths += [scratch_bytes] * 3
+        super().__init__((_copy(source, target, length) for length in lengths), copies=0)
         self._scratch_bytes = scratch_bytes
         self._is_connected = False
 
     @property
     def bytes_per_s(self) -> float:
-        """The most that a batch of one large copy reached: what disturbed the others is not the link's."""
-        single = [one for one in self.samples if one.copies == 1 and one.seconds > 0]
-        largest = max((one.total_bytes for one in single), default=0)
-        alike = (one.total_bytes / one.seconds for one in single if one.total_bytes == largest)
-        return max(alike, default=0.0)
+        """The most that a copy of the largest length reached: what disturbed the others is not the link's."""
+        timed = [one for one in self.samples if one.seconds > 0]
+        largest = max((one.total_bytes for one in timed), default=0)
+        return max((largest / one.seconds for one in timed if one.total_bytes == largest), default=0.0)
 
     @property
     def is_whole(self) -> bool:
         """The largest copy was made: no error and no slow batch came before it."""
-        return any(one.total_bytes == self._scratch_bytes for one in self.samples if one.copies == 1)
+        return any(one.total_bytes == self._scratch_bytes for one in self.samples)
 
     def submitted(self, batch_id: int) -> None:
         """What follows that batch depends on what it takes."""
@@ -85,19 +77,16 @@ class ProbeOutbox(PageOutbox):
 
     def ended(self, completion: Completion) -> None:
         """The engine is done with a batch, the next of them."""
-        copies, _ = next(self._shapes)
         if completion.ok and self._is_connected:
-            self.samples.append(Sample(copies, completion.total_bytes, completion.seconds))
+            self.samples.append(Sample(completion.total_bytes, completion.seconds))
         if not self._is_connected or completion.seconds <= _LONGEST_S:
             self._next = next(self._batches, None)
         self._is_connected = True
 
 
-def _scattered(source: int, target: int, copies: int, length: int) -> Columns:
-    """So many copies, in an order that leaves none beside the one before it."""
-    order = np.arange(copies, dtype=np.int64)
-    places = (order * 7919) % copies
-    return source + order * length, target + places * length, np.full(copies, length, dtype=np.int64)
+def _copy(source: int, target: int, length: int) -> Columns:
+    column = np.array((source, target, length), dtype=np.int64)
+    return column[:1], column[1:2], column[2:]
 
 
 def probe_bytes(slot_bytes: int, on_cuda: bool) -> int:
@@ -134,10 +123,3 @@ def copy_bytes_per_s(arena: Arena) -> float:
             torch.cuda.synchronize(arena.device)
         seconds = min(seconds, time.perf_counter() - start)
     return int(sources.nbytes) / seconds
-
-
-def typical_page_bytes(link: TableAlignment) -> int:
-    """The page length that most of the bytes of this link travel in."""
-    lengths = [rows.length for group in link.values() for rows in group.rows]
-    ordered = np.sort(np.concatenate([*lengths, np.ones(1, dtype=np.int64)]))
-    return int(ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)])

@@ -192,8 +192,7 @@ class WorkerConnector:
             table=TableCard.of(table),
         )
         device = next(iter(tensors.values())).tensor.device
-        extra = self._config.extra.with_path(device.type, self.engine_name)
-        self._config = msgspec.structs.replace(self._config, kv_connector_extra_config=extra)
+        extra = self._config.extra
         local = open_local(
             self._config, self._engine, introduction, table, device, reserved_bytes, self._metrics
         )
@@ -281,7 +280,6 @@ class WorkerConnector:
             description.Description(
                 clock_s=time.time(),
                 role=self._config.kv_role,
-                path=extra.path or "packed",
                 lane=self._engine.capabilities.lane,
                 lease_s=extra.lease_s,
                 versions=versions,
@@ -321,8 +319,8 @@ class WorkerConnector:
     def sleep(self) -> None:
         """Wait until nothing reads or writes pages, and see that nothing does until ``wake``. Idempotent.
 
-        Peers stay connected, and get a refusal with the reason. A node that registers pages cannot. Raises
-        ``LocalError``: something still does after 5 s, or a load is under way, and it goes on as before.
+        Peers stay connected, and get a refusal with the reason. Raises ``LocalError``: something still does
+        after 5 s, or a load is under way, and it goes on as before.
         """
         if self._transfers is None:
             return

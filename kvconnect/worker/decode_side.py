@@ -1,7 +1,6 @@
 """D's half of a worker: asks peers for KV, and reports what has landed.
 
-Owned by the transfer thread. Every load is reported exactly once, and never while a peer may still write
-to its blocks.
+Owned by the transfer thread. Every load is reported exactly once. Peers write to slots, never to its blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
     Accepted,
     CreditRequest,
-    Declined,
     Landed,
     PrefixFound,
     Renewed,
@@ -57,7 +55,7 @@ class DecodeSide:
         self.peers = Peers(config, channel, local, metrics, randomness)
         self.renewals = Renewals(config, self.peers, self.loads, metrics, reports.settled)
         self.rank_fetches = RankFetches(config, self.peers, local, metrics)
-        path = self.rank_fetches.packed_path
+        path = self.rank_fetches.path_over
         self.finds = Finds(config, self.peers, metrics, reports.found, path)
         self.bay = self.rank_fetches.bay
         self._transports = Transports(config, metrics)
@@ -141,8 +139,6 @@ class DecodeSide:
         """Let time pass: deadlines, waiting loads, and reports of what is over."""
         for link, event in self.peers.tick(now):
             self._handle(link, event, now)
-        if self.rank_fetches.has_unproven(now):
-            self._renew_registration()
         self.bay.advance(now)
         self._look_after([load for load in self.loads.values() if load.is_due(now)], now)
         # After that, so that a load which ended makes room for the next one at once.
@@ -185,8 +181,8 @@ class DecodeSide:
 
     @property
     def waiting_for_device(self) -> bool:
-        """A load waits for the device to be done with its blocks, or to unpack what landed."""
-        return self.bay.busy or any(not self._can_begin(load) for load in self._queued())
+        """What landed waits for the device: to be done with its blocks, or to unpack it."""
+        return self.bay.busy
 
     # Peers
 
@@ -194,9 +190,7 @@ class DecodeSide:
         match event:
             case Ready():
                 self._met(link, event, now)
-            case Received(
-                message=Accepted() | Declined() | Landed() | CreditRequest() | Written() as message
-            ):
+            case Received(message=Accepted() | Landed() | CreditRequest() | Written() as message):
                 is_served = isinstance(message, Accepted | Landed) or (
                     isinstance(message, Written) and message.ok
                 )
@@ -224,12 +218,11 @@ class DecodeSide:
         if not link.was_met:
             link.was_met = True
             logger.info(
-                "prefill node %s rank %d at %s is met: KV comes over %s, path %s",
+                "prefill node %s rank %d at %s is met: KV comes over %s",
                 ready.peer.engine_id,
                 link.rank,
                 link.address,
                 self._engine.capabilities,
-                self._config.path,
             )
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
         self.renewals.met(link.peer.key, now)
@@ -294,24 +287,7 @@ class DecodeSide:
         """When writes over past connections to a rank end, but for those to ``incarnation``."""
         writes_end_s = LOSS_RULES[loss].writes_end_s
         if writes_end_s is not None and (links := self.peers.past_links(link, incarnation)):
-            self.rank_fetches.hasten(links, now + writes_end_s, proven=True)
-
-    def _renew_registration(self) -> None:
-        """Keep out peers that may still write, and send all others the address of our memory now."""
-        try:
-            if not self._engine.renew_registration():
-                return
-        except Exception:
-            # Whatever it is, what waits for it goes on by its deadlines.
-            self._metrics.failures.labels("registration").inc()
-            logger.exception("our memory could not be registered anew: nothing may be able to reach it")
-            return
-        self._metrics.failures.labels("registration_renewed").inc()
-        logger.warning(
-            "a peer did not say that it stopped: our memory is registered anew, without its access"
-        )
-        self.rank_fetches.renewed()
-        self.peers.greet_anew()
+            self.bay.hasten(links, now + writes_end_s)
 
     # Loads
 
@@ -324,8 +300,6 @@ class DecodeSide:
         for load in self._queued():
             if active >= self._config.max_loads:
                 break
-            if not self._can_begin(load):
-                continue
             if reason := self.peers.refusal(load.peer, now):
                 load.fail(reason)
                 continue
@@ -335,10 +309,6 @@ class DecodeSide:
         for load in self.loads.values():
             if load.admitted and not load.error and load.is_to_ask:
                 self._ask(load, now)
-
-    def _can_begin(self, load: LoadRecord) -> bool:
-        # A peer that can write to pages may do so at once; what lands in slots waits there.
-        return not self._config.opens_direct or load.is_unused()
 
     def _ask(self, load: LoadRecord, now: float) -> None:
         peer = self.peers.peers.get(load.peer)
@@ -379,5 +349,3 @@ class DecodeSide:
         loads = self.loads.values()
         self._metrics.loads.set(len(loads))
         self._metrics.loads_waiting.set(sum(load.is_queued for load in loads))
-        is_lost = [any(f.state is RankFetchState.BUSY for f in load.fetches.values()) for load in loads]
-        self._metrics.quarantined.set(sum(is_lost))

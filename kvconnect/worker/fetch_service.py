@@ -1,4 +1,4 @@
-"""P serves fetches: each waits for its KV, is sent over one of two paths, and is answered exactly once.
+"""P serves fetches: each waits for its KV, is sent chunk by chunk, and is answered exactly once.
 
 A landing slot of D serves only a chunk that can be packed: what D lends for others is given back, and
 requested as credit once they can be. Where all can be packed when the fetch comes, no credit is requested.
@@ -23,7 +23,6 @@ from kvconnect.peer.messages import (
     Accepted,
     CreditGrant,
     CreditRequest,
-    Declined,
     Fetch,
     Grant,
     Introduction,
@@ -32,7 +31,6 @@ from kvconnect.peer.messages import (
     Measured,
     Written,
 )
-from kvconnect.plan.transfer import make_plan
 from kvconnect.timeline import Moment
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
@@ -41,13 +39,13 @@ from kvconnect.worker.lease_book import LeaseBook
 from kvconnect.worker.leases import Consumer, Lease, TransferKey
 from kvconnect.worker.local import Local
 from kvconnect.worker.measuring import LEAST_PAUSE_S, LONGEST_S, MEASUREMENT, measuring_outbox
-from kvconnect.worker.outbox import Outbox, PageOutbox, Parcel, SlotOutbox
+from kvconnect.worker.outbox import Parcel, SlotOutbox
 from kvconnect.worker.pending_fetches import PendingFetch, PendingFetches, check_chunks, check_fetch
+from kvconnect.worker.send_path import SendPath
 from kvconnect.worker.sender import Sender, Sending
 from kvconnect.worker.supply import ChunkSupply
 from kvconnect.worker.tally import count_sent
 from kvconnect.worker.transport import LinkMeter, Transports, found_by, refusal
-from kvconnect.worker.way import Way
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +122,7 @@ class FetchService:
 
         Raises:
             PeerError: the peer has no right to it, or may not wait.
-            LayoutError: no path is open, or the peer wants what is not held.
+            LayoutError: the two caches do not fit, or the peer wants what is not held.
         """
         fetch = pending.fetch
         if refusal := other_weights(inbound.session.ours.meaning, peer.meaning):
@@ -138,33 +136,28 @@ class FetchService:
             self._wait(pending, now)
             return
         check_fetch(fetch)
-        way, streamed = self._measured_way(inbound, pending.link, now), source.hold is None
-        if way is None:
+        path, streamed = self._measured_path(inbound, pending.link, now), source.hold is None
+        if path is None:
             self._wait(pending, now, is_served=True)
             return
-        if way.meter is not None and way.meter.found.refusal:
-            raise PeerError(way.meter.found.refusal)
-        if streamed and not way.streams:
+        if path.meter is not None and path.meter.found.refusal:
+            raise PeerError(path.meter.found.refusal)
+        if streamed and not path.streams:
             self._wait(pending, now)
             return
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         self._claim(source, fetch, consumer, pending.key)
-        outbox, key = self._outbox(source, pending, way), pending.key
-        sending = Sending(key, way.name, outbox, pending.deadline, now, source, consumer, streamed=streamed)
-        sending.meter = way.meter
-        spared: Sequence[Grant] = ()
-        if isinstance(outbox, SlotOutbox):
-            spared = outbox.grant(fetch.grants)
-            sending.due_reported = 0 if streamed or pending.has_waited else None
+        outbox, key = self._outbox(source, pending, path), pending.key
+        sending = Sending(key, path.name, outbox, pending.deadline, now, source, consumer, streamed=streamed)
+        sending.meter = path.meter
+        spared = outbox.grant(fetch.grants)
+        sending.due_reported = 0 if streamed or pending.has_waited else None
         self._note(sending, Moment.FETCH_BEGUN, len(fetch.chunks))
         # Last of all: a lease whose sending has not begun would never end.
         source.sending.add(key)
         self.sender.begin(sending)
-        if isinstance(outbox, PageOutbox) or sending.due_reported is not None:
+        if sending.due_reported is not None:
             self._inbound_peers.send(key[0], Accepted(fetch.transfer_id, sending.epoch))
-        if isinstance(outbox, PageOutbox) and fetch.chunks:
-            self._inbound_peers.send(key[0], Declined(fetch.transfer_id))
-        elif sending.due_reported is not None:
             self._request_credit(sending, spared)
 
     def cancel(self, key: TransferKey, reason: str) -> None:
@@ -185,12 +178,6 @@ class FetchService:
         if not known and now >= self.not_quiescent.get(key, 0.0):
             self._answer_failure(key, "it is not known")
 
-    def give_up(self, peer: str) -> None:
-        """A peer of the engine is about to be disconnected."""
-        for sending in self.sender.sendings.values():
-            if sending.peer == peer:
-                self.sender.cancel(sending.key, "the peer's memory was registered anew")
-
     def granted(self, key: TransferKey, granted: CreditGrant) -> None:
         """A peer lends more slots for a fetch, which may have no use for them yet."""
         sending = self.sender.sendings.get(key)
@@ -205,7 +192,8 @@ class FetchService:
 
     def _is_ready(self, early: PendingFetch) -> bool:
         inbound = self._inbound_peers.get(early.link)
-        is_measured = inbound is not None and inbound.way is not None and inbound.way.cost is not None
+        path = inbound.path if inbound is not None else None
+        is_measured = path is not None and path.is_measured
         is_calibrating = not is_measured and (early.link, _CALIBRATION) in self.sender.sendings
         if early.fetch.prefix is not None:
             return not is_calibrating and (early.lease is None or early.lease.is_computed())
@@ -222,7 +210,7 @@ class FetchService:
         lease, inbound = self._book.get(early.fetch.handle), self._inbound_peers.get(early.link)
         if lease is None or lease.hold is not None:
             return lease if lease is not None and lease.is_computed() else None
-        if inbound is None or (inbound.way is not None and not inbound.way.streams):
+        if inbound is None or (inbound.path is not None and not inbound.path.streams):
             return None
         lease.advance()
         return lease if early.first_tokens <= lease.ready_tokens else None
@@ -255,43 +243,25 @@ class FetchService:
             raise PeerError("this rank is being sent this request")
         source.claim(consumer, fetch.consumers)
 
-    def _outbox(self, source: Lease, pending: PendingFetch, way: Way) -> Outbox:
-        """Choose a path among those that are open on both sides.
+    def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
+        """What packs the chunks of a fetch.
 
         Raises:
-            LayoutError: none is, or the peer wants what is not held.
+            LayoutError: the peer wants what is not held.
             PeerError: a chunk is larger than a slot of ours.
         """
         fetch = pending.fetch
-        # A fetch of nothing needs no path, and host memory is not where the engine reads.
-        direct = way.direct if fetch.prefix is None else None
-        link = direct if fetch.groups else {} if not fetch.chunks else None
-        packer = way.packer if fetch.chunks else None
-        if packer is not None and fetch.prefix is not None:
-            packer = way.kept_packer()
-        if packer is not None:
-            check_chunks(fetch, packer.chunker, way.slot_bytes)
-        capabilities, pool = self._local.engine.capabilities, self._local.send
-        num_tokens = way.share.tokens.count(fetch.num_tokens)
-        held = way.share.of(source.hold.groups) if source.hold is not None else None
-        if packer is not None and (
-            held is None or link is None or way.prefers_packed(held, fetch, num_tokens)
-        ):
-            supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, way.share)
-            most_bytes = way.slot_bytes if way.mapped else min(pool.slot_bytes, capabilities.max_bytes)
-            if supply.largest_bytes > most_bytes:
-                raise PeerError(f"a chunk has {supply.largest_bytes} bytes, a slot here has {most_bytes}")
-            note = functools.partial(
-                self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
-            )
-            return SlotOutbox(packer, supply, pool, self._config.check_digest, way.name, note, way.mapped)
-        if held is None:
-            raise LayoutError("a prefill under way is sent over the packed path only")
-        if link is None:
-            raise LayoutError(f"the peer opens no path that can be used here ({way.closed})")
-        plan = make_plan(link, held, fetch.groups, num_tokens)
-        max_bytes = min(capabilities.max_bytes, self._config.max_batch_bytes)
-        return PageOutbox(plan.batches(capabilities.max_copies, max_bytes), plan.copies)
+        packer = path.packer if fetch.prefix is None else path.kept_packer()
+        check_chunks(fetch, packer.chunker, path.slot_bytes)
+        pool, max_bytes = self._local.send, self._local.engine.capabilities.max_bytes
+        supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, path.share)
+        most_bytes = path.slot_bytes if path.mapped else min(pool.slot_bytes, max_bytes)
+        if supply.largest_bytes > most_bytes:
+            raise PeerError(f"a chunk has {supply.largest_bytes} bytes, a slot here has {most_bytes}")
+        note = functools.partial(
+            self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
+        )
+        return SlotOutbox(packer, supply, pool, self._config.check_digest, path.name, note, path.mapped)
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Report for how many chunks slots are of use, and which slots are of none, if that has changed."""
@@ -310,37 +280,38 @@ class FetchService:
         A link whose calibration was cut short is calibrated again: what is not measured is not worth a load.
         """
         try:
-            way = self._measured_way(inbound, link, now)
+            path = self._measured_path(inbound, link, now)
         except (PeerError, LayoutError) as error:
             return str(error)
-        if way is not None:
-            self._calibrate_if_due(way, link, now)
+        if path is not None:
+            self._calibrate_if_due(path, link, now)
         return ""
 
-    def _measured_way(self, inbound: InboundPeer, link: str, now: float) -> Way | None:
-        """``InboundPeers.way_to``; None until it was found out once how fast that is: its fetches wait."""
-        way = self._inbound_peers.way_to(inbound, {sending.peer for sending in self.sender.sendings.values()})
-        if way.cost is None:
-            self._calibrate_if_due(way, link, now)
+    def _measured_path(self, inbound: InboundPeer, link: str, now: float) -> SendPath | None:
+        """``InboundPeers.path_to``; None until it was found out once how fast that is: its fetches wait."""
+        in_use = {sending.peer for sending in self.sender.sendings.values()}
+        path = self._inbound_peers.path_to(inbound, in_use)
+        if not path.is_measured:
+            self._calibrate_if_due(path, link, now)
             return None
-        self._announce(way, inbound, link)
-        return way
+        self._announce(path, inbound, link)
+        return path
 
-    def _calibrate_if_due(self, way: Way, link: str, now: float) -> None:
+    def _calibrate_if_due(self, path: SendPath, link: str, now: float) -> None:
         key = link, _CALIBRATION
         # One that began before the peer greeted anew is waited for: their numbers are the same.
-        if way.is_calibration_due(now) and key not in self.sender.sendings:
-            probe = way.begin_calibration(self._local.look_at_traffic())
+        if path.is_calibration_due(now) and key not in self.sender.sendings:
+            probe = path.begin_calibration(self._local.look_at_traffic())
             until = now + self._config.handshake_timeout_s
-            self.sender.begin(Sending(key, way.name, probe, until, now))
+            self.sender.begin(Sending(key, path.name, probe, until, now))
 
-    def _announce(self, way: Way, inbound: InboundPeer, link: str) -> None:
+    def _announce(self, path: SendPath, inbound: InboundPeer, link: str) -> None:
         """Report, once a connection, what carries bytes to a peer, and whether our settings refuse that."""
         peer = inbound.session.peer
-        if way.meter is None and peer is not None:
-            found = msgspec.structs.replace(way.found, refusal=refusal(self._config, way.found))
+        if path.meter is None and peer is not None:
+            found = msgspec.structs.replace(path.found, refusal=refusal(self._config, path.found))
             who = f"decode node {peer.engine_id} rank {peer.rank} at {inbound.host}"
-            way.meter = LinkMeter(who, found, self._transports)
+            path.meter = LinkMeter(who, found, self._transports)
             self._transports.met(who, found)
             self._inbound_peers.send(link, found)
 
@@ -354,38 +325,36 @@ class FetchService:
                 raise PeerError("another measurement is under way, or was a moment ago")
             # Requests have the link, the slots and this thread at least half of the time.
             self._measures_from = now + max(LEAST_PAUSE_S, 2 * asked.seconds)
-            if self._inbound_peers.has_other(inbound):
-                # To connect to this one would disconnect the other, which may be a decode node.
-                raise PeerError("another connection has introduced itself by this engine_id and rank")
             in_use = {one.peer for one in self.sender.sendings.values()}
-            way = self._inbound_peers.way_to(inbound, in_use)
-            self._inbound_peers.connect(inbound, way, in_use)
-            outbox = measuring_outbox(asked, self._local, way, inbound.session.peer)
+            path = self._inbound_peers.path_to(inbound, in_use)
+            self._inbound_peers.connect(inbound, path, in_use)
+            outbox = measuring_outbox(asked, self._local, path, inbound.session.peer)
         except (PeerError, LayoutError) as error:
             self._inbound_peers.send(link, Measured(0, 0.0, str(error)))
             return
-        self.sender.begin(Sending(key, way.name, outbox, now + LONGEST_S, now))
+        self.sender.begin(Sending(key, path.name, outbox, now + LONGEST_S, now))
 
     def _finish(self, sending: Sending, now: float) -> None:
-        lease, outbox = sending.lease, sending.outbox
+        lease = sending.lease
         if lease is None or sending.consumer is None:
             if sending.key[1] == MEASUREMENT:
                 measured = Measured(sending.total_bytes, sending.seconds, sending.error)
                 self._inbound_peers.send(sending.key[0], measured)
                 return
             inbound = self._inbound_peers.get(sending.key[0])
-            if inbound is not None and (way := inbound.way) is not None and way.probe is outbox:
-                probe, config = way.probe, self._config
-                found = found_by(probe, self._local, way.traffic, inbound.host, config.host)
-                way.calibrated(self._local, sending.error, found, self._metrics)
+            path = inbound.path if inbound is not None else None
+            if inbound is not None and path is not None and path.probe is sending.outbox:
+                probe, config = path.probe, self._config
+                found = found_by(probe, self._local, path.traffic, inbound.host, config.host)
+                path.calibrated(sending.error, found, self._metrics)
                 if probe.is_whole:
-                    way.calibrations.met()
+                    path.calibrations.met()
                 else:
                     reason = sending.error or "a batch was slow"
-                    way.calibrations.failed(reason, config.retry_max_s, self._randomness, now)
+                    path.calibrations.failed(reason, config.retry_max_s, self._randomness, now)
                 if not any(pending.link == sending.key[0] for pending in self.pending.fetches):
                     # A fetch that waited for it reports it, when it begins or is refused.
-                    self._announce(way, inbound, sending.key[0])
+                    self._announce(path, inbound, sending.key[0])
             return
         lease.sending.discard(sending.key)
         if not sending.error and not lease.is_intact():
@@ -398,9 +367,6 @@ class FetchService:
             until = now + self._config.quarantine_s
             self.not_quiescent = {key: end for key, end in self.not_quiescent.items() if end > now}
             self.not_quiescent[sending.key] = until
-            if not isinstance(outbox, SlotOutbox):
-                # The library may still read these blocks: no other request gets them before that is over.
-                lease.busy_until = max(lease.busy_until, until)
         if not sending.error:
             lease.served.add(sending.consumer)
         self._book.end_if_due(lease, now)

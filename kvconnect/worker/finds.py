@@ -17,7 +17,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import Find, Found, Prefix
 from kvconnect.peer.messages import FindPrefix, PrefixFound
 from kvconnect.worker.loads import PeerKey
-from kvconnect.worker.peers import PackedPath, Peers, RankLink
+from kvconnect.worker.peers import FetchPath, Peers, RankLink
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class _Asked:
 class Finds:
     """Questions that are not answered yet. Each is reported to ``found`` exactly once.
 
-    ``path`` returns the packed path over a connection, or why it is closed: then nothing is asked.
+    ``path`` returns what cuts and unpacks over a connection, or why nothing fits: then nothing is asked.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Finds:
         peers: Peers,
         metrics: Metrics,
         found: Callable[[Found], None],
-        path: Callable[[RankLink], PackedPath | str],
+        path: Callable[[RankLink], FetchPath | str],
     ) -> None:
         self._config, self._peers, self._metrics, self._found = config, peers, metrics, found
         self._path = path
@@ -130,7 +130,7 @@ class Finds:
                 return
             path = self._path(peer.links[0])
             if isinstance(path, str):
-                self._end(number, error=f"the packed path is closed: {path}")
+                self._end(number, error=f"nothing can be fetched: {path}")
                 return
             asked.link = peer.links[0].name
             self._peers.send(asked.link, FindPrefix(number, order.prefix, order.max_tokens))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.adapter import card_host
-from kvconnect.errors import EngineError, LayoutError, PeerError
+from kvconnect.errors import EngineError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import MAX_NAMES, RankAddress
 from kvconnect.peer.allow_list import AllowList, same_host
@@ -20,7 +20,7 @@ from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import Introduction, Message, Side
 from kvconnect.peer.session import Session, State
 from kvconnect.worker.local import Local
-from kvconnect.worker.way import Way, make_way, owner_name
+from kvconnect.worker.send_path import SendPath, make_send_path, owner_name
 
 logger = logging.getLogger(__name__)
 
@@ -54,24 +54,19 @@ class InboundPeer:
 
     session: Session
     host: str = ""
-    way: Way | None = None
+    path: SendPath | None = None
     has_misspoken: bool = False
     names: NameAllowance = field(default_factory=NameAllowance)
 
 
 class InboundPeers:
-    """All connections to us, the last the one that sent most recently.
-
-    Args:
-        give_up: ends what is being sent to a peer of the engine, before that is disconnected.
-    """
+    """All connections to us, the last the one that sent most recently."""
 
     def __init__(
         self,
         config: ExtraConfig,
         local: Local,
         channel: Channel,
-        give_up: Callable[[str], None],
         metrics: Metrics,
     ) -> None:
         self.directory: tuple[RankAddress, ...] = ()
@@ -79,7 +74,6 @@ class InboundPeers:
         self._config = config
         self._local = local
         self._channel = channel
-        self._give_up = give_up
         self._metrics = metrics
         self._peers: OrderedDict[str, InboundPeer] = OrderedDict()
         self._connected: OrderedDict[str, None] = OrderedDict()
@@ -113,7 +107,7 @@ class InboundPeers:
         ``links_in_use`` are those that must stay. Of the others, those that have been silent longest make
         room; if one is still there, its session has it greet again.
         """
-        inbound.way = None
+        inbound.path = None
         while link not in self._peers and len(self._peers) >= self._config.max_peers:
             idle = next((name for name in self._peers if name not in links_in_use), None)
             if idle is None:
@@ -144,49 +138,41 @@ class InboundPeers:
         """A conversation is over, if there was one."""
         self._peers.pop(link, None)
 
-    def has_other(self, inbound: InboundPeer) -> bool:
-        """Whether another connection's peer has introduced itself as the same engine and rank."""
-        peers = (other.session.peer for other in self._peers.values() if other is not inbound)
-        named = {owner_name(peer) for peer in peers if peer is not None}
-        return inbound.session.peer is not None and owner_name(inbound.session.peer) in named
-
-    def way_to(self, inbound: InboundPeer, in_use: set[str]) -> Way:
+    def path_to(self, inbound: InboundPeer, in_use: set[str]) -> SendPath:
         """How a peer is reached: worked out when it first fetches, since it may only ask for directions.
 
         ``in_use`` are the engine's peers that must stay connected.
 
         Raises:
-            LayoutError: no path is open; the text has every reason.
+            LayoutError: the two caches do not fit; the text has every reason.
             PeerError: the peer's engine card is no use, or it has not introduced itself.
         """
         peer = inbound.session.peer
         if peer is None:
             raise PeerError("the peer has not introduced itself")
-        if inbound.way is None:
-            inbound.way = make_way(self._config, self._local, inbound.session.ours, peer, self._metrics)
-        way = inbound.way
-        if way.direct is None and way.packer is None:
-            raise LayoutError(way.closed)
-        if way.mapped is None:
-            self.connect(inbound, way, in_use)
-        return way
+        if inbound.path is None:
+            ours = inbound.session.ours
+            inbound.path = make_send_path(self._config, self._local, ours, peer, self._metrics)
+            who = f"{peer.engine_id} rank {peer.rank}"
+            over = "shared memory" if inbound.path.mapped else self._local.engine.capabilities
+            logger.info("decode node %s at %s fetches: over %s", who, inbound.host, over)
+        if inbound.path.mapped is None:
+            self.connect(inbound, inbound.path, in_use)
+        return inbound.path
 
-    def connect(self, inbound: InboundPeer, way: Way, in_use: set[str]) -> None:
-        """Have the engine reach a peer. Raises as ``way_to``."""
+    def connect(self, inbound: InboundPeer, path: SendPath, in_use: set[str]) -> None:
+        """Have the engine reach a peer. Raises as ``path_to``."""
         peer = inbound.session.peer
-        assert peer is not None, "it has a way"
-        if way.name not in self._connected:
+        assert peer is not None, "it has a path"
+        if path.name not in self._connected:
             self._check_host(inbound, peer)
-            self._disconnect_former(owner_name(peer))
             try:
-                self._local.engine.connect(way.name, peer.engine_card)
+                self._local.engine.connect(path.name, peer.engine_card)
             except EngineError as error:
                 raise PeerError(f"the engine cannot reach the peer: {error}") from error
-            self._connected[way.name] = None
-            who, lane = f"{peer.engine_id} rank {peer.rank}", self._local.engine.capabilities
-            logger.info("decode node %s at %s fetches: over %s, path %s", who, inbound.host, lane, way.open)
-        self._connected.move_to_end(way.name)
-        self._disconnect_idle(in_use | {way.name})
+            self._connected[path.name] = None
+        self._connected.move_to_end(path.name)
+        self._disconnect_idle(in_use | {path.name})
 
     def _check_host(self, inbound: InboundPeer, peer: Introduction) -> None:
         """Connect to no other host for a peer: it would be given the KV that the peer asks for.
@@ -203,13 +189,6 @@ class InboundPeers:
             f"the engine card of {owner_name(peer)} names host {named[:256]!r}, its connection comes from "
             f"{inbound.host}; accepted: that address, and hosts in kv_connector_extra_config.allow_peers"
         )
-
-    def _disconnect_former(self, owner: str) -> None:
-        """End what is under way to a peer's memory as it was registered before: its owner gave that up."""
-        for name in [name for name in self._connected if name.rpartition("/")[0] == owner]:
-            del self._connected[name]
-            self._give_up(name)
-            self._local.engine.disconnect(name)
 
     def _disconnect_idle(self, in_use: Container[str]) -> None:
         for name in [name for name in self._connected if name not in in_use]:

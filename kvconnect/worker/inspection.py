@@ -54,7 +54,7 @@ def write_inspection(
     stop = skipped + MOST_PER_PAGE
     leases = itertools.islice(itertools.chain(held.values(), streamed.values()), skipped, stop)
     peers = itertools.chain(
-        (_source(peer, config.path or "packed", now) for peer in decode.peers.peers.values()),
+        (_source(peer, now) for peer in decode.peers.peers.values()),
         map(_inbound, prefill.inbound_peers),
     )
     inspection = Inspection(
@@ -76,8 +76,6 @@ def _lease(lease: Lease, now: float) -> LeaseView:
     hold = lease.hold
     ids = lease.blocks.values() if hold is None else (held.block_ids for held in hold.groups)
     state = "sending" if lease.sending else "prefilling" if hold is None else "held"
-    if now < lease.busy_until:
-        state = "quarantined"
     return LeaseView(
         digest=digest(lease.handle),
         request_id=hold.request_id[:MOST_TEXT] if hold is not None else "",
@@ -100,7 +98,6 @@ def _load(load: LoadRecord, now: float) -> LoadView:
         engine_id=engine_id[:MOST_TEXT],
         address=f"{host}:{port}"[:MOST_TEXT],
         phase=_phase(load),
-        path=" and ".join(sorted({fetch.path for fetch in fetches} - {""})),
         age_s=now - load.ordered_at,
         left_s=load.deadline - now,
         landed_bytes=sum(landing.landed_bytes for landing in landings),
@@ -130,7 +127,7 @@ def _slots(direction: str, pool: SlotPool) -> SlotsView:
     )
 
 
-def _source(peer: Peer, path: str, now: float) -> PeerView:
+def _source(peer: Peer, now: float) -> PeerView:
     at, kind, reason = peer.last_loss or (now, None, "")
     breaker = peer.breaker if peer.breaker.failures else peer.lanes
     return PeerView(
@@ -139,7 +136,6 @@ def _source(peer: Peer, path: str, now: float) -> PeerView:
         ranks=tuple(sorted(rank for rank, link in peer.links.items() if link.is_ready)),
         address=peer.address[:MOST_TEXT],
         met="" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
-        path=path,
         failures=breaker.failures,
         rate="; ".join({str(link.found): None for link in peer.links.values() if link.found})[:MOST_TEXT],
         refusal=peer.refusal(now)[:MOST_TEXT],
@@ -150,15 +146,14 @@ def _source(peer: Peer, path: str, now: float) -> PeerView:
 
 
 def _inbound(inbound: InboundPeer) -> PeerView:
-    peer, way = inbound.session.peer, inbound.way
+    peer, path = inbound.session.peer, inbound.path
     return PeerView(
         direction="sent",
         engine_id=peer.engine_id[:MOST_TEXT] if peer is not None else "",
         ranks=() if peer is None else (peer.rank,),
         address=inbound.host,
         met="it connected",
-        path="not fetched yet" if way is None else way.open or way.closed[:MOST_TEXT],
-        rate=str(way.meter.found) if way is not None and way.meter is not None else "",
+        rate=str(path.meter.found) if path is not None and path.meter is not None else "",
     )
 
 

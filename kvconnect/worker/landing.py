@@ -1,6 +1,6 @@
 """D's landing slots: granted chunk by chunk, unpacked when a chunk has landed, and checked.
 
-A peer that we fetch from over the packed path can write to the slots that it was granted, and to no page.
+A peer that we fetch from can write to the slots that it was granted, and to no page.
 What is in a slot becomes KV only if its length, its generation and its digest are what they should be.
 Owned by the transfer thread.
 """
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvconnect.metrics import Metrics
 from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.loss import Quarantine
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.timeline import Moment
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
@@ -46,8 +46,8 @@ class Landing:
     ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer reported written, ``due`` how
     many of them it can send by now, as it reports; ``landed_bytes`` are in their pages. What arrived waits in
     ``packed`` until ``is_unused``: the device is done with what its blocks were used for before. Once the
-    fetch is over it is ``closed``; it stays as long as its slots are unpacked, or in ``quarantine`` since the
-    peer may still write to what it was lent.
+    fetch is over it is ``closed``; it stays as long as its slots are unpacked, or until
+    ``quarantined_until``, since the peer may still write to what it was lent.
     """
 
     transfer_id: int
@@ -67,7 +67,7 @@ class Landing:
     landed_bytes: int = 0
     error: str = ""
     closed: bool = False
-    quarantine: Quarantine | None = None
+    quarantined_until: float | None = None
 
     @functools.cached_property
     def total_bytes(self) -> int:
@@ -198,17 +198,24 @@ class LandingBay:
             self._unpack(landing)
             while landing.unpacking and landing.unpacking[0].ticket.done:
                 self._take(landing, landing.unpacking.popleft())
-            if landing.quarantine is not None and now >= landing.quarantine.until:
-                self.settle(landing)
+            if landing.quarantined_until is not None and now >= landing.quarantined_until:
+                self._free(landing, ())
             self._forget_if_over(landing)
         self._feed()
         self._metrics.slots_landing.set(self._pool.taken)
+        lost = (landing for landing in self._landings.values() if landing.quarantined_until is not None)
+        self._metrics.quarantined.set(sum(len(landing.lent) for landing in lost))
 
-    def quarantines(self) -> Iterator[tuple[str, Quarantine]]:
-        """Those of slots that a peer may still write, each with its connection."""
+    def next_deadline(self) -> float:
+        """When the first quarantine is over; endless for none."""
+        times = (landing.quarantined_until for landing in self._landings.values())
+        return min((until for until in times if until is not None), default=math.inf)
+
+    def hasten(self, links: Container[str], until: float) -> None:
+        """Slots that were lent over these connections are in quarantine until then at the longest."""
         for landing in self._landings.values():
-            if landing.quarantine is not None:
-                yield landing.link, landing.quarantine
+            if landing.quarantined_until is not None and landing.link in links:
+                landing.quarantined_until = min(landing.quarantined_until, until)
 
     def close(
         self, landing: Landing | None, lost_until: float | None, unsettled: Container[int] | None = None
@@ -226,7 +233,7 @@ class LandingBay:
         if landing in self._hungry:
             self._hungry.remove(landing)
         if lost_until is not None:
-            landing.quarantine = Quarantine(lost_until, is_unproven=True)
+            landing.quarantined_until = lost_until
         self._free(landing, () if lost_until is None else unsettled)
         for slot in landing.lent.values():
             self._pool.move(slot, SlotEvent.LOSE)
@@ -237,21 +244,11 @@ class LandingBay:
         Those that it may still write are kept until ``until``, or as long as they were to be kept before.
         """
         landing = self._landings.get(written.transfer_id)
-        if landing is None or landing.quarantine is None or landing.link != link:
+        if landing is None or landing.quarantined_until is None or landing.link != link:
             return
         if not written.quiescent:
-            landing.quarantine.hasten(until, proven=False)
+            landing.quarantined_until = min(landing.quarantined_until, until)
         self._free(landing, () if written.quiescent else written.unsettled)
-
-    def settle_all(self) -> None:
-        """No peer can write any more to what was lost so far."""
-        for landing in list(self._landings.values()):
-            self.settle(landing)
-
-    def settle(self, landing: Landing | None) -> None:
-        """The peer of a fetch that was lost reports, or time proves, that it writes no more."""
-        if landing is not None and landing.quarantine is not None:
-            self._free(landing, ())
 
     def _free(self, landing: Landing, unsettled: Container[int] | None) -> None:
         """Free the slots of a closed landing, but for those of the ``unsettled`` generations; None: all."""
@@ -259,7 +256,7 @@ class LandingBay:
             if unsettled is not None and generation not in unsettled:
                 self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
         if not landing.lent:
-            landing.quarantine = None
+            landing.quarantined_until = None
         self._forget_if_over(landing)
 
     def _forget_if_over(self, landing: Landing) -> None:

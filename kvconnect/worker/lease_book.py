@@ -137,7 +137,7 @@ class LeaseBook:
         order = lease.hold
         if order is None or lease.sending or self.leases.get(lease.handle) is not lease:
             return
-        due_at = max(lease.busy_until, now if lease.satisfied else lease.expires_at)
+        due_at = now if lease.satisfied else lease.expires_at
         if now < due_at:
             self._look_at = min(self._look_at, due_at)
             return
@@ -156,7 +156,7 @@ class LeaseBook:
         self._look_at = 0.0
         for lease in list(self.leases.values()):
             lease.expires_at, lease.last_until, lease.revoked = 0.0, 0.0, reason
-            if not lease.sending and not lease.busy_until:
+            if not lease.sending:
                 self._end(lease, reason, now)
 
     def _end(self, lease: Lease, reason: str, now: float) -> None:

@@ -31,8 +31,7 @@ class Lease:
     its blocks, and nothing that was sent of them counts. ``epoch`` is another whenever they are others.
 
     Held: ``hold`` is set, and ``is_computed`` returns whether all of it is. The lease ends at ``expires_at``,
-    which may be moved as far as ``last_until``, and not before ``busy_until``, since a library that could not
-    prove that it stopped may read the blocks until then. ``renewers`` are the connections over which a peer
+    which may be moved as far as ``last_until``. ``renewers`` are the connections over which a peer
     renewed it. ``revoked`` states why it is given up before its time. What was sent counts while it
     ``is_intact``; the last ``replay`` tokens are computed again by who fetches. ``kept`` are the
     rows of one by name.
@@ -54,7 +53,6 @@ class Lease:
     held_at: float = 0.0
     expires_at: float = 0.0
     last_until: float = 0.0
-    busy_until: float = 0.0
     renewers: set[str] = field(default_factory=set)
     revoked: str = ""
     replay: int = 1

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvconnect.orders import ABORTED, Load
-from kvconnect.peer.loss import Quarantine
 from kvconnect.worker.landing import Landing
 from kvconnect.worker.state_machine import next_state
 
@@ -20,8 +19,7 @@ class RankFetchState(enum.Enum):
     ASKED = "asked"
     UNPACKING = "sent, being unpacked"
     LANDED = "landed"
-    BUSY = "failed, memory may still be written"
-    FAILED = "failed, memory is quiescent"
+    FAILED = "failed"
 
 
 class RankFetchEvent(enum.Enum):
@@ -32,23 +30,18 @@ class RankFetchEvent(enum.Enum):
     REPEAT = "the peer lost what it was sending, and does nothing"
     ARRIVE = "nothing more is sent, and what arrived is being unpacked"
     LAND = "all of it is in its pages"
-    FAIL = "it failed, and nothing writes"
-    LOSE = "it failed, and writes may be under way"
-    SETTLE = "the peer says, or time proves, that nothing writes any more"
+    FAIL = "it failed; slots that the peer may still write are in quarantine"
 
 
 RANK_FETCH_TRANSITIONS: dict[tuple[RankFetchState, RankFetchEvent], RankFetchState] = {
     (RankFetchState.MEETING, RankFetchEvent.ASK): RankFetchState.ASKED,
     (RankFetchState.MEETING, RankFetchEvent.FAIL): RankFetchState.FAILED,
-    (RankFetchState.ASKED, RankFetchEvent.LAND): RankFetchState.LANDED,
     (RankFetchState.ASKED, RankFetchEvent.ARRIVE): RankFetchState.UNPACKING,
     (RankFetchState.UNPACKING, RankFetchEvent.LAND): RankFetchState.LANDED,
     (RankFetchState.UNPACKING, RankFetchEvent.FAIL): RankFetchState.FAILED,
     (RankFetchState.ASKED, RankFetchEvent.FORGET): RankFetchState.MEETING,
     (RankFetchState.ASKED, RankFetchEvent.REPEAT): RankFetchState.MEETING,
     (RankFetchState.ASKED, RankFetchEvent.FAIL): RankFetchState.FAILED,
-    (RankFetchState.ASKED, RankFetchEvent.LOSE): RankFetchState.BUSY,
-    (RankFetchState.BUSY, RankFetchEvent.SETTLE): RankFetchState.FAILED,
 }
 
 _WAITING = (RankFetchState.MEETING, RankFetchState.ASKED)
@@ -61,25 +54,18 @@ PeerKey = tuple[str, str, int]
 class RankFetch:
     """One rank's part of a load.
 
-    ``path`` is empty until the peer has chosen one; ``closed`` is why the packed one was not asked for,
-    ``landing`` where it ends. ``quarantine`` is that of its pages. ``repeats`` counts how often the peer lost
-    what it was sending. ``epoch`` is that of the lease under which it was accepted, 0 until then. ``is_cut``:
-    it cannot arrive, since our memory is registered anew. ``is_answered``: the peer gave its one answer.
+    ``landing`` has what lands of it. ``repeats`` counts how often the peer lost what it was sending.
+    ``epoch`` is that of the lease under which it was accepted, 0 until then.
     """
 
     load: LoadRecord
     rank: int
     state: RankFetchState = RankFetchState.MEETING
-    path: str = ""
-    closed: str = ""
     transfer_id: int = -1
     link: str = ""
     landing: Landing | None = None
-    quarantine: Quarantine = field(default_factory=Quarantine)
     repeats: int = 0
     epoch: int = 0
-    is_cut: bool = False
-    is_answered: bool = False
 
     def move(self, event: RankFetchEvent) -> None:
         """Change state, or raise ``IllegalTransition``."""
@@ -89,8 +75,8 @@ class RankFetch:
 
     @property
     def is_owed(self) -> bool:
-        """The peer owes us an answer: that it is done, or that it stopped. Until then it may write."""
-        return self.state in (RankFetchState.ASKED, RankFetchState.BUSY)
+        """The peer owes us an answer: that it is done, or that it stopped."""
+        return self.state is RankFetchState.ASKED
 
     @property
     def is_due(self) -> bool:
@@ -115,7 +101,7 @@ class LoadRecord:
     ``is_unused`` once the device is done with what its blocks were used for before. ``admitted`` once it was
     its turn; ``fetches`` is empty until the ranks of its peer are known;
     ``met_again`` once the peer had forgotten us and was greeted anew; ``given_back`` once its failure was
-    reported to the peer; ``moved`` are bytes and copies by path and lane. ``epochs`` are those of its
+    reported to the peer; ``moved`` are bytes and chunks by lane. ``epochs`` are those of its
     leases by rank, as far as known, renewed at ``renew_at``. ``aborted``: it ended only because its client
     left. ``is_ragged``: see ``Results``.
     """
@@ -130,7 +116,7 @@ class LoadRecord:
     given_back: bool = False
     fetches: dict[int, RankFetch] = field(default_factory=dict)
     error: str = ""
-    moved: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    moved: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
     epochs: dict[int, int] = field(default_factory=dict)
     renew_at: float = math.inf

@@ -24,7 +24,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes, fitted_slots, spare_bytes
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
-from kvconnect.pack.packer import Packer
+from kvconnect.pack.packer import Packer, chosen_kernels
 from kvconnect.peer.agreement import wanted_card
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard
@@ -148,7 +148,7 @@ def open_local(
     reserved_bytes: int,
     metrics: Metrics,
 ) -> Local:
-    """Make the slots, and register them and the pages with the engine in one call.
+    """Make the slots, and register them with the engine in one call.
 
     Args:
         introduction: without slots and scratch memory.
@@ -158,9 +158,7 @@ def open_local(
         ConfigError: the device has no room for the fewest slots.
         EngineError: the engine refuses the memory.
     """
-    arenas = (
-        _make_arenas(config, engine, table, device, reserved_bytes, metrics) if config.extra.has_slots else {}
-    )
+    arenas = _make_arenas(config, engine, table, device, reserved_bytes, metrics)
     on_cuda, memory = device.type == "cuda", tuple(arenas.values())
     ours: dict[str, Any] = {
         "digest_sample": 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE
@@ -185,13 +183,14 @@ def open_local(
         look_at_traffic,
         maps_peers=not on_cuda and _shares(config.extra, engine),
     )
+    if on_cuda and chosen_kernels("auto", device) == "torch":
+        metrics.failures.labels("no_triton").inc()
+        logger.warning("Triton is not installed: torch packs pages, which is slower; pip install triton")
     if on_cuda:
         local.warm_up()
     # Last of all: an error before it leaves nothing registered whose memory is freed.
-    # What is registered, peers can write to; where all goes through slots they need nothing else.
-    storages = table.storages if config.extra.opens_direct else ()
-    spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
-    spans += [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
+    # What is registered, peers can write to: slots, and no page.
+    spans = [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
     engine.register(spans)
     logger.info(
         "%d regions in %d storages, %d bytes; registered with the engine: %d bytes",

@@ -22,10 +22,10 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant, Introduction, Measure
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.worker.local import Local
-from kvconnect.worker.outbox import Columns, Outbox, PageOutbox, Parcel, SlotOutbox
+from kvconnect.worker.outbox import BatchOutbox, Columns, Outbox, Parcel, SlotOutbox
+from kvconnect.worker.send_path import SendPath
 from kvconnect.worker.slots import SlotEvent
 from kvconnect.worker.supply import ChunkSupply
-from kvconnect.worker.way import Way
 
 MEASUREMENT = -1
 """The number of a measurement among the transfers of a connection."""
@@ -39,7 +39,7 @@ Clock = Callable[[], float]
 
 
 def measuring_outbox(
-    asked: Measure, local: Local, way: Way, peer: Introduction, clock: Clock = time.monotonic
+    asked: Measure, local: Local, path: SendPath, peer: Introduction, clock: Clock = time.monotonic
 ) -> Outbox:
     """What is written to ``peer`` until ``asked.seconds`` are over. Raises ``PeerError``: it cannot be."""
     ours = local.introduction
@@ -51,13 +51,11 @@ def measuring_outbox(
     targets = _targets(peer, length)
     until = clock() + asked.seconds
     if not asked.packed:
-        return PageOutbox(_whole(ours.scratch_address, targets, length, clock, until), copies=0)
-    if way.packer is None or not local.send.slots:
-        raise PeerError(
-            f"the packed path is closed: {way.refusals.get('packed') or 'there are no send slots'}"
-        )
-    supply = _Requests(way.packer, local, min(length, way.slot_bytes), clock, until)
-    return _PackedOutbox(way.packer, supply, way.name, local, targets)
+        return BatchOutbox(_whole(ours.scratch_address, targets, length, clock, until), copies=0)
+    if not local.send.slots:
+        raise PeerError("there are no send slots")
+    supply = _Requests(path.packer, local, min(length, path.slot_bytes), clock, until)
+    return _PackedOutbox(path.packer, supply, path.name, local, targets)
 
 
 def _targets(peer: Introduction, length: int) -> Iterator[int]:
@@ -139,10 +137,10 @@ class _PackedOutbox(SlotOutbox):
         self._targets = targets
         self._most = len(local.send.slots)
 
-    def advance(self, stopping: bool) -> None:
+    def advance(self, stopping: bool) -> Iterator[Parcel]:
         while len(self._grants) < self._most:
             self._grants.append(Grant(next(self._targets), self._pool.slot_bytes, 1))
-        super().advance(stopping)
+        return super().advance(stopping)
 
     def peek(self) -> Columns | None:
         columns = super().peek()

@@ -1,4 +1,4 @@
-"""What a sending has to give to the engine: pages as they lie, or slots that it packs them into.
+"""What a sending has to give to the engine: slots that it packs pages into, or scratch memory as it lies.
 
 Two outboxes with one face. The sender above knows batches and bounds, and not which of the two it feeds.
 Owned by the transfer thread.
@@ -23,14 +23,16 @@ from kvconnect.timeline import Moment
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 from kvconnect.worker.supply import ChunkSupply
 
+_MOST_IN_TURN = 4
+"""Chunks that this thread packs into landing slots before it looks at anything else: some milliseconds."""
+
 Columns = tuple[Addresses, Addresses, Addresses]
 """Of a batch: source, target and length."""
 
 
-class PageOutbox:
-    """The direct path: ``copies`` between pages, cut into batches. ``path`` is its name in metrics."""
+class BatchOutbox:
+    """Batches that are ready as they are: of scratch memory, to see how fast a link is."""
 
-    path = "direct"
     is_alone = False
     is_packing = False
     goes_on = True
@@ -45,11 +47,8 @@ class PageOutbox:
         """Every batch was submitted."""
         return self._next is None
 
-    def advance(self, stopping: bool) -> None:
+    def advance(self, stopping: bool) -> Iterator[Parcel]:
         """Batches are ready as they are."""
-
-    def take_written(self) -> Iterator[Parcel]:
-        """Nothing is written but by the engine."""
         return iter(())
 
     def peek(self) -> Columns | None:
@@ -84,7 +83,7 @@ class Parcel:
 
 
 class SlotOutbox:
-    """The packed path: chunks, packed into send slots as landing slots are granted, or into these themselves.
+    """Chunks, packed into send slots as landing slots are granted, or into these themselves.
 
     Args:
         pool: our send slots.
@@ -94,7 +93,6 @@ class SlotOutbox:
         note: called with what happens to a chunk, and its number.
     """
 
-    path = "packed"
     is_alone = False
 
     def __init__(
@@ -110,7 +108,7 @@ class SlotOutbox:
         self.copies = supply.count
         self._packer = packer
         self._supply = supply
-        self._grants: deque[Grant] = deque()
+        self._grants: list[Grant] = []
         self._pool = pool
         self._holder = holder
         self._with_digest = with_digest
@@ -118,7 +116,6 @@ class SlotOutbox:
         self._kernels: deque[Parcel] = deque()
         self._filled: deque[Parcel] = deque()
         self._mapped = mapped
-        self._written: deque[Parcel] = deque()
         self._in_flight: dict[int, Parcel] = {}
 
     def grant(self, grants: Sequence[Grant]) -> Sequence[Grant]:
@@ -140,7 +137,7 @@ class SlotOutbox:
     @property
     def is_packing(self) -> bool:
         """Kernels of ours read the blocks, or slots are filled that were not submitted."""
-        return bool(self._kernels or self._filled or self._written)
+        return bool(self._kernels or self._filled)
 
     @property
     def goes_on(self) -> bool:
@@ -150,51 +147,51 @@ class SlotOutbox:
         # Without a grant it waits for the device, whose end wakes no thread, or for the peer's message.
         return self._supply.is_due and (bool(self._grants) or not self._supply.has_next)
 
-    def advance(self, stopping: bool) -> None:
+    def advance(self, stopping: bool) -> Iterator[Parcel]:
         """Pack what can be packed; if ``stopping``, give up what is not submitted.
+
+        Yields the chunks that lie in their landing slots by that, each before the next one is packed.
 
         Raises:
             PeerError: a slot that was granted is too small for its chunk.
         """
-        self._take_packed()
+        yield from self._take_packed()
         if stopping:
             for parcel in self._filled:
                 self._move(parcel, SlotEvent.RETURN)
             self._filled.clear()
-            self._written.clear()
             return
+        most = self._supply.taken + _MOST_IN_TURN
         # A send slot is taken only together with a landing slot: no sending waits while holding one.
         while self._grants and self._supply.has_next and self._has_room:
-            if self._packer.is_blocking and (self._filled or self._written):
+            if self._packer.is_blocking and (self._filled or self._supply.taken == most):
                 # This thread packs: what it has packed is to be on its way before it packs more.
                 break
             self._pack_next()
             if self._packer.is_blocking:
-                self._take_packed()
+                yield from self._take_packed()
 
-    def _take_packed(self) -> None:
+    def _take_packed(self) -> Iterator[Parcel]:
         while self._kernels and self._kernels[0].ticket.done:
             parcel = self._kernels.popleft()
-            (self._written if parcel.slot is None else self._filled).append(parcel)
             self._note(Moment.PACKED, parcel.chunk)
+            if parcel.slot is None:
+                self._note(Moment.WRITTEN, parcel.chunk)
+                yield parcel
+            else:
+                self._filled.append(parcel)
 
     @property
     def _has_room(self) -> bool:
         return self._mapped is not None or self._pool.room_for(self._holder) > 0
-
-    def take_written(self) -> Iterator[Parcel]:
-        """The chunks that were packed into landing slots since the last call."""
-        while self._written:
-            parcel = self._written.popleft()
-            self._note(Moment.WRITTEN, parcel.chunk)
-            yield parcel
 
     def _move(self, parcel: Parcel, event: SlotEvent) -> None:
         if parcel.slot is not None:
             self._pool.move(parcel.slot, event)
 
     def _pack_next(self) -> None:
-        grant = self._grants.popleft()
+        # The slot that the peer used last: on a CPU, its memory is still in the processor's cache.
+        grant = self._grants.pop()
         chunk, staged = self._supply.take()
         length_bytes = staged.total_bytes
         if grant.length_bytes < length_bytes:
@@ -236,4 +233,4 @@ class SlotOutbox:
         return parcel
 
 
-Outbox = PageOutbox | SlotOutbox
+Outbox = BatchOutbox | SlotOutbox

@@ -40,7 +40,7 @@ _PAST_LINKS = 16
 _KEPT_S = 300.0
 """How long after its last use the connection to a peer is made again when it breaks."""
 
-PackedPath = tuple[RequestCutter, Packer]
+FetchPath = tuple[RequestCutter, Packer]
 """What cuts a request into the chunks that a peer sends, and what unpacks them."""
 
 
@@ -48,7 +48,7 @@ PackedPath = tuple[RequestCutter, Packer]
 class RankLink:
     """Our connection to one rank of a peer, at ``address``.
 
-    ``packed`` is made for the first fetch, or is why it is closed.
+    ``path`` is made for the first fetch, or is why nothing fits.
     ``was_met`` once introduced; both keep ``share``. Its clock is ahead by ``clock_ahead_s`` at least.
     ``found`` is what carries its bytes, ``refusal`` why settings refuse it. ``is_ragged``: see ``Results``.
     """
@@ -58,7 +58,7 @@ class RankLink:
     rank: int
     address: str
     session: Session
-    packed: PackedPath | str = ""
+    path: FetchPath | str = ""
     clock_ahead_s: float = 0.0
     was_met: bool = False
     share: Share = WHOLE

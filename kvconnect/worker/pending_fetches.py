@@ -79,12 +79,6 @@ class EarlyRelease:
 
 def check_fetch(fetch: Fetch) -> None:
     """Refuse a fetch that names more than its tokens can fill, by a PeerError."""
-    groups = [blocks.group for blocks in fetch.groups]
-    if len(set(groups)) != len(groups):
-        raise PeerError(f"cache groups {groups} are wanted, each may be named once")
-    for blocks in fetch.groups:
-        if len(blocks.block_ids) > fetch.num_tokens + 1:
-            raise PeerError(f"{len(blocks.block_ids)} blocks are wanted for {fetch.num_tokens} tokens")
     for chunk in fetch.chunks:
         if any(span.stop > max(1, fetch.num_tokens) for span in chunk.spans):
             raise PeerError(f"chunks go beyond the {fetch.num_tokens} tokens of the fetch")

@@ -70,9 +70,7 @@ class PrefillSide:
         computes_again = not local.introduction.meaning.held_back
         self.book = LeaseBook(config, self._lease_ended, metrics, randomness, int(computes_again))
         self.leases = self.book.leases
-        self.inbound_peers = InboundPeers(
-            config, local, channel, lambda peer: self.fetches.give_up(peer), metrics
-        )
+        self.inbound_peers = InboundPeers(config, local, channel, metrics)
         self.fetches = FetchService(config, local, self.book, self.inbound_peers, metrics, randomness)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
         self.topics = Topics(config.max_message_bytes)

@@ -9,44 +9,39 @@ import itertools
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Container
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
-from kvconnect.peer.loss import LOSS_RULES, PeerLoss, Quarantine
+from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
     Accepted,
     Cancel,
     CreditRequest,
-    Declined,
     Fetch,
     Grant,
     Landed,
     Written,
 )
-from kvconnect.plan.chunks import Chunk, RequestCutter
-from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S
+from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.loads import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
 from kvconnect.worker.local import Local
-from kvconnect.worker.peers import PackedPath, Peers, RankLink
+from kvconnect.worker.peers import FetchPath, Peers, RankLink
 
 logger = logging.getLogger(__name__)
 
 MOST_REPEATS = 4
 """How often a fetch is asked for anew because the peer lost what it was sending, and began again itself."""
-SILENT_S = 0.5
-"""How long a peer that is out of reach may still write, where its writes can be kept out after that."""
-
 _MOST_CANCELLED = 4096
 """Cancelled fetches that are remembered: what the peer sent before it knew, and its answer, are no fault."""
 
 Blocks = tuple[GroupBlocks, ...]
 Opened = tuple[tuple[Chunk, ...], tuple[Grant, ...]]
-AboutFetch = Accepted | Declined | Landed | CreditRequest | Written
+AboutFetch = Accepted | Landed | CreditRequest | Written
 
 
 class RankFetches:
@@ -55,12 +50,9 @@ class RankFetches:
     def __init__(self, config: ExtraConfig, peers: Peers, local: Local, metrics: Metrics) -> None:
         self.bay = LandingBay(local.landing, config.check_digest, peers.send, metrics)
         self._config = config
-        self._is_direct_open = config.opens_direct
         self._peers = peers
         self._local = local
         self._metrics = metrics
-        # Memory can be made unreachable to those who may still write to it.
-        self._can_renew = local.engine.capabilities.can_renew
         self._asked: dict[int, RankFetch] = {}
         self._cancelled: OrderedDict[int, str] = OrderedDict()
         self._transfer_ids = itertools.count(1)
@@ -74,14 +66,13 @@ class RankFetches:
 
     def next_deadline(self) -> float:
         """The time by which something is to be done about these fetches even if nothing arrives."""
-        return min((quarantine.until for _, quarantine in self._quarantines()), default=math.inf)
+        return self.bay.next_deadline()
 
     def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
         """Ask a rank for its part of a load, or fail the load."""
         load, order, transfer_id = fetch.load, fetch.load.order, next(self._transfer_ids)
-        groups = link.share.of(order.groups)
         try:
-            chunks, grants = self._open(fetch, link, transfer_id, groups)
+            chunks, grants = self._open(fetch, link, transfer_id)
         except LayoutError as error:
             load.fail(str(error))
             return
@@ -95,13 +86,11 @@ class RankFetches:
             return
         fetch.move(RankFetchEvent.ASK)
         fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
-        fetch.is_cut = fetch.is_answered = False
         self._asked[transfer_id] = fetch
         message = Fetch(
             transfer_id=transfer_id,
             handle=order.handle,
             num_tokens=order.num_tokens,
-            groups=groups if self._is_direct_open and order.prefix is None else (),
             consumers=link.peer.consumers[link.rank],
             timeout_s=max(0.001, load.deadline - now),
             chunks=chunks,
@@ -117,40 +106,28 @@ class RankFetches:
             moment, number, handle=fetch.load.order.handle, transfer_id=fetch.transfer_id
         )
 
-    def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int, groups: Blocks) -> Opened:
-        """The chunks of a fetch, and slots; none for the direct path, a LayoutError if no path is open."""
-        order = fetch.load.order
-        # What a peer keeps by name lies in no cache of its own: it is packed.
-        is_direct_open = self._is_direct_open and order.prefix is None
-        fetch.path, fetch.closed, fetch.landing = "direct", "", None
-        packed = self.packed_path(link)
+    def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> Opened:
+        """The chunks of a fetch, and slots for the first. Raises ``LayoutError``: the caches do not fit."""
+        order, fetch.landing = fetch.load.order, None
+        packed = self.path_over(link)
         if isinstance(packed, str):
-            if not is_direct_open:
-                raise LayoutError(f"no path is open: {packed}")
-            return (), ()
+            raise LayoutError(f"it cannot be fetched: {packed}")
         cutter, packer = packed
-        try:
-            num_tokens = link.share.tokens.count(order.num_tokens)
-            chunks = cutter.cut(groups, num_tokens)
-            if not chunks:
-                return (), ()
-            staged = packer.stage(groups, chunks, num_tokens)
-            fetch.landing, grants = self.bay.open(transfer_id, fetch.load, staged, packer, link)
-        except LayoutError as error:
-            if not is_direct_open:
-                raise
-            fetch.closed = str(error)
+        groups, num_tokens = link.share.of(order.groups), link.share.tokens.count(order.num_tokens)
+        chunks = cutter.cut(groups, num_tokens)
+        if not chunks:
             return (), ()
-        fetch.path = "" if is_direct_open else "packed"
+        staged = packer.stage(groups, chunks, num_tokens)
+        fetch.landing, grants = self.bay.open(transfer_id, fetch.load, staged, packer, link)
         return chunks, grants
 
-    def packed_path(self, link: RankLink) -> PackedPath | str:
-        """The packed path over a connection, or why it is closed. Worked out once."""
-        link.packed = link.packed or self._packed_path(link)
-        return link.packed
+    def path_over(self, link: RankLink) -> FetchPath | str:
+        """What cuts and unpacks over a connection, or why the two caches do not fit. Worked out once."""
+        link.path = link.path or self._make_path(link)
+        return link.path
 
-    def _packed_path(self, link: RankLink) -> PackedPath | str:
-        """The packed path over a connection whose peer has introduced itself, or why it is closed."""
+    def _make_path(self, link: RankLink) -> FetchPath | str:
+        """Of a connection whose peer has introduced itself."""
         ours, peer = link.session.ours, link.session.peer
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes) if peer is not None else 0
         try:
@@ -158,7 +135,7 @@ class RankFetches:
                 raise LayoutError(f"the {'peer' if ours.slot_bytes else 'decode node'} has no slots")
             packer = self._local.packer(peer, ours, "target", self._config.convert_dtype)
         except LayoutError as error:
-            logger.info("%s: the packed path is closed: %s", link.name, error)
+            logger.info("%s: nothing can be fetched: %s", link.name, error)
             return str(error)
         rate = self._local.pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
         return RequestCutter(packer.chunker, peer.table, ours.table, slot_bytes, rate), packer
@@ -183,10 +160,6 @@ class RankFetches:
                 pass
             case Accepted(epoch=epoch):
                 self._accepted(fetch, epoch)
-            case Declined():
-                if fetch.path == "":
-                    fetch.path = "direct"
-                    self.bay.close(fetch.landing, None)
             case CreditRequest():
                 self.bay.requested(fetch.landing, message)
             case Landed():
@@ -207,20 +180,11 @@ class RankFetches:
         if reason:
             self._metrics.failures.labels("landing").inc()
             fetch.load.fail(f"what landed is not what was asked for: {reason}")
-        elif fetch.path == "":
-            fetch.path = "packed"
 
     def _written(self, fetch: RankFetch, written: Written, now: float) -> None:
-        is_first, fetch.is_answered = not fetch.is_answered, True
         self._note(fetch, Moment.ANSWER_RECEIVED, written.ok)
         kept_until = now + self._config.quarantine_s
         match fetch.state:
-            case RankFetchState.BUSY if written.quiescent:
-                self.bay.settle(fetch.landing)
-                self._leave(fetch, RankFetchEvent.SETTLE)
-            case RankFetchState.BUSY if is_first:
-                # A fetch has one answer: a peer that repeats it cannot keep our blocks from us for ever.
-                fetch.quarantine.extend(kept_until)
             case RankFetchState.UNPACKING:
                 # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
                 self.bay.answered(written, fetch.link, kept_until)
@@ -232,45 +196,34 @@ class RankFetches:
     def _broken_off(self, fetch: RankFetch, written: Written, until: float | None) -> None:
         """The peer has stopped submitting; what it could not call back may be written until then."""
         load = fetch.load
-        # The peer may have met us anew before it began: then it was cut, but what it wrote was not.
-        is_lost = fetch.is_cut and fetch.path == "packed"
-        repeats = (written.again or fetch.is_cut) and (written.quiescent or is_lost)
-        if repeats and not load.error and fetch.repeats < MOST_REPEATS:
-            # Nothing that landed counts. It is asked for anew once none of it is being unpacked any more.
+        if written.again and written.quiescent and not load.error and fetch.repeats < MOST_REPEATS:
+            # Chunks that landed are discarded; it is asked for anew once none of them is being unpacked.
             fetch.repeats += 1
             self.bay.close(fetch.landing, until, written.unsettled)
             load.epochs.pop(fetch.rank, None)
             self._leave(fetch, RankFetchEvent.REPEAT)
             return
-        reason = written.error or "the peer gave no reason"
-        if fetch.closed:
-            reason += f"; the packed path was not asked for: {fetch.closed}"
-        load.fail(reason)
+        load.fail(written.error or "the peer gave no reason")
         self._end(fetch, until, written.unsettled)
 
     def _all_written(self, fetch: RankFetch, written: Written) -> None:
         """Every byte was written: it counts if it belongs to the lease under which the fetch was accepted."""
         load = fetch.load
-        # Over the packed path no epoch was reported if no chunk has landed, which fails by itself.
-        if written.epoch != fetch.epoch and (fetch.epoch or fetch.path == "direct"):
+        # No epoch was reported if no chunk has landed, which fails by itself.
+        if written.epoch != fetch.epoch and fetch.epoch:
             self._metrics.failures.labels("epoch").inc()
             load.fail("what was written is not of the lease under which the peer accepted the fetch")
             self._end(fetch, None)
             return
-        lane = self._peers.lane(fetch.link)
-        moved = load.moved.setdefault((fetch.path or "direct", lane), [0, 0])
+        moved = load.moved.setdefault(self._peers.lane(fetch.link), [0, 0])
         moved[0] += written.total_bytes
         moved[1] += written.copies
         if math.isfinite(written.seconds):
             load.seconds = max(load.seconds, written.seconds)
-        if fetch.path == "direct":
-            self.bay.close(fetch.landing, None)
-            self._leave(fetch, RankFetchEvent.LAND)
-        else:
-            fetch.move(RankFetchEvent.ARRIVE)
-            if fetch.landing is not None:
-                # It has no use for more slots.
-                fetch.landing.due = 0
+        fetch.move(RankFetchEvent.ARRIVE)
+        if fetch.landing is not None:
+            # It has no use for more slots.
+            fetch.landing.due = 0
 
     # How a fetch goes on without a message, and ends
 
@@ -290,7 +243,8 @@ class RankFetches:
         if not is_unpacking or fetch.is_unpacking:
             return
         self.bay.close(landing, None)
-        missing = landing.missing if landing is not None else "its"
+        # A fetch of nothing has no landing.
+        missing = landing.missing if landing is not None else 0
         if missing or load.error:
             load.fail(f"the peer says that all is written, but {missing} chunks did not land")
             self._leave(fetch, RankFetchEvent.FAIL)
@@ -313,30 +267,16 @@ class RankFetches:
                 # What waits in slots for its blocks is not unpacked any more.
                 self.bay.close(fetch.landing, None)
                 self._check_landing(fetch)
-            case RankFetchState.BUSY if now >= fetch.quarantine.until:
-                self._metrics.failures.labels("quarantine_over").inc()
-                logger.warning(
-                    "request %s: the peer did not say that it stopped; its blocks were kept "
-                    "unused until nothing could arrive any more",
-                    fetch.load.order.request_id,
-                )
-                self._leave(fetch, RankFetchEvent.SETTLE)
 
     def _end(
         self, fetch: RankFetch, writes_until: float | None, unsettled: Container[int] | None = None
     ) -> None:
-        """End a fetch that failed after it was asked. ``writes_until``: the peer may write until then.
+        """End a fetch that failed after it was asked. Until ``writes_until`` the peer may write to its slots.
 
-        Over the packed path that is to slots only. ``unsettled`` are their generations, as it reported them.
+        ``unsettled`` are their generations, as it reported them.
         """
         self.bay.close(fetch.landing, writes_until, unsettled)
-        if fetch.path == "packed":
-            self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL)
-        elif writes_until is None:
-            self._leave(fetch, RankFetchEvent.FAIL)
-        else:
-            self._leave(fetch, RankFetchEvent.LOSE)
-            fetch.quarantine = Quarantine(writes_until, is_unproven=True)
+        self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL)
 
     def _longest_write(self, load: LoadRecord, now: float) -> float:
         """When a silent peer has stopped for sure: it may start writes until the load's deadline."""
@@ -364,32 +304,4 @@ class RankFetches:
                 continue
             load.fail(reason)
             self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now))
-        if self._can_renew:
-            self.hasten({link}, now + SILENT_S, proven=False)
         return is_any_again
-
-    def hasten(self, links: Container[str], until: float, *, proven: bool) -> None:
-        """Quarantines of these connections end then. ``proven``: the process behind them ended."""
-        for link, quarantine in self._quarantines():
-            if link in links:
-                quarantine.hasten(until, proven=proven)
-
-    def has_unproven(self, now: float) -> bool:
-        """Memory is to be used again that a peer may still write."""
-        return self._can_renew and any(lost.ends_unproven(now) for _, lost in self._quarantines())
-
-    def renewed(self) -> None:
-        """No peer can write any more to what was registered: what was lost is quiescent, the rest is cut."""
-        self.bay.settle_all()
-        for fetch in list(self._asked.values()):
-            if fetch.state is RankFetchState.BUSY:
-                self._leave(fetch, RankFetchEvent.SETTLE)
-            elif fetch.state is RankFetchState.ASKED:
-                fetch.is_cut = True
-
-    def _quarantines(self) -> Iterator[tuple[str, Quarantine]]:
-        """Those of slots and of pages, each with the connection of the peer that may write there."""
-        yield from self.bay.quarantines()
-        for fetch in self._asked.values():
-            if fetch.state is RankFetchState.BUSY:
-                yield fetch.link, fetch.quarantine

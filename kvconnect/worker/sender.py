@@ -100,7 +100,8 @@ class Sending:
     @property
     def seconds(self) -> float:
         """What it took; without the time in which there was nothing to send yet."""
-        return self.moving_s if self.streamed else max(0.0, self.last_ended_at - self.started_at)
+        # What this thread packs into landing slots is written before its clock is read again.
+        return self.moving_s if self.streamed else max(self.moving_s, self.last_ended_at - self.started_at)
 
 
 class Sender:
@@ -127,6 +128,7 @@ class Sender:
         self._batch_ids = itertools.count(1)
         self._in_flight_bytes = 0
         self._lost: list[tuple[float, Slot]] = []
+        self._has_written = False
 
     @property
     def busy(self) -> bool:
@@ -188,6 +190,11 @@ class Sender:
         self._metrics.slots_send.set(self._pool.taken)
         return over
 
+    def take_progress(self) -> bool:
+        """Whether a chunk was packed into its landing slot since the last call: there may be more to do."""
+        has_written, self._has_written = self._has_written, False
+        return has_written
+
     def next_deadline(self) -> float:
         """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
         times = [sending.deadline for sending in self.sendings.values()]
@@ -195,19 +202,20 @@ class Sender:
 
     def _advance(self, sending: Sending, now: float) -> None:
         try:
-            sending.outbox.advance(stopping=bool(sending.error))
+            for parcel in sending.outbox.advance(stopping=bool(sending.error)):
+                self._has_written = True
+                sending.total_bytes += parcel.length_bytes
+                sending.moving_s += parcel.seconds
+                sending.last_ended_at = now
+                self._metrics.chunk_seconds.observe(parcel.seconds)
+                if not sending.error:
+                    self._arrived(sending, parcel)
         except Exception as error:
             # Any error, a device out of memory included, loses only this request; and it is
             # counted once: a device that failed fails at every look.
             if not isinstance(error, (LayoutError, PeerError)) and not sending.error:
                 count_error(self._metrics, error, f"transfer {sending.key[1]}")
             sending.stop(f"its chunks cannot be packed: {error}")
-        for parcel in sending.outbox.take_written():
-            sending.total_bytes += parcel.length_bytes
-            sending.moving_s += parcel.seconds
-            sending.last_ended_at = now
-            self._metrics.chunk_seconds.observe(parcel.seconds)
-            self._arrived(sending, parcel)
 
     def _settle(self, now: float) -> None:
         if not self._lost:

@@ -28,8 +28,8 @@ def count_sent(metrics: Metrics, sending: Sending) -> None:
     # A peer that cancelled knows why; after "again" it is to fetch anew.
     failed = "cancelled" if sending.cancelled else "again" if sending.again else "failed"
     metrics.transfers.labels("sent", "ok" if ok else failed).inc()
-    metrics.transfer_bytes.labels("sent", sending.outbox.path, sending.lane).inc(sending.total_bytes)
-    metrics.copies.labels("sent", sending.outbox.path).inc(sending.outbox.copies)
+    metrics.transfer_bytes.labels("sent", sending.lane).inc(sending.total_bytes)
+    metrics.copies.labels("sent").inc(sending.outbox.copies)
     metrics.transfer_seconds.labels("sent").inc(sending.seconds)
     if ok and sending.streamed:
         metrics.streamed.inc()
@@ -55,8 +55,8 @@ def count_loaded(metrics: Metrics, loading: LoadRecord, now: float) -> None:
             otherwise = "load" if loading.order.prefix is None else "pull"
             metrics.failures.labels(next(causes, otherwise)).inc()
         return
-    for (path, lane), (total_bytes, copies) in loading.moved.items():
-        metrics.transfer_bytes.labels("received", path, lane).inc(total_bytes)
-        metrics.copies.labels("received", path).inc(copies)
+    for lane, (total_bytes, copies) in loading.moved.items():
+        metrics.transfer_bytes.labels("received", lane).inc(total_bytes)
+        metrics.copies.labels("received").inc(copies)
     metrics.transfer_seconds.labels("received").inc(loading.seconds)
     metrics.load_seconds.observe(now - loading.ordered_at)

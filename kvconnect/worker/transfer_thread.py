@@ -166,6 +166,7 @@ class TransferThread:
             self.decode.advance(now)
         with ErrorsCounted(self._metrics, "the leases"):
             self.prefill.advance(now)
+        progress |= self.prefill.sender.take_progress()
         # What was ordered since was taken from the channel, with what came, as a reason to wake.
         is_called = self._commands or self._stopping.is_set()
         if arrivals is None or completions is None:

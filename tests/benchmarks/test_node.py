@@ -69,7 +69,7 @@ def test_the_command_measures_in_two_processes():
     (timing,) = [json.loads(line) for line in done.stdout.splitlines()]
     assert (timing["bench"], timing["side"], timing["engine"]) == ("node", "decode", "nixl")
     assert timing["slot_bytes"] == 65536
-    assert timing["path_used"] == "packed"
+    assert (timing["protocol"], bool(timing["lane"])) == ("UCX", True)
     # 0.05 MiB are 204.8 tokens of 256 bytes, in blocks of 16.
     assert timing["request_bytes"] == 208 * 256
     assert 1 <= timing["verified"] <= 2
@@ -96,7 +96,7 @@ def test_both_sides_are_measured_and_right(monkeypatch, side, layouts):
     assert (timing["side"], timing["layouts"]) == (side, str(options.layouts))
     assert timing["batch"] == (3 if side == "decode" else 2)
     assert timing["verified"] >= 1
-    assert timing["path_used"] == "packed"
+    assert timing["protocol"] == "auto"
     assert timing["tokens_per_s_with"] > 0 < timing["tokens_per_s_without"]
     tokens = timing["steps_with"] * (3 if side == "decode" else 40)
     # The last step may end up to one step before the window does.

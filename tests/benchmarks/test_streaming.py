@@ -15,7 +15,6 @@ OPTIONS = Options(
     lengths=(600, 50),
     prompts=2,
     batched_tokens=64,
-    path="packed",
     min_tokens=200,
     extra={"slot_bytes": 1 << 20},
 )

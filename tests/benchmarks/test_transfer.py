@@ -29,7 +29,6 @@ from tests.benchmarks.sides_here import PairHere
 CPUS = ("cpu", "cpu")
 TINY = Options(
     engines=("memory",),
-    paths=("direct",),
     page_bytes=(1024,),
     blocks=(3,),
     regions=2,
@@ -68,7 +67,7 @@ def bench(*arguments):
 
 def test_the_command_measures_in_two_processes():
     code, (engine, *timings), done = bench(
-        *("--engine", "nixl", "--path", "direct", "--page-bytes", "1024", "--blocks", "3"),
+        *("--engine", "nixl", "--page-bytes", "1024", "--blocks", "3"),
         *("--regions", "2", "--requests", "4", "--in-flight", "1", "--in-flight", "2", "--repeat", "2"),
         *("--batch-bytes", "65536"),
     )
@@ -85,9 +84,10 @@ def test_the_command_measures_in_two_processes():
     ]
     for one in timings:
         assert one["verified"] is True
-        assert one["path_used"] == "direct"
+        assert one["protocol"] == "UCX"
+        assert one["lane"]
         assert one["total_bytes"] == one["requests"] * 1024 * 3 * 2
-        assert 0 < one["copies"] <= 6
+        assert one["copies"] == 1
         assert 0 < one["best_seconds"] <= one["seconds"] < 20
         assert one["engine_contiguous_gb_per_s"] == engine["contiguous_gb_per_s"] > 0
         assert one["peer_copy_gb_per_s"] is None
@@ -110,23 +110,25 @@ def test_every_case_of_a_pair_is_measured_and_right(monkeypatch, layouts, page_b
         assert one["engine_pages_gb_per_s"] == pytest.approx(limit.pages_gb_per_s[str(page_bytes)], abs=1e-3)
 
 
-def test_paths_can_take_turns(monkeypatch):
+def test_protocols_can_take_turns(monkeypatch):
     monkeypatch.setattr(pairs, "ChildPair", WorkersHere)
-    paths = ("packed", "direct", "auto")
-    options = replace(TINY, paths=paths, blocks=(2,), in_flight=(1,), in_turn=True, repeat=3, requests=2)
-    (cases,) = options.pairs_at_once("memory")
-    assert [case.path for case in cases] == ["direct", "packed", "auto"]
+    protocols = ("UCX", "auto", "UCX")
+    options = replace(
+        TINY, protocols=protocols, blocks=(2,), in_flight=(1,), in_turn=True, repeat=3, requests=2
+    )
+    (cases,) = options.pairs_at_once("nixl")
+    assert [case.protocol for case in cases] == ["UCX", "auto"]
     turns = []
     take_round = pairs.PairRounds.round
 
     def noted(self, *arguments):
-        turns.append(self._case.path)
+        turns.append(self._case.protocol)
         return take_round(self, *arguments)
 
     monkeypatch.setattr(pairs.PairRounds, "round", noted)
     timings = list(pairs.measure_pairs(options, cases, CPUS, None))
-    assert [(one["path"], one["samples"]) for one in timings] == [("direct", 6), ("packed", 6), ("auto", 6)]
-    assert turns[-18:] == ["direct", "packed", "auto"] * 6
+    assert [(one["protocol"], one["samples"]) for one in timings] == [("UCX", 6), ("auto", 6)]
+    assert turns[-12:] == ["UCX", "auto"] * 6
 
 
 def test_the_limit_reaches_every_byte(monkeypatch):
@@ -155,34 +157,31 @@ def test_the_limit_reaches_every_byte(monkeypatch):
     WorkersHere.__exit__(pair)
 
 
-def test_the_direct_path_is_named_where_it_was_measured():
-    case = {"engine": "memory", "layouts": "nhd16:nhd16", "page_bytes": 1024, "requests_in_flight": 1}
-    direct = {**case, "path": "direct", "blocks": 3, "gb_per_s": 2.0}
-    packed = {**direct, "path": "packed", "gb_per_s": 5.0}
-    timings = []
-    for timing in (direct, packed, {**packed, "blocks": 4}):
-        timings.append(pairs.over_direct(timing, timings))
-    assert [one.get("over_direct") for one in timings] == [None, 2.5, None]
-    assert timings[1]["direct_gb_per_s"] == 2.0
-
-
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_a_pair_that_cannot_be_is_left_out_and_the_rest_is_measured(monkeypatch, capsys, in_turn):
-    monkeypatch.setattr(pairs, "ChildPair", WorkersHere)
-    layouts = (Layouts.parse("nhd16:nhd32"),)
-    options = replace(TINY, paths=("direct", "packed"), layouts=layouts, blocks=(2,), in_turn=in_turn)
-    assert run_benchmark("transfer", pairs.bench_transfer, options, json_output=True) == 0
-    shown = capsys.readouterr()
-    _, *timings = [json.loads(line) for line in shown.out.splitlines()]
-    assert [one["path"] for one in timings] == ["packed", "packed"]
-    assert "left out: path direct with layouts nhd16:nhd32" in shown.err
-
-
-def test_pairs_begin_with_the_direct_path():
-    options = replace(TINY, paths=("packed", "auto", "direct"), page_bytes=(1024, 2048))
-    assert [(case.page_bytes, case.path) for case in options.pairs("memory")] == [
-        (size, path) for size in (1024, 2048) for path in ("direct", "packed", "auto")
+@pytest.mark.parametrize(
+    ("device", "engine", "protocol"),
+    [
+        ("cpu", "nixl", "UCX"),
+        ("cpu", "mooncake", "tcp"),
+        ("cpu", "memory", "auto"),
+        ("cuda", "nixl", "auto"),
+        ("cuda", "mooncake", "auto"),
+    ],
+)
+def test_an_engine_carries_the_bytes_where_no_protocol_is_named(device, engine, protocol):
+    options = replace(TINY, device=device, page_bytes=(1024, 2048))
+    assert [(case.page_bytes, case.protocol) for case in options.pairs(engine)] == [
+        (1024, protocol),
+        (2048, protocol),
     ]
+
+
+def test_between_cpus_auto_measures_shared_memory():
+    code, (_, timing), done = bench(
+        *("--engine", "nixl", "--protocol", "auto", "--page-bytes", "1024", "--blocks", "3"),
+        *("--regions", "2", "--requests", "4", "--in-flight", "2", "--repeat", "1", "--batch-bytes", "65536"),
+    )
+    assert code == 0, done.stdout + done.stderr
+    assert (timing["protocol"], timing["lane"], timing["verified"]) == ("auto", "shared_memory", True)
 
 
 # --- what it notices ------------------------------------------------------------------------------
@@ -254,7 +253,6 @@ def test_requests_have_blocks_of_their_own():
     ("changes", "names"),
     [
         ({"engines": ("nope",)}, "engine is 'nope': accepted: auto"),
-        ({"paths": ("wide",)}, "path is 'wide'; accepted: direct, packed, auto"),
         ({"device": "tpu"}, "device is 'tpu'; accepted: cpu, cuda"),
         ({"page_bytes": (1000,)}, "page_bytes is 1000; accepted: multiples of 128"),
         ({"layouts": (Layouts.parse("nhd16:hnd32"),)}, "blocks is 3: its 48 tokens do not fill blocks of 32"),
@@ -333,25 +331,25 @@ def test_a_failure_is_shown_and_the_rest_goes_on(monkeypatch, capsys):
 
     def measure_pairs(options, cases, devices, limit):
         (case,) = cases
-        tried.append((case.engine, case.path, limit is not None))
+        tried.append((case.engine, case.protocol, limit is not None))
         raise StepFailed("decode: the process ended")
         yield
 
     tried = []
     monkeypatch.setattr(pairs, "measure_limit", measure_limit)
     monkeypatch.setattr(pairs, "measure_pairs", measure_pairs)
-    options = replace(TINY, engines=("nixl", "mooncake", "memory"), paths=("direct", "packed"))
+    options = replace(TINY, engines=("nixl", "mooncake", "memory"), protocols=("tcp", "auto"))
     assert run_benchmark("transfer", pairs.bench_transfer, options, json_output=True) == 1
     assert tried == [
-        (engine, path, engine == "memory")
+        (engine, protocol, engine == "memory")
         for engine in ("mooncake", "memory")
-        for path in ("direct", "packed")
+        for protocol in ("tcp", "auto")
     ]
     shown = capsys.readouterr()
     errors = [json.loads(line)["error"] for line in shown.out.splitlines() if "error" in line]
     assert errors == ["no library", "too slow", *["decode: the process ended"] * 4]
     assert "not measured: engine nixl: no library" in shown.err
-    assert "path packed, layouts nhd16:nhd16, page_bytes 1024: decode: the process ended" in shown.err
+    assert "protocol auto, layouts nhd16:nhd16, page_bytes 1024: decode: the process ended" in shown.err
 
 
 def test_the_command_says_what_failed_and_exits_with_1():

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer, fetch_json
-from kvconnect.demo.pair import ask
+from kvconnect.demo.pair import PROTOCOLS, ask
 from kvconnect.metrics import FAMILIES, PREFIX
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Pool
@@ -162,7 +162,7 @@ def node(name: str, role: str, port: int, *options: str, **extra: Any) -> list[s
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "engine": "nixl",
-            "path": "packed",
+            "protocol": PROTOCOLS["nixl"],
             "lease_s": 2,
             "peer_timeout_s": 2,
             **extra,

@@ -67,10 +67,6 @@ class PeerCommands:
         self.engine.close()
         self.engine = self._make_engine()
 
-    def renew_registration(self) -> bool:
-        """Have the engine keep out peers that know only the cards that it gave out before."""
-        return self.engine.renew_registration()
-
 
 def _in_child(
     command: Callable[Concatenate[PeerCommands, _Given], _Answer],
@@ -96,7 +92,6 @@ class PeerProcess:
     content = _in_child(PeerCommands.content)
     count = _in_child(PeerCommands.count)
     restart_engine = _in_child(PeerCommands.restart_engine)
-    renew_registration = _in_child(PeerCommands.renew_registration)
 
     def __init__(self, make_engine: MakeEngine) -> None:
         context = multiprocessing.get_context("spawn")

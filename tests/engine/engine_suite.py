@@ -133,23 +133,6 @@ class EngineSuite(FaultCases):
         assert driver.copy("peer", first).ok
         assert np.array_equal(shared_peer.content(self._buffer)[:4096], driver.buffer[:4096])
 
-    def test_a_renewed_registration_keeps_out_who_knows_only_the_card_before(
-        self, driver: Driver, own_peer: PeerProcess
-    ) -> None:
-        remote = self._meet(driver, own_peer)
-        assert driver.copy("peer", remote).ok
-        if not own_peer.renew_registration():
-            assert not driver.engine.capabilities.can_renew
-            assert driver.copy("peer", remote).ok, "an engine that cannot renew did something"
-            return
-        assert driver.engine.capabilities.can_renew
-        driver.buffer[:4096] ^= 0xFF
-        assert not driver.copy("peer", remote).ok
-        assert not np.array_equal(own_peer.content(self._buffer)[:4096], driver.buffer[:4096])
-        driver.engine.connect("peer", own_peer.card())
-        assert driver.copy("peer", remote).ok
-        assert np.array_equal(own_peer.content(self._buffer)[:4096], driver.buffer[:4096])
-
     # ---- the caller's bugs
 
     def test_misuse_is_refused(self, driver: Driver, shared_peer: PeerProcess) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvconnect.config import parse_kv_transfer_config
+from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.engine import registry
 from kvconnect.engine.base import Engine
 from kvconnect.engine_names import check_engine
@@ -142,6 +143,16 @@ def test_a_missing_library_is_an_error_with_advice(
     with pytest.raises(EngineError) as caught:
         registry.create_engine(engine, host="127.0.0.1")
     assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize(("engine", "protocol"), PROTOCOLS.items())
+def test_an_engine_is_bypassed_only_where_no_protocol_is_named(engine: str, protocol: str) -> None:
+    if problem := registry.available_engines()[engine]:
+        pytest.skip(problem)
+    for asked, may_be in (("auto", True), (protocol, False)):
+        made = registry.create_engine(engine, host="127.0.0.1", protocol=asked)
+        assert made.capabilities.may_be_bypassed == may_be
+        made.close()
 
 
 def test_importing_the_registry_loads_no_library() -> None:

@@ -84,7 +84,7 @@ def kills(
 def stops(
     engine: Engine = "mooncake",
     policy: Policy = "fail",
-    path: Annotated[str, typer.Option(help="How KV travels: auto, direct or packed.")] = "auto",
+    protocol: Annotated[str, typer.Option(help="The engine's; auto for shared memory.")] = "",
     side: OneSide = "",
     count: Annotated[int, typer.Option(min=1, help="Stops of each side.")] = 10,
     stop_s: Annotated[float, typer.Option(help="Seconds that each lasts.")] = 9.0,
@@ -93,7 +93,7 @@ def stops(
     """SIGSTOP in the middle of transfers for longer than every deadline, then SIGCONT."""
     sides = _sides(side)
     _run(
-        stop_stage(engine, policy, path, stop_s),
+        stop_stage(engine, policy, protocol, stop_s),
         seed,
         lambda questions: [run_stops(questions, one, count, stop_s=stop_s, seed=seed) for one in sides],
     )

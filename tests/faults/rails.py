@@ -27,6 +27,7 @@ from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, UniformTypeSpec
 from kvconnect.config import parse_kv_transfer_config
+from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders, RankAddress
 from kvconnect.peer.key_files import new_secret
@@ -58,6 +59,7 @@ class Rails:
         networks = [link.format("" if ":" in link else 0) for link in self._links]
         extra = {
             "engine": engine,
+            "protocol": PROTOCOLS[engine],
             "host": networks[0],
             "ranks": {"1": {"host": networks[1]}},
             "allow_peers": networks,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from kvconnect.demo.children import Child, ChildFailed, Process
 from kvconnect.demo.http import BadAnswer, Samples, fetch_json, read_metrics
-from kvconnect.demo.pair import RESERVED_BLOCKS
+from kvconnect.demo.pair import PROTOCOLS, RESERVED_BLOCKS
 from tests.nursery import Nursery, is_running
 from tests.ports import free_port
 
@@ -254,8 +254,8 @@ class Stage:
             "engine": options.engine,
             "host": place.host,
             "port": self.side_ports[name],
-            # As on GPUs, where a peer can write to slots only.
-            "path": "packed",
+            # As between machines: by the engine, not through shared memory.
+            "protocol": PROTOCOLS.get(options.engine, "auto"),
             **DEADLINES,
             **options.extra,
         }

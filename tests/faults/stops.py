@@ -9,13 +9,14 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tests.faults.kills import wait_in_flight
 from tests.faults.load import SALVO, Questions, Traffic
 from tests.faults.reports import HitReport, progress
 from tests.faults.stage import Actor, Side, StageOptions, wait_until
 
+_MOVED = "kvconnect_transfer_bytes_total"
 _LATEST_STOP_S = 0.02
 _REST_TIMEOUT_S = 30.0
 _SERVING_TIMEOUT_S = 30.0
@@ -23,12 +24,16 @@ _SERVING_TIMEOUT_S = 30.0
 
 @dataclass
 class StopReport(HitReport):
-    """``beside`` are requests that used the same blocks when the stopped process went on."""
+    """``beside`` are requests that used the same blocks when the stopped process went on.
+
+    ``lanes`` are what carried bytes.
+    """
 
     engine: str
     side: Side
     stops: int = 0
     beside: int = 0
+    lanes: list[str] = field(default_factory=list)
 
 
 def run_stops(questions: Questions, side: Side, stops: int, *, stop_s: float, seed: int = 0) -> StopReport:
@@ -49,6 +54,8 @@ def run_stops(questions: Questions, side: Side, stops: int, *, stop_s: float, se
             asked = len(traffic.tally.asked)
             progress(f"{report.stops} of {stops}: {report.hits} hit a transfer, {asked} requests")
     report.take(traffic.tally)
+    moved = [dict(labels) for name, labels in stage.decode.metrics() if name == _MOVED]
+    report.lanes = sorted({labels["lane"] for labels in moved})
     return report
 
 
@@ -83,12 +90,15 @@ def stopped(actor: Actor) -> Iterator[None]:
         actor.send(signal.SIGCONT)
 
 
-def stop_stage(engine: str, policy: str, path: str, stop_s: float) -> StageOptions:
-    """A pair with few blocks, so that they are soon in use again, and large batches, which may be late."""
+def stop_stage(engine: str, policy: str, protocol: str, stop_s: float) -> StageOptions:
+    """A pair with few blocks, so that they are soon in use again, and large batches, which may be late.
+
+    Without a ``protocol`` it is the stage's; with ``auto`` bytes go through shared memory.
+    """
     return StageOptions(
         engine,
         policy=policy,
-        extra={"max_inflight_bytes": 64 << 20, "path": path},
+        extra={"max_inflight_bytes": 64 << 20, **({"protocol": protocol} if protocol else {})},
         node=("--max-num-batched-tokens", "512"),
         num_blocks=420,
         max_tokens=48,

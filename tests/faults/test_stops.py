@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from tests.faults.load import Questions
-from tests.faults.stage import Stage
-from tests.faults.stops import run_stops, stop_stage
+from tests.faults.stage import Side, Stage
+from tests.faults.stops import StopReport, run_stops, stop_stage
 
 # Over well before the stop is.
 SHORT = {
@@ -19,12 +19,11 @@ SHORT = {
 }
 STOP_S = 3.5
 
+sides = pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 
-@pytest.mark.parametrize("path", ["packed", pytest.param("auto", marks=pytest.mark.full)])
-@pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
-@pytest.mark.timeout(300)
-def test_what_comes_late_goes_nowhere(engine, side, path):
-    options = stop_stage(engine, "fail", path, STOP_S)
+
+def stopped_once(engine: str, side: Side, protocol: str) -> StopReport:
+    options = stop_stage(engine, "fail", protocol, STOP_S)
     options = dataclasses.replace(options, extra={**options.extra, **SHORT})
     with Stage(options) as stage:
         report = run_stops(Questions(stage, seed=1), side, 1, stop_s=STOP_S)
@@ -32,3 +31,18 @@ def test_what_comes_late_goes_nowhere(engine, side, path):
     assert report.hits == 1
     assert report.beside > 0
     assert report.exact >= report.beside
+    return report
+
+
+@sides
+@pytest.mark.timeout(300)
+def test_what_comes_late_goes_nowhere(engine, side):
+    stopped_once(engine, side, "")
+
+
+# Mooncake itself carries the bytes of CPU caches over TCP, also within a machine.
+@pytest.mark.parametrize("engine", ["mooncake"], indirect=True)
+@sides
+@pytest.mark.timeout(300)
+def test_what_is_packed_late_into_shared_memory_goes_nowhere(engine, side):
+    assert stopped_once(engine, side, "auto").lanes == ["shared_memory"]

@@ -21,7 +21,6 @@ PROMPT = make_prompt(400, seed=5)
 def node(name: str, role: str, **options) -> Client:
     extra = {
         "engine": "memory",
-        "path": options.pop("path", "packed"),
         "slot_bytes": options.pop("slot_bytes", 64 << 10),
         "stream_min_tokens": options.pop("stream_min_tokens", 100),
     }
@@ -102,9 +101,7 @@ def test_most_of_a_long_prompt_has_arrived_when_it_is_computed(model):
         assert counted("streamed_bytes") > before
 
 
-@pytest.mark.parametrize(
-    "options", [{"stream_min_tokens": 0}, {"path": "direct"}, {"stream_min_tokens": 500}]
-)
+@pytest.mark.parametrize("options", [{"stream_min_tokens": 0}, {"stream_min_tokens": 500}])
 def test_it_can_be_left_out(options):
     with pair(**options) as (prefill, decode):
         streamed = counted("streamed_requests")
@@ -162,7 +159,7 @@ def test_a_prefix_that_p_has_already_is_sent_first():
     with pair() as (prefill, decode):
         prefill.complete(PROMPT[:200], 1)
         ask_and_wait(prefill, decode, PROMPT)
-        sent = prefill.engine.worker.transfer._metrics.copies.labels("sent", "packed")
+        sent = prefill.engine.worker.transfer._metrics.copies.labels("sent")
         prefill.steps(1)
         until(prefill, lambda: prefill.last("a"))
         assert finish(prefill, decode) == expected(PROMPT, "gqa")
@@ -182,16 +179,3 @@ def test_several_prompts_at_once_are_exact():
             assert decode.last(name).failure is None
             assert decode.tokens(name) == alone.complete(prompt)
         until(prefill, lambda: prefill.held == decode.held == 0, decode)
-
-
-def test_a_node_that_opens_one_path_is_served_early_again_and_again_by_one_that_opens_both():
-    prefill = node("P", "kv_producer", path="auto", max_num_batched_tokens=BUDGET)
-    decode = node("D", "kv_consumer", reserved_blocks=61)
-    try:
-        for number in range(3):
-            prompt = make_prompt(200, seed=number)
-            ask_and_wait(prefill, decode, prompt, f"r{number}")
-            assert finish(prefill, decode, f"r{number}") == expected(prompt, "gqa")
-    finally:
-        for client in (prefill, decode):
-            client.engine.worker.close()

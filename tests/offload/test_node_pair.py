@@ -18,7 +18,7 @@ from tests.offload.node_kit import (
     wipe,
 )
 
-TRANSFER = {"path": "packed", "slot_bytes": 64 << 10, "stream_min_tokens": 100}
+TRANSFER = {"slot_bytes": 64 << 10, "stream_min_tokens": 100}
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 

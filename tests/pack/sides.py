@@ -42,9 +42,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 try:
     import triton  # noqa: F401
 
-    KERNELS = ["triton"] if DEVICE == "cuda" else ["numpy", "triton"]
+    KERNELS = ["torch", "triton"] if DEVICE == "cuda" else ["numpy", "torch", "triton"]
 except ImportError:
-    KERNELS = ["numpy"]
+    KERNELS = ["numpy", "torch"]
 NUM_BLOCKS = 40
 M64 = 2**64
 

@@ -13,7 +13,7 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec
 from kvconnect.errors import LayoutError
-from kvconnect.plan.align import TableCard, align_tables, card_refusal
+from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.conversion import Conversion
 from kvconnect.plan.wire import Wire, align_wire
 from tests.pack.sides import Layer, Model, Shape, Side
@@ -147,8 +147,6 @@ def test_equal_types_with_unlike_scales_are_never_copied_as_they_are():
     for convert in (False, True):
         with pytest.raises(LayoutError, match=reason):
             align_wire(ours, theirs, convert=convert)
-    with pytest.raises(LayoutError, match=reason):
-        align_tables(ours, theirs)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e-40, 1e39])

@@ -15,7 +15,8 @@ from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.config import LaneKind
 from kvconnect.errors import PeerError
-from kvconnect.orders import MAX_NAMES, GroupBlocks, Naming, Prefix, RankAddress
+from kvconnect.orders import MAX_NAMES, Naming, Prefix, RankAddress
+from kvconnect.pack.shared_memory import SharedMemoryCard
 from kvconnect.peer import messages as m
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
@@ -36,7 +37,7 @@ TO_PREFILL = (
     m.Bad,
 )
 TO_DECODE = (
-    *(m.Welcome, m.Refused, m.Accepted, m.CreditRequest, m.Declined, m.Landed, m.Written, m.Renewed),
+    *(m.Welcome, m.Refused, m.Accepted, m.CreditRequest, m.Landed, m.Written, m.Renewed),
     *(m.PrefixFound, m.StillAlive, m.Answer, m.Measured, m.Transport, m.Bad),
 )
 
@@ -76,6 +77,15 @@ prefixes = st.builds(
 identities = st.builds(
     Identity, st.dictionaries(texts, st.dictionaries(texts, texts, max_size=3), max_size=3)
 )
+memories = st.builds(
+    SharedMemoryCard,
+    machine=texts,
+    pid=st.integers(1, 2**31 - 1),
+    descriptor=counts,
+    nonce=st.binary(min_size=16, max_size=16),
+    address=positive,
+    length_bytes=positive,
+)
 introductions = st.builds(
     m.Introduction,
     engine_id=texts,
@@ -93,11 +103,11 @@ introductions = st.builds(
     table=tables,
     slot_bytes=sizes,
     naming=st.none() | namings,
+    memory=st.none() | memories,
 )
 spans = st.builds(TokenSpan, indices, counts, counts)
 chunks = st.builds(Chunk, counts, counts, st.lists(spans, max_size=3).map(tuple))
 grants = st.builds(m.Grant, positive, sizes, positive)
-groups = st.builds(GroupBlocks, indices, counts, st.lists(counts, max_size=4).map(tuple))
 
 
 def several(strategy):
@@ -120,7 +130,6 @@ messages = st.one_of(
         transfer_ids,
         texts,
         counts,
-        several(groups),
         st.integers(1, 256),
         seconds,
         several(chunks),
@@ -131,7 +140,6 @@ messages = st.one_of(
     st.builds(m.FindPrefix, counts, prefixes, counts),
     st.builds(m.PrefixFound, counts, counts, sizes, counts, sizes, st.floats(allow_nan=False), texts),
     st.builds(m.CreditGrant, transfer_ids, several(grants)),
-    st.builds(m.Declined, transfer_ids),
     st.builds(m.Accepted, transfer_ids, sizes),
     st.builds(m.CreditRequest, transfer_ids, counts, several(positive)),
     st.builds(m.Renew, several(texts)),
@@ -182,6 +190,7 @@ def test_the_kinds_of_messages_are_those_that_are_tested():
 
 
 GRANT = m.Grant(4096, 8192, 7)
+MEMORY = SharedMemoryCard("boot pid", 4711, 5, b"0123456789abcdef", 4096, 1 << 20)
 PREFIX = Prefix(Naming("s", 16), 0, (b"\x01n",))
 CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
 
@@ -204,22 +213,21 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
         (m.Bad("x"), "92a3626164a178"),
         (m.Refused(2, "no"), "93a77265667573656402a26e6f"),
         (
-            m.Fetch(1, "h", 10, (GroupBlocks(0, 0, (1, 2)),), 1, 30.0),
-            "9ba5666574636801a1680a9193000092010201cb403e0000000000009090cb7ff0000000000000c0",
+            m.Fetch(1, "h", 10, 1, 30.0),
+            "9aa5666574636801a1680a01cb403e0000000000009090cb7ff0000000000000c0",
         ),
         (
-            m.Fetch(1, "h", 48, (), 1, 30.0, (CHUNK,), (GRANT,), 100.0),
-            "9ba5666574636801a168309001cb403e0000000000009193000392930010309301000191 93cd1000cd200007"
+            m.Fetch(1, "h", 48, 1, 30.0, (CHUNK,), (GRANT,), 100.0),
+            "9aa5666574636801a1683001cb403e0000000000009193000392930010309301000191 93cd1000cd200007"
             "cb4059000000000000c0",
         ),
         (
-            m.Fetch(1, "h", 16, (), 1, 30.0, prefix=PREFIX),
-            "9ba5666574636801a168109001cb403e0000000000009090cb7ff0000000000000939 2a1731000 91c402016e",
+            m.Fetch(1, "h", 16, 1, 30.0, prefix=PREFIX),
+            "9aa5666574636801a1681001cb403e0000000000009090cb7ff0000000000000939 2a1731000 91c402016e",
         ),
         (m.FindPrefix(3, PREFIX, 48), "94a466696e6403939 2a1731000 91c402016e30"),
         (m.PrefixFound(3, 16, 64, 32, 96, 0.5, "e"), "99a5666f756e640310402060cb3fe0000000000000a165c2"),
         (m.CreditGrant(3, (GRANT,)), "93a76772616e746564039193cd1000cd200007"),
-        (m.Declined(3), "92a86465636c696e656403"),
         (m.Accepted(3, 9), "93a861636365707465640309"),
         (m.CreditRequest(3, 2, (7,)), "94a677616e74656403029107"),
         (m.Renew(("h",)), "92a572656e657791a168"),
@@ -234,51 +242,78 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else "",
 )
-def test_the_wire_format_of_version_6_does_not_change_by_accident(message, frame):
-    assert m.PROTOCOL_VERSION == 6
+def test_the_wire_format_of_version_7_does_not_change_by_accident(message, frame):
+    assert m.PROTOCOL_VERSION == 7
     assert m.encode(message).hex() == frame.replace(" ", "")
 
 
-def test_a_greeting_of_version_6_has_its_fields_in_this_order():
+def test_a_greeting_of_version_7_has_its_fields_in_this_order():
     meaning = m.CacheMeaning(named("model", "1f"), 8, 2)
     axes = PageAxes(1, 2, 16, 4, 128, 64, 4)
     region = Region("l", 0, 0, HeadInterval(0, 2), "int8", 4096, 4, 128, 128, axes)
     table = TableCard((region,), (GroupGeometry(0, 16, 1, "Full"),))
-    ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", table, 1 << 20)
-    read = msgspec.msgpack.decode(m.encode(m.Hello(6, ours)))
-    assert read[:2] == ["hello", 6]
+    ours = m.Introduction(
+        "D", "1", 1, meaning, "memory", b"card", table, 1 << 20, 8192, 64, 256, Naming("s", 16), MEMORY
+    )
+    read = msgspec.msgpack.decode(m.encode(m.Hello(7, ours)))
+    assert read[:2] == ["hello", 7]
     entries = {"model": {"": "model"}, "weights": {"files": "1f"}}
     assert read[2][:6] == ["D", "1", 1, [[entries], 8, 2, 0, [0], 1, 1, 0], "memory", b"card"]
     (row,), geometry = read[2][6]
     assert row[:10] == ["l", 0, 0, [0, 2], "int8", 4096, 4, 128, 128, [1, 2, 16, 4, 128, 64, 4]]
     assert geometry == [[0, 16, 1, "Full"]]
-    assert read[2][7] == 1 << 20
+    memory = ["boot pid", 4711, 5, b"0123456789abcdef", 4096, 1 << 20]
+    assert read[2][7:] == [1 << 20, 8192, 64, 256, ["s", 16], memory]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"machine": "m" * 257},
+        {"pid": 0},
+        {"pid": -1},
+        {"pid": 2**31},
+        {"descriptor": -1},
+        {"descriptor": 2**31},
+        {"nonce": b"short"},
+        {"nonce": b"n" * 17},
+        {"address": 0},
+        {"address": 2**62},
+        {"length_bytes": 0},
+        {"length_bytes": 2**62},
+    ],
+    ids=str,
+)
+def test_a_card_of_shared_memory_that_no_node_makes_is_not_read(changes):
+    meaning = m.CacheMeaning(named("model"), 8, 2)
+    memory = msgspec.structs.replace(MEMORY, **changes)
+    ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", TableCard((), ()), memory=memory)
+    with pytest.raises(PeerError, match="a message that cannot be read"):
+        m.decode(m.Side.PREFILL, m.encode(m.Hello(m.PROTOCOL_VERSION, ours)), LIMIT)
 
 
 @pytest.mark.parametrize("side", list(m.Side))
 def test_a_greeting_of_another_version_is_refused_for_that_whatever_it_has(side):
     short = ["D", "1", 0, ["model", 8, 2], "memory", b"card", [[], []]]
     tag = "hello" if side is m.Side.PREFILL else "welcome"
-    with pytest.raises(PeerError, match="protocol version is 5, accepted: 6"):
-        m.decode(side, msgspec.msgpack.encode([tag, 5, short]), LIMIT)
+    with pytest.raises(PeerError, match="protocol version is 6, accepted: 7"):
+        m.decode(side, msgspec.msgpack.encode([tag, 6, short]), LIMIT)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        m.Fetch(1, "h", -1, (), 1, 1.0),
-        m.Fetch(1, "h", 1, (GroupBlocks(0, 0, (2**31,)),), 1, 1.0),
-        m.Fetch(1, "h", 1, (GroupBlocks(-1, 0, ()),), 1, 1.0),
-        m.Fetch(1, "h", 1, (), 0, 1.0),
-        m.Fetch(1, "h", 1, (), 257, 1.0),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(-1, 1, ()),)),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 2**31, ()),)),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 1, (TokenSpan(0, -1, 1),)),)),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 1, (TokenSpan(4096, 0, 1),)),)),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (), (m.Grant(0, 1, 1),)),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (), (m.Grant(2**62, 1, 1),)),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (CHUNK,) * (m.MAX_CHUNKS + 1)),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (), (GRANT,) * (m.MAX_CHUNKS + 1)),
+        m.Fetch(1, "h", -1, 1, 1.0),
+        m.Fetch(1, "h", 1, 0, 1.0),
+        m.Fetch(1, "h", 1, 257, 1.0),
+        m.Fetch(1, "h", 1, 1, 1.0, (Chunk(-1, 1, ()),)),
+        m.Fetch(1, "h", 1, 1, 1.0, (Chunk(0, 2**31, ()),)),
+        m.Fetch(1, "h", 1, 1, 1.0, (Chunk(0, 1, (TokenSpan(0, -1, 1),)),)),
+        m.Fetch(1, "h", 1, 1, 1.0, (Chunk(0, 1, (TokenSpan(4096, 0, 1),)),)),
+        m.Fetch(1, "h", 1, 1, 1.0, (), (m.Grant(0, 1, 1),)),
+        m.Fetch(1, "h", 1, 1, 1.0, (), (m.Grant(2**62, 1, 1),)),
+        m.Fetch(1, "h", 1, 1, 1.0, (CHUNK,) * (m.MAX_CHUNKS + 1)),
+        m.Fetch(1, "h", 1, 1, 1.0, (), (GRANT,) * (m.MAX_CHUNKS + 1)),
         m.CreditGrant(1, (m.Grant(4096, -1, 1),)),
         m.CreditGrant(1, (m.Grant(4096, 1, 0),)),
         m.CreditGrant(1, (m.Grant(-4096, 1, 1),)),
@@ -317,7 +352,7 @@ def test_numbers_that_a_decode_node_must_not_hear_are_not_read(message):
 
 def test_a_handle_that_no_node_makes_is_not_read():
     for length, is_read in ((m.LONGEST_HANDLE, True), (m.LONGEST_HANDLE + 1, False)):
-        frame = m.encode(m.Fetch(1, "h" * length, 16, (), 1, 1.0))
+        frame = m.encode(m.Fetch(1, "h" * length, 16, 1, 1.0))
         with contextlib.nullcontext() if is_read else pytest.raises(PeerError):
             m.decode(m.Side.PREFILL, frame, LIMIT)
 

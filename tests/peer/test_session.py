@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError
-from kvconnect.orders import GroupBlocks, RankAddress
+from kvconnect.orders import RankAddress
 from kvconnect.peer import messages as m
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.session import TRANSITIONS, Ended, Misused, Ready, Received, Session, Side, State
@@ -70,9 +70,7 @@ def ready_pair():
 
 
 GRANT = m.Grant(4096, 8192, 7)
-FETCH = m.Fetch(
-    1, "h", 10, (GroupBlocks(0, 0, (1, 2)),), 1, 30.0, (Chunk(0, 1, (TokenSpan(0, 0, 10),)),), (GRANT,)
-)
+FETCH = m.Fetch(1, "h", 10, 1, 30.0, (Chunk(0, 1, (TokenSpan(0, 0, 10),)),), (GRANT,))
 
 
 def test_greeting_makes_both_sides_ready():
@@ -204,7 +202,7 @@ def test_silence_is_noticed_where_nothing_is_owed():
 def test_another_protocol_version_is_refused():
     prefill = session(Side.PREFILL)
     (ended,) = prefill.receive(m.encode(m.Hello(99, introduction("D"))), 0)
-    assert "protocol version is 99, accepted: 6" in ended.reason
+    assert "protocol version is 99, accepted: 7" in ended.reason
 
 
 @pytest.mark.parametrize("message", [FETCH, m.CreditGrant(1, (GRANT,)), m.Cancel(1), m.Release("h", 1)])
@@ -217,7 +215,7 @@ def test_what_is_asked_passes_once_ready(message):
 
 @pytest.mark.parametrize(
     "message",
-    [m.Declined(1), m.Landed(1, 0, 7, 64, 2**64 - 1), m.Written(1, True, True, 5, 1, 0.1, "")],
+    [m.Accepted(1, 9), m.Landed(1, 0, 7, 64, 2**64 - 1), m.Written(1, True, True, 5, 1, 0.1, "")],
 )
 def test_what_is_answered_passes_once_ready(message):
     decode, prefill = ready_pair()
@@ -241,7 +239,7 @@ ALL_MESSAGES = [
     m.Refused(m.PROTOCOL_VERSION, "no"),
     FETCH,
     m.CreditGrant(1, (GRANT,)),
-    m.Declined(1),
+    m.Accepted(1, 9),
     m.Landed(1, 0, 7, 64, None),
     m.Written(1, True, True, 5, 1, 0.1, ""),
     m.Cancel(1),

@@ -448,7 +448,7 @@ def test_a_node_that_keeps_kv_by_name_tells_the_router_so():
     ("role", "extra", "text"),
     [
         ("kv_producer", {}, "fetches nothing"),
-        ("kv_both", {"path": "direct"}, "fetches nothing"),
+        ("kv_both", {"engine": "none", "offload": {"cpu_bytes": 1 << 20}}, "fetches nothing"),
         ("kv_both", {"sources": ["nowhere"]}, "sources names 'nowhere'"),
     ],
 )

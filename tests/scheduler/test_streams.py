@@ -82,10 +82,8 @@ def test_states_and_what_is_beyond_the_prompt_are_not_told():
         ({}, 40, {**ON_P, TRANSFER_KEY: ""}),
         ({}, 40, {}),
         ({"stream_min_tokens": 0}, 40, ON_P),
-        ({"path": "direct"}, 40, ON_P),
-        ({"path": "auto", "num_slots": 0}, 40, ON_P),
     ],
-    ids=["short", "not announced", "refused", "local", "off", "direct", "no slots"],
+    ids=["short", "not announced", "refused", "local", "off"],
 )
 def test_of_other_requests_nothing_is_told(extra, tokens, params):
     prefill = prefill_of(**extra)

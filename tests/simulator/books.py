@@ -34,12 +34,13 @@ class Asked:
 
 @dataclass(eq=False)
 class Books:
-    """What one worker owes, by request."""
+    """What one worker owes, by request; and the generation of each taken slot, by address, and since when."""
 
     holds: dict[str, Owed] = field(default_factory=dict)
     loads: dict[str, Owed] = field(default_factory=dict)
     finds: dict[str, list[Asked]] = field(default_factory=dict)
     restores: set[str] = field(default_factory=set)
+    slots: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
 class Exceptions(logging.Handler):

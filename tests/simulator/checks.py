@@ -6,6 +6,7 @@ but for the last ones, which look at their books when all should be over.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -119,6 +120,7 @@ class Checks:
         """A worker's transfer thread did a step."""
         self.no_exception(worker)
         self.slots_add_up(worker)
+        self.slots_come_back(worker)
         self.within_bounds(worker)
 
     def node_stepped(self, node: SimNode) -> None:
@@ -127,17 +129,16 @@ class Checks:
 
     def submitted(self, engine: SimEngine, batch: Batch) -> None:
         """A batch can move from now on."""
-        self.writes_are_wanted(engine, batch, engine.target_of(batch), "is submitted")
+        self.no_page_is_read(engine, batch)
+        self.no_page_is_written(engine, batch, engine.target_of(batch))
 
     def moves(self, engine: SimEngine, batch: Batch, target: MemoryEngine | None) -> None:
         """The bytes of a batch move now."""
         self.moved()
-        self.writes_are_wanted(engine, batch, target, "moves")
+        self.no_page_is_written(engine, batch, target)
         worker = self._by_engine.get(id(target))
         if self.scribbler is not None and worker is not None and not worker.is_strange:
             self.scribbler.saw(batch, worker)
-        if not engine.is_closed:
-            self.reads_are_held(engine, batch)
 
     def loads(self, node: SimNode, request: Request, num_tokens: int) -> None:
         """A node begins to load a request, up to so many tokens."""
@@ -186,53 +187,64 @@ class Checks:
     # The invariants
 
     def nobody_writes(self, worker: SimWorker, owed: Owed) -> None:
-        """1: D reports no request as received while anyone can still write to its blocks."""
-        if worker.is_strange:
-            return
-        for other in self._books:
-            for batch, until in other.engine.may_move.values():
-                if other.engine.target_of(batch) is not worker.engine or until <= self.world.now:
-                    continue
-                if other.engine.is_refused(batch, worker.engine):
-                    continue
-                if worker.memory.blocks_at(batch.target, batch.length) & owed.blocks:
-                    self.world.fail(
-                        "nobody_writes",
-                        f"{worker.who} reports {owed.order.request_id} as received, and batch "
-                        f"{batch.batch_id} of {other.who} may still write to its blocks",
-                    )
-        if worker.packing_touches(owed.blocks, "target"):
+        """1: D reports no request as received while a kernel can still write to its blocks."""
+        if not worker.is_strange and worker.packing_touches(owed.blocks, "target"):
             self.world.fail("nobody_writes", f"{worker.who} still unpacks to {owed.order.request_id}")
 
     def nobody_reads(self, worker: SimWorker, owed: Owed) -> None:
-        """1: P frees no block while anyone can still read it."""
+        """1: P frees no block while a kernel can still read it."""
         # Two prompts with one beginning share blocks, which stay where they are.
         freed = frozenset(block for block in owed.blocks if worker.node.pool.holders(block) == 1)
-        for batch, until in worker.engine.may_move.values():
-            if until > self.world.now and worker.memory.blocks_at(batch.source, batch.length) & freed:
-                self.world.fail(
-                    "nobody_reads",
-                    f"{worker.who} reports {owed.order.request_id} as sent, and batch {batch.batch_id} may "
-                    "still read its blocks",
-                )
         if worker.packing_touches(freed, "source"):
             self.world.fail("nobody_reads", f"{worker.who} still packs from {owed.order.request_id}")
 
-    def writes_are_wanted(
-        self, engine: SimEngine, batch: Batch, target: MemoryEngine | None, what: str
-    ) -> None:
-        """1, 3: whoever writes to pages writes to those of a load that is not over."""
+    def no_page_is_written(self, engine: SimEngine, batch: Batch, target: MemoryEngine | None) -> None:
+        """1: peers write to slots, whatever is loaded."""
         worker = self._by_engine.get(id(target))
-        if worker is None or worker.is_dead or worker.is_strange:
+        if worker is None or worker.is_strange:
             return
         touched = worker.memory.blocks_at(batch.target, batch.length)
         if touched:
-            wanted = frozenset[int]().union(*(owed.blocks for owed in self._books[worker].loads.values()))
-            if touched - wanted:
+            self.world.fail(
+                "no_page_is_written",
+                f"batch {batch.batch_id} of {engine.who} writes to blocks {sorted(touched)} of {worker.who}",
+            )
+
+    def no_page_is_read(self, engine: SimEngine, batch: Batch) -> None:
+        """1: the engine reads slots, whatever is held."""
+        touched = self._by_engine[id(engine)].memory.blocks_at(batch.source, batch.length)
+        if touched:
+            self.world.fail(
+                "no_page_is_read",
+                f"batch {batch.batch_id} of {engine.who} reads blocks {sorted(touched)}",
+            )
+
+    def landing_slot_is_quiet(self, worker: SimWorker, address: int) -> None:
+        """1: D grants no slot while a peer that keeps to the rules can still write to it.
+
+        A peer that was stopped may write when it goes on: that is what digests are for.
+        """
+        for other in self._books if not worker.is_strange else ():
+            for batch, until in other.engine.may_move.values() if not other.is_strange else ():
+                if (
+                    self.world.now < until < math.inf
+                    and other.engine.target_of(batch) is worker.engine
+                    and address in batch.target
+                ):
+                    self.world.fail(
+                        "slots_are_quiet",
+                        f"{worker.who} grants landing slot {worker.memory.landing.index(address)}, and batch "
+                        f"{batch.batch_id} of {other.who} may still write to it",
+                    )
+
+    def send_slot_is_quiet(self, worker: SimWorker, address: int) -> None:
+        """1: P packs into no slot while its engine can still read it."""
+        for batch, until in worker.engine.may_move.values():
+            if until > self.world.now and address in batch.source:
                 self.world.fail(
-                    "writes_are_wanted",
-                    f"batch {batch.batch_id} of {engine.who} {what}, to blocks {sorted(touched - wanted)} of "
-                    f"{worker.who}, where nothing is being loaded",
+                    "slots_are_quiet",
+                    f"{worker.who} packs into send slot {worker.memory.send.index(address)}, and batch "
+                    f"{batch.batch_id} may still read it",
                 )
 
     def slot_is_granted(self, worker: SimWorker, address: int) -> None:
@@ -243,19 +255,6 @@ class Checks:
                 f"{worker.who} unpacks landing slot {worker.memory.landing.index(address)}, and the peer to "
                 "which it was granted has not said that anything lies there",
             )
-
-    def reads_are_held(self, engine: SimEngine, batch: Batch) -> None:
-        """1, 3: whatever is read from pages is held."""
-        worker = self._by_engine[id(engine)]
-        touched = worker.memory.blocks_at(batch.source, batch.length)
-        if touched:
-            held = frozenset[int]().union(*(owed.blocks for owed in self._books[worker].holds.values()))
-            if touched - held:
-                self.world.fail(
-                    "reads_are_held",
-                    f"batch {batch.batch_id} of {engine.who} reads blocks {sorted(touched - held)}, "
-                    "which are not held",
-                )
 
     def each_once(self, worker: SimWorker, what: str, name: str, owed: dict[str, Owed]) -> None:
         """2: every id that was ordered comes back exactly once, and no other does."""
@@ -303,17 +302,17 @@ class Checks:
             self.world.fail("in_time", f"{worker.who} asked {took_s:.1f} s for {name}")
 
     def in_time(self, worker: SimWorker, owed: Owed) -> None:
-        """4: every order ends by its deadline and what memory may need to become quiescent after that.
+        """4: every order ends by its deadline.
 
         The time in which the worker's process was stopped does not count.
         """
         config = worker.config
-        bound = config.quarantine_s + config.transfer_timeout_s + SLACK_S
         if isinstance(owed.order, Load):
-            bound += config.load_timeout_s
+            bound = config.load_timeout_s + SLACK_S
         else:
+            bound = config.lease_s + config.transfer_timeout_s + SLACK_S
             # Whoever would fetch may have been stopped meanwhile, and renews when it goes on.
-            bound += config.lease_s + self._longest_wait_s + max(one.stopped_s for one in self._books)
+            bound += self._longest_wait_s + max(one.stopped_s for one in self._books)
         took = self.world.now - owed.since - (worker.stopped_s - owed.stopped_s)
         if took > bound:
             self.world.fail(
@@ -368,6 +367,28 @@ class Checks:
             if free != pool.free:
                 self.world.fail(
                     "slots_add_up", f"{worker.who}: {pool.free} slots can be taken, {free} are free"
+                )
+
+    def slots_come_back(self, worker: SimWorker) -> None:
+        """4: a slot is free again once what it was taken for is over and its memory must be quiescent.
+
+        The time in which the worker's process was stopped does not count.
+        """
+        config, taken_since = worker.config, self._books[worker].slots
+        bound = config.load_timeout_s + config.quarantine_s + SLACK_S
+        for slot in (*worker.landing.slots, *worker.send.slots):
+            if slot.state is SlotState.FREE:
+                taken_since.pop(slot.address, None)
+                continue
+            taken = (slot.generation, self.world.now - worker.stopped_s)
+            generation, since = taken_since.setdefault(slot.address, taken)
+            if generation != slot.generation:
+                taken_since[slot.address] = taken
+            elif taken[1] - since > bound:
+                self.world.fail(
+                    "in_time",
+                    f"the slot of generation {generation} at {worker.who} is not free after "
+                    f"{taken[1] - since:.1f} s, its bound is {bound:.1f} s",
                 )
 
     def blocks_add_up(self, node: SimNode) -> None:

@@ -81,16 +81,24 @@ class SimTicket:
 class SimPacker:
     """A packer whose kernels run on a stream. The rest of it is the real one's.
 
-    ``takes`` is told of every slot that is unpacked. ``source`` is what is packed: pages, or rows that are
-    ``kept`` in host memory.
+    ``fills`` is told of every slot that is packed, ``takes`` of every one that is unpacked. ``source`` is
+    what is packed: pages, or rows that are ``kept`` in host memory.
     """
 
     is_blocking = False
 
-    def __init__(self, packer: Packer, stream: Stream, takes: Callable[[int], None], source: str) -> None:
+    def __init__(
+        self,
+        packer: Packer,
+        stream: Stream,
+        fills: Callable[[int], None],
+        takes: Callable[[int], None],
+        source: str,
+    ) -> None:
         self._packer = packer
         self._source = source
         self._stream = stream
+        self._fills = fills
         self._takes = takes
 
     def __getattr__(self, name: str) -> Any:
@@ -98,6 +106,7 @@ class SimPacker:
 
     def pack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
         """See ``Packer``."""
+        self._fills(slot)
         return self._launch(self._source, staged, lambda: self._packer.pack(slot, staged, seed))
 
     def unpack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
@@ -122,6 +131,7 @@ class SimLocal(Local):
     """A worker's memory, with packers that take their time."""
 
     packing: Stream | None = None
+    fills: Callable[[int], None] = lambda slot: None
     takes: Callable[[int], None] = lambda slot: None
 
     def packer(self, source: Introduction, target: Introduction, *args: Any, **kwargs: Any) -> Packer:
@@ -130,4 +140,5 @@ class SimLocal(Local):
         if self.packing is None:
             return packer
         is_kept = self.kept is not None and any(arg is self.kept.table for arg in args)
-        return SimPacker(packer, self.packing, self.takes, "kept" if is_kept else "source")  # type: ignore[return-value]
+        side = "kept" if is_kept else "source"
+        return SimPacker(packer, self.packing, self.fills, self.takes, side)  # type: ignore[return-value]

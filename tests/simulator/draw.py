@@ -33,7 +33,6 @@ class Theme:
     name: str
     weight: float
     kinds: tuple[str, ...] = ()
-    path: str = ""
     counts: tuple[int, int] | None = None
     flows: tuple[str, ...] = ()
     lengths: tuple[int, ...] = (3, 9, 16, 24, 40)
@@ -50,7 +49,6 @@ THEMES = (
         "streams",
         0.15,
         kinds=("stalls",),
-        path="packed",
         counts=(1, 1),
         flows=("parallel",),
         lengths=(24, 40),
@@ -58,9 +56,7 @@ THEMES = (
         is_small=True,
     ),
     # Leases that end while the library goes on with what it said that it failed at.
-    Theme(
-        "busy", 0.1, kinds=("engine",), path="direct", busy=0.5, times={"lease_s": 1.5, "load_timeout_s": 6.0}
-    ),
+    Theme("busy", 0.1, kinds=("engine",), busy=0.5, times={"lease_s": 1.5, "load_timeout_s": 6.0}),
 )
 
 
@@ -70,7 +66,6 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
     model = rng.choice(MODELS)
     theme = rng.choices(THEMES, [theme.weight for theme in THEMES])[0]
     kinds += [kind for kind in theme.kinds if kind not in kinds]
-    path = theme.path or rng.choice(("direct", "packed", "packed", "auto"))
     weather = Weather(
         delay_s=rng.choice((0.0002, 0.002, 0.02)),
         jitter_s=rng.choice((0.0, 0.001, 0.05)),
@@ -80,7 +75,7 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
     )
     times = _draw_times(rng, calm=not kinds) | theme.times
     weather.heartbeat_s = max(times["peer_timeout_s"], 4.0)
-    nodes = _draw_nodes(rng, model, path, times, kinds, theme)
+    nodes = _draw_nodes(rng, model, times, kinds, theme)
     requests = _draw_requests(rng, nodes, theme, aborts="aborts" in kinds)
     faults = _draw_faults(rng, kinds, nodes)
     scenario = Scenario(seed, theme.name, model, weather, nodes, requests, faults, kinds)
@@ -105,17 +100,16 @@ def _draw_times(rng: random.Random, calm: bool) -> dict[str, float]:
 def _draw_nodes(
     rng: random.Random,
     model: Model,
-    path: str,
     times: dict[str, float],
     kinds: list[str],
     theme: Theme,
 ) -> list[NodePlan]:
     counts = theme.counts or rng.choice(((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3)))
     ranks = rng.choice(((1, 1), (1, 1), (1, 1), (2, 2), (2, 1), (1, 2)))
-    shapes = _draw_shapes(rng, model, path, ranks)
+    shapes = _draw_shapes(rng, model)
     small = theme.is_small or (rng.random() < 0.4 and bool(kinds))
-    faults = _draw_engine(rng, path, times, kinds, theme)
-    extra = _draw_config(rng, path, times, theme, small)
+    faults = _draw_engine(rng, times, kinds, theme)
+    extra = _draw_config(rng, times, theme, small)
     nodes = []
     for side, count, world_size, shape in (
         ("P", counts[0], ranks[0], shapes[0]),
@@ -135,7 +129,7 @@ def _draw_nodes(
                     num_blocks=1 + len(model.kinds) * tokens // shape.block_tokens + rng.randrange(7),
                     extra=extra,
                     slot_bytes=rng.choice((256, 256, 512, 1024)),
-                    scratch_bytes=rng.choice((0, 1024)) if path == "auto" else 1024 * (number % 2),
+                    scratch_bytes=rng.choice((0, 1024)),
                     step_tokens=rng.choice((16, 64)),
                     chunk_tokens=4 if theme.is_small else rng.choice((4, 8, 64)),
                     step_s=rng.choice((0.005, 0.03)),
@@ -153,41 +147,34 @@ def _draw_nodes(
     return nodes
 
 
-def _draw_shapes(rng: random.Random, model: Model, path: str, ranks: tuple[int, int]) -> tuple[Shape, Shape]:
-    """How P and D keep the model: alike, unless the packed path is open."""
+def _draw_shapes(rng: random.Random, model: Model) -> tuple[Shape, Shape]:
+    """How P and D keep the model."""
     block = rng.choice((4, 4, 8))
     split = rng.choice((1, 1, 2)) if not model.has("state") else 1
     first = Shape(block, block // split, rng.random() < 0.5)
     second = first
-    if path != "direct" and not model.has("state") and rng.random() < 0.4:
+    if not model.has("state") and rng.random() < 0.4:
         other = rng.choice((4, 8, 16))
         second = Shape(other, other // rng.choice((1, 2)), rng.random() < 0.5)
-    if path == "direct" and ranks[0] != ranks[1]:
-        first = second = Shape(block, block // split, head_first=True)
     return first, second
 
 
-def _draw_engine(
-    rng: random.Random, path: str, times: dict[str, float], kinds: list[str], theme: Theme
-) -> EngineFaults:
+def _draw_engine(rng: random.Random, times: dict[str, float], kinds: list[str], theme: Theme) -> EngineFaults:
     faults = EngineFaults(batch_s=rng.choice((0.0005, 0.005, 0.05)), late_s=times["quarantine_s"] * 0.5)
     if "stops" in kinds and rng.random() < 0.5:
         faults.resumes = 0.5
     if "engine" in kinds:
         for name in ("stall", "fail", "busy", "cut", "corrupt"):
-            if rng.random() < 0.6 and not (name == "corrupt" and path != "packed"):
+            if rng.random() < 0.6:
                 setattr(faults, name, rng.choice((0.02, 0.1, 0.3)))
         faults.busy = theme.busy or faults.busy
     return faults
 
 
-def _draw_config(
-    rng: random.Random, path: str, times: dict[str, float], theme: Theme, small: bool
-) -> ExtraConfig:
+def _draw_config(rng: random.Random, times: dict[str, float], theme: Theme, small: bool) -> ExtraConfig:
     shared: dict[str, Any] = {
         "engine": "memory",
         "insecure": True,
-        "path": path,
         "num_slots": rng.choice((1, 2, 4, 4)),
         "stream_min_tokens": 8 if theme.is_small else rng.choice((0, 8, 8)),
         "max_loads": rng.choice((1, 2, 256)),

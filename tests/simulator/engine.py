@@ -50,9 +50,8 @@ class SimEngine(FaultyEngine):
     """A memory engine of one simulated process.
 
     ``may_move`` are the batches that may still read and write memory, by id, each with the time until which:
-    those in flight, and those that failed and go on. What was submitted before its target registered its
-    memory anew is refused there: ``registration`` counts that. ``armed`` is
-    called once, while the next batch is under way.
+    those in flight, and those that failed and go on. ``armed`` is called once, while the next batch is under
+    way.
     """
 
     def __init__(
@@ -72,11 +71,10 @@ class SimEngine(FaultyEngine):
         self.who, self.faults = who, plan.engine_faults
         self.may_move: dict[int, tuple[Batch, float]] = {}
         self.is_closed = False
-        self.registration = 0
         self.armed: Callable[[], None] | None = None
         self._stuck: list[tuple[Batch, MemoryEngine | None]] = []
         self._settling: dict[int, float] = {}
-        self._aimed_at: dict[int, tuple[MemoryEngine | None, int]] = {}
+        self._aimed_at: dict[int, MemoryEngine | None] = {}
         self._world = world
         self._watch = watch
         self._wake = wake
@@ -110,20 +108,12 @@ class SimEngine(FaultyEngine):
         )
         super().submit(batch)
         self.may_move[batch.batch_id] = (batch, world.now + batch.timeout_s)
-        target = self._local_target(batch.peer)
-        known = target.registration if isinstance(target, SimEngine) else 0
-        self._aimed_at[batch.batch_id] = (target, known)
+        self._aimed_at[batch.batch_id] = self._local_target(batch.peer)
         self._watch.submitted(self, batch)
         armed, self.armed = self.armed, None
         if armed is not None:
             world.after(delay_s * world.random.random(), armed)
         world.after(delay_s, self._wake)
-
-    def renew_registration(self) -> bool:
-        """See ``Engine``. Nobody touches the memory by what was known of it before."""
-        self.registration += 1
-        self._world.note(self.who, "renews its registration")
-        return super().renew_registration()
 
     def stop(self) -> None:
         """The process is stopped: what is under way may go on when it runs again."""
@@ -217,19 +207,10 @@ class SimEngine(FaultyEngine):
             self._copy_here(batch, target)
 
     def _copy_here(self, batch: Batch, target: MemoryEngine | None) -> str:
-        if self.is_refused(batch, target):
-            return "remote memory is not registered any more"
         if target is not None and np.any(batch.length):
             self._watch.moves(self, batch, target)
         return super()._copy_here(batch, target)
 
-    def is_refused(self, batch: Batch, target: MemoryEngine | None) -> bool:
-        """Whether a batch aims at memory that its target has registered anew since."""
-        return isinstance(target, SimEngine) and self._aimed_at[batch.batch_id] != (
-            target,
-            target.registration,
-        )
-
     def target_of(self, batch: Batch) -> MemoryEngine | None:
         """The engine whose memory a batch was aimed at; None if there was none."""
-        return self._aimed_at[batch.batch_id][0]
+        return self._aimed_at[batch.batch_id]

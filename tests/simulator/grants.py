@@ -5,6 +5,8 @@ Knows nothing of what the worker believes: only the frames that it sends and tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvconnect.errors import PeerError
 from kvconnect.peer.messages import CreditGrant, Fetch, Landed
 from tests.simulator.frames import read_frame, tag_of
@@ -14,9 +16,10 @@ Grant = tuple[str, int, int]
 
 
 class Grants:
-    """The landing slots of one worker."""
+    """The landing slots of one worker. ``granted`` is told of the address of each that is."""
 
     def __init__(self) -> None:
+        self.granted: Callable[[int], None] = lambda address: None
         self._granted: dict[int, Grant] = {}
         self._landed: set[Grant] = set()
 
@@ -28,6 +31,7 @@ class Grants:
             assert isinstance(message, Fetch | CreditGrant)
             for grant in message.grants:
                 self._granted[grant.address] = (link, message.transfer_id, grant.generation)
+                self.granted(grant.address)
 
     def heard(self, link: str, data: bytes) -> None:
         """Such a peer says something."""

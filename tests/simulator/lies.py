@@ -20,7 +20,6 @@ from kvconnect.peer.messages import (
     Cancel,
     CreditGrant,
     CreditRequest,
-    Declined,
     Fetch,
     FindPrefix,
     Hello,
@@ -43,7 +42,7 @@ Said = list[tuple[float, bytes]]
 
 _OF_USE = {
     False: (b"fetch", b"granted", b"let_go", b"renew", b"find"),
-    True: (b"landed", b"written", b"accepted", b"wanted", b"declined", b"renewed", b"found"),
+    True: (b"landed", b"written", b"accepted", b"wanted", b"renewed", b"found"),
 }
 """What is worth to be remembered of what others say, by whether a decode node hears it."""
 _REMEMBERED, _LENT = 20, 4
@@ -159,7 +158,6 @@ class Liar:
                 Written(number, False, rng.random() < 0.5, 0, 0, 0.0, "a lie", again=rng.random() < 0.5),
                 Accepted(number, self._near(epoch)),
                 CreditRequest(number, rng.randrange(9), spared),
-                Declined(number),
                 Renewed(over=((rng.choice(self._handles), "a lie"),)),
                 Renewed(epochs=tuple((handle, self._near(epoch)) for handle in self._handles)),
                 StillAlive(),
@@ -195,7 +193,7 @@ class Liar:
                     "seconds": self._time(),
                     "epoch": near(message.epoch),
                 }
-            case Accepted() | Declined() | Cancel() | CreditRequest():
+            case Accepted() | Cancel() | CreditRequest():
                 fields = {"transfer_id": near(message.transfer_id)}
             case Renewed():
                 fields = {"epochs": tuple((handle, near(epoch)) for handle, epoch in message.epochs)}
@@ -211,7 +209,6 @@ class Liar:
                     "until_s": self._time(),
                     "chunks": message.chunks * 2,
                     "grants": message.grants * 2,
-                    "groups": message.groups * 2,
                 }
             case FindPrefix(prefix=prefix):
                 fields = {

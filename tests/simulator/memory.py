@@ -35,14 +35,13 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class RankMemory:
-    """The memory of one rank: without slots it has none to calibrate a link with either."""
+    """The memory of one rank."""
 
     def __init__(self, plan: NodePlan, rank: int) -> None:
         model, shape = plan.model, plan.shape
-        num_slots = plan.extra.num_slots if plan.extra.has_slots else 0
+        num_slots, slot_bytes, scratch_bytes = plan.extra.num_slots, plan.slot_bytes, plan.scratch_bytes
         self.model, self.shape, self.num_blocks = model, shape, plan.num_blocks
-        self.slot_bytes = slot_bytes = plan.slot_bytes if num_slots else 0
-        self.scratch_bytes = scratch_bytes = plan.scratch_bytes if num_slots else 0
+        self.slot_bytes, self.scratch_bytes = slot_bytes, scratch_bytes
         self.heads = shard_heads(HEADS, rank, plan.world_size)
         self.config = shape.config(model, plan.num_blocks, len(self.heads))
         self._ratio = shape.block_tokens // shape.kernel_tokens

@@ -226,17 +226,14 @@ class Scenario:
 
     def describe(self) -> dict[str, Any]:
         """What is special about it, in a few words."""
-        first_node = self.nodes[0]
-        first = first_node.extra
         return {
             "theme": self.theme,
             "model": self.model.name,
-            "path": first.path,
             "nodes": " ".join(f"{node.host}x{node.world_size}" for node in self.nodes),
             "blocks": " ".join(
                 f"{node.shape.block_tokens}/{node.shape.kernel_tokens}" for node in self.nodes
             ),
-            "roles": "both" if first_node.role == "kv_both" else "one each",
+            "roles": "both" if self.nodes[0].role == "kv_both" else "one each",
             "handles": self._describe_handles(),
             "keeps": self._describe_keeps(),
             "sessions": self._describe_sessions(),

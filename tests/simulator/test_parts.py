@@ -237,7 +237,7 @@ def test_a_forged_handle_is_refused_and_the_one_that_it_was_made_of_is_not(how, 
 
 def test_a_slot_is_used_once_and_by_whom_it_was_granted_to():
     grants = Grants()
-    fetch = Fetch(5, "handle", 7, (), 1, 1.0, (), (wire.Grant(640, 64, 9), wire.Grant(704, 64, 10)))
+    fetch = Fetch(5, "handle", 7, 1, 1.0, (), (wire.Grant(640, 64, 9), wire.Grant(704, 64, 10)))
     assert not grants.use(640)
     grants.said("a", encode(fetch))
     for link, transfer, generation in (("b", 5, 9), ("a", 6, 9), ("a", 5, 10)):

@@ -131,7 +131,8 @@ def makes_room_on_disk(patch):
         (never_expires, {"pins_end"}),
         (accepts_whatever_came_of_it, {"outcomes_are_true"}),
         (accepts_what_it_does_not_hold, {"pins_are_kept"}),
-        (ends_what_a_session_had, {"pins_are_kept"}),
+        # What was promised and is forgotten counts on, beside what is pinned in its place.
+        (ends_what_a_session_had, {"pins_are_kept", "quotas_hold"}),
         (demotes_what_is_nowhere_else, {"pins_are_kept"}),
         (makes_room_on_disk, {"pins_are_kept"}),
     ],

@@ -16,6 +16,8 @@ def shown(summary: Summary) -> str:
     )
 
 
+# Eighty seconds on an idle core.
+@pytest.mark.timeout(600)
 def test_no_invariant_breaks_in_some_hundred_seeds():
     summary = Summary()
     for outcome in run_seeds(0, SEEDS, jobs=1):
@@ -26,8 +28,7 @@ def test_no_invariant_breaks_in_some_hundred_seeds():
     counts = summary.counts
     assert counts["loads ok"] > 2 * SEEDS
     for what in (
-        "copies: received, direct",
-        "copies: received, packed",
+        "copies: received",
         "streamed",
         "preemptions",
         "clients left",
@@ -35,7 +36,6 @@ def test_no_invariant_breaks_in_some_hundred_seeds():
         "failures: lease_expired",
         "failures: peer_lost",
         "failures: digest",
-        "failures: quarantine_over",
         "failures: landing",
         "failures: peer_not_trusted",
         "forged handles refused",
@@ -56,12 +56,8 @@ def test_no_invariant_breaks_in_some_hundred_seeds():
         assert counts.get(what, 0) > 0, what
 
 
-# A process dies while it writes, its peer hears so and loses another connection later; and a prefill that
-# shares blocks with one that ends is preempted while they are packed. Hundreds of thousands of seeds have it.
-# The fifth and sixth hear of a cancel and of a lost connection just after their process was stopped; in the
-# seventh a decode node that was stopped renews what it has given up meanwhile. In the last a node of several
-# ranks is met before its first step.
-@pytest.mark.parametrize("seed", [1254374, 1003682, 1344215, 1292442, 10294656, 10532690, 10262895, 5008955])
+# A process dies while it writes to slots, which its peer lends anew as soon as nothing can arrive any more.
+@pytest.mark.parametrize("seed", [1000371, 1000481, 1000753])
 def test_no_invariant_breaks_in_a_rare_case(seed):
     outcome = run_seed(seed)
     assert not outcome.invariant, outcome.text

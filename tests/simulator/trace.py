@@ -39,10 +39,8 @@ def _describe(link: str, data: bytes) -> str:
         case Hello(introduction=who) | Welcome(introduction=who):
             return f"{name} {who.engine_id}/{who.rank} {who.incarnation}"
         case Fetch():
-            blocks = [(held.group, held.first_block, held.block_ids) for held in message.groups]
             return (
                 f"Fetch {message.transfer_id} {message.handle} of {message.num_tokens} tokens, "
-                f"blocks {blocks}, "
                 f"{len(message.chunks)} chunks, {_granted(message)}, {message.timeout_s:.3f} s"
             )
         case CreditGrant():

@@ -20,9 +20,6 @@ _LONGEST_TOKENS = 40
 
 def add_pulls(scenario: Scenario, rng: random.Random) -> None:
     """All nodes keep, ask and answer; some prompts are used again, longer or as they are, elsewhere too."""
-    if not scenario.nodes[0].extra.has_slots:
-        # Rows travel through slots only.
-        return
     if rng.random() < 0.6:
         scenario.nodes.append(_plain_server(rng, rng.choice(scenario.nodes)))
     ports, port = {}, 1

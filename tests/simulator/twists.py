@@ -122,14 +122,10 @@ def _add_handles(scenario: Scenario, rng: random.Random) -> None:
 def _add_stranger(scenario: Scenario, rng: random.Random) -> None:
     """A node with a key that some requests name, and that keeps to no rule."""
     model = next(node for node in scenario.nodes if node.host.startswith("P"))
-    if not model.extra.has_slots:
-        # A peer that may write pages is trusted with them.
-        return
     stranger: NodePlan = replace(
         model,
         host=STRANGER,
         role="kv_both",
-        extra=msgspec.structs.replace(model.extra, path="packed"),
         engine_faults=EngineFaults(batch_s=model.engine_faults.batch_s),
         is_stranger=True,
     )
@@ -189,9 +185,11 @@ def _add_leavers(scenario: Scenario, rng: random.Random) -> None:
         return
     for request in scenario.requests:
         if rng.random() < 0.4:
-            request.leaves_s = rng.choice((0.02, 0.1, 0.5)) * rng.random()
+            request.leaves_s = rng.choice((0.1, 0.5, 1.0)) * rng.random()
     for node in scenario.nodes:
-        node.extra = msgspec.structs.replace(node.extra, lease_s=4.0)
+        node.extra = msgspec.structs.replace(node.extra, lease_s=4.0, num_slots=4)
+        # Many batches, and several of them under way to one peer when one is cancelled.
+        node.slot_bytes, node.max_batches = 256, 8
         node.engine_faults.settle_s = 1.0
-        node.engine_faults.batch_s = rng.choice((0.005, 0.05))
+        node.engine_faults.batch_s = rng.choice((0.05, 0.3))
     scenario.kinds.append(LEAVERS)

@@ -74,6 +74,7 @@ class SimWorker:
         self.is_strange = plan.is_stranger
         make = functools.partial(LyingChannel, liar=self._liar()) if plan.is_stranger else SimChannel
         self.channel = node.network.channel(plan.host, self.wake, port, make)
+        self.channel.grants.granted = lambda address: self.checks.landing_slot_is_quiet(self, address)
         self.metrics = Metrics(_REGISTRY)
         self.reports = Reports(rank)
         self.reports.wake = node.wake
@@ -88,7 +89,6 @@ class SimWorker:
         return Liar(random.Random(f"{self.world.seed} {self.who} lies"), transfers)
 
     def _make_transfers(self) -> TransferThread:
-        rate = _LINK_BYTES_PER_S if self.slot_bytes else None
         local = SimLocal(
             self._introduction(),
             self.engine,
@@ -96,8 +96,9 @@ class SimWorker:
             torch.device("cpu"),
             self.landing,
             self.send,
-            pack_bytes_per_s=rate,
+            pack_bytes_per_s=_LINK_BYTES_PER_S,
             packing=self.packing,
+            fills=lambda address: self.checks.send_slot_is_quiet(self, address),
             takes=lambda address: self.checks.slot_is_granted(self, address),
         )
         if self.tiers is not None and self.tiers.names is not None:

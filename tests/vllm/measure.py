@@ -43,8 +43,8 @@ def _config(connector: str, role: str) -> dict[str, Any] | None:
         return None
     if connector == "NixlConnector":
         return NIXL_CONNECTOR
-    _, engine, *path = connector.split("-")
-    more = {"path": path[0] if path else None}
+    _, engine, *protocol = connector.split("-")
+    more = {"protocol": protocol[0] if protocol else "auto"}
     return transfer_config(role, engine, load_timeout_s=300, lease_s=300, **more)
 
 
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["ttft", "idle", "long"])
     parser.add_argument(
-        "--connectors", default="", help="NixlConnector, kvconnect-ENGINE, kvconnect-ENGINE-PATH"
+        "--connectors", default="", help="NixlConnector, kvconnect-ENGINE, kvconnect-ENGINE-PROTOCOL"
     )
     parser.add_argument("--lengths", default="1024,4096,16384")
     parser.add_argument("--rounds", type=int, default=10)

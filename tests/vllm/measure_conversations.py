@@ -84,7 +84,8 @@ def _started(name: str, recipe: Recipe, folder: Path, given: argparse.Namespace)
         settings |= {"PYTHONHASHSEED": "0"}
         settings |= {"VLLM_CPU_KVCACHE_SPACE": "1"} if given.cpu else {"TORCHDYNAMO_DISABLE": "0"}
         if name == "kvconnect":
-            extra: dict[str, Any] = {"engine": given.engine, "port": own, "sources": [f"127.0.0.1:{other}"]}
+            extra: dict[str, Any] = {"engine": given.engine, "protocol": "auto", "port": own}
+            extra |= {"sources": [f"127.0.0.1:{other}"]}
             extra |= {"offload": {"cpu_bytes": given.cpu_gib << 30}, **given.extra}
             config = transfer_config("both", **extra, kv_load_failure_policy="recompute")
         else:

@@ -43,7 +43,7 @@ _BUSY = (
     "loads_waiting",
     "slots_landing",
     "slots_send",
-    "loads_quarantined",
+    "slots_quarantined",
 )
 """Gauges of both servers that are zero when nothing is under way."""
 _SHOWN_ERRORS = 5

@@ -42,7 +42,8 @@ class Servers:
 
 
 def _config(given: argparse.Namespace, own: int, other: int) -> dict[str, Any]:
-    extra: dict[str, Any] = {"engine": given.engine, "port": own, "sources": [f"127.0.0.1:{other}"]}
+    extra: dict[str, Any] = {"engine": given.engine, "protocol": "auto", "port": own}
+    extra |= {"sources": [f"127.0.0.1:{other}"]}
     extra |= {"offload": {"cpu_bytes": given.cpu_gib << 30}, **given.extra}
     return transfer_config("both", **extra, kv_load_failure_policy="recompute")
 

@@ -43,7 +43,7 @@ class Variant:
         """The ``kv_transfer_config`` of a ``producer`` or ``consumer``."""
         if self.extra is None:
             return NIXL_CONNECTOR
-        return transfer_config(role, **{"engine": "nixl", **self.extra})
+        return transfer_config(role, **{"engine": "nixl", "protocol": "auto", **self.extra})
 
 
 NIXL = Variant("NixlConnector", None)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from kvconnect.demo.children import Child, ChildFailed, Process
 from kvconnect.demo.http import BadAnswer, fetch
+from kvconnect.demo.pair import PROTOCOLS
 from tests.nursery import Nursery
 from tests.ports import free_port
 from tests.vllm.tiny_models import Recipe
@@ -71,7 +72,7 @@ def random_prompt(length: int, seed: int) -> list[int]:
 def transfer_config(role: str, engine: str, module: str = "kvconnect.vllm", **more: Any) -> dict[str, Any]:
     """A ``kv_transfer_config``; ``more`` are keys of it, those unknown to vLLM go to the extra part.
 
-    Pages are packed, as on GPUs, unless ``more`` has a path; None is what is chosen without one.
+    The engine carries the bytes, as between machines, unless ``more`` has the protocol ``auto``.
     """
     top = {key: more.pop(key) for key in ("engine_id", "kv_load_failure_policy") if key in more}
     return {
@@ -79,7 +80,7 @@ def transfer_config(role: str, engine: str, module: str = "kvconnect.vllm", **mo
         "kv_connector_module_path": module,
         "kv_role": f"kv_{role}",
         **top,
-        "kv_connector_extra_config": {"engine": engine, "path": "packed", **more},
+        "kv_connector_extra_config": {"engine": engine, "protocol": PROTOCOLS.get(engine, "auto"), **more},
     }
 
 

@@ -6,7 +6,6 @@ dimensions in memory, with kernel blocks where the block is split.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,8 @@ from kvconnect.cache.retention import Window
 from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
-from kvconnect.plan.align import TableCard, align_tables
-from kvconnect.plan.transfer import make_plan
+from kvconnect.plan.align import TableCard
+from kvconnect.plan.wire import align_wire
 from kvconnect.vllm.geometry import (
     HeadCounts,
     held_back,
@@ -31,6 +30,7 @@ from kvconnect.vllm.geometry import (
     transferred_groups,
     worker_cache,
 )
+from tests.slots import carry_over
 
 BLOCK = 8
 
@@ -147,19 +147,13 @@ def test_every_rank_gets_its_heads_of_latent_target_and_draft_layers(worlds, lay
     for rank in range(prefill_world):
         _, tensors, (_, table) = mixed(9, rank, prefill_world, split, layouts[0])
         put(tensors, source_ids, rank, prefill_world, split, num_tokens)
-        prefill.append((tensors, TableCard.of(table)))
+        prefill.append((tensors, table))
     for rank in range(decode_world):
         _, tensors, (cache, table) = mixed(11, rank, decode_world, split, layouts[1])
         assert not cache.rank_bound
         for partner in partner_ranks(rank, Topology(decode_world), Topology(prefill_world), COUNTS.finest):
-            plan = make_plan(
-                align_tables(prefill[partner][1], TableCard.of(table)),
-                [GroupBlocks(0, 0, tuple(source_ids))],
-                [GroupBlocks(0, 0, tuple(target_ids))],
-                num_tokens,
-            )
-            for source, target, length in zip(plan.source, plan.target, plan.length, strict=True):
-                ctypes.memmove(int(target), int(source), int(length))
+            held, wanted = (GroupBlocks(0, 0, tuple(ids)) for ids in (source_ids, target_ids))
+            carry_over(prefill[partner][1], table, [held], [wanted], num_tokens)
         _, expected, _ = mixed(11, rank, decode_world, split, layouts[1])
         put(expected, target_ids, rank, decode_world, split, num_tokens)
         for layer, tensor in tensors.items():
@@ -175,7 +169,7 @@ def test_one_head_of_an_unknown_number_travels_whole_and_only_between_equal_rank
     assert table.regions[0].heads is None
     _, other = build(config, {"layer": attention(5, 2, 4)}, 0, 1, HeadCounts(8))
     with pytest.raises(LayoutError, match="only one side's pages can be divided by head"):
-        align_tables(TableCard.of(other), TableCard.of(table))
+        align_wire(TableCard.of(other), TableCard.of(table))
 
 
 def test_layers_with_another_number_of_heads_than_their_model_are_divided_evenly():
@@ -185,8 +179,8 @@ def test_layers_with_another_number_of_heads_than_their_model_are_divided_evenly
     assert cache.finest(HeadCounts(2)) == 6
     whole, other = build(config, {"layer": attention(5, 6, 4)}, 0, 1, HeadCounts(2))
     assert whole.finest(HeadCounts(2)) == 6
-    (alignment,) = align_tables(TableCard.of(other), TableCard.of(table)).values()
-    assert sum(int(rows.length.sum()) for rows in alignment.rows) == table.regions[0].page_bytes
+    (stream,) = align_wire(TableCard.of(other), TableCard.of(table)).streams
+    assert (stream.heads, stream.width_bytes * BLOCK) == (HeadInterval(3, 6), table.regions[0].page_bytes)
 
 
 def slots(num_blocks: int, heads: int, rank: int = 0, world: int = 1, split: int = 1, layout: str = "BHNC"):
@@ -208,14 +202,7 @@ def test_pages_of_slots_travel_whole(layout, split, num_tokens):
     source.copy_(torch.randint(1, 30_000, source.shape, dtype=torch.int16))
     moved = -(-num_tokens // BLOCK)
     source_ids, target_ids = (5, 2)[:moved], (3, 9)[:moved]
-    plan = make_plan(
-        align_tables(TableCard.of(ours), TableCard.of(theirs)),
-        [GroupBlocks(0, 0, source_ids)],
-        [GroupBlocks(0, 0, target_ids)],
-        num_tokens,
-    )
-    for at, to, length in zip(plan.source, plan.target, plan.length, strict=True):
-        ctypes.memmove(int(to), int(at), int(length))
+    carry_over(ours, theirs, [GroupBlocks(0, 0, source_ids)], [GroupBlocks(0, 0, target_ids)], num_tokens)
     rows = BLOCK // split
     for number, (at, to) in enumerate(zip(source_ids, target_ids, strict=True)):
         kernels = min(split, -(-(num_tokens - number * BLOCK) // rows))
@@ -237,7 +224,7 @@ def test_pages_of_slots_are_refused_between_sides_that_divide_them_otherwise(rol
     assert not cache.heads
     pair = (one, unlike) if role == "P" else (unlike, one)
     with pytest.raises(LayoutError):
-        align_tables(*(TableCard.of(table) for table in pair))
+        align_wire(*(TableCard.of(table) for table in pair))
 
 
 def test_state_is_a_page_with_padding_that_is_not_moved():

@@ -27,8 +27,8 @@ PROMPTLY_S = 10
 ONE_BY_ONE = ["--max-num-seqs", "1"]
 """Prompts that are computed at one time share steps: they are cut into other chunks than alone, and those of
 more than 1024 tokens round as these do. With this, a prompt is cut as it is alone, whatever else is asked."""
-SPLIT_ALIKE = 3 * 512 + 1
-"""Tokens of a prompt whose last step has one token wherever it is computed, as where it was loaded."""
+SPLIT_ALIKE = 512 + 1, 5 * 512 + 1
+"""Tokens of prompts whose last step has one token wherever they are computed, as where they were loaded."""
 
 
 @pytest.fixture(scope="module")
@@ -235,16 +235,13 @@ def test_two_hundred_requests_with_aborts_on_servers_that_must_preempt(tmp_path)
 @pytest.mark.parametrize("policy", [pytest.param("fail", marks=pytest.mark.full), "recompute"])
 def test_a_prefill_server_is_killed_during_transfers_and_comes_back(tmp_path, policy):
     recipe = write_model("gqa", tmp_path)
-    # Hundreds of small batches per request, a few at a time: when one request has arrived, others have not.
-    prefill_config = {"port": free_port(), "lease_s": LEASE_S, "path": "direct"}
-    prefill_config |= {"max_inflight_bytes": 65536}
+    prefill_config = {"port": free_port(), "lease_s": LEASE_S}
     decode_config = {"kv_load_failure_policy": policy, "load_timeout_s": 15}
-    decode_config |= {"path": "direct"}
     # All are loaded at one time, but computed one by one.
-    with pair(
-        recipe, tmp_path, "nixl", prefill=prefill_config, decode=decode_config, decode_options=ONE_BY_ONE
-    ) as (prefill, decode):
-        prompts = [random_prompt(SPLIT_ALIKE, 900 + n) for n in range(12)]
+    configs = {"prefill": prefill_config, "decode": decode_config, "decode_options": ONE_BY_ONE}
+    # Four tokens in a slot, and requests take turns: when a short one has arrived, long ones have not.
+    with pair(recipe, tmp_path, "nixl", slot_bytes=32768, **configs) as (prefill, decode):
+        prompts = [random_prompt(SPLIT_ALIKE[n % 2], 900 + n) for n in range(12)]
         params = [prefill.prefilled(prompt) for prompt in prompts]
 
         def ask(index):

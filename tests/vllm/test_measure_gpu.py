@@ -60,14 +60,14 @@ def test_a_model_is_written_once(tmp_path):
 
 def test_variants():
     given = measure_gpu.parsed(
-        ["--extra", '{"engine":"nixl","path":"packed"}', "--extra", '{"engine":"mooncake"}']
+        ["--extra", '{"engine":"nixl","protocol":"UCX"}', "--extra", '{"engine":"mooncake"}']
     )
     names = [variant.name for variant in given.variants]
-    assert names == ["kvconnect(engine=nixl,path=packed)", "kvconnect(engine=mooncake)", "NixlConnector"]
-    packed, mooncake, nixl = (variant.config("producer") for variant in given.variants)
-    assert packed["kv_connector_extra_config"].items() >= {"engine": "nixl", "path": "packed"}.items()
-    assert mooncake["kv_connector_extra_config"]["engine"] == "mooncake"
-    assert (packed["kv_role"], nixl["kv_connector"]) == ("kv_producer", "NixlConnector")
+    assert names == ["kvconnect(engine=nixl,protocol=UCX)", "kvconnect(engine=mooncake)", "NixlConnector"]
+    ucx, mooncake, nixl = (variant.config("producer") for variant in given.variants)
+    for config, engine, protocol in ((ucx, "nixl", "UCX"), (mooncake, "mooncake", "auto")):
+        assert config["kv_connector_extra_config"] == {"engine": engine, "protocol": protocol}
+    assert (ucx["kv_role"], nixl["kv_connector"]) == ("kv_producer", "NixlConnector")
     assert [variant.name for variant in variants(["kvconnect"], [])] == ["kvconnect(engine=nixl)"]
 
 

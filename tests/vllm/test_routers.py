@@ -238,7 +238,7 @@ def test_metrics_of_both_servers(servers):
         assert now["vllm:kvconnect_loads_in_flight"] == 0
         assert now["vllm:kvconnect_loads_waiting"] == 0
     assert 'direction="received",' in text
-    assert 'path="packed"' in text
+    assert 'lane="tcp"' in text
     assert after[1]["vllm:kvconnect_load_seconds_count"] > 0
     with pytest.raises(BadAnswer):
         decode.ask(prompt[::-1], kv_transfer_params={"do_remote_prefill": True})

@@ -1,7 +1,7 @@
 """Recurrent states between unequal numbers of ranks, byte by byte. Needs no vLLM: its objects are imitated.
 
 What a rank's page must hold is cut by hand out of arrays of the whole model, head by head and channel by
-channel, which shares no code with sections, tables and plans.
+channel, which shares no code with sections, tables and wires.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import Topology, partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack.packer import Packer
-from kvconnect.plan.align import TableCard, align_tables, card_refusal
-from kvconnect.plan.chunks import wanted_spans
-from kvconnect.plan.transfer import make_plan
+from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.wire import align_wire
 from kvconnect.vllm.geometry import HeadCounts, worker_cache
 from kvconnect.vllm.stated_identity import _states
-from tests.plan.test_plan_oracle import carry_out
+from tests.slots import carry_over
 from tests.vllm.test_geometry import BLOCK, Config, FullAttentionSpec, attention
 
 WORLDS = (1, 2, 4)
@@ -150,32 +147,14 @@ def layout():
         yield
 
 
-def copied(source: Rank, target: Rank, held, wanted) -> None:
-    carry_out(make_plan(align_tables(source.card, target.card), held, wanted, BLOCK))
-
-
-def packed(source: Rank, target: Rank, held, wanted) -> None:
-    wire = align_wire(source.card, target.card)
-    packer = Packer(source.table, wire, side="source", device="cpu")
-    unpacker = Packer(target.table, wire, side="target", device="cpu")
-    for chunk in packer.chunker.cut(wanted_spans(target.card.groups, wanted, BLOCK), 4096):
-        (ours,), (theirs,) = (
-            side.stage(blocks, [chunk], BLOCK) for side, blocks in ((packer, held), (unpacker, wanted))
-        )
-        slot = torch.zeros(ours.total_bytes, dtype=torch.uint8)
-        packer.pack(slot, ours, None).wait()
-        unpacker.unpack(slot, theirs, None).wait()
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     models(),
     st.tuples(st.sampled_from(WORLDS), st.sampled_from(WORLDS)),
     st.sampled_from(["SD", "DS"]),
     st.tuples(st.integers(0, 5), st.integers(0, 5)),
-    st.sampled_from([copied, packed]),
 )
-def test_every_rank_gets_its_heads_and_channels_from_those_that_have_them(model, worlds, order, pads, how):
+def test_every_rank_gets_its_heads_and_channels_from_those_that_have_them(model, worlds, order, pads):
     sources = [Rank(model, rank, worlds[0], order, 6, 4 * pads[0]) for rank in range(worlds[0])]
     for source in sources:
         source.fill(3)
@@ -189,7 +168,7 @@ def test_every_rank_gets_its_heads_and_channels_from_those_that_have_them(model,
         for partner in partner_ranks(
             rank, Topology(worlds[1]), Topology(worlds[0]), target.cache.finest(target.counts)
         ):
-            how(sources[partner], target, held, wanted)
+            carry_over(sources[partner].table, target.table, held, wanted, BLOCK, slot_bytes=4096)
         assert torch.equal(target.storage, expected.storage), "a byte is wrong, or one outside was touched"
         assert torch.equal(target.attention, expected.attention)
 
@@ -225,7 +204,7 @@ def test_what_is_not_told_travels_whole_and_only_between_equal_ranks():
     assert rank.cache.finest(rank.counts) == 4
     whole = Rank(silent, 0, 1, "SD", 4, 0)
     with pytest.raises(LayoutError, match="none of the bytes"):
-        align_tables(whole.card, rank.card)
+        align_wire(whole.card, rank.card)
     assert text_of(whole) != text_of(rank)
 
 

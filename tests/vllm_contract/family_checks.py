@@ -1,4 +1,4 @@
-"""The cache of each architecture that vLLM registers, through geometry, plan, pack and offload, byte by byte.
+"""The cache of each architecture that vLLM registers, through geometry, pack and offload, byte by byte.
 
 What must have landed is read from vLLM's own views, block by block, which shares no code with region tables.
 A process of its own: ``families`` changes what vLLM and PyTorch are.
@@ -19,16 +19,13 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.orders import GroupBlocks, RowCopies
-from kvconnect.pack.packer import Packer
-from kvconnect.plan.align import TableCard, align_tables, card_refusal
-from kvconnect.plan.chunks import wanted_spans
-from kvconnect.plan.transfer import make_plan
-from kvconnect.plan.wire import align_wire
+from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.plan.wire import ORDERS, align_wire
 from kvconnect.vllm.geometry import VllmCache, worker_cache
 from kvconnect.vllm.ranks import head_counts
 from kvconnect.vllm.values import attention_layers
 from tests.offload.test_copies import plan_rows
-from tests.plan.test_plan_oracle import carry_out
+from tests.slots import carry_over
 from tests.vllm_contract import families
 
 
@@ -88,40 +85,21 @@ def assert_equal(ours: Side, theirs: Side) -> None:
 
 
 def hand_over(architecture: str) -> str:
-    """Over both paths, and out to host memory and back. Returns the kinds of its groups."""
+    """In either order on the wire, and out to host memory and back. Returns the kinds of its groups."""
     source = families.worker(architecture)
     if source is None:
         return "no cache"
     ours = Side(source, 1)
     ours.fill()
-    for path in (copied, packed):
+    for order in ORDERS:
         theirs = Side(families.again(source), 1 + sum(len(blocks.block_ids) for blocks in ours.blocks))
         assert card_refusal(theirs.card) is None
-        path(ours, theirs)
+        request = ours.blocks, theirs.blocks, ours.num_tokens
+        carry_over(ours.table, theirs.table, *request, slot_bytes=1 << 26, order=order)
         assert_equal(ours, theirs)
     kept(ours)
     kinds = (type(group.kv_cache_spec).__name__ for group in source.kv_cache_config.kv_cache_groups)
     return ", ".join(f"{count} {kind}" for kind, count in collections.Counter(kinds).items())
-
-
-def copied(source: Side, target: Side) -> None:
-    link = align_tables(source.card, target.card)
-    carry_out(make_plan(link, source.blocks, target.blocks, source.num_tokens))
-
-
-def packed(source: Side, target: Side) -> None:
-    wire = align_wire(source.card, target.card, "rows")
-    packer = Packer(source.table, wire, side="source", device="cpu")
-    unpacker = Packer(target.table, wire, side="target", device="cpu")
-    tokens = source.num_tokens
-    for chunk in packer.chunker.cut(wanted_spans(target.card.groups, target.blocks, tokens), 1 << 26):
-        (out,), (into,) = (
-            packer.stage(source.blocks, [chunk], tokens),
-            unpacker.stage(target.blocks, [chunk], tokens),
-        )
-        slot = torch.zeros(out.total_bytes, dtype=torch.uint8)
-        packer.pack(slot, out, None).wait()
-        unpacker.unpack(slot, into, None).wait()
 
 
 def kept(side: Side) -> None:

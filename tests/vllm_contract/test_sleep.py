@@ -35,16 +35,14 @@ def refuse(monkeypatch, model=SLEEPS, *, tells=True, **extra):
     refuse_unsupported(vllm_config, None, parse_kv_transfer_config(given))
 
 
-@pytest.mark.parametrize("extra", [{}, {"path": "packed"}, OFFLOAD])
-def test_a_server_may_sleep_whose_pages_are_not_registered(monkeypatch, extra):
+@pytest.mark.parametrize("extra", [{}, OFFLOAD])
+def test_a_server_may_sleep(monkeypatch, extra):
     refuse(monkeypatch, **extra)
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"path": "auto"}, "registered KV memory must stay.*accepted: path 'packed' for 'auto'"),
-        ({"path": "direct"}, "path 'packed' for 'direct'"),
         ({"tells": False}, r"tells no connector when it sleeps; accepted: vLLM 0\.33 or newer"),
         (
             {"model": SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="criu")},
@@ -52,13 +50,13 @@ def test_a_server_may_sleep_whose_pages_are_not_registered(monkeypatch, extra):
         ),
     ],
 )
-def test_any_other_is_refused_by_name(monkeypatch, changes, why):
+def test_a_vllm_that_tells_nothing_or_takes_slots_is_refused_by_name(monkeypatch, changes, why):
     with pytest.raises(ConfigError, match=f"enable_sleep_mode is on, but .*{why}.*turn it off"):
         refuse(monkeypatch, **changes)
 
 
 def test_without_sleep_mode_nothing_is_refused(monkeypatch):
-    refuse(monkeypatch, SimpleNamespace(enable_sleep_mode=False), tells=False, path="auto")
+    refuse(monkeypatch, SimpleNamespace(enable_sleep_mode=False), tells=False)
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
@@ -91,17 +89,4 @@ def test_vllm_s_hooks_are_the_worker_s():
     connector._worker.transfer = None
     connector.unregister_kv_caches()
     connector.restore_kv_caches()
-
-    def config(**extra):
-        return SimpleNamespace(
-            kv_connector="KVConnect",
-            kv_connector_module_path=None,
-            kv_role="kv_both",
-            engine_id="e",
-            kv_load_failure_policy="fail",
-            kv_connector_extra_config=extra,
-        )
-
-    assert KVConnect.supports_sleep_mode(config())
-    assert KVConnect.supports_sleep_mode(config(**OFFLOAD))
-    assert not KVConnect.supports_sleep_mode(config(path="auto"))
+    assert KVConnect.supports_sleep_mode(None)

@@ -151,9 +151,9 @@ def busy(scale: int = 1) -> Metrics:
     metrics = Metrics(CollectorRegistry())
     metrics.transfers.labels("received", "ok").inc(2 * scale)
     metrics.transfers.labels("received", "failed").inc()
-    metrics.transfer_bytes.labels("received", "direct", "tcp").inc(2**20 * 4 * scale)
+    metrics.transfer_bytes.labels("received", "tcp").inc(2**20 * 4 * scale)
     metrics.transfer_seconds.labels("received").inc(0.5)
-    metrics.copies.labels("received", "direct").inc(7)
+    metrics.copies.labels("received").inc(7)
     metrics.failures.labels("load").inc()
     metrics.loads.set(3 * scale)
     metrics.load_seconds.observe(0.25)
@@ -277,9 +277,9 @@ def test_prometheus_shows_what_the_workers_told(clean_registry):
     exported.observe(over_the_wire(aggregated(*map(worker_stats, metrics, (0, 1)))))
     assert shown("transfers_total", direction="received", outcome="ok") == 7
     assert shown("transfers_total", direction="received", outcome="failed") == 2
-    assert shown("transfer_bytes_total", direction="received", path="direct", lane="tcp") == 3 * 2**22
+    assert shown("transfer_bytes_total", direction="received", lane="tcp") == 3 * 2**22
     assert shown("transfer_seconds_total", direction="received") == 1.0
-    assert shown("copies_total", direction="received", path="direct") == 14
+    assert shown("copies_total", direction="received") == 14
     assert shown("failures_total", reason="load") == 2
     assert shown("loads_in_flight", rank="0") == 3
     assert shown("loads_in_flight", rank="1") == 0

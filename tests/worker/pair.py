@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -32,6 +32,7 @@ from kvconnect.peer.messages import (
 )
 from kvconnect.plan.align import TableCard
 from kvconnect.worker.local import Local
+from kvconnect.worker.outbox import SlotOutbox
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.slots import SlotPool, SlotState
 from kvconnect.worker.transfer_thread import TransferThread
@@ -106,6 +107,7 @@ class FakeWorker:
     """A transfer thread with its cache, engine and channel, stepped by hand.
 
     ``cache`` is anything with a region table as ``table``; left out, a ``PlainCache`` of ``num_blocks``.
+    ``shared``: its landing slots can be mapped by peers, and it maps those of its peers.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class FakeWorker:
         slot_bytes: int = SLOT_BYTES,
         scratch_bytes: int = 0,
         engine: FaultyEngine | None = None,
+        shared: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.config = config
@@ -132,16 +135,17 @@ class FakeWorker:
         self.cache = cache or PlainCache(num_blocks, rank, world_size)
         self.table: RegionTable = self.cache.table
         self.engine = engine or FaultyEngine(clock=network.clock)
-        count = 0 if config.path == "direct" else config.num_slots
-        self.slot_bytes = slot_bytes if count else 0
-        self.arenas = [Arena("cpu", slot_bytes, count, scratch_bytes) for _ in range(2 if count else 0)]
-        spans = [Span(s.address, s.length_bytes) for s in (*self.table.storages, *self.arenas)]
-        self.engine.register(spans)
+        self.engine.capabilities = replace(self.engine.capabilities, may_be_bypassed=shared)
+        self.slot_bytes = slot_bytes
+        self.arenas = [
+            Arena("cpu", slot_bytes, config.num_slots, scratch_bytes, shared=of_landing)
+            for of_landing in (shared, False)
+        ]
+        self.engine.register([Span(arena.address, arena.length_bytes) for arena in self.arenas])
         # No two pools count alike, so that a number of one is never right by accident in another.
         first = 1 + 100_000 * rank + 10_000_000 * (sum(engine_id.encode()) % 97)
-        addresses = [arena.addresses for arena in self.arenas] or [(), ()]
-        self.landing = SlotPool(addresses[0], self.slot_bytes, first)
-        self.send = SlotPool(addresses[1], self.slot_bytes, first + 50_000)
+        self.landing = SlotPool(self.arenas[0].addresses, slot_bytes, first)
+        self.send = SlotPool(self.arenas[1].addresses, slot_bytes, first + 50_000)
         self.channel = network.channel()
         self.metrics = Metrics(CollectorRegistry())
         introduction = Introduction(
@@ -153,11 +157,18 @@ class FakeWorker:
             b"",
             TableCard.of(self.table),
             self.slot_bytes,
-            self.arenas[0].scratch_address if self.arenas and scratch_bytes else 0,
-            scratch_bytes if self.arenas else 0,
+            self.arenas[0].scratch_address if scratch_bytes else 0,
+            scratch_bytes,
+            memory=self.arenas[0].card,
         )
         self.local = Local(
-            introduction, self.engine, self.table, torch.device("cpu"), self.landing, self.send
+            introduction,
+            self.engine,
+            self.table,
+            torch.device("cpu"),
+            self.landing,
+            self.send,
+            maps_peers=shared,
         )
         self.reports = Reports(rank)
         # A run is as the one before it: attempts to reach a peer are spread by chance.
@@ -226,8 +237,10 @@ class FakeWorker:
             SlotState.OURS: unpacking,
             SlotState.QUARANTINED: lost,
         }
-        outboxes = [sent.outbox for sent in sender.sendings.values() if sent.outbox.path == "packed"]
-        ours = {id(parcel.slot) for box in outboxes for parcel in (*box._kernels, *box._filled)}
+        outboxes = [sent.outbox for sent in sender.sendings.values() if isinstance(sent.outbox, SlotOutbox)]
+        # What is packed into a landing slot has none of ours.
+        parcels = [parcel for box in outboxes for parcel in (*box._kernels, *box._filled)]
+        ours = {id(parcel.slot) for parcel in parcels if parcel.slot is not None}
         theirs = {id(parcel.slot) for box in outboxes for parcel in box._in_flight.values()}
         assert _by_state(self.send) == {
             SlotState.THEIRS: theirs,
@@ -263,13 +276,6 @@ class FakeWorker:
         assert self.gauge("slots_landing") == 0
 
 
-def without_renewal(pair):
-    """The same pair with an engine that cannot keep late writes out: only time proves that they are over."""
-    for worker in pair.workers:
-        worker.transfers.decode.rank_fetches._can_renew = False
-    return pair
-
-
 def quarantined(pool: SlotPool) -> int:
     """How many slots nobody may use, since somebody may still touch them."""
     return sum(slot.state is SlotState.QUARANTINED for slot in pool.slots)
@@ -286,7 +292,10 @@ def _by_state(pool: SlotPool) -> dict[SlotState, set[int]]:
 
 @dataclass
 class Pair:
-    """P and D, and the clock they live on. What begins with ``prefill`` is P's, if that is other."""
+    """P and D, and the clock they live on. What begins with ``prefill`` is P's, if that is other.
+
+    ``shared``: P packs into D's landing slots, as memory of its own process.
+    """
 
     config: ExtraConfig = field(default_factory=ExtraConfig)
     prefill_model: str = "m"
@@ -296,6 +305,8 @@ class Pair:
     prefill_slot_bytes: int = 0
     prefill_blocks: int = 40
     decode_blocks: int = 50
+    shared: bool = False
+    scratch_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.clock = Clock()
@@ -308,24 +319,34 @@ class Pair:
             self.prefill_config or self.config,
             self.prefill_model,
             slot_bytes=self.prefill_slot_bytes or self.slot_bytes,
+            scratch_bytes=self.scratch_bytes,
+            shared=self.shared,
         )
         self.decode = FakeWorker(
-            "D", self.decode_blocks, self.network, self.config, self.decode_model, slot_bytes=self.slot_bytes
+            "D",
+            self.decode_blocks,
+            self.network,
+            self.config,
+            self.decode_model,
+            slot_bytes=self.slot_bytes,
+            scratch_bytes=self.scratch_bytes,
+            shared=self.shared,
         )
         self.prefill.storage.copy_(torch.randn(self.prefill.storage.shape))
 
     def add(self, engine_id: str) -> FakeWorker:
         """One more worker, with a cache of other contents."""
         worker = FakeWorker(
-            engine_id, self.prefill_blocks, self.network, self.config, slot_bytes=self.slot_bytes
+            engine_id,
+            self.prefill_blocks,
+            self.network,
+            self.config,
+            slot_bytes=self.slot_bytes,
+            shared=self.shared,
         )
         worker.storage.copy_(torch.randn(worker.storage.shape))
         self.others.append(worker)
         return worker
-
-    @property
-    def path(self) -> str:
-        return self.config.path
 
     @property
     def workers(self) -> list[FakeWorker]:

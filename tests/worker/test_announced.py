@@ -296,7 +296,7 @@ def test_what_the_scheduler_half_met_is_counted_once():
 def test_in_whatever_order_both_sides_speak_everything_ends_and_is_forgotten(seed):
     """Every prefill is expected, then held or withdrawn; every load is ordered once, some are aborted."""
     rng = random.Random(seed)
-    pair = Pair(ExtraConfig(path=rng.choice(["direct", "packed", "auto"])))
+    pair = Pair()
     source, target = iter(rng.sample(range(1, 40), 16)), iter(rng.sample(range(1, 50), 16))
     blocks, ends, steps = {}, {}, []
     for name in [f"r{n}" for n in range(rng.randint(1, 6))]:

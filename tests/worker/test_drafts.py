@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from kvconnect.cache.shard import layer_number
-from kvconnect.config import ExtraConfig
 from tests.identities import named
 from tests.worker.ranks import Ranks
 from tests.worker.shapes import Model, same_blocks
@@ -25,10 +24,9 @@ def introduce(worker, weights: str, first: int) -> None:
     local.introduction = replace(ours, meaning=meaning, table=replace(ours.table, regions=kept))
 
 
-def handed_over(layers, first, path, weights):
+def handed_over(layers, first, weights):
     """What of D's layers is not P's afterwards, and what of its draft's was written."""
-    config = ExtraConfig(path=path)
-    ranks = Ranks(Model(layers, heads=2), same_blocks(16), same_blocks(16), config=config)
+    ranks = Ranks(Model(layers, heads=2), same_blocks(16), same_blocks(16))
     for worker, given in zip((*ranks.prefill, *ranks.decode), weights, strict=True):
         introduce(worker, given, first)
     truth, blocks = ranks.prefilled("a", 60), ranks.fetched("a", 60)
@@ -44,17 +42,15 @@ def handed_over(layers, first, path, weights):
     return differing, written, set(drafts)
 
 
-@pytest.mark.parametrize("path", ["packed", "direct", "auto"])
 @pytest.mark.parametrize(("layers", "first"), CASES)
 @pytest.mark.parametrize("weights", [("w", "w, draft Y"), ("w, draft X", "w, draft Y")])
-def test_the_layers_of_a_draft_that_p_does_not_run_are_left_out(layers, first, path, weights):
-    differing, written, drafts = handed_over(layers, first, path, weights)
+def test_the_layers_of_a_draft_that_p_does_not_run_are_left_out(layers, first, weights):
+    differing, written, drafts = handed_over(layers, first, weights)
     assert (differing, written) == (drafts, set())
 
 
-@pytest.mark.parametrize("path", ["packed", "direct"])
-def test_the_layers_of_a_draft_on_both_sides_are_sent(path):
-    differing, written, drafts = handed_over(*CASES[0], path, ("w, draft Y", "w, draft Y"))
+def test_the_layers_of_a_draft_on_both_sides_are_sent():
+    differing, written, drafts = handed_over(*CASES[0], ("w, draft Y", "w, draft Y"))
     assert (differing, written) == (set(), drafts)
 
 

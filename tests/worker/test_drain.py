@@ -10,7 +10,7 @@ from tests.worker.prefills import Prefill
 
 
 def draining(**config):
-    pair = Pair(ExtraConfig(path="packed", **config))
+    pair = Pair(ExtraConfig(**config))
     ended = []
     drain = pair.prefill.transfers.drain
     return pair, ended, lambda: drain(lambda: ended.append(pair.clock.now), STOPPING, pair.config.drain_s)

@@ -1,4 +1,4 @@
-"""Whatever may keep a request from arriving, over either path: it is reported once, and nothing is lost."""
+"""Whatever may keep a request from arriving: it is reported once, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.peer.messages import Written, encode
-from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined, without_renewal
+from tests.worker.pair import D_IDS, LAYERS, P_IDS, PAGE_BYTES, Pair, quarantined
 
 
 def test_a_failed_write_fails_the_load_and_frees_both_sides(pair):
@@ -23,23 +23,7 @@ def test_a_failed_write_fails_the_load_and_frees_both_sides(pair):
     pair.assert_idle()
 
 
-def test_a_direct_failure_that_left_writes_under_way_keeps_blocks_on_both_sides():
-    pair = without_renewal(Pair(ExtraConfig(path="direct")))
-    pair.prefill.engine.fail_next(quiescent=False)
-    pair.start()
-    pair.run(ExtraConfig().quarantine_s - 1)
-    assert not pair.decode.received, "D's blocks may still be written"
-    assert not pair.prefill.sent, "P's blocks may still be read"
-    assert pair.prefill.engine.land_late() == 1
-    pair.run(2)
-    assert pair.decode.received == ["a"]
-    assert pair.prefill.sent == ["a"]
-    assert pair.decode.count("failures", reason="quarantine_over") == 1
-    pair.assert_idle()
-
-
-def test_a_packed_failure_that_left_writes_under_way_keeps_only_slots():
-    pair = Pair(ExtraConfig(path="packed"))
+def test_a_failure_that_left_writes_under_way_keeps_only_slots(pair):
     before = pair.decode.storage.clone()
     pair.prefill.engine.fail_next(quiescent=False, error="the library lost track")
     pair.start()
@@ -101,20 +85,15 @@ def test_a_load_that_failed_before_its_client_left_is_a_failure(pair):
 
 
 def test_aborting_a_load_of_a_peer_out_of_reach_keeps_what_it_may_write(pair):
-    without_renewal(pair)
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)
     pair.cut()
     pair.abort("a")
     pair.run(60 + 38, step_s=0.5)
-    if pair.path == "direct":
-        assert not pair.decode.received
-    else:
-        assert pair.decode.received == ["a"]
-        assert quarantined(pair.decode.landing) == 2
-    pair.run(4)
     assert pair.decode.received == ["a"]
+    assert quarantined(pair.decode.landing) == 2
+    pair.run(4)
     assert quarantined(pair.decode.landing) == 0
 
 
@@ -159,7 +138,6 @@ def test_a_peer_that_never_answers_the_greeting(pair):
 
 
 def test_a_peer_that_falls_silent_while_it_writes(pair):
-    without_renewal(pair)
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)
@@ -167,15 +145,13 @@ def test_a_peer_that_falls_silent_while_it_writes(pair):
     pair.run(9)
     assert not pair.decode.received, "it may only be slow"
     pair.run(2)
-    assert bool(pair.decode.received) == (pair.path == "packed")
-    pair.run(60 + 27, step_s=0.5)
-    if pair.path == "direct":
-        assert not pair.decode.received, "it was given 60 s, and its last write may take a while"
-    else:
-        assert quarantined(pair.decode.landing) == 2
-    pair.run(4)
-    assert "silent for 10.0 s" in pair.decode.failed["a"]
     assert pair.decode.received == ["a"]
+    assert "silent for 10.0 s" in pair.decode.failed["a"]
+    pair.run(60 + 27, step_s=0.5)
+    assert quarantined(pair.decode.landing) == 2, "it was given 60 s, and its last write may take a while"
+    assert pair.decode.gauge("slots_quarantined") == 2
+    pair.run(4)
+    assert pair.decode.gauge("slots_quarantined") == 0
     assert pair.decode.landing.taken == 0
 
 
@@ -185,13 +161,10 @@ def test_a_peer_whose_process_is_gone_is_quiet_soon(pair):
     pair.run(1)
     pair.network.kill(pair.prefill.channel.port)
     pair.run(0.5)
-    if pair.path == "direct":
-        assert not pair.decode.received
-    else:
-        assert quarantined(pair.decode.landing) == 2
-    pair.run(1)
-    assert "the peer is gone" in pair.decode.failed["a"]
     assert pair.decode.received == ["a"]
+    assert "the peer is gone" in pair.decode.failed["a"]
+    assert quarantined(pair.decode.landing) == 2
+    pair.run(1)
     assert pair.decode.landing.taken == 0
 
 
@@ -223,21 +196,21 @@ def test_another_engine_id_than_the_request_names(pair):
     assert "is engine P, the request names Q" in pair.decode.failed["a"]
 
 
-def test_one_flipped_byte_is_noticed_where_there_is_a_digest(pair):
+def test_one_flipped_byte_is_noticed(pair):
     pair.prefill.engine.corrupt_next(100)
     pair.start()
     pair.run()
     assert pair.decode.received == ["a"]
     assert not pair.landed()
-    assert ("a" in pair.decode.failed) == (pair.path == "packed")
-    assert pair.decode.count("failures", reason="digest") == (pair.path == "packed")
+    assert "another digest" in pair.decode.failed["a"]
+    assert pair.decode.count("failures", reason="digest") == 1
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_whatever_fails_every_request_comes_back_once_and_everything_is_forgotten(seed):
     rng = random.Random(seed)
-    pair = Pair(ExtraConfig(path=rng.choice(["direct", "packed", "auto"])))
+    pair = Pair()
     names = [f"r{n}" for n in range(rng.randint(1, 8))]
     source = iter(rng.sample(range(1, 40), 16))
     target = iter(rng.sample(range(1, 50), 16))
@@ -283,9 +256,9 @@ def test_whatever_fails_every_request_comes_back_once_and_everything_is_forgotte
     pair.assert_idle()
 
 
-def test_blocks_stay_unused_as_long_as_a_correct_peer_may_write():
-    """P goes on with what it was given time for, though nobody hears it; D must not free before that."""
-    pair = without_renewal(Pair(ExtraConfig(max_batch_bytes=128, max_inflight_bytes=128, path="direct")))
+def test_slots_stay_unused_as_long_as_a_correct_peer_may_write():
+    """P goes on with what it was given time for, though nobody hears it; D must not lend before that."""
+    pair = Pair(ExtraConfig(max_inflight_bytes=PAGE_BYTES, num_slots=32), slot_bytes=PAGE_BYTES)
     engine, wrote_at = pair.prefill.engine, []
     submit = engine.submit
 
@@ -298,13 +271,17 @@ def test_blocks_stay_unused_as_long_as_a_correct_peer_may_write():
     pair.start()
     pair.run(1)
     pair.cut()
+    pair.run(12)
+    assert pair.decode.received == ["a"]
+    assert quarantined(pair.decode.landing) == LAYERS * len(D_IDS)
     for _ in range(300):
         pair.run(0.5, step_s=0.5)
-        if pair.decode.received:
+        if not pair.decode.landing.taken:
             break
-    assert pair.decode.received == ["a"]
+    assert not pair.decode.landing.taken
     assert wrote_at[-1] < pair.clock.now - 9
     assert len(wrote_at) > 4
+    assert not pair.decode.storage.any()
 
 
 def test_a_batch_that_the_engine_does_not_take_fails_the_fetch(pair):
@@ -320,7 +297,7 @@ def test_a_batch_that_the_engine_does_not_take_fails_the_fetch(pair):
 
 def test_the_answers_to_a_fetch_that_was_aborted_are_no_fault_of_the_peer(caplog):
     """The abort crosses the peer's answer, so that the peer does not know what it is to cancel."""
-    pair = Pair(ExtraConfig(path="packed"))
+    pair = Pair()
     late = []
 
     def keep_first_answer(message):
@@ -344,7 +321,7 @@ def test_the_answers_to_a_fetch_that_was_aborted_are_no_fault_of_the_peer(caplog
 
 
 def test_a_load_that_is_refused_before_it_is_asked_for_is_given_back_at_once():
-    pair = Pair(ExtraConfig(path="packed"))
+    pair = Pair()
     pair.hold("a", P_IDS)
     pair.load("a", D_IDS, refusal="it is of another prompt")
     pair.run(0.2)
@@ -353,8 +330,7 @@ def test_a_load_that_is_refused_before_it_is_asked_for_is_given_back_at_once():
 
 
 def test_a_load_that_fails_with_its_link_is_given_back_when_the_peer_is_met_again():
-    pair = Pair(ExtraConfig(path="packed", lease_s=300.0, lease_max_s=300.0))
-    without_renewal(pair)
+    pair = Pair(ExtraConfig(lease_s=300.0, lease_max_s=300.0))
     pair.prefill.engine.hold()
     pair.start()
     pair.start("b", (11, 12, 13), (31, 32, 33))
@@ -368,16 +344,15 @@ def test_a_load_that_fails_with_its_link_is_given_back_when_the_peer_is_met_agai
     assert sorted(pair.prefill.sent) == ["a", "b"]
 
 
-def test_what_may_still_be_written_does_not_put_off_that_a_load_is_given_back():
-    pair = Pair(ExtraConfig(path="direct"))
-    without_renewal(pair)
+def test_what_may_still_be_written_does_not_put_off_that_a_load_is_given_back(pair):
     pair.prefill.engine.hold()
     pair.start()
     pair.settle()
     pair.abort("a")
     pair.network.taps.append(lambda message: [] if isinstance(message, Written) else [message])
     pair.settle()
-    assert not pair.decode.received, "its blocks may still be written, as far as is known"
+    assert pair.decode.received == ["a"]
+    assert quarantined(pair.decode.landing) == 2, "they may still be written, as far as is known"
     assert pair.prefill.sent == ["a"]
 
 
@@ -395,7 +370,7 @@ def test_an_engine_that_raises_keeps_no_load_from_its_deadline():
     def broken():
         raise RuntimeError("the library is in a bad state")
 
-    pair = Pair(ExtraConfig(path="packed", load_timeout_s=5.0))
+    pair = Pair(ExtraConfig(load_timeout_s=5.0))
     pair.prefill.engine.hold()
     pair.start()
     pair.run(0.2)

@@ -65,7 +65,7 @@ class KeepingPair(Pair):
 
 
 def keeping(**config) -> KeepingPair:
-    return KeepingPair(ExtraConfig(path="packed", **config))
+    return KeepingPair(ExtraConfig(**config))
 
 
 def test_a_peer_is_met_and_asked_and_its_answer_is_reported_once():
@@ -124,9 +124,8 @@ def test_nothing_is_found_over_a_link_that_settings_refuse():
 
 def test_a_source_is_to_measure_its_link_when_it_is_met():
     port = keeping().prefill.channel.port
-    config = ExtraConfig(path="packed")
-    sources = ExtraConfig(path="packed", sources=(f"h:{port}",))
-    pair = KeepingPair(sources, prefill_config=config)
+    sources = ExtraConfig(sources=(f"h:{port}",))
+    pair = KeepingPair(sources, prefill_config=ExtraConfig())
     pair.run(0.1)
     assert [asked.prefix.names for asked in pair.network.heard(m.FindPrefix)] == [()]
     assert not pair.found
@@ -147,11 +146,13 @@ def test_a_peer_with_other_names_is_not_asked_and_its_naming_is_reported(theirs)
 
 
 def test_a_peer_whose_cache_cannot_be_matched_with_ours_is_not_asked():
-    pair = keeping(num_slots=0)
+    pair = keeping()
+    local = pair.decode.local
+    local.introduction = msgspec.structs.replace(local.introduction, slot_bytes=0)
     pair.find()
     pair.run(0.2)
     assert not pair.network.heard(m.FindPrefix)
-    assert "the packed path is closed" in pair.found[0].error
+    assert pair.found[0].error == "nothing can be fetched: the decode node has no slots"
 
 
 def test_a_peer_that_does_not_answer_is_not_waited_for():
@@ -212,9 +213,8 @@ def test_only_rank_0_asks():
     assert not pair.network.said
 
 
-@pytest.mark.parametrize("path", ["packed", "auto"])
-def test_a_load_by_name_lands_and_renews_and_releases_nothing(path):
-    pair = KeepingPair(ExtraConfig(path=path))
+def test_a_load_by_name_lands_and_renews_and_releases_nothing():
+    pair = keeping()
     pair.hold("kept", P_IDS)
     pair.load("a", D_IDS, engine_id="", prefix=PREFIX)
     pair.run(2.0)
@@ -222,7 +222,7 @@ def test_a_load_by_name_lands_and_renews_and_releases_nothing(path):
     assert not pair.decode.failed
     assert pair.landed()
     (fetch,) = pair.network.heard(m.Fetch)
-    assert (fetch.prefix, fetch.handle, fetch.groups) == (PREFIX, "handle-a", ())
+    assert (fetch.prefix, fetch.handle) == (PREFIX, "handle-a")
     assert not pair.network.heard(m.Renew)
     assert not pair.network.heard(m.Release)
 

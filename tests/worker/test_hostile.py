@@ -1,13 +1,12 @@
-"""Peers and strangers that say what they should not, over either path."""
+"""Peers and strangers that say what they should not."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks
 from kvconnect.peer.messages import Cancel, Written, encode
-from tests.worker.pair import D_IDS, P_IDS, Pair
+from tests.worker.pair import D_IDS, P_IDS
 
 
 def test_hostile_frames_do_not_stop_the_transfer_of_others(pair):
@@ -65,7 +64,6 @@ def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups):
     assert pair.decode.count("failures", reason="internal") == 0
 
 
-@pytest.mark.parametrize("path", ["packed", "auto"])
 @pytest.mark.parametrize(
     ("groups", "match"),
     [
@@ -74,8 +72,7 @@ def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups):
         ((GroupBlocks(7, 0, D_IDS),), "cache group 7 is wanted"),
     ],
 )
-def test_blocks_that_we_do_not_have_ourselves_fail_the_load_at_once(path, groups, match):
-    pair = Pair(ExtraConfig(path=path))
+def test_blocks_that_we_do_not_have_ourselves_fail_the_load_at_once(pair, groups, match):
     pair.hold("bad", P_IDS)
     pair.load("bad", D_IDS, groups=groups)
     pair.run()

@@ -13,7 +13,7 @@ from kvconnect.peer.inspection import MOST_PER_PAGE, Inspection
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.timeline_page import digest
 from kvconnect.worker.inspection import write_inspection
-from tests.worker.pair import LAYERS, PAGE_BYTES, Pair, without_renewal
+from tests.worker.pair import LAYERS, PAGE_BYTES, Pair
 
 
 def answer(worker, argument=""):
@@ -31,7 +31,7 @@ def slots(worker, direction):
 
 @pytest.fixture
 def pair():
-    made = Pair(ExtraConfig(path="packed", lease_s=30.0, lease_max_s=100.0, load_timeout_s=20.0))
+    made = Pair(ExtraConfig(lease_s=30.0, lease_max_s=100.0, load_timeout_s=20.0))
     for worker in made.workers:
         worker.metrics.timeline.clock = made.clock
     return made
@@ -49,7 +49,7 @@ def test_a_request_is_seen_on_both_sides_at_each_stage(pair):
     pair.run(2)
     (load,), (lease,) = seen(pair.decode).loads, seen(pair.prefill).leases
     assert (load.request_id, load.engine_id, load.address) == ("a", "P", f"h:{pair.prefill.channel.port}")
-    assert (load.phase, load.path, load.landed_bytes) == ("asked", "packed", 0)
+    assert (load.phase, load.landed_bytes) == ("asked", 0)
     assert load.total_bytes == 3 * PAGE_BYTES * LAYERS
     assert (load.age_s, load.left_s) == pytest.approx((2, 18), abs=0.1)
     assert (load.digest, lease.state) == (lease.digest, "sending")
@@ -57,8 +57,8 @@ def test_a_request_is_seen_on_both_sides_at_each_stage(pair):
     assert slots(pair.prefill, "send")[2] > 0
     (source,), (inbound,) = seen(pair.decode).peers, seen(pair.prefill).peers
     assert (source.direction, source.engine_id, source.ranks) == ("received", "P", (0,))
-    assert (source.met, source.path, source.loss) == ("a request named it", "packed", "")
-    assert (inbound.direction, inbound.engine_id, inbound.path) == ("sent", "D", "packed")
+    assert (source.met, source.loss) == ("a request named it", "")
+    assert (inbound.direction, inbound.engine_id) == ("sent", "D")
     pair.prefill.engine.release()
     pair.run(1)
     assert (seen(pair.decode).loads, seen(pair.prefill).leases) == ((), ())
@@ -87,7 +87,6 @@ def test_a_load_that_waits_for_its_turn_says_so(pair):
 
 
 def test_a_lost_peer_is_named_with_its_breaker_and_its_slots_are_in_quarantine(pair):
-    without_renewal(pair)
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)

@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.config import ExtraConfig
 from kvconnect.orders import MAX_NAMES, Find, Naming, Orders
 from kvconnect.peer import messages as m
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.worker.inbound_peers import _NAMES_PER_S, NameAllowance
+from kvconnect.worker.slots import SlotPool
 from tests.worker.keeping import KeepingRanks
 from tests.worker.shapes import Model, same_blocks
 
 FULL = Model({"full": 2})
 HYBRID = Model({"full": 1, "window": 1, "latent": 1, "state": 1})
-PACKED = ExtraConfig(path="packed")
 
 
 def pulled(ranks, request="a", num_tokens=64, known_tokens=0):
@@ -36,20 +35,13 @@ def pulled(ranks, request="a", num_tokens=64, known_tokens=0):
     ranks.assert_idle()
 
 
-@pytest.mark.parametrize("path", ["packed", "auto"])
 @pytest.mark.parametrize("known_tokens", [0, 16, 48])
-def test_a_prompt_arrives_as_it_was_kept(path, known_tokens):
-    pulled(
-        KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=ExtraConfig(path=path)),
-        "a",
-        64,
-        known_tokens,
-    )
+def test_a_prompt_arrives_as_it_was_kept(known_tokens):
+    pulled(KeepingRanks(FULL, same_blocks(8), same_blocks(8)), "a", 64, known_tokens)
 
 
 def test_a_fetch_waits_until_its_link_is_calibrated():
-    settings = {"config": ExtraConfig(path="auto"), "scratch_bytes": 4096}
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), **settings)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), scratch_bytes=4096)
     assert ranks.prefill[0].local.introduction.scratch_bytes
     pulled(ranks)
     assert ranks.network.heard(m.CreditRequest)
@@ -57,8 +49,7 @@ def test_a_fetch_waits_until_its_link_is_calibrated():
 
 def test_a_fetch_goes_on_as_soon_as_its_link_is_calibrated():
     """The end of a calibration wakes no thread, and of a fetch by name nothing else does for seconds."""
-    settings = {"config": ExtraConfig(path="auto"), "scratch_bytes": 4096}
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), **settings)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), scratch_bytes=4096)
     ranks.keep("a", 64)
     ranks.pull("a", 64)
     fetches = ranks.prefill[0].transfers.prefill.fetches
@@ -91,15 +82,15 @@ SHAPES = {
 def test_a_prompt_arrives_whatever_shapes_both_have(shape, ranks):
     """Attention, a window, latent rows and a state; tensor-parallel sizes that differ."""
     prefill, decode = SHAPES[shape]
-    pulled(KeepingRanks(HYBRID, prefill, decode, *ranks, config=PACKED), "a", 64)
-    pulled(KeepingRanks(HYBRID, prefill, decode, *ranks, config=PACKED), "a", 128, 64)
+    pulled(KeepingRanks(HYBRID, prefill, decode, *ranks), "a", 64)
+    pulled(KeepingRanks(HYBRID, prefill, decode, *ranks), "a", 128, 64)
 
 
 @pytest.mark.parametrize("window", [8, 9, 16, 17, 25])
 def test_of_a_window_no_more_is_needed_than_the_next_token_sees(window):
     # D's blocks are larger: it wants tokens that P has no row for, and no token sees.
     model = Model({"full": 1, "window": 1}, window=window)
-    ranks = KeepingRanks(model, same_blocks(8), same_blocks(32), config=PACKED)
+    ranks = KeepingRanks(model, same_blocks(8), same_blocks(32))
     ranks.keep("a", 64)
     for keeper in ranks.keepers:
         group = keeper.cache.group_of("window")
@@ -112,9 +103,7 @@ def test_of_a_window_no_more_is_needed_than_the_next_token_sees(window):
 
 
 def test_the_layers_of_a_draft_are_sent_as_they_are_named():
-    ranks = KeepingRanks(
-        Model({"full": 1, "latent": 1}), same_blocks(8), same_blocks(8), config=PACKED, drafts=(1,)
-    )
+    ranks = KeepingRanks(Model({"full": 1, "latent": 1}), same_blocks(8), same_blocks(8), drafts=(1,))
     truth = ranks.keep("a", 64)
     # The last block of the draft's group has no name before the token after it.
     blocks = ranks.pull("a", 64, prefix=ranks.prefix("a", 72))
@@ -127,7 +116,7 @@ def test_the_layers_of_a_draft_are_sent_as_they_are_named():
 
 
 def test_several_requests_and_ranks_load_the_same_at_a_time():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), 1, 2, config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), 1, 2)
     truth = ranks.keep("a", 64)
     one, other = ranks.pull("one", 64, name="a"), ranks.pull("other", 64, name="a")
     ranks.run_until_ended(2)
@@ -157,7 +146,7 @@ def ask(ranks, prefix, most=1 << 20, wait_s=0.0):
 
 
 def test_a_peer_learns_how_much_is_kept():
-    ranks = KeepingRanks(HYBRID, same_blocks(16), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(HYBRID, same_blocks(16), same_blocks(8))
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 128)).num_tokens == 64
     (answer,) = ranks.network.heard(m.PrefixFound)
@@ -189,7 +178,7 @@ def test_a_peer_is_answered_for_a_long_prompt_and_then_so_many_names_a_second(as
 
 @pytest.mark.parametrize("cut", ["failed", "timed out"])
 def test_a_link_whose_calibration_was_cut_short_is_calibrated_again_at_the_breakers_pace(cut):
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED, scratch_bytes=4096)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), scratch_bytes=4096)
     ranks.keep("a", 64)
     worker, prefix = ranks.prefill[0], ranks.prefix("a", 64)
     worker.engine.hold()
@@ -216,7 +205,7 @@ def test_a_link_whose_calibration_was_cut_short_is_calibrated_again_at_the_break
 
 
 def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     prefix = ranks.prefix("a", 64)
     assert ask(ranks, prefix).num_tokens == 64
@@ -229,7 +218,7 @@ def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
 
 
 def test_names_before_the_first_that_is_wanted_do_not_count():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
     (inbound,) = ranks.prefill[0].transfers.prefill.inbound_peers
@@ -240,7 +229,7 @@ def test_names_before_the_first_that_is_wanted_do_not_count():
 
 
 def test_names_of_others_are_none_of_ours():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     for naming in (Naming("other", 8), Naming("test", 16)):
         prefix = msgspec.structs.replace(ranks.prefix("a", 64), naming=naming)
@@ -255,7 +244,7 @@ def test_names_of_others_are_none_of_ours():
 
 @pytest.mark.parametrize("when", ["packing", "sent"])
 def test_what_is_overwritten_while_it_is_sent_does_not_count(when):
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     (keeper,) = ranks.keepers
     landed = []
@@ -284,7 +273,7 @@ def test_what_is_overwritten_while_it_is_sent_does_not_count(when):
 
 
 def test_a_row_of_another_prompt_is_no_reason_to_fail():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     (keeper,) = ranks.keepers
     ranks.network.taps.append(lambda message: keeper.store(0, [(b"other", 1)], into=[20]) and [message])
@@ -294,7 +283,7 @@ def test_a_row_of_another_prompt_is_no_reason_to_fail():
 
 
 def test_a_prefill_node_that_stops_is_asked_in_vain():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
     ranks.prefill[0].transfers.drain(lambda: None, "the prefill node is stopping", 30.0)
@@ -302,7 +291,7 @@ def test_a_prefill_node_that_stops_is_asked_in_vain():
 
 
 def test_a_peer_with_other_weights_is_asked_in_vain():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
     ranks.prefill[0].transfers.replace_weights({"files": "new"})
@@ -313,14 +302,20 @@ def test_a_peer_with_other_weights_is_asked_in_vain():
 
 
 def test_without_slots_nothing_is_kept_for_peers():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=ExtraConfig(path="direct"))
+    """As on a node that only fetches."""
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
+    local = ranks.prefill[0].local
+    local.send, local.kept = SlotPool((), 0, 1), None
+    local.introduction = msgspec.structs.replace(local.introduction, naming=None)
+    local.keep(ranks.keepers[0].rows)
     ranks.keep("a", 64)
-    assert ranks.prefill[0].local.introduction.naming is None
+    assert local.introduction.naming is None
+    assert local.kept is None
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 0
 
 
 def test_a_peer_that_was_not_offered_anything_is_refused_by_name():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     ranks.prefill[0].local.kept = None
     ranks.pull("a", 64)
@@ -329,7 +324,7 @@ def test_a_peer_that_was_not_offered_anything_is_refused_by_name():
 
 
 def test_rows_that_travel_otherwise_than_blocks_are_refused_by_name():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     rows = ranks.keepers[0].rows
     other = []
@@ -354,29 +349,26 @@ def with_chunks(fetch, **changes):
 
 
 HOSTILE = {
-    "more tokens than names": lambda fetch, groups: {"num_tokens": 72},
-    "no end of tokens": lambda fetch, groups: {"num_tokens": 2**31 - 1},
-    "no names": lambda fetch, groups: with_prefix(fetch, names=()),
-    "all is at hand": lambda fetch, groups: with_prefix(fetch, start_tokens=64),
-    "from far away": lambda fetch, groups: with_prefix(fetch, start_tokens=2**31 - 1),
-    "other names": lambda fetch, groups: with_prefix(fetch, names=(b"x",) * MAX_NAMES),
-    "pages": lambda fetch, groups: {"chunks": (), "groups": groups},
-    "a group twice": lambda fetch, groups: {"groups": groups * 2},
-    "chunks beyond its tokens": lambda fetch, groups: with_chunks(fetch, spans=(TokenSpan(0, 0, 4096),)),
-    "chunks before what is held": lambda fetch, groups: with_prefix(fetch, start_tokens=32),
-    "streams beyond": lambda fetch, groups: with_chunks(fetch, stop_stream=99),
+    "more tokens than names": lambda fetch: {"num_tokens": 72},
+    "no end of tokens": lambda fetch: {"num_tokens": 2**31 - 1},
+    "no names": lambda fetch: with_prefix(fetch, names=()),
+    "all is at hand": lambda fetch: with_prefix(fetch, start_tokens=64),
+    "from far away": lambda fetch: with_prefix(fetch, start_tokens=2**31 - 1),
+    "other names": lambda fetch: with_prefix(fetch, names=(b"x",) * MAX_NAMES),
+    "chunks beyond its tokens": lambda fetch: with_chunks(fetch, spans=(TokenSpan(0, 0, 4096),)),
+    "chunks before what is held": lambda fetch: with_prefix(fetch, start_tokens=32),
+    "streams beyond": lambda fetch: with_chunks(fetch, stop_stream=99),
 }
 
 
 @pytest.mark.parametrize("how", sorted(HOSTILE))
 def test_a_fetch_that_makes_no_sense_is_refused(how):
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=ExtraConfig(path="auto"))
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     truth = ranks.keep("a", 64)
-    groups = tuple(ranks.blocks("D", 64).values())
 
     def change(message):
         if isinstance(message, m.Fetch) and message.handle == "own-bad":
-            return [msgspec.structs.replace(message, **HOSTILE[how](message, groups))]
+            return [msgspec.structs.replace(message, **HOSTILE[how](message))]
         return [message]
 
     ranks.network.taps.append(change)

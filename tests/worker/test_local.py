@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.shard import HeadInterval
+from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
+from kvconnect.errors import PeerError
+from kvconnect.metrics import Metrics
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.packer import Packer
+from kvconnect.pack.shared_memory import MappedMemory
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import ORDERS, align_wire
-from kvconnect.worker.local import Local, largest_state_bytes
+from kvconnect.worker.local import Local, largest_state_bytes, open_local
 from kvconnect.worker.slots import SlotPool
 from tests.identities import named
 from tests.pack.sides import DEVICE, NUM_BLOCKS, Side, models, shapes
+from tests.worker.pair import PlainCache
+
+SMALL = {"engine": "memory", "num_slots": 2, "slot_bytes": 8192}
 
 
 @settings(max_examples=30, deadline=None)
@@ -53,3 +64,45 @@ def test_a_slot_has_room_for_the_states_of_a_layer_which_are_not_cut(data):
     for order in ORDERS if states else ():
         chunker = Packer(side.table, align_wire(card, card, order), side="source", device=DEVICE).chunker
         assert chunker.cut([TokenSpan(group, 0, 1) for group in sorted(states)], slot_bytes)
+
+
+def opened(role="kv_both", bypassed=True, **extra):
+    """What a worker has for an engine that may be bypassed, or may not."""
+    cache, engine = PlainCache(8), MemoryEngine()
+    engine.capabilities = replace(engine.capabilities, may_be_bypassed=bypassed)
+    config = parse_kv_transfer_config({"kv_role": role, "kv_connector_extra_config": {**SMALL, **extra}})
+    introduction = Introduction(
+        "P", "1", 0, CacheMeaning(named(), None, 1), "memory", b"", TableCard.of(cache.table)
+    )
+    metrics = Metrics(CollectorRegistry())
+    return open_local(config, engine, introduction, cache.table, torch.device("cpu"), 0, metrics)
+
+
+@pytest.mark.parametrize(
+    ("role", "extra", "shares", "maps"),
+    [
+        ("kv_both", {}, True, True),
+        ("kv_consumer", {}, True, True),
+        ("kv_producer", {}, False, True),
+        ("kv_both", {"require_lane": "tcp, shared_memory"}, True, True),
+        ("kv_both", {"require_lane": "rdma,tcp"}, False, False),
+        ("kv_both", {"bypassed": False}, False, False),
+    ],
+    ids=str,
+)
+def test_slots_are_shared_where_the_engine_may_be_bypassed_and_that_lane_is_allowed(
+    role, extra, shares, maps
+):
+    local = opened(role, **extra)
+    card = local.introduction.memory
+    assert ((card is not None), local.maps_peers) == (shares, maps)
+    assert [arena.card for arena in local.arenas if arena.card is not None] == [card] * shares
+    if card is not None:
+        slots, mapped = local.landing.slots, MappedMemory(card)
+        assert all(mapped.at(slot.address, slot.length_bytes) for slot in slots)
+        assert mapped.at(local.introduction.scratch_address, local.introduction.scratch_bytes)
+        with pytest.raises(PeerError):
+            mapped.at(local.table.storages[0].address, 1)
+        for slot in local.send.slots:
+            with pytest.raises(PeerError):
+                mapped.at(slot.address, 1)

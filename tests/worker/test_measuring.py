@@ -19,12 +19,14 @@ SCRATCH = 1 << 20
 def test_however_a_batch_of_a_measurement_ends_its_slot_is_free(quiescent):
     pool = SlotPool([4096 * (1 + index) for index in range(4)], 4096, 1)
     packer = SimpleNamespace(is_blocking=False, pack=lambda slot, staged, seed: PackTicket(None))
-    supply = SimpleNamespace(count=0, has_next=True, take=lambda: (0, SimpleNamespace(total_bytes=4096)))
+    supply = SimpleNamespace(
+        count=0, taken=0, has_next=True, take=lambda: (0, SimpleNamespace(total_bytes=4096))
+    )
     local = SimpleNamespace(send=pool, introduction=SimpleNamespace(scratch_address=SCRATCH))
     outbox = _PackedOutbox(packer, supply, "D", local, repeat(9 * SCRATCH))
     submitted = []
     for _ in range(4):
-        outbox.advance(stopping=False)
+        assert not list(outbox.advance(stopping=False)), "no landing slot is written"
         while (columns := outbox.peek()) is not None:
             assert columns[0].tolist() == [SCRATCH]
             submitted.append(len(submitted))

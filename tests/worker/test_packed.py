@@ -1,113 +1,67 @@
-"""Which path a request takes, and what both sides must be like for the packed one."""
+"""How a request travels through slots, and what both sides must be like for it."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks
-from kvconnect.peer.messages import Declined, Fetch, Landed, Written
+from kvconnect.peer.messages import Fetch, Hello, Landed, Written
 from tests.worker.pair import D_IDS, P_IDS, PAGE_BYTES, Pair
 from tests.worker.ranks import Ranks
 from tests.worker.shapes import Model, same_blocks
 
-AUTO, DIRECT, PACKED = (ExtraConfig(path=path) for path in ("auto", "direct", "packed"))
-NO_SLOTS = ExtraConfig(path="auto", num_slots=0)
 MANY_LAYERS = Model({"full": 12})
 
 
-def test_many_copies_are_packed_though_pages_are_equal():
+def test_many_pages_travel_in_few_chunks_and_are_counted_on_both_sides():
     shape = same_blocks(16)
-    ranks = Ranks(MANY_LAYERS, shape, shape, config=AUTO, slot_bytes=1 << 15)
+    ranks = Ranks(MANY_LAYERS, shape, shape, slot_bytes=1 << 15)
     truth = ranks.prefilled("a", 16 * 20)
     blocks = ranks.fetched("a", 16 * 20)
     ranks.run_until_received(1)
     assert ranks.decode[0].cache.differences(truth, blocks) == []
     (fetch,) = ranks.network.heard(Fetch)
-    assert fetch.groups
     assert len(fetch.chunks) == len(ranks.network.heard(Landed)) > 1
-    assert not ranks.network.heard(Declined)
     (written,) = ranks.network.heard(Written)
     for worker, direction in ((ranks.prefill[0], "sent"), (ranks.decode[0], "received")):
-        sent = worker.count("transfer_bytes", direction=direction, path="packed")
-        assert sent == written.total_bytes > 0
-        assert worker.count("transfer_bytes", direction=direction, path="direct") == 0
+        assert worker.count("transfer_bytes", direction=direction) == written.total_bytes > 0
+        assert worker.count("copies", direction=direction) == len(fetch.chunks)
     ranks.assert_idle()
 
 
-def test_few_copies_go_page_to_page_and_the_slots_come_back_at_once():
-    pair = Pair(AUTO)
-    pair.prefill.engine.hold()
+@pytest.mark.parametrize(("side", "reason"), [("prefill", "the peer"), ("decode", "the decode node")])
+def test_nothing_is_fetched_where_one_side_has_no_slots(pair, side, reason):
+    """As a node that only offloads."""
+    local = getattr(pair, side).local
+    local.introduction = msgspec.structs.replace(local.introduction, slot_bytes=0)
     pair.start()
     pair.run(0.1)
-    assert len(pair.network.heard(Declined)) == 1
-    assert pair.network.heard(Fetch)[0].grants
-    assert (pair.decode.landing.taken, pair.prefill.send.taken) == (0, 0)
-    assert not pair.decode.received
-    pair.prefill.engine.release()
-    pair.run()
-    assert pair.landed()
-    assert pair.prefill.count("copies", direction="sent", path="direct") == 9
+    assert pair.decode.failed == {"a": f"it cannot be fetched: {reason} has no slots"}
+    assert pair.prefill.sent == ["a"]
+    assert not pair.network.heard(Fetch)
     pair.assert_idle()
 
 
-@pytest.mark.parametrize("decode", [AUTO, PACKED])
-@pytest.mark.parametrize("prefill", [AUTO, PACKED])
-def test_one_side_is_enough_to_have_all_packed(prefill, decode):
-    pair = Pair(decode, prefill_config=prefill)
-    pair.start()
-    pair.run()
-    assert pair.landed()
-    assert bool(pair.network.heard(Landed)) == (PACKED in (prefill, decode))
-    pair.assert_idle()
+def test_a_peer_without_slots_that_fetches_is_refused(pair):
+    def without_slots(message):
+        if not isinstance(message, Hello):
+            return [message]
+        introduction = msgspec.structs.replace(message.introduction, slot_bytes=0)
+        return [msgspec.structs.replace(message, introduction=introduction)]
 
-
-@pytest.mark.parametrize("decode", [AUTO, DIRECT, NO_SLOTS])
-@pytest.mark.parametrize("prefill", [AUTO, DIRECT, NO_SLOTS])
-def test_without_slots_on_either_side_pages_are_copied(prefill, decode):
-    pair = Pair(decode, prefill_config=prefill)
-    pair.start()
-    pair.run()
-    assert pair.landed()
-    assert not pair.network.heard(Landed)
-    assert bool(pair.network.heard(Fetch)[0].chunks) == (prefill is AUTO and decode is AUTO)
-    pair.assert_idle()
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "reason"),
-    [
-        (DIRECT, PACKED, "no path is open: the peer has no slots"),
-        (NO_SLOTS, PACKED, "no path is open: the peer has no slots"),
-        (PACKED, DIRECT, "this node's path is 'packed'"),
-        (PACKED, NO_SLOTS, "this node's path is 'packed'"),
-    ],
-)
-def test_two_nodes_that_are_configured_apart_say_so(prefill, decode, reason):
-    pair = Pair(decode, prefill_config=prefill)
+    pair.network.taps.append(without_slots)
     pair.start()
     pair.run(0.1)
-    assert reason in pair.decode.failed["a"]
-    pair.run(ExtraConfig().lease_s + 1)
+    assert pair.decode.failed == {"a": "the decode node has no slots"}
+    assert pair.prefill.sent == ["a"]
     pair.assert_idle()
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [(AUTO, DIRECT), (DIRECT, AUTO), (NO_SLOTS, AUTO), (AUTO, NO_SLOTS), (DIRECT, DIRECT)],
-)
-def test_pages_that_differ_need_slots_on_both_sides(prefill, decode):
-    ranks = Ranks(Model({"full": 1}), same_blocks(16), same_blocks(32), config=decode, prefill_config=prefill)
-    ranks.prefilled("a", 40)
-    ranks.fetched("a", 40)
-    ranks.run_until_received(1)
-    assert "rows in a page differ, source 16, target 32" in ranks.decode[0].failed["a"]
-    assert "no slots" in ranks.decode[0].failed["a"]
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(1024, 16384), (16384, 1024)])
 def test_chunks_fit_the_smaller_of_both_sides_slots(ours, theirs):
-    pair = Pair(PACKED, slot_bytes=ours, prefill_slot_bytes=theirs)
+    pair = Pair(slot_bytes=ours, prefill_slot_bytes=theirs)
     source, target = tuple(range(1, 37)), tuple(range(40, 4, -1))
     pair.start("a", source, target)
     pair.settle(60)
@@ -122,19 +76,9 @@ ONE_ROW = Model({"full": 1}, heads=2, width=1100)
 """A token of it has 8800 bytes."""
 
 
-def test_a_slot_that_no_row_fits_leaves_the_direct_path():
-    ranks = Ranks(ONE_ROW, same_blocks(4), same_blocks(4), config=AUTO, slot_bytes=4096)
-    truth = ranks.prefilled("a", 11)
-    blocks = ranks.fetched("a", 11)
-    ranks.run_until_received(1)
-    assert ranks.decode[0].failed == {}
-    assert ranks.decode[0].cache.differences(truth, blocks) == []
-    assert not ranks.network.heard(Fetch)[0].chunks
-    ranks.assert_idle()
-
-
-def test_a_slot_that_no_row_fits_is_named_with_both_sizes_where_there_is_no_other_path():
-    ranks = Ranks(ONE_ROW, same_blocks(4), same_blocks(8), config=AUTO, slot_bytes=4096)
+@pytest.mark.parametrize("block_tokens", [4, 8])
+def test_a_slot_that_no_row_fits_is_named_with_both_sizes(block_tokens):
+    ranks = Ranks(ONE_ROW, same_blocks(4), same_blocks(block_tokens), slot_bytes=4096)
     ranks.prefilled("a", 11)
     ranks.fetched("a", 11)
     ranks.run_until_received(1)
@@ -144,9 +88,7 @@ def test_a_slot_that_no_row_fits_is_named_with_both_sizes_where_there_is_no_othe
 
 def test_a_slot_that_no_block_fits_holds_rows():
     """A block of 128 tokens has 8192 bytes; a slot has half of that."""
-    ranks = Ranks(
-        Model({"full": 1}, heads=4), same_blocks(16), same_blocks(128), config=PACKED, slot_bytes=4096
-    )
+    ranks = Ranks(Model({"full": 1}, heads=4), same_blocks(16), same_blocks(128), slot_bytes=4096)
     truth = ranks.prefilled("a", 200)
     blocks = ranks.fetched("a", 200)
     ranks.run_until_received(1)
@@ -157,7 +99,7 @@ def test_a_slot_that_no_block_fits_holds_rows():
 
 @pytest.mark.parametrize(("on_prefill", "on_decode"), [(True, True), (True, False), (False, False)])
 def test_digests_are_compared_only_where_that_is_wanted(on_prefill, on_decode):
-    configs = [ExtraConfig(path="packed", check_digest=check) for check in (on_decode, on_prefill)]
+    configs = [ExtraConfig(check_digest=check) for check in (on_decode, on_prefill)]
     pair = Pair(configs[0], prefill_config=configs[1])
     pair.start()
     pair.run()
@@ -172,7 +114,7 @@ def test_digests_are_compared_only_where_that_is_wanted(on_prefill, on_decode):
 
 
 def test_a_chunk_without_a_digest_is_no_use_to_who_wants_one():
-    configs = [ExtraConfig(path="packed", check_digest=check) for check in (True, False)]
+    configs = [ExtraConfig(check_digest=check) for check in (True, False)]
     pair = Pair(configs[0], prefill_config=configs[1])
     pair.start()
     pair.run()
@@ -183,9 +125,7 @@ def test_a_chunk_without_a_digest_is_no_use_to_who_wants_one():
 
 
 @pytest.mark.parametrize("groups", [(), (GroupBlocks(0, 3, ()),), (GroupBlocks(0, 0, (0, 0, 0)),)])
-@pytest.mark.parametrize("config", [AUTO, DIRECT, PACKED])
-def test_a_request_of_which_nothing_is_wanted_arrives(config, groups):
-    pair = Pair(config)
+def test_a_request_of_which_nothing_is_wanted_arrives(pair, groups):
     pair.hold("a", P_IDS)
     pair.load("a", D_IDS, groups=groups)
     pair.run()
@@ -195,8 +135,7 @@ def test_a_request_of_which_nothing_is_wanted_arrives(config, groups):
     pair.assert_idle()
 
 
-def test_slots_that_are_taken_show():
-    pair = Pair(PACKED)
+def test_slots_that_are_taken_show(pair):
     pair.prefill.engine.hold()
     pair.start()
     pair.run(0.1)

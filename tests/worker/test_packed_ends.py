@@ -1,4 +1,4 @@
-"""Requests that end early over the packed path, in each state that they can be in.
+"""Requests that end early, in each state that they can be in.
 
 A request is reported once, and never while a kernel of ours still works for it; what a peer may still
 write is a slot. So from its report on, nobody touches its blocks.
@@ -22,7 +22,6 @@ SOURCE = tuple(range(1, 11))
 TARGET = tuple(range(31, 21, -1))
 """Five chunks."""
 CONFIG = ExtraConfig(
-    path="packed",
     num_slots=2,
     load_timeout_s=10,
     peer_timeout_s=4,
@@ -198,7 +197,7 @@ def test_what_was_moved_is_counted_once_however_often_the_peer_says_so(pair, ker
     pair.settle()
     assert pair.landed(SOURCE, TARGET)
     for name, amount in (("transfer_bytes", len(SOURCE) * 3 * PAGE_BYTES), ("copies", 5)):
-        assert pair.decode.count(name, direction="received", path="packed") == amount
+        assert pair.decode.count(name, direction="received") == amount
     pair.assert_idle()
 
 

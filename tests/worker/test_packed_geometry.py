@@ -1,4 +1,4 @@
-"""Over the packed path every byte lands, whatever shape either side keeps it in.
+"""Every byte lands, whatever shape either side keeps it in.
 
 What landed is compared token by token with what the request is, by indexing tensors.
 """
@@ -80,9 +80,7 @@ def test_any_shape_lands_in_any_other(data):
         decode,
         data.draw(topologies(model, 4)),
         data.draw(topologies(model, 4)),
-        ExtraConfig(
-            path=data.draw(st.sampled_from(["packed", "auto"])), num_slots=data.draw(st.integers(1, 4))
-        ),
+        ExtraConfig(num_slots=data.draw(st.integers(1, 4))),
         num_blocks=70,
         slot_bytes=data.draw(st.sampled_from([1 << 15, 1 << 16, 1 << 18])),
         seed=data.draw(st.integers(0, 1000)),
@@ -101,12 +99,11 @@ def test_every_number_of_ranks_with_blocks_and_layouts_that_differ(prefill_ranks
         same_blocks(48, reverse_groups=True),
         prefill_ranks,
         decode_ranks,
-        ExtraConfig(path="packed", num_slots=2),
+        ExtraConfig(num_slots=2),
         slot_bytes=1 << 12,
     )
     move(ranks, num_tokens=201, known_tokens=50)
     fetches = ranks.network.heard(Fetch)
-    assert all(not fetch.groups for fetch in fetches)
     assert sum(len(fetch.chunks) for fetch in fetches) > len(fetches), "some request took one chunk"
     ranks.assert_idle()
 
@@ -121,7 +118,6 @@ def test_an_earlier_turn_of_the_conversation_is_not_fetched_again(prefill, kerne
         Model({"full": 2, "window": 1}),
         prefill,
         same_blocks(64, kernel, layout="HND"),
-        config=ExtraConfig(path="packed"),
         num_blocks=90,
         slot_bytes=1 << 15,
     )
@@ -142,7 +138,6 @@ def test_tokens_that_no_window_sees_any_more_need_not_be_held():
         Model({"full": 1, "window": 2}, window=20),
         same_blocks(16),
         same_blocks(128),
-        config=ExtraConfig(path="packed"),
         slot_bytes=1 << 15,
     )
     blocks = move(ranks, 250)
@@ -155,7 +150,6 @@ def test_what_a_window_sees_must_be_held():
         Model({"full": 1, "window": 1}, window=20),
         same_blocks(16),
         same_blocks(16),
-        config=ExtraConfig(path="packed"),
         slot_bytes=1 << 15,
     )
     blocks = ranks.blocks("P", 100)

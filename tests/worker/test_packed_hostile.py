@@ -1,4 +1,4 @@
-"""What peers may say and do over the packed path that they should not.
+"""What peers may say and do that they should not.
 
 Each time it is noticed and counted, nothing of it becomes KV, other requests go on, and no slot is lost.
 """
@@ -9,11 +9,10 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.peer.messages import MAX_CHUNKS, CreditGrant, Declined, Fetch, Grant, Landed, Written, encode
+from kvconnect.peer.messages import MAX_CHUNKS, Accepted, CreditGrant, Fetch, Grant, Landed, Written, encode
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from tests.worker.pair import D_IDS, P_IDS, SLOT_BYTES, Pair, quarantined
 
-PACKED = ExtraConfig(path="packed")
 GOOD = (7, 8, 10, 11, 12), (30, 31, 33, 34, 35)
 
 
@@ -75,36 +74,31 @@ def fails_alone(pair, match, reason=None):
         ({"digest": None}, "chunk 0 came without its digest"),
     ],
 )
-def test_a_chunk_that_is_not_what_was_asked_for(fields, match):
-    pair = Pair(PACKED)
+def test_a_chunk_that_is_not_what_was_asked_for(pair, fields, match):
     change(pair, Landed, **fields)
     fails_alone(pair, f"what landed is not what was asked for: {match}", "landing")
     assert not pair.decode.storage[:, list(D_IDS)].any()
 
 
 @pytest.mark.parametrize("digest", [0, 1, 2**64 - 1])
-def test_a_chunk_of_another_digest(digest):
-    pair = Pair(PACKED)
+def test_a_chunk_of_another_digest(pair, digest):
     change(pair, Landed, digest=digest)
     fails_alone(pair, "chunk 0 landed with another digest than it was sent with", "digest")
 
 
 @pytest.mark.parametrize("byte", [0, 100, 767])
-def test_a_bit_that_flips_on_the_wire(byte):
-    pair = Pair(PACKED)
+def test_a_bit_that_flips_on_the_wire(pair, byte):
     pair.prefill.engine.corrupt_next(byte)
     fails_alone(pair, "chunk 0 landed with another digest than it was sent with", "digest")
 
 
-def test_a_chunk_that_is_said_to_have_landed_twice():
-    pair = Pair(PACKED)
+def test_a_chunk_that_is_said_to_have_landed_twice(pair):
     insert(pair, Landed, lambda landed: [landed, landed])
     fails_alone(pair, "was not granted to it, or was used already", "landing")
 
 
-def test_a_chunk_that_lands_in_two_slots():
+def test_a_chunk_that_lands_in_two_slots(pair):
     """The second time it is a chunk that was there already."""
-    pair = Pair(PACKED)
     said = []
 
     def again(landed):
@@ -118,9 +112,8 @@ def test_a_chunk_that_lands_in_two_slots():
     fails_alone(pair, "chunk 0 of 2 is not awaited", "landing")
 
 
-def test_a_chunk_in_a_slot_of_another_transfer():
+def test_a_chunk_in_a_slot_of_another_transfer(pair):
     """P says of the second request what is true of the first one's slot."""
-    pair = Pair(PACKED)
     generations = []
 
     def remember(message):
@@ -136,7 +129,7 @@ def test_a_chunk_in_a_slot_of_another_transfer():
 
 def two_nodes():
     """D fetches from P, whose engine is held, and has fetched from Q, a peer of D's as well."""
-    pair = Pair(PACKED)
+    pair = Pair()
     other = pair.add("Q")
     pair.hold("b", (7, 8), worker=other)
     pair.load("b", (40, 41), engine_id="Q", port=other.channel.port)
@@ -150,14 +143,14 @@ def two_nodes():
     return pair, fetch, lambda message: other.channel.send(link, encode(message))
 
 
-@pytest.mark.parametrize("kind", ["landed", "declined", "written", "failed"])
+@pytest.mark.parametrize("kind", ["landed", "accepted", "written", "failed"])
 def test_a_stranger_cannot_speak_of_what_another_was_asked_for(kind):
     pair, fetch, say = two_nodes()
     number = fetch.transfer_id
     say(
         {
             "landed": Landed(number, 0, fetch.grants[0].generation, 768, 1),
-            "declined": Declined(number),
+            "accepted": Accepted(number, 9),
             "written": Written(number, True, True, 0, 0, 0.0, ""),
             "failed": Written(number, False, True, 0, 0, 0.0, "it is gone"),
         }[kind]
@@ -188,10 +181,9 @@ def test_a_stranger_cannot_end_the_quarantine_of_slots():
     pair.assert_idle()
 
 
-@pytest.mark.parametrize("kind", [Landed, Declined, CreditGrant])
-def test_a_number_that_nobody_uses_is_no_harm(kind):
+@pytest.mark.parametrize("kind", [Landed, Accepted, CreditGrant])
+def test_a_number_that_nobody_uses_is_no_harm(pair, kind):
     """CreditGrant may cross with the end of a transfer; the others never come unasked."""
-    pair = Pair(PACKED)
     pair.start()
     pair.settle()
     (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
@@ -199,7 +191,7 @@ def test_a_number_that_nobody_uses_is_no_harm(kind):
         unknown = CreditGrant(99, (Grant(4096, 4096, 1),))
         pair.decode.channel.send(link.split(":", 2)[2], encode(unknown))
     else:
-        unknown = Landed(99, 0, 1, 768, None) if kind is Landed else Declined(99)
+        unknown = Landed(99, 0, 1, 768, None) if kind is Landed else Accepted(99, 9)
         pair.prefill.channel.send(link, encode(unknown))
     pair.settle()
     assert pair.decode.count("failures", reason="peer_message") == (kind is not CreditGrant)
@@ -209,52 +201,17 @@ def test_a_number_that_nobody_uses_is_no_harm(kind):
     pair.assert_idle()
 
 
-def test_landed_after_declined_and_declined_after_landed():
-    for first, second in ((Declined, Landed), (Landed, Declined)):
-        pair = Pair(PACKED)
-
-        def both(landed, first=first, second=second):
-            declined = Declined(landed.transfer_id)
-            return [landed if kind is Landed else declined for kind in (first, second)]
-
-        insert(pair, Landed, both)
-        pair.start()
-        pair.start("good", *GOOD)
-        pair.run(110, step_s=0.5)
-        assert pair.landed(*GOOD)
-        assert ("a" in pair.decode.failed) or pair.landed()
-        assert sorted(pair.decode.received) == ["a", "good"]
-        pair.assert_idle()
-
-
-def test_a_peer_that_may_choose_and_says_declined_after_it_wrote():
-    """Then it is the direct path, over which nothing came; and its chunks are of no use."""
-    pair = Pair(ExtraConfig(path="auto", num_slots=4), prefill_config=PACKED)
-    insert(pair, Landed, lambda landed: [Declined(landed.transfer_id), landed])
-    pair.start()
-    pair.run(0.2)
-    assert not pair.decode.storage.any()
-    pair.run(110, step_s=0.5)
-    assert "nothing is fetched under this number" in pair.decode.failed["a"]
-    assert not pair.decode.storage.any()
-    pair.assert_idle()
-
-
-def test_all_is_written_but_a_chunk_is_missing():
-    pair = Pair(PACKED)
+def test_all_is_written_but_a_chunk_is_missing(pair):
     insert(pair, Landed, lambda landed: [])
     fails_alone(pair, "the peer says that all is written, but 1 chunks did not land")
 
 
-def test_all_is_written_and_nothing_was_said_of_any_chunk():
-    """A peer that may choose a path, and leaves open which one it took."""
-    pair = Pair(ExtraConfig(path="auto"), prefill_config=PACKED)
+def test_all_is_written_and_nothing_was_said_of_any_chunk(pair):
     insert(pair, Landed, lambda landed: [] if landed.transfer_id == 1 else [landed], times=4)
     fails_alone(pair, "the peer says that all is written, but 2 chunks did not land")
 
 
-def test_a_chunk_that_lands_after_its_fetch_has_failed():
-    pair = Pair(PACKED)
+def test_a_chunk_that_lands_after_its_fetch_has_failed(pair):
     late = []
     insert(pair, Landed, lambda landed: late.append(landed) or [], times=2)
     pair.start()
@@ -283,14 +240,12 @@ def test_a_chunk_that_lands_after_its_fetch_has_failed():
         ((Grant(2**62 - 1, 2**61, 7),), "remote memory is not registered"),
     ],
 )
-def test_slots_that_are_none(grants, match):
-    pair = Pair(PACKED)
+def test_slots_that_are_none(pair, grants, match):
     change(pair, Fetch, grants=grants)
     fails_alone(pair, match)
 
 
-def test_more_slots_than_chunks_are_not_kept():
-    pair = Pair(PACKED)
+def test_more_slots_than_chunks_are_not_kept(pair):
     flood = tuple(Grant(4096 + index, SLOT_BYTES, 7 + index) for index in range(1000))
     pair.prefill.engine.hold()
     insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
@@ -304,8 +259,7 @@ def test_more_slots_than_chunks_are_not_kept():
     pair.assert_idle()
 
 
-def test_more_slots_than_chunks_are_not_kept_for_a_fetch_that_waits():
-    pair = Pair(PACKED)
+def test_more_slots_than_chunks_are_not_kept_for_a_fetch_that_waits(pair):
     flood = tuple(Grant(4096 + index, SLOT_BYTES, 7 + index) for index in range(1000))
     insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
     pair.load("a", D_IDS)
@@ -318,8 +272,7 @@ def test_more_slots_than_chunks_are_not_kept_for_a_fetch_that_waits():
     pair.assert_idle()
 
 
-def test_no_slot_at_all_is_waited_for_until_the_time_is_over():
-    pair = Pair(PACKED)
+def test_no_slot_at_all_is_waited_for_until_the_time_is_over(pair):
     change(pair, Fetch, grants=())
     pair.start()
     pair.start("good", *GOOD)
@@ -332,9 +285,8 @@ def test_no_slot_at_all_is_waited_for_until_the_time_is_over():
     pair.assert_idle()
 
 
-def test_one_slot_for_two_chunks():
+def test_one_slot_for_two_chunks(pair):
     """P writes the second chunk over the first, as it was told to; D notices."""
-    pair = Pair(PACKED)
     insert(pair, Fetch, lambda fetch: [msgspec.structs.replace(fetch, grants=fetch.grants[:1] * 2)])
     pair.start()
     pair.start("good", *GOOD)
@@ -347,7 +299,7 @@ def test_one_slot_for_two_chunks():
 
 def test_a_chunk_larger_than_our_own_slots_is_not_packed():
     """Whatever size the landing slot is said to have: what lies behind a send slot is not ours to write."""
-    pair = Pair(PACKED, prefill_blocks=80, decode_blocks=90)
+    pair = Pair(prefill_blocks=80, decode_blocks=90)
     source, target = tuple(range(1, 41)), tuple(range(1, 41))
     whole = (Chunk(0, 3, (TokenSpan(0, 0, 160),)),)
     insert(
@@ -382,26 +334,24 @@ def test_a_chunk_larger_than_our_own_slots_is_not_packed():
         ((Chunk(0, 3, (TokenSpan(0, 0, 4), TokenSpan(0, 4, 8))),), "names a cache group twice"),
     ],
 )
-def test_chunks_that_are_none_of_the_request(chunks, match):
-    pair = Pair(PACKED)
+def test_chunks_that_are_none_of_the_request(pair, chunks, match):
     change(pair, Fetch, chunks=chunks)
     fails_alone(pair, match)
 
 
 @pytest.mark.parametrize("stop", [1, 12])
-def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(stop):
+def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(pair, stop):
     """All of the request, or one token of it, 65 536 times: to plan that would take P seconds."""
-    pair = Pair(PACKED)
     change(pair, Fetch, chunks=(Chunk(0, 3, (TokenSpan(0, 0, stop),)),) * MAX_CHUNKS)
     staged = []
-    way_to = pair.prefill.transfers.prefill.inbound_peers.way_to
+    path_to = pair.prefill.transfers.prefill.inbound_peers.path_to
 
     def watched(inbound, in_use):
-        way = way_to(inbound, in_use)
-        place = way.packer.chunker.place
-        way.packer.chunker.place = lambda chunk: staged.append(chunk) or place(chunk)
-        return way
+        path = path_to(inbound, in_use)
+        place = path.packer.chunker.place
+        path.packer.chunker.place = lambda chunk: staged.append(chunk) or place(chunk)
+        return path
 
-    pair.prefill.transfers.prefill.inbound_peers.way_to = watched
+    pair.prefill.transfers.prefill.inbound_peers.path_to = watched
     fails_alone(pair, "chunks")
     assert len(staged) < 100

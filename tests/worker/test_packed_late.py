@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
+import torch
 
 from kvconnect.config import ExtraConfig
-from kvconnect.peer.messages import Fetch, Landed, Written
-from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined, without_renewal
+from kvconnect.peer.messages import Fetch, Landed, Written, encode
+from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined
 
-ONE_SLOT = ExtraConfig(path="packed", num_slots=1)
+ONE_SLOT = ExtraConfig(num_slots=1)
 SHORT = (7,), (30,)
 """One chunk."""
+OTHER = (11, 12, 13), (31, 32, 33)
 
 
 def scribble(worker):
@@ -22,7 +26,7 @@ def scribble(worker):
 
 def one_late_write(fault=lambda engine: engine.fail_next(quiescent=False)):
     """A pair that has written off one write, and lends its only slot again; the write is still to come."""
-    pair = without_renewal(Pair(ONE_SLOT))
+    pair = Pair(ONE_SLOT)
     fault(pair.prefill.engine)
     pair.start("old", *SHORT)
     pair.settle()
@@ -65,7 +69,7 @@ def test_a_late_write_into_a_slot_that_is_lent_again_is_noticed():
 @pytest.mark.parametrize("check_digest", [True, False])
 @pytest.mark.parametrize("when", ["before it is written", "after it was unpacked"])
 def test_a_late_write_at_another_time_does_no_harm(when, check_digest):
-    pair = Pair(ExtraConfig(path="packed", num_slots=1, check_digest=check_digest))
+    pair = Pair(ExtraConfig(num_slots=1, check_digest=check_digest))
     pair.prefill.engine.fail_next(quiescent=False)
     pair.start("old", *SHORT)
     pair.settle()
@@ -90,7 +94,7 @@ def test_a_late_write_at_another_time_does_no_harm(when, check_digest):
 
 
 def test_a_late_write_into_quarantine_reaches_nobody():
-    pair = Pair(ExtraConfig(path="packed", num_slots=3))
+    pair = Pair(ExtraConfig(num_slots=3))
     pair.prefill.engine.fail_next(quiescent=False)
     pair.start("old", *SHORT)
     pair.settle()
@@ -142,7 +146,7 @@ def test_one_chunk_of_many_fails_and_nothing_of_the_request_is_used():
 
 
 def test_when_the_peer_says_that_it_is_quiet_the_quarantine_ends():
-    pair = Pair(ExtraConfig(path="packed", num_slots=2))
+    pair = Pair(ExtraConfig(num_slots=2))
     pair.prefill.engine.hold()
     pair.start()
     pair.settle()
@@ -158,7 +162,7 @@ def test_when_the_peer_says_that_it_is_quiet_the_quarantine_ends():
 @pytest.mark.parametrize(("names", "lost"), [(None, 2), (0, 0), (1, 1), (2, 2)])
 def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land(names, lost):
     """P's answer to a cancel is that memory is not quiescent: all of the slots, or those that it names."""
-    pair = Pair(ExtraConfig(path="packed", num_slots=2))
+    pair = Pair(ExtraConfig(num_slots=2))
 
     def not_quiescent(message):
         if not isinstance(message, Written):
@@ -183,7 +187,7 @@ def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land
 
 @pytest.mark.parametrize("missing", ["D", "P"])
 def test_slots_that_nobody_speaks_of_any_more_are_free_when_time_has_proven_it(missing):
-    pair = Pair(ExtraConfig(path="packed", num_slots=2))
+    pair = Pair(ExtraConfig(num_slots=2))
     pair.prefill.engine.hold()
     pair.hold("a", P_IDS)
     pair.load("a", D_IDS)
@@ -204,3 +208,97 @@ def test_slots_that_nobody_speaks_of_any_more_are_free_when_time_has_proven_it(m
     pair.prefill.step(pair.clock.now)
     assert pair.prefill.sent == ["a"]
     pair.prefill.assert_idle()
+
+
+def silent(pair, others=()):
+    """P was stopped in the middle of a write, and says nothing; ``others`` wait for their turn."""
+    pair.prefill.engine.capabilities = replace(pair.prefill.engine.capabilities, max_batches_per_peer=1)
+    pair.prefill.engine.hold()
+    pair.start()
+    for name, source, target in others:
+        pair.start(name, source, target)
+    pair.run(1)
+    pair.cut()
+
+
+def test_what_a_silent_peer_writes_late_reaches_no_page(pair):
+    before = pair.decode.storage.clone()
+    silent(pair)
+    pair.run(12)
+    assert "silent for 10.0 s" in pair.decode.failed["a"]
+    slots = pair.decode.arenas[0]._storage.clone()
+    pair.prefill.engine.release()
+    pair.run(1)
+    assert not torch.equal(pair.decode.arenas[0]._storage, slots), "it was written"
+    assert torch.equal(pair.decode.storage, before)
+    assert quarantined(pair.decode.landing) == 2
+
+
+def test_a_peer_that_was_silent_can_be_fetched_from_again(pair):
+    silent(pair)
+    pair.run(12)
+    pair.mend()
+    pair.prefill.engine.release()
+    pair.run(8)
+    pair.start("b", *OTHER)
+    pair.run(1)
+    assert pair.landed(*OTHER)
+    pair.run(100, step_s=1)
+    pair.assert_idle()
+
+
+def test_what_others_send_goes_on_while_slots_of_a_silent_peer_are_in_quarantine(pair):
+    other = pair.add("Q")
+    silent(pair)
+    pair.run(9)
+    other.engine.hold()
+    pair.hold("b", OTHER[0], worker=other)
+    pair.load("b", OTHER[1], engine_id="Q", port=other.channel.port)
+    pair.run(2)
+    assert list(pair.decode.failed) == ["a"]
+    other.engine.release()
+    pair.run(1)
+    assert list(pair.decode.failed) == ["a"]
+    assert pair.landed(*OTHER, worker=other)
+
+
+def test_what_waited_to_be_sent_reaches_no_page_once_its_load_is_over():
+    """P has more to send than its engine takes; D gives all of it up, and comes back for something else."""
+    pair = Pair(ExtraConfig(num_slots=32))
+    silent(pair, [(f"r{number}", (number + 10,), (number + 31,)) for number in range(3)])
+    assert len(pair.prefill.transfers.prefill.sender.sendings) == 4
+    pair.run(12)
+    assert len(pair.decode.failed) == 4
+    before = pair.decode.storage.clone()
+    pair.mend()
+    pair.run(8)
+    pair.start("new", (20,), (41,))
+    pair.settle()
+    pair.prefill.engine.release()
+    pair.run(20, step_s=0.5)
+    assert pair.landed((20,), (41,))
+    others = [block for block in range(50) if block != 41]
+    assert torch.equal(pair.decode.storage[:, others], before[:, others])
+    pair.run(60, step_s=1)
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("late_s", [0.0, 9.0])
+def test_a_fetch_that_is_read_late_is_not_served_after_its_time(late_s):
+    """P stood still while the fetch lay in its socket; D's time goes on, and its slots are another's."""
+    pair = Pair(ExtraConfig(load_timeout_s=6.0, lease_s=100.0))
+    pair.start("warm", *SHORT)
+    pair.run(1)
+    kept = []
+    pair.network.taps.append(
+        lambda message: kept.append(message) or () if isinstance(message, Fetch) else (message,)
+    )
+    pair.start()
+    pair.run(late_s)
+    pair.network.taps.clear()
+    pair.network.said.clear()
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
+    pair.decode.channel.send(link.split(":", 2)[2], encode(kept[0]))
+    pair.run(0.2)
+    assert pair.landed() == (late_s == 0.0)
+    assert bool(pair.network.heard(Landed)) == (late_s == 0.0)

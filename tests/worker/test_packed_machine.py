@@ -42,11 +42,11 @@ class Chaos:
     def __init__(self, seed: int, *kernels: SlowKernels) -> None:
         self.random = random.Random(seed)
         self.kernels = kernels
-        path = self.random.choice(["packed", "packed", "auto"])
         config = ExtraConfig(
-            path=path, num_slots=self.random.randint(1, 4), load_timeout_s=20, lease_s=15, peer_timeout_s=6
+            num_slots=self.random.randint(1, 4), load_timeout_s=20, lease_s=15, peer_timeout_s=6
         )
-        self.pair = Pair(config, prefill_blocks=P_BLOCKS, decode_blocks=D_BLOCKS)
+        shared = self.random.random() < 0.3
+        self.pair = Pair(config, prefill_blocks=P_BLOCKS, decode_blocks=D_BLOCKS, shared=shared)
         self.other = self.pair.add("Q")
         self.blocks: dict[str, tuple[tuple[int, ...], tuple[int, ...], FakeWorker]] = {}
         self.truth: dict[str, torch.Tensor] = {}
@@ -103,11 +103,9 @@ class Chaos:
             lambda: engine.fail_next(quiescent=True),
             lambda: engine.cut_next(self.random.randint(0, 800)),
             lambda: engine.delay_next(self.random.choice([0.5, 5.0])),
+            lambda: engine.corrupt_next(self.random.randint(0, 800)),
+            lambda: engine.fail_next(quiescent=False),
         ]
-        if self.pair.path == "packed":
-            # Over the direct path nothing tells a wrong byte, and a late write may be later than we think.
-            faults.append(lambda: engine.corrupt_next(self.random.randint(0, 800)))
-            faults.append(lambda: engine.fail_next(quiescent=False))
         self.random.choice(faults)()
 
     def engine_stalls(self) -> None:

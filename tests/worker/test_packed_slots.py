@@ -9,18 +9,16 @@ import pytest
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, Load, Orders
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.messages import CreditGrant, Declined, Fetch, Landed
+from kvconnect.peer.messages import CreditGrant, Fetch, Landed
 from tests.worker.kernels import SlowKernels
-from tests.worker.pair import Pair, quarantined, without_renewal
+from tests.worker.pair import Pair, quarantined
 
 BLOCKS = 10
 """Blocks of a request: five chunks of two."""
 
 
 def crowded(num_slots, **config):
-    return Pair(
-        ExtraConfig(path="packed", num_slots=num_slots, **config), prefill_blocks=250, decode_blocks=260
-    )
+    return Pair(ExtraConfig(num_slots=num_slots, **config), prefill_blocks=250, decode_blocks=260)
 
 
 def blocks(number, count=BLOCKS):
@@ -138,7 +136,6 @@ def silent_node(pair, requests):
 def test_a_node_that_falls_silent_with_slots_does_not_keep_others_from_theirs():
     pair = crowded(6)
     silent_node(pair, 1)
-    without_renewal(pair)
     assert 0 < pair.decode.landing.taken < 6
     for number in range(10):
         pair.start(f"r{number}", *blocks(number))
@@ -178,7 +175,6 @@ def test_who_has_a_slot_already_gets_no_other_while_somebody_has_none():
 def test_one_silent_node_cannot_hold_all_slots():
     pair = crowded(6)
     silent_node(pair, 4)
-    without_renewal(pair)
     pair.run(11)
     assert len(pair.decode.failed) == 4
     assert pair.decode.landing.free > 0
@@ -238,24 +234,9 @@ def test_no_generation_is_granted_twice():
     assert addresses == {slot.address for slot in pair.decode.landing.slots}
 
 
-def test_slots_of_a_declined_fetch_go_to_those_that_wait():
-    pair = Pair(ExtraConfig(path="auto", num_slots=1))
-    pair.prefill.engine.hold()
-    for number in range(3):
-        pair.start(f"r{number}", (number + 1,), (number + 10,))
-    pair.settle()
-    assert len(pair.network.heard(Declined)) == 3
-    assert pair.decode.landing.taken == 0
-    assert not pair.decode.transfers.decode.bay._hungry
-    pair.prefill.engine.release()
-    pair.settle()
-    assert len(pair.decode.received) == 3
-    pair.assert_idle()
-
-
 def test_as_many_bytes_are_under_way_as_are_allowed():
     pair = Pair(
-        ExtraConfig(path="packed", num_slots=8, max_batch_bytes=768, max_inflight_bytes=1536),
+        ExtraConfig(num_slots=8, max_inflight_bytes=1536),
         prefill_blocks=250,
         decode_blocks=260,
     )
@@ -272,7 +253,7 @@ def test_as_many_bytes_are_under_way_as_are_allowed():
 @pytest.mark.parametrize("most_bytes", [1 << 30, 768, 1000, 1536])
 def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
     """Its batches end by their timeout only; meanwhile others are sent to with what is left."""
-    pair = crowded(4, max_inflight_bytes=most_bytes, max_batch_bytes=min(768, most_bytes))
+    pair = crowded(4, max_inflight_bytes=most_bytes)
     other = pair.add("E")
     engine, submit = pair.prefill.engine, pair.prefill.engine.submit
 
@@ -297,7 +278,7 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
 
 
 def test_two_silent_decode_nodes_cannot_hold_all_bytes():
-    pair = crowded(16, max_inflight_bytes=768, max_batch_bytes=768)
+    pair = crowded(16, max_inflight_bytes=768)
     engine, submit = pair.prefill.engine, pair.prefill.engine.submit
 
     def stuck(batch):

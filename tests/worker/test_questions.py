@@ -59,7 +59,7 @@ def test_a_worker_describes_itself(worker):
     reply = asked(worker)
     told = read_answer(reply.data, Description)
     assert before <= reply.asked_at <= told.clock_s <= reply.answered_at
-    assert (told.protocol, told.role, told.path) == (PROTOCOL_VERSION, "kv_both", "packed")
+    assert (told.protocol, told.role) == (PROTOCOL_VERSION, "kv_both")
     assert told.lane == "memory of this process"
     assert told.versions["python"]
     assert told.introduction.meaning.identity.weights == {"files": "1f"}

@@ -1,4 +1,4 @@
-"""What an engine is given: landing slots only, unless the direct path is open; and how it is given back."""
+"""What an engine is given: slots, and no page; and how it is given back."""
 
 from __future__ import annotations
 
@@ -90,13 +90,12 @@ def covers(spans, address):
     return any(span.address <= address < span.address + span.length_bytes for span in spans)
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
-@pytest.mark.parametrize("path", ["packed", "auto", "direct"])
-def test_pages_are_registered_only_where_the_direct_path_is_open(role, path):
-    spans, first, last = registered(role, path=path, slot_bytes=1 << 16)
-    assert covers(spans, first) == covers(spans, last) == (path != "packed")
-    slots = {"kv_producer": 1, "kv_consumer": 1, "kv_both": 2}[role] if path != "direct" else 0
-    assert len(spans) == slots + (path != "packed")
+@pytest.mark.parametrize(("role", "arenas"), [("kv_producer", 1), ("kv_consumer", 1), ("kv_both", 2)])
+def test_slots_are_registered_and_no_page(role, arenas):
+    spans, first, last = registered(role, slot_bytes=1 << 16)
+    assert len(spans) == arenas
+    assert not covers(spans, first)
+    assert not covers(spans, last)
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
@@ -104,8 +103,8 @@ def test_the_memory_of_all_slots_lives_as_long_as_the_worker(role, monkeypatch):
     arenas = []
 
     class Watched(Arena):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
             arenas.append(weakref.ref(self))
 
     monkeypatch.setattr("kvconnect.worker.local.Arena", Watched)

@@ -18,7 +18,7 @@ OTHER = (11, 12, 13), (31, 32, 33)
 
 @pytest.fixture
 def pair():
-    return Pair(ExtraConfig(path="packed", num_slots=2))
+    return Pair(ExtraConfig(num_slots=2))
 
 
 def sleeping(pair):

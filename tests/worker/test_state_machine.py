@@ -20,7 +20,7 @@ from kvconnect.worker.loads import (
     RankFetchEvent,
     RankFetchState,
 )
-from kvconnect.worker.outbox import PageOutbox
+from kvconnect.worker.outbox import BatchOutbox
 from kvconnect.worker.sender import Sending
 from kvconnect.worker.slots import SLOT_TRANSITIONS, SlotEvent, SlotPool, SlotState
 from kvconnect.worker.state_machine import IllegalTransition
@@ -32,7 +32,7 @@ def loading():
 
 
 def sending():
-    return Sending(("in:1", 1), "peer", PageOutbox(iter(()), 0), 1.0, 0.0)
+    return Sending(("in:1", 1), "peer", BatchOutbox(iter(()), 0), 1.0, 0.0)
 
 
 class PooledSlot:

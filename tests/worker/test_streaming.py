@@ -19,7 +19,6 @@ from tests.worker.kernels import SlowKernels
 from tests.worker.pair import BLOCK_TOKENS, Pair
 from tests.worker.prefills import Prefill
 
-PACKED = ExtraConfig(path="packed")
 SOURCE, OTHER = tuple(range(1, 11)), tuple(range(30, 20, -1))
 TARGET = tuple(range(12, 22))
 TOKENS = 10 * BLOCK_TOKENS
@@ -28,7 +27,7 @@ TOKENS = 10 * BLOCK_TOKENS
 @pytest.fixture
 def pair():
     """Ten blocks are five chunks, and there are slots for all of them."""
-    return Pair(PACKED)
+    return Pair()
 
 
 def begun(pair, tokens=TOKENS, **changes):
@@ -66,11 +65,7 @@ def test_chunks_land_as_they_are_computed(pair):
     assert prefill.landed(TARGET)
     assert (pair.decode.received, pair.decode.failed, pair.prefill.sent) == (["a"], {}, ["a"])
     assert pair.prefill.count("streamed_requests") == 1
-    assert (
-        0
-        < pair.prefill.count("streamed_bytes")
-        < pair.prefill.count("transfer_bytes", direction="sent", path="packed")
-    )
+    assert 0 < pair.prefill.count("streamed_bytes") < pair.prefill.count("transfer_bytes", direction="sent")
     idle(pair)
 
 
@@ -138,7 +133,7 @@ def test_what_the_device_has_not_computed_is_not_packed(pair):
 
 
 def test_the_time_that_an_engine_gets_is_not_used_up_by_waiting_for_the_prefill():
-    pair = Pair(ExtraConfig(path="packed", transfer_timeout_s=2, peer_timeout_s=3, load_timeout_s=50))
+    pair = Pair(ExtraConfig(transfer_timeout_s=2, peer_timeout_s=3, load_timeout_s=50))
     prefill = begun(pair)
     for tokens in range(8, TOKENS + 1, 8):
         pair.run(8, step_s=0.5)
@@ -154,9 +149,9 @@ def test_the_time_that_an_engine_gets_is_not_used_up_by_waiting_for_the_prefill(
 def test_the_time_of_the_load_bounds_it(pair):
     prefill = begun(pair)
     prefill.to(16)
-    pair.run(PACKED.load_timeout_s + 1, step_s=0.5)
+    pair.run(pair.config.load_timeout_s + 1, step_s=0.5)
     assert "a" in pair.decode.failed
-    assert pair.clock.now < 1000 + PACKED.load_timeout_s + 2
+    assert pair.clock.now < 1000 + pair.config.load_timeout_s + 2
     assert not pair.prefill.transfers.prefill.sender.sendings
     prefill.hold()
     pair.settle()
@@ -379,34 +374,6 @@ def test_a_prefix_that_d_has_is_not_sent(pair):
     idle(pair)
 
 
-@pytest.mark.parametrize("closed", ["by D", "by P"])
-def test_where_only_the_direct_path_is_open_a_fetch_waits_for_the_end(closed):
-    direct, both = ExtraConfig(path="direct"), ExtraConfig(path="auto")
-    pair = Pair(direct if closed == "by D" else both, prefill_config=direct if closed == "by P" else both)
-    prefill = begun(pair)
-    for tokens in (16, TOKENS):
-        prefill.to(tokens)
-        pair.run(6, step_s=0.5)
-        assert not pair.decode.storage.any()
-    prefill.hold()
-    pair.settle()
-    assert prefill.landed(TARGET)
-    assert pair.prefill.count("streamed_requests") == 0
-    idle(pair)
-
-
-def test_where_both_paths_are_open_what_can_be_sent_early_is_packed():
-    pair = Pair(ExtraConfig(path="auto"))
-    prefill = begun(pair)
-    prefill.to(20)
-    pair.settle()
-    assert chunks_landed(pair)
-    prefill.hold()
-    pair.settle()
-    assert prefill.landed(TARGET)
-    idle(pair)
-
-
 def test_another_engine_gets_nothing_of_what_is_being_sent(pair):
     prefill = begun(pair)
     prefill.to(20)
@@ -472,11 +439,11 @@ def test_a_peer_that_goes_away_ends_with_its_time(pair):
     pair.settle()
     pair.cut()
     prefill.to(32)
-    pair.run(PACKED.load_timeout_s + PACKED.quarantine_s + 5, step_s=0.5)
+    pair.run(pair.config.load_timeout_s + pair.config.quarantine_s + 5, step_s=0.5)
     assert "a" in pair.decode.failed
     pair.mend()
     prefill.hold()
-    pair.run(PACKED.lease_s + 1, step_s=0.5)
+    pair.run(pair.config.lease_s + 1, step_s=0.5)
     assert pair.prefill.sent == ["a"]
     idle(pair)
 
@@ -487,7 +454,7 @@ def test_whatever_happens_to_prefills_under_way_what_is_reported_is_true(seed):
     """Several at a time: they go on, are preempted, withdrawn or held; D asks sooner or later, or aborts."""
     rng = random.Random(seed)
     pair = Pair(
-        ExtraConfig(path=rng.choice(["packed", "packed", "auto"]), num_slots=rng.choice([1, 2, 6])),
+        ExtraConfig(num_slots=rng.choice([1, 2, 6])),
         slot_bytes=rng.choice([512, 1024, 4096]),
         prefill_blocks=120,
         decode_blocks=60,

@@ -138,7 +138,7 @@ def test_any_shape_is_sent_while_it_is_computed(data):
         decode_shape,
         data.draw(topologies(model, 3)),
         data.draw(topologies(model, 3)),
-        ExtraConfig(path="packed", num_slots=data.draw(st.integers(1, 4))),
+        ExtraConfig(num_slots=data.draw(st.integers(1, 4))),
         num_blocks=200,
         slot_bytes=data.draw(st.sampled_from([1 << 15, 1 << 16])),
         seed=data.draw(st.integers(0, 1000)),
@@ -177,7 +177,7 @@ def test_every_number_of_ranks_has_most_of_it_before_the_end(prefill_ranks, deco
         same_blocks(48, reverse_groups=True),
         prefill_ranks,
         decode_ranks,
-        ExtraConfig(path="packed", num_slots=2),
+        ExtraConfig(num_slots=2),
         num_blocks=120,
         slot_bytes=1 << 12,
     )
@@ -210,7 +210,6 @@ def test_layers_that_need_chunks_of_their_own_are_sent_in_the_order_in_which_the
         Model({"full": 4}, heads=2, width=16),
         same_blocks(32),
         same_blocks(32),
-        config=ExtraConfig(path="packed"),
         num_blocks=60,
         slot_bytes=1 << 13,
     )
@@ -235,7 +234,6 @@ def test_what_a_window_has_left_is_not_read_any_more():
         Model({"full": 1, "window": 1}, window=32),
         same_blocks(16),
         same_blocks(16),
-        config=ExtraConfig(path="packed"),
         num_blocks=60,
         slot_bytes=1 << 12,
     )

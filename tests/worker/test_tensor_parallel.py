@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.config import ExtraConfig
 from kvconnect.orders import Load, Orders
 from tests.worker.kernels import SlowKernels
 from tests.worker.ranks import Ranks
@@ -14,14 +13,13 @@ MODEL = Model({"full": 3})
 SHAPE = same_blocks(4)
 
 
-def make_ranks(prefill_ranks, decode_ranks, path):
-    return Ranks(MODEL, SHAPE, SHAPE, prefill_ranks, decode_ranks, ExtraConfig(path=path))
+def make_ranks(prefill_ranks, decode_ranks):
+    return Ranks(MODEL, SHAPE, SHAPE, prefill_ranks, decode_ranks)
 
 
-@pytest.mark.parametrize("path", ["direct", "packed", "auto"])
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (4, 1)])
-def test_ranks_that_divide_heads_differently(prefill_ranks, decode_ranks, path):
-    ranks = make_ranks(prefill_ranks, decode_ranks, path)
+def test_ranks_that_divide_heads_differently(prefill_ranks, decode_ranks):
+    ranks = make_ranks(prefill_ranks, decode_ranks)
     truth = ranks.prefilled("a", 11)
     blocks = ranks.fetched("a", 11)
     before = [worker.cache.outside(blocks) for worker in ranks.decode]
@@ -34,9 +32,8 @@ def test_ranks_that_divide_heads_differently(prefill_ranks, decode_ranks, path):
     ranks.assert_idle()
 
 
-@pytest.mark.parametrize("path", ["direct", "packed"])
-def test_a_rank_is_served_once_while_another_is_still_to_come(path):
-    ranks = make_ranks(1, 2, path)
+def test_a_rank_is_served_once_while_another_is_still_to_come():
+    ranks = make_ranks(1, 2)
     (prefill,), (first, second) = ranks.prefill, ranks.decode
     truth = ranks.prefilled("a", 11)
     blocks = ranks.fetched("a", 11)
@@ -62,7 +59,7 @@ def test_a_rank_is_served_once_while_another_is_still_to_come(path):
 
 @pytest.mark.parametrize("how", ["quiescent", "not quiescent", "death", "silence"])
 def test_a_request_that_one_rank_fails_is_not_reported_while_another_rank_s_chunk_is_unpacked(how):
-    ranks = Ranks(MODEL, SHAPE, SHAPE, 2, 1, ExtraConfig(path="packed"))
+    ranks = make_ranks(2, 1)
     (decode,) = ranks.decode
     good, bad = ranks.prefill
     if how in ("quiescent", "not quiescent"):

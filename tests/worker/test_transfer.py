@@ -1,4 +1,4 @@
-"""Requests that move from P to D, over either path, on a virtual clock."""
+"""Requests that move from P to D, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, LetGo, Orders
-from kvconnect.peer.messages import Fetch, Landed
+from kvconnect.peer.messages import Landed
 from tests.worker.pair import BLOCK_TOKENS, D_IDS, P_IDS, PAGE_BYTES, Pair
 
 
@@ -27,15 +27,11 @@ def test_a_request_lands_and_both_sides_forget_it(pair):
 def test_metrics_count_bytes_and_copies_on_both_sides(pair):
     pair.start()
     pair.run()
-    copies = {"direct": 9, "packed": 2}
     for worker, direction in ((pair.prefill, "sent"), (pair.decode, "received")):
         assert worker.count("transfers", direction=direction, outcome="ok") == 1
-        for path in copies:
-            taken = path == pair.path
-            bytes_moved = worker.count("transfer_bytes", direction=direction, path=path)
-            assert bytes_moved == (9 * PAGE_BYTES if taken else 0)
-            assert worker.count("copies", direction=direction, path=path) == (copies[path] if taken else 0)
-    assert len(pair.network.heard(Landed)) == (2 if pair.path == "packed" else 0)
+        assert worker.count("transfer_bytes", direction=direction) == 9 * PAGE_BYTES
+        assert worker.count("copies", direction=direction) == 2
+    assert len(pair.network.heard(Landed)) == 2
 
 
 def test_nothing_is_reported_while_the_engine_holds_the_bytes(pair):
@@ -78,13 +74,12 @@ def test_a_lease_waits_for_the_device(pair):
     assert pair.landed()
 
 
-@pytest.mark.parametrize("path", ["packed", "auto", "direct"])
-def test_nothing_is_written_to_blocks_that_the_device_still_uses(path):
-    pair, done = Pair(ExtraConfig(path=path)), []
+def test_nothing_is_written_to_blocks_that_the_device_still_uses(pair):
+    done = []
     pair.hold("a", P_IDS)
     pair.load("a", D_IDS, ready=lambda: bool(done))
     pair.run(2)
-    assert bool(pair.network.heard(Fetch)) == (path == "packed"), "what lands in slots can wait there"
+    assert pair.network.heard(Landed), "what lands in slots can wait there"
     assert not pair.decode.received
     assert not pair.landed()
     done.append(True)
@@ -95,8 +90,7 @@ def test_nothing_is_written_to_blocks_that_the_device_still_uses(path):
     pair.assert_idle()
 
 
-def test_a_load_that_is_aborted_before_its_blocks_are_unused_gives_its_slots_back():
-    pair = Pair(ExtraConfig(path="packed"))
+def test_a_load_that_is_aborted_before_its_blocks_are_unused_gives_its_slots_back(pair):
     pair.hold("a", P_IDS)
     pair.load("a", D_IDS, ready=lambda: False)
     pair.run(2)
@@ -190,7 +184,7 @@ def test_loads_beyond_the_bound_wait_their_turn():
 
 
 def test_bytes_in_flight_keep_their_bound():
-    pair = Pair(ExtraConfig(max_inflight_bytes=2 * PAGE_BYTES, max_batch_bytes=PAGE_BYTES, path="direct"))
+    pair = Pair(ExtraConfig(max_inflight_bytes=2 * PAGE_BYTES), slot_bytes=PAGE_BYTES)
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)
@@ -237,7 +231,7 @@ def test_what_wakes_the_thread_while_it_takes_messages_is_not_slept_over(is_orde
 
 
 def test_the_first_meeting_is_logged_once_by_each_side(pair, caplog):
-    """It is how an operator sees that two nodes found each other, and by which way KV travels."""
+    """It is how an operator sees that two nodes found each other, and what carries KV."""
     with caplog.at_level(logging.INFO):
         for request in ("a", "b"):
             pair.start(request)
@@ -245,4 +239,4 @@ def test_the_first_meeting_is_logged_once_by_each_side(pair, caplog):
     said = [text for text in caplog.messages if "over memory" in text]
     assert len(said) == 2
     assert any(text.startswith("prefill node ") and "is met" in text for text in said)
-    assert any(text.startswith("decode node ") and f"path {pair.path}" in text for text in said)
+    assert any(text.startswith("decode node ") and "fetches" in text for text in said)

@@ -16,7 +16,7 @@ from kvconnect.peer.transport import Transport
 from kvconnect.worker.calibration import ProbeOutbox
 from kvconnect.worker.transport import LinkMeter, refusal
 from tests.engine.faulty_engine import FaultyEngine
-from tests.worker.pair import PAGE_BYTES, SLOT_BYTES, Clock, FakeWorker, Pair, without_renewal
+from tests.worker.pair import SLOT_BYTES, Clock, FakeWorker, Pair
 
 MIB = 1 << 20
 SCRATCH_BYTES = 8 * SLOT_BYTES
@@ -37,10 +37,9 @@ class LinkEngine(FaultyEngine):
 class LinkedPair(Pair):
     """A pair over a lane, with memory to calibrate it; ``eth7`` has a megabit a second."""
 
-    def __init__(self, words="tcp", seconds=0.05, path="packed", *, prefill=None, decode=None) -> None:
+    def __init__(self, words="tcp", seconds=0.05, *, prefill=None, decode=None) -> None:
         self.words, self.seconds = words, seconds
-        configs = [ExtraConfig(**{"path": path, **(more or {})}) for more in (decode, prefill)]
-        super().__init__(configs[0], prefill_config=configs[1])
+        super().__init__(ExtraConfig(**(decode or {})), prefill_config=ExtraConfig(**(prefill or {})))
         self.prefill.local.fabric = Fabric(speeds={"eth7": 1})
 
     def __post_init__(self) -> None:
@@ -77,10 +76,9 @@ def lines(caplog, words: str, level: int) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno == level and words in one.getMessage()]
 
 
-@pytest.mark.parametrize("path", ["packed", "auto"])
-def test_both_sides_say_once_what_carries_the_bytes_and_count_them_by_it(caplog, path):
+def test_both_sides_say_once_what_carries_the_bytes_and_count_them_by_it(caplog):
     caplog.set_level(logging.INFO)
-    pair = LinkedPair("tcp/eth7", path=path)
+    pair = LinkedPair("tcp/eth7")
     for name in "abc":
         pair.request(name, 3)
         assert pair.landed()
@@ -124,14 +122,11 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("path", ["packed", "auto"])
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("setting", REFUSALS)
-def test_a_peer_that_is_reached_otherwise_is_refused_by_name_and_asked_at_the_breakers_pace(
-    setting, side, path
-):
+def test_a_peer_that_is_reached_otherwise_is_refused_by_name_and_asked_at_the_breakers_pace(setting, side):
     setting, words = REFUSALS[setting]
-    pair = LinkedPair(path=path, prefill=setting) if side == "P" else LinkedPair(path=path, decode=setting)
+    pair = LinkedPair(prefill=setting) if side == "P" else LinkedPair(decode=setting)
     pair.request("a")
     assert "its lane is tcp, at 0.000164 GB/s" in pair.decode.failed["a"]
     assert words in pair.decode.failed["a"]
@@ -155,11 +150,9 @@ def test_a_peer_that_is_reached_otherwise_is_refused_by_name_and_asked_at_the_br
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
-@pytest.mark.parametrize("path", ["packed", "auto"])
-def test_a_peer_whose_calibration_was_disturbed_is_refused_for_a_while_only(path, side):
+def test_a_peer_whose_calibration_was_disturbed_is_refused_for_a_while_only(side):
     setting = {"min_gb_per_s": 1e-4}
-    pair = LinkedPair(path=path, prefill=setting) if side == "P" else LinkedPair(path=path, decode=setting)
-    pair = without_renewal(pair)
+    pair = LinkedPair(prefill=setting) if side == "P" else LinkedPair(decode=setting)
     pair.prefill.engine.seconds = 0.3
     pair.request("a", 6)
     assert "min_gb_per_s" in pair.decode.failed["a"]
@@ -189,9 +182,8 @@ def test_another_process_at_the_address_of_a_refused_one_is_met_anew():
 
 
 @pytest.mark.parametrize("setting", REFUSALS)
-@pytest.mark.parametrize("path", ["packed", "auto"])
-def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_settings(path, setting):
-    pair = LinkedPair(path=path, decode=REFUSALS[setting][0])
+def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_settings(setting):
+    pair = LinkedPair(decode=REFUSALS[setting][0])
     pair.network.taps.append(lambda message: () if isinstance(message, Transport) else (message,))
     pair.request("a", 5)
     assert "its lane is not reported by its release" in pair.decode.failed["a"]
@@ -202,7 +194,7 @@ def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_se
     assert pair.decode.count("failures", reason="transport_refused") == 2
     assert pair.decode.count("transfer_bytes") == 0
     pair.assert_idle()
-    plain = LinkedPair(path=path)
+    plain = LinkedPair()
     plain.network.taps.append(pair.network.taps[0])
     plain.request("a", 5)
     assert plain.landed()
@@ -211,7 +203,7 @@ def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_se
 
 
 def test_a_calibration_that_failed_refuses_for_a_while_only():
-    pair = without_renewal(LinkedPair(path="auto", decode={"min_gb_per_s": 1e-6}))
+    pair = LinkedPair(decode={"min_gb_per_s": 1e-6})
     pair.prefill.engine.fail_next(True)
     pair.request("a")
     assert "at a rate that was not measured" in pair.decode.failed["a"]
@@ -223,22 +215,26 @@ def test_a_calibration_that_failed_refuses_for_a_while_only():
     pair.assert_idle()
 
 
-def test_a_peer_whose_link_cannot_be_measured_is_refused():
-    pair = LinkedPair(path="auto", decode={"min_gb_per_s": 1e-6}, prefill={"path": "direct"})
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_peer_whose_link_cannot_be_measured_is_refused(side):
+    """One side has no scratch memory."""
+    pair = LinkedPair(decode={"min_gb_per_s": 1e-6})
+    local = getattr(pair, side).local
+    local.introduction = msgspec.structs.replace(local.introduction, scratch_bytes=0)
     pair.request("a")
-    assert "no page fits into scratch memory of 0 bytes" in pair.decode.failed["a"]
     assert "at a rate that was not measured" in pair.decode.failed["a"]
+    assert "min_gb_per_s" in pair.decode.failed["a"]
 
 
 @pytest.mark.parametrize("setting", REFUSALS)
-def test_a_link_is_measured_though_no_page_fits_into_scratch_memory(setting):
-    pair = LinkedPair("UCX", path="auto", decode=REFUSALS[setting][0])
+def test_a_link_is_measured_with_however_little_scratch_memory(setting):
+    pair = LinkedPair("UCX", decode=REFUSALS[setting][0])
     for worker in (pair.prefill, pair.decode):
         ours = worker.local.introduction
-        worker.local.introduction = msgspec.structs.replace(ours, scratch_bytes=PAGE_BYTES // 2)
+        worker.local.introduction = msgspec.structs.replace(ours, scratch_bytes=64)
     for name in ("a", "b"):
         pair.request(name, 20)
-        assert f"{PAGE_BYTES / 2 / 0.05 / 1e9:.3g} GB/s" in pair.decode.failed[name]
+        assert f"{64 / 0.05 / 1e9:.3g} GB/s" in pair.decode.failed[name]
     assert len(pair.network.heard(Transport)) == 2
     assert pair.decode.count("failures", reason="peer_lost") == 0
 
@@ -300,9 +296,9 @@ def test_a_link_is_slow_if_it_is_so_four_windows_in_a_row(slow, judged):
     assert len(reported.shown) == 3 + slow - judged
 
 
-def probed(page_bytes: int, bytes_per_s: float) -> tuple[ProbeOutbox, list[int]]:
+def probed(bytes_per_s: float) -> tuple[ProbeOutbox, list[int]]:
     """A calibration over a link of this rate, and the bytes of its batches."""
-    probe, sizes = ProbeOutbox(1 << 20, 1 << 30, MIB, page_bytes, 1024), []
+    probe, sizes = ProbeOutbox(1 << 20, 1 << 30, MIB), []
     while (columns := probe.peek()) is not None:
         sizes.append(int(columns[2].sum()))
         probe.submitted(len(sizes))
@@ -313,18 +309,14 @@ def probed(page_bytes: int, bytes_per_s: float) -> tuple[ProbeOutbox, list[int]]
     return probe, sizes
 
 
-@pytest.mark.parametrize("page_bytes", [0, 512])
-def test_a_calibration_connects_by_a_small_batch_and_then_fills_the_scratch_memory(page_bytes):
-    probe, sizes = probed(page_bytes, 1e9)
-    assert sizes[:6] == [4096, 4096, 16384, 65536, 262144, page_bytes or MIB]
-    assert sizes[-3:] == [MIB] * 3
-    assert len(sizes) == (17 if page_bytes else 8)
+def test_a_calibration_connects_by_a_small_batch_and_then_fills_the_scratch_memory():
+    probe, sizes = probed(1e9)
+    assert sizes == [4096, 4096, 16384, 65536, 262144, MIB, MIB, MIB]
     assert probe.bytes_per_s == pytest.approx(1e9)
 
 
-@pytest.mark.parametrize("page_bytes", [0, 512])
 @pytest.mark.parametrize("rate", [3e3, 5e4, 1e6])
-def test_a_slow_link_is_measured_in_some_seconds(page_bytes, rate):
-    probe, sizes = probed(page_bytes, rate)
+def test_a_slow_link_is_measured_in_some_seconds(rate):
+    probe, sizes = probed(rate)
     assert probe.bytes_per_s == pytest.approx(rate)
     assert sum(sizes[1:]) / rate < 3

@@ -1,0 +1,222 @@
+"""Pack and unpack with plain torch, for a GPU without Triton: a few indexed copies per lane, on one stream.
+
+Slower than a kernel, since every lane costs launches of its own, and alike in every byte and digest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvconnect.pack.batches import Blocks, ChunkLayout, Move, PackTicket, StagedChunk
+from kvconnect.pack.casts import cast_table
+from kvconnect.pack.digest import MULTIPLIER, STEP, Streams
+from kvconnect.pack.lanes import Lanes
+from kvconnect.runner_kit.block_table import BlockIds
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LOW_HALF = (1 << 32) - 1
+
+
+class TorchMover:
+    """All work is on ``cuda_stream``; None for the one that is current now, or for a CPU."""
+
+    def __init__(
+        self, all_lanes: Sequence[Lanes], device: torch.device, cuda_stream: torch.cuda.Stream | None
+    ) -> None:
+        on_cuda = device.type == "cuda"
+        self._device = device
+        self._stream = cuda_stream or (torch.cuda.current_stream(device) if on_cuda else None)
+        self._pages = {
+            lanes: [self._pages_of(at, lanes) for at in lanes.address.tolist()] for lanes in all_lanes
+        }
+
+    def prepare(self, total_bytes: int, streams: Streams, moves: tuple[Move, ...]) -> ChunkLayout:
+        """See ``Launcher``. Nothing is worth it."""
+        return ChunkLayout(total_bytes, streams, moves)
+
+    def stage(self, layouts: Sequence[ChunkLayout], blocks: Blocks) -> list[StagedChunk]:
+        """See ``TritonMover``. The numbers of blocks go to the device with each move."""
+        return [StagedChunk(layout, blocks) for layout in layouts]
+
+    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
+        """Move the pages into the slot at this address, or out of it."""
+        if not staged.total_bytes:
+            return PackTicket(None if seed is None else 0)
+        with self._on_stream():
+            raw = self._memory(slot, staged.total_bytes)
+            for move in staged.layout.moves:
+                self._move_rows(
+                    self._pages[move.lanes][move.which], move, staged.blocks[move.pages], raw, pack
+                )
+            sums = [] if seed is None else [_digest(raw, *one, seed) for one in staged.layout.streams]
+            digest = torch.stack(sums).sum() if sums else None
+            if self._stream is None:
+                return PackTicket(None if seed is None else _number(digest))
+            return _StreamTicket(self._stream, digest, seed is not None)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _memory(self, address: int, length_bytes: int) -> torch.Tensor:
+        """So many bytes at an address of the device."""
+        if self._device.type == "cpu":
+            return torch.frombuffer((ctypes.c_uint8 * length_bytes).from_address(address), dtype=torch.uint8)
+        return torch.as_tensor(_DeviceBytes(address, length_bytes), device=self._device)
+
+    def _pages_of(self, address: int, lanes: Lanes) -> torch.Tensor:
+        """All pages of a lane: (block, token, head, plane, word)."""
+        walk, cast = lanes.walk, lanes.access.cast
+        word = math.gcd(8, walk.memory_step()) if cast is None else cast.memory_bytes
+        length_bytes = (lanes.num_blocks - 1) * walk.block_stride + walk.extent_bytes
+        shape = (lanes.num_blocks, walk.tokens, walk.heads, walk.planes, walk.run_bytes // word)
+        strides = (walk.block_stride, walk.token_stride, walk.head_stride, walk.plane_stride, word)
+        return _strided(self._memory(address, length_bytes), 0, shape, strides, word)
+
+    def _move_rows(
+        self,
+        all_pages: Sequence[torch.Tensor],
+        move: Move,
+        of_pages: BlockIds,
+        slot: torch.Tensor,
+        pack: bool,
+    ) -> None:
+        """Move the pages of each lane: the whole ones, and the first and last, of which less may travel."""
+        walk, cast, count = move.lanes.walk, move.lanes.access.cast, len(of_pages)
+        step = walk.tokens * walk.wire_token_stride
+        head = 1 if move.lead < 0 else 0
+        tail = max(head, count - 1 if move.lead + count * walk.tokens > move.rows else count)
+        for first, stop in ((0, head), (head, tail), (tail, count)):
+            if first == stop:
+                continue
+            row = move.lead + first * walk.tokens
+            skipped = max(0, -row)
+            tokens = min(walk.tokens, move.rows - row) - skipped
+            at = (row + skipped) * walk.wire_token_stride
+            blocks = of_pages[first:stop]
+            # The null block may be no memory at all: it is not read, and not written.
+            (kept,) = np.nonzero(blocks)
+            ids = torch.from_numpy(blocks[kept]).to(self._device)
+            places = torch.from_numpy(kept).to(self._device)
+            for pages, wire, scales in zip(
+                all_pages, move.wire.tolist(), move.lanes.scales[move.which].tolist(), strict=True
+            ):
+                pages = pages[:, skipped : skipped + tokens]
+                word = pages.element_size() if cast is None else cast.wire_bytes
+                word = math.gcd(word, walk.wire_step(), wire + at)
+                if cast is None and word != pages.element_size():
+                    pages = pages.contiguous().view(_INTS[word]) if pack else pages
+                shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word)
+                strides = (step, walk.wire_token_stride, walk.wire_head_stride, walk.wire_run_bytes, word)
+                in_slot = _strided(slot, wire + at, shape, strides, word)
+                if pack:
+                    found = pages[ids] if cast is None else self._cast(pages[ids], move.lanes, scales, pack)
+                    if len(kept) < len(blocks):
+                        in_slot.zero_()
+                        in_slot[places] = found
+                    else:
+                        in_slot.copy_(found)
+                else:
+                    found = in_slot[places]
+                    pages[ids] = found if cast is None else self._cast(found, move.lanes, scales, pack)
+
+    def _cast(self, codes: torch.Tensor, lanes: Lanes, scales: list[float], pack: bool) -> torch.Tensor:
+        """Values of (page, token, head, plane, value) as they are on the other side."""
+        cast, (planes, run) = lanes.access.cast, codes.shape[3:]
+        assert cast is not None
+        types = (cast.memory, cast.wire) if pack else (cast.wire, cast.memory)
+        parts = []
+        for plane in range(planes):
+            keys = min(max(lanes.key_values - plane * run, 0), run)
+            made = [
+                _table(*types, scale, self._device)[_unsigned(codes[..., plane, first:stop])]
+                for first, stop, scale in ((0, keys, scales[0]), (keys, run, scales[1]))
+                if first < stop
+            ]
+            parts.append(torch.cat(made, dim=-1))
+        return torch.stack(parts, dim=3)
+
+
+class _DeviceBytes:
+    """Memory of a GPU, as torch takes it from others."""
+
+    def __init__(self, address: int, length_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (length_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class _StreamTicket(PackTicket):
+    """Work on a stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, digest: torch.Tensor | None, has_digest: bool) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+        self._sum, self._has_digest = digest, has_digest
+
+    @property
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def digest(self) -> int | None:
+        return _number(self._sum) if self._has_digest else None
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def _number(digest: torch.Tensor | None) -> int:
+    return 0 if digest is None else int(digest.item()) % 2**64
+
+
+def _strided(
+    memory: torch.Tensor, first: int, shape: tuple[int, ...], strides: tuple[int, ...], word: int
+) -> torch.Tensor:
+    """A view of bytes as words; ``first`` and ``strides`` are in bytes, and multiples of a word."""
+    words = memory[: len(memory) // word * word].view(_INTS[word])
+    steps = tuple(stride // word for stride in strides)
+    return words.as_strided(shape, steps, words.storage_offset() + first // word)
+
+
+def _unsigned(codes: torch.Tensor) -> torch.Tensor:
+    """The bits of values, as numbers that index a table."""
+    return codes.long() & ((1 << 8 * codes.element_size()) - 1)
+
+
+@functools.lru_cache(maxsize=512)
+def _table(source: str, target: str, scale: float, device: torch.device) -> torch.Tensor:
+    """``cast_table`` on a device."""
+    made = cast_table(source, target, scale)
+    return torch.from_numpy(made.view(np.int16) if made.itemsize == 2 else made).to(device)
+
+
+def _digest(slot: torch.Tensor, offset: int, length: int, word: int, seed: int) -> torch.Tensor:
+    """The digest of one stream: see ``kvconnect.pack.digest``. int64 wraps as 64 bits without a sign do."""
+    words = slot[offset : offset + length].view(_INTS[word])
+    places = torch.arange(offset // word, offset // word + len(words), device=slot.device)
+    x = _unsigned(words) if word < 8 else words
+    x = _mix(x + (places * _signed(STEP) + _signed(seed)))
+    return x.sum()
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = x ^ (x >> 32 & _LOW_HALF)
+    x = x * _signed(MULTIPLIER)
+    return x ^ (x >> 32 & _LOW_HALF)
+
+
+def _signed(number: int) -> int:
+    """The number of 64 bits as torch has it."""
+    number %= 2**64
+    return number - 2**64 if number >= 2**63 else number
