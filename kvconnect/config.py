@@ -45,7 +45,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_leases: most requests that wait to be fetched at one time.
         max_loads: most requests that are fetched at one time; more wait their turn.
         max_peers: most peers that are remembered, each way.
-        max_batch_bytes: most bytes in one batch for the engine.
         first_rank: the number that rank 0 of this node has in ``ranks``.
     """
 
@@ -61,7 +60,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_leases: int = 4096
     max_loads: int = 256
     max_peers: int = 256
-    max_batch_bytes: int = 64 << 20
     first_rank: int = 0
 
 
@@ -166,8 +164,6 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             # Longer than the writes that it waits for, the one that a library has begun included: Mooncake
             # goes on for up to 10 s with a batch that nothing can call back.
             quarantine_s=max(_LEAST_QUARANTINE_S, self.transfer_timeout_s * 4 / 3),
-            # Several batches are under way at one time, so that the link is never idle between two.
-            max_batch_bytes=max(1, min(64 << 20, self.max_inflight_bytes // 4)),
         )
 
     @property

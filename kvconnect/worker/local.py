@@ -19,7 +19,7 @@ from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.fabric import Fabric, look_at_fabric
 from kvconnect.engine.lanes import Traffic, look_at_traffic
-from kvconnect.errors import LayoutError
+from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes, fitted_slots, spare_bytes
@@ -202,14 +202,19 @@ def open_local(
     return local
 
 
-def largest_state_bytes(table: RegionTable) -> int:
-    """What a slot must have for the recurrent states of a layer, which are not cut; 0 without any."""
+def largest_piece(table: RegionTable) -> tuple[int, str]:
+    """What a slot must have room for, in bytes, and the layer that asks for it.
+
+    A peer of equal pages gets pages whole, and the recurrent states of a layer are never cut.
+    """
     states = {group.group for group in table.groups if group.is_state}
-    by_layer = Counter[str]()
+    pieces = Counter[str]()
     for region in table.regions:
-        if region.group in states:
-            by_layer[region.layer] += div_ceil(region.page_bytes, ALIGN_BYTES) * ALIGN_BYTES
-    return max(by_layer.values(), default=0)
+        size = div_ceil(region.page_bytes, ALIGN_BYTES) * ALIGN_BYTES
+        kept = pieces[region.layer] if region.group in states else 0
+        pieces[region.layer] = max(pieces[region.layer], kept + size)
+    layer, size = max(pieces.items(), key=lambda piece: piece[1])
+    return size, layer
 
 
 def _slot_pool(arena: Arena | None) -> SlotPool:
@@ -232,7 +237,8 @@ def _make_arenas(
     metrics: Metrics,
 ) -> dict[str, Arena]:
     """The memory of our slots, by what they are for."""
-    wanted = config.extra.slot_bytes or max(auto_slot_bytes(device), largest_state_bytes(table))
+    least, layer = largest_piece(table)
+    wanted = config.extra.slot_bytes or max(auto_slot_bytes(device), least)
     # A chunk is one batch: the rest of a slot that is larger would lie idle.
     most_bytes = engine.capabilities.max_bytes // ALIGN_BYTES * ALIGN_BYTES
     wanted = slot_bytes = min(wanted, max(most_bytes, ALIGN_BYTES))
@@ -241,6 +247,12 @@ def _make_arenas(
     count, spare = config.extra.num_slots, spare_bytes(device, reserved_bytes)
     if spare is not None:
         slot_bytes, count = fitted_slots(slot_bytes, count, len(kinds), spare)
+    if slot_bytes < least:
+        raise ConfigError(
+            f"a slot has {slot_bytes} bytes (slot_bytes {config.extra.slot_bytes}, {spare} bytes of {device} "
+            f"to spare, at most {most_bytes} in one operation of the engine), but must hold a page of layer "
+            f"{layer!r}: give slot_bytes at least {least}, or leave it out"
+        )
     # Peers are calibrated with the scratch memory of one arena.
     scratch_bytes = probe_bytes(slot_bytes, device.type == "cuda")
     arenas = {

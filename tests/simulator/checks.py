@@ -349,7 +349,7 @@ class Checks:
         in_flight = sum([sum(one.in_flight.values()) for one in sending])
         fetches, expected = len(prefill.pending.fetches), len(prefill.pending.expected)
         # A chunk and a calibration are one batch each, whatever their size; and each peer may have one.
-        batch_bytes = max(config.max_batch_bytes, worker.slot_bytes, worker.memory.scratch_bytes)
+        batch_bytes = max(worker.slot_bytes, worker.memory.scratch_bytes)
         most_bytes = config.max_inflight_bytes + batch_bytes * len({one.peer for one in sending})
         for what, found, most in (
             ("loads at once", asked, config.max_loads),

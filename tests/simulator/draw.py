@@ -187,7 +187,6 @@ def _draw_config(rng: random.Random, times: dict[str, float], theme: Theme, smal
         "retry_max_s": rng.choice((0.5, 4.0)),
         **times,
     }
-    shared["max_batch_bytes"] = min(shared["max_inflight_bytes"], rng.choice((256, 1 << 16)))
     return ExtraConfig(**shared)
 
 

@@ -27,6 +27,8 @@ PROMPTLY_S = 10
 ONE_BY_ONE = ["--max-num-seqs", "1"]
 """Prompts that are computed at one time share steps: they are cut into other chunks than alone, and those of
 more than 1024 tokens round as these do. With this, a prompt is cut as it is alone, whatever else is asked."""
+PAGE_BYTES = 128 << 10
+"""Of a layer of the model "gqa": 128 tokens."""
 SPLIT_ALIKE = 512 + 1, 5 * 512 + 1
 """Tokens of prompts whose last step has one token wherever they are computed, as where they were loaded."""
 
@@ -239,8 +241,8 @@ def test_a_prefill_server_is_killed_during_transfers_and_comes_back(tmp_path, po
     decode_config = {"kv_load_failure_policy": policy, "load_timeout_s": 15}
     # All are loaded at one time, but computed one by one.
     configs = {"prefill": prefill_config, "decode": decode_config, "decode_options": ONE_BY_ONE}
-    # Four tokens in a slot, and requests take turns: when a short one has arrived, long ones have not.
-    with pair(recipe, tmp_path, "nixl", slot_bytes=32768, **configs) as (prefill, decode):
+    # One page in a slot, and requests take turns: when a short one has arrived, long ones have not.
+    with pair(recipe, tmp_path, "nixl", slot_bytes=PAGE_BYTES, num_slots=1, **configs) as (prefill, decode):
         prompts = [random_prompt(SPLIT_ALIKE[n % 2], 900 + n) for n in range(12)]
         params = [prefill.prefilled(prompt) for prompt in prompts]
 

@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.shard import HeadInterval, shard_heads
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
-from kvconnect.errors import PeerError
+from kvconnect.errors import ConfigError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.packer import Packer
@@ -21,8 +23,8 @@ from kvconnect.pack.shared_memory import MappedMemory
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import TokenSpan
-from kvconnect.plan.wire import ORDERS, align_wire
-from kvconnect.worker.local import Local, largest_state_bytes, open_local
+from kvconnect.plan.wire import align_wire
+from kvconnect.worker.local import Local, largest_piece, open_local
 from kvconnect.worker.slots import SlotPool
 from tests.identities import named
 from tests.pack.sides import DEVICE, NUM_BLOCKS, Side, models, shapes
@@ -46,6 +48,17 @@ def test_warming_up_changes_no_page_and_takes_no_slot(data, slot_bytes):
     assert [pool.taken for pool in pools] == [0, 0]
 
 
+@pytest.mark.parametrize("bound", ["slot_bytes", "max_bytes"])
+def test_a_slot_that_cannot_hold_a_page_is_refused_at_the_start(bound):
+    table = RegionTable.build(*large_pages(8192))
+    assert opened(table=table, slot_bytes=8192).introduction.slot_bytes == 8192
+    limits = {"max_bytes": 4096} if bound == "max_bytes" else {}
+    extra = {"slot_bytes": 4096} if bound == "slot_bytes" else {}
+    told = "a slot has 4096 bytes .* must hold a page of layer 'large': give slot_bytes at least 8192"
+    with pytest.raises(ConfigError, match=told):
+        opened(table=table, limits=limits, **extra)
+
+
 def test_scratch_memory_that_peers_are_sent_holds_nothing_of_before(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda size, **kwargs: torch.full((size,), 7, **kwargs))
     arena = Arena("cpu", 1 << 16, 2, 1 << 16)
@@ -55,27 +68,43 @@ def test_scratch_memory_that_peers_are_sent_holds_nothing_of_before(monkeypatch)
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_a_slot_has_room_for_the_states_of_a_layer_which_are_not_cut(data):
+def test_the_largest_piece_is_what_equal_pages_and_states_need(data):
     model = data.draw(models())
     side = Side(model, data.draw(shapes(model)), HeadInterval(0, model.total_heads), NUM_BLOCKS, 1)
-    card, slot_bytes = TableCard.of(side.table), largest_state_bytes(side.table)
+    card, (slot_bytes, layer) = TableCard.of(side.table), largest_piece(side.table)
+    assert layer in {region.layer for region in side.table.regions}
+    groups = {group.group for group in side.table.groups}
     states = {group.group for group in side.table.groups if group.is_state}
-    assert bool(slot_bytes) == bool(states)
-    for order in ORDERS if states else ():
+    for order, wanted in (("pages", groups), ("rows", states)):
         chunker = Packer(side.table, align_wire(card, card, order), side="source", device=DEVICE).chunker
-        assert chunker.cut([TokenSpan(group, 0, 1) for group in sorted(states)], slot_bytes)
+        assert bool(chunker.cut([TokenSpan(group, 0, 1) for group in sorted(wanted)], slot_bytes)) == bool(
+            wanted
+        )
 
 
-def opened(role="kv_both", bypassed=True, **extra):
-    """What a worker has for an engine that may be bypassed, or may not."""
-    cache, engine = PlainCache(8), MemoryEngine()
-    engine.capabilities = replace(engine.capabilities, may_be_bypassed=bypassed)
+def large_pages(page_bytes):
+    """What a table of one layer is built from, whose pages have so many bytes."""
+    spec = FullAttentionSpec(4, 1, page_bytes // 16, torch.float16)
+    memory = torch.zeros(2, 4, 1, page_bytes // 8, dtype=torch.float16)
+    tensors = {"large": CacheTensor(memory, "block token head content")}
+    return (
+        KVCacheConfig(2, (KVCacheGroup(("large",), spec),)),
+        {0: 4},
+        tensors,
+        {"large": shard_heads(1, 0, 1)},
+    )
+
+
+def opened(role="kv_both", bypassed=True, table=None, limits=None, **extra):
+    """What a worker has for an engine that may be bypassed, or may not, and has these limits."""
+    table, engine = table or PlainCache(8).table, MemoryEngine()
+    engine.capabilities = replace(engine.capabilities, may_be_bypassed=bypassed, **(limits or {}))
     config = parse_kv_transfer_config({"kv_role": role, "kv_connector_extra_config": {**SMALL, **extra}})
     introduction = Introduction(
-        "P", "1", 0, CacheMeaning(named(), None, 1), "memory", b"", TableCard.of(cache.table)
+        "P", "1", 0, CacheMeaning(named(), None, 1), "memory", b"", TableCard.of(table)
     )
     metrics = Metrics(CollectorRegistry())
-    return open_local(config, engine, introduction, cache.table, torch.device("cpu"), 0, metrics)
+    return open_local(config, engine, introduction, table, torch.device("cpu"), 0, metrics)
 
 
 @pytest.mark.parametrize(
