@@ -34,6 +34,7 @@ from kvconnect.worker.rank_fetches import RankFetches
 from kvconnect.worker.renewals import Renewals
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.tally import count_loaded
+from kvconnect.worker.timers import Timers
 from kvconnect.worker.transport import Transports, refusal
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,11 @@ class DecodeSide:
         reports: Reports,
         metrics: Metrics,
         randomness: random.Random,
+        timers: Timers,
     ) -> None:
         self.loads: dict[str, LoadRecord] = {}
-        self.peers = Peers(config, channel, local, metrics, randomness)
-        self.renewals = Renewals(config, self.peers, self.loads, metrics, reports.settled)
+        self.peers = Peers(config, channel, local, metrics, randomness, timers, self._handle)
+        self.renewals = Renewals(config, self.peers, metrics, reports.settled, timers)
         self.rank_fetches = RankFetches(config, self.peers, local, metrics)
         path = self.rank_fetches.path_over
         self.finds = Finds(config, self.peers, metrics, reports.found, path)
@@ -79,7 +81,7 @@ class DecodeSide:
         load = LoadRecord(order, key, now, now + self._config.load_timeout_s, is_unused)
         self.loads[order.request_id] = load
         self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
-        self.renewals.load(load)
+        self.renewals.load(load, now)
         reason = load.error or order.refusal or self.peers.refusal(key, now)
         if reason:
             load.fail(reason)
@@ -102,7 +104,7 @@ class DecodeSide:
 
     def let_go(self, order: LetGo, now: float) -> None:
         """Send a peer that nothing will be fetched under a handle."""
-        self.renewals.end(order.handle)
+        self.renewals.end(order.handle, now)
         self.peers.let_go(self._peer_of(order), order.handle, now)
 
     def _peer_of(self, order: Load | Await | LetGo | Find) -> PeerKey:
@@ -111,7 +113,8 @@ class DecodeSide:
         return key
 
     def _peers_in_use(self) -> set[PeerKey]:
-        return self.renewals.peers_in_use() | self.finds.peers_in_use()
+        in_use = self.renewals.peers_in_use() | self.finds.peers_in_use()
+        return in_use | {load.peer for load in self.loads.values()}
 
     # Frames
 
@@ -121,6 +124,7 @@ class DecodeSide:
         if found is not None:
             for event in found.session.receive(data, now):
                 self._handle(found, event, now)
+            self.peers.keep_time(found)
 
     def link_lost(self, lost: LinkLost, now: float) -> None:
         """A connection broke."""
@@ -137,18 +141,14 @@ class DecodeSide:
 
     def advance(self, now: float) -> None:
         """Let time pass: deadlines, waiting loads, and reports of what is over."""
-        for link, event in self.peers.tick(now):
-            self._handle(link, event, now)
         self.bay.advance(now)
         self._look_after([load for load in self.loads.values() if load.is_due(now)], now)
         # After that, so that a load which ended makes room for the next one at once.
         self._admit(now)
         # What came to nothing there would wait to be reported until something else wakes us.
         self._look_after([load for load in self.loads.values() if load.error], now)
-        self.renewals.advance(now)
+        self.renewals.plan(now)
         self.finds.advance(now)
-        self.peers.owe(self.rank_fetches.owed() | self.renewals.owed(), now)
-        self.peers.advance(now)
         self.peers.forget_idle(self._peers_in_use)
         self._count()
 
@@ -171,13 +171,13 @@ class DecodeSide:
     def next_deadline(self) -> float:
         """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
         times = [load.deadline for load in self.loads.values() if not load.error]
-        parts = self.peers, self.renewals, self.rank_fetches, self.finds
+        parts = self.rank_fetches, self.finds
         return min(times + [part.next_deadline() for part in parts])
 
     @property
     def waiting_for_writes(self) -> bool:
         """A peer may be writing to us right now."""
-        return bool(self.rank_fetches.owed())
+        return self.rank_fetches.num_owed > 0
 
     @property
     def waiting_for_device(self) -> bool:
@@ -225,7 +225,7 @@ class DecodeSide:
                 self._engine.capabilities,
             )
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
-        self.renewals.met(link.peer.key, now)
+        self.renewals.met(link.peer.key)
         self.finds.met(link, now)
 
     def _reached(self, link: RankLink, found: Transport, now: float) -> None:
@@ -258,12 +258,12 @@ class DecodeSide:
         peer, rank, rule = link.peer, link.rank, LOSS_RULES[loss]
         self._metrics.failures.labels("peer_lost").inc()
         logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
-        self.peers.drop(link)
+        self.peers.drop(link, now)
         self.finds.lost(link.name, reason)
         peer.last_loss = now, loss, reason
         if rule.is_out_of_reach or link.session.peer is None:
             self.peers.failed(peer, reason, now)
-            self.renewals.failed(peer.key, reason)
+            self.renewals.failed(peer.key, reason, now)
         elif rule.asks_again:
             # It has forgotten us, having more peers than it remembers: back only with something to ask.
             peer.was_met = False
@@ -330,6 +330,7 @@ class DecodeSide:
     def _finish(self, load: LoadRecord, now: float) -> None:
         request_id = load.order.request_id
         del self.loads[request_id]
+        self.renewals.loaded(load)
         try:
             count_loaded(self._metrics, load, now)
             self._metrics.loads.set(len(self.loads))

@@ -10,7 +10,7 @@ import logging
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.addresses import is_address, join_address, split_address
@@ -31,6 +31,7 @@ from kvconnect.plan.chunks import RequestCutter
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.loads import PeerKey
 from kvconnect.worker.local import Local
+from kvconnect.worker.timers import Timer, Timers
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class RankLink:
     ``path`` is made for the first fetch, or is why nothing fits.
     ``was_met`` once introduced; both keep ``share``. Its clock is ahead by ``clock_ahead_s`` at least.
     ``found`` is what carries its bytes, ``refusal`` why settings refuse it. ``is_ragged``: see ``Results``.
+    ``asked`` are the transfers that it owes an answer about.
     """
 
     name: str
@@ -58,6 +60,7 @@ class RankLink:
     rank: int
     address: str
     session: Session
+    timer: Timer
     path: FetchPath | str = ""
     clock_ahead_s: float = 0.0
     was_met: bool = False
@@ -65,6 +68,7 @@ class RankLink:
     found: Transport | None = None
     refusal: str = ""
     is_ragged: bool = False
+    asked: set[int] = field(default_factory=set)
 
     @property
     def is_ready(self) -> bool:
@@ -82,10 +86,11 @@ class Peer:
     as long as it is to be met again after that; ``is_warm`` where an operator wants it met in any case.
     ``last_loss`` is when and how a connection to it was lost last, and why.
     ``lanes`` is open while a rank of it is reached otherwise than settings want, and ``breaker`` while it is
-    not reached: to greet it resets that one alone.
+    not reached: to greet it resets that one alone. ``timer`` is armed while it is to be met again.
     """
 
     key: PeerKey
+    timer: Timer
     breaker: Breaker = field(default_factory=Breaker)
     lanes: Breaker = field(default_factory=Breaker)
     links: dict[int, RankLink] = field(default_factory=dict)
@@ -124,7 +129,10 @@ class Peer:
 
 
 class Peers:
-    """Peers by the name that requests give them, and connections that are not over by their own."""
+    """Peers by the name that requests give them, and connections that are not over by their own.
+
+    ``happened`` is called with what happens to a connection because time passes.
+    """
 
     def __init__(
         self,
@@ -133,6 +141,8 @@ class Peers:
         local: Local,
         metrics: Metrics,
         randomness: random.Random,
+        timers: Timers,
+        happened: Callable[[RankLink, Event, float], None],
     ) -> None:
         self.peers: dict[PeerKey, Peer] = {}
         self.links: dict[str, RankLink] = {}
@@ -142,9 +152,15 @@ class Peers:
         self._local = local
         self._metrics = metrics
         self._randomness = randomness
+        self._timers = timers
+        self._happened = happened
+        self._awaited: set[PeerKey] = set()
         # One that is asked by name is to answer the first question too; a list of all may have our own.
         warm = map(split_address, (*config.warm_peers, *config.sources))
-        self._warm = [known for known in warm if known not in (None, (config.host, config.port))]
+        self._warm = [known for known in warm if known is not None and known != (config.host, config.port)]
+        self._warming = timers.timer(self._warm_all)
+        if self._warm:
+            self._warming.at(-math.inf)
         self._past: OrderedDict[tuple[str, int, int], deque[tuple[str, str]]] = OrderedDict()
         self._link_numbers = itertools.count(1)
 
@@ -158,39 +174,48 @@ class Peers:
             found.session.send(message)
             self.flush(found)
 
-    def tick(self, now: float) -> Iterator[tuple[RankLink, Event]]:
-        """Let time pass on all connections: what happened, and where."""
-        for link in list(self.links.values()):
-            for event in link.session.tick(now):
-                yield link, event
+    def keep_time(self, link: RankLink) -> None:
+        """Something was received over a connection, or sent: it has another time to be silent."""
+        if link.name in self.links:
+            link.timer.at(link.session.next_tick())
 
-    def next_deadline(self) -> float:
-        """The time by which ``tick`` or ``advance`` has something to do; endless for never."""
-        times = [link.session.next_tick() for link in self.links.values()]
-        times += [peer.breaker.retry_at for peer in self.peers.values() if peer.is_to_meet]
-        return min(times, default=math.inf)
+    def _let_pass(self, link: RankLink, now: float) -> None:
+        for event in link.session.tick(now):
+            self._happened(link, event, now)
+        self.flush(link)
+        self.keep_time(link)
 
-    def advance(self, now: float) -> None:
-        """Let time pass: meet those that are to be warm, and meet again those that were lost."""
-        self._warm_up(now)
-        for peer in self.peers.values():
-            if not peer.is_to_meet or not peer.breaker.may_try(now):
-                continue
-            if peer.is_warm and peer.key[0]:
-                # It may come back under another name, under which it is a peer of its own.
-                peer.is_warm = False
-            elif peer.is_warm or now - peer.used_at < _KEPT_S:
-                self._connect(peer, 0, peer.key[1], peer.key[2], now)
-            else:
-                peer.was_met = False
+    def _plan_meeting(self, peer: Peer, now: float) -> None:
+        if peer.is_to_meet:
+            peer.timer.at(max(now, peer.breaker.retry_at))
 
-    def _warm_up(self, now: float) -> None:
-        if not self._warm:
+    def _meet_again(self, peer: Peer, now: float) -> None:
+        """Meet a peer that was lost, if it was of use lately or is to be warm."""
+        if not peer.is_to_meet:
             return
-        known = {peer.key[1:]: peer for peer in self.peers.values() if peer.is_warm or 0 in peer.links}
+        if not peer.breaker.may_try(now):
+            peer.timer.at(peer.breaker.retry_at)
+            return
+        host, port = peer.key[1:]
+        if peer.is_warm and peer.key[0]:
+            # It may come back under another name, under which it is a peer of its own.
+            peer.is_warm = False
+            self._warm_up(host, port, now)
+        if peer.is_warm or now - peer.used_at < _KEPT_S:
+            self._connect(peer, 0, host, port, now)
+        else:
+            peer.was_met = False
+
+    def _warm_all(self, now: float) -> None:
         for host, port in self._warm:
-            peer = known.get((host, port)) or self.reach(("", host, port), now)
-            peer.is_warm = True
+            self._warm_up(host, port, now)
+
+    def _warm_up(self, host: str, port: int, now: float) -> None:
+        known = (peer for peer in self.peers.values() if peer.key[1:] == (host, port))
+        met = next((peer for peer in known if peer.is_warm or 0 in peer.links), None)
+        peer = met or self.reach(("", host, port), now)
+        peer.is_warm = True
+        self._plan_meeting(peer, now)
 
     def refusal(self, key: PeerKey, now: float) -> str:
         """Why there is no use in asking a peer anything now, or nothing."""
@@ -216,21 +241,27 @@ class Peers:
 
     def reach(self, key: PeerKey, now: float) -> Peer:
         """The peer of this name; it is greeted if that was not done, and its breaker permits it."""
-        if (peer := self.peers.get(key)) is None:
-            peer = self.peers[key] = Peer(key)
+        peer = self.peers.get(key) or self._remember(key)
         peer.used_at = now
         if 0 not in peer.links and peer.breaker.may_try(now):
             self._connect(peer, 0, key[1], key[2], now)
+        return peer
+
+    def _remember(self, key: PeerKey) -> Peer:
+        peer = Peer(key, self._timers.timer(lambda now: self._meet_again(peer, now)))
+        self.peers[key] = peer
         return peer
 
     def _connect(self, peer: Peer, rank: int, host: str, port: int, now: float) -> RankLink:
         peer.breaker.tried()
         session = Session(Side.DECODE, self._local.introduce(), self._config)
         name = f"{peer.key[0]}/{rank}#{next(self._link_numbers)}"
-        link = RankLink(name, peer, rank, join_address(host, port), session)
+        timer = self._timers.timer(lambda now: self._let_pass(link, now))
+        link = RankLink(name, peer, rank, join_address(host, port), session, timer)
         peer.links[rank] = self.links[link.name] = link
         self._channel.connect(link.name, host, port)
         session.greet(now)
+        self._owe(link, now)
         self.flush(link)
         return link
 
@@ -283,7 +314,7 @@ class Peers:
                 )
         return ""
 
-    def drop(self, link: RankLink) -> None:
+    def drop(self, link: RankLink, now: float) -> None:
         """A connection is over, and with it what was to be sent over it."""
         if link.session.peer is not None:
             _, host, port = link.peer.key
@@ -294,9 +325,11 @@ class Peers:
         del link.peer.links[link.rank]
         link.peer.releases.pop(link.rank, None)
         self._close(link)
+        self._plan_meeting(link.peer, now)
 
     def _close(self, link: RankLink) -> None:
         del self.links[link.name]
+        link.timer.cancel()
         self._channel.drop(link.name)
 
     def past_links(self, link: RankLink, incarnation: str = "") -> set[str]:
@@ -329,6 +362,7 @@ class Peers:
     def failed(self, peer: Peer, reason: str, now: float) -> None:
         """A peer could not be reached, or is unusable: it is left alone for a while."""
         peer.breaker.failed(reason, self._config.retry_max_s, self._randomness, now)
+        self._plan_meeting(peer, now)
 
     def let_go(self, key: PeerKey, handle: str, now: float) -> None:
         """Nothing will be fetched under a handle. A peer that is out of reach is notified when it is back."""
@@ -357,11 +391,28 @@ class Peers:
                     link.session.send(Release(handle, max(1, peer.consumers.get(rank, 0))))
                 self.flush(link)
 
-    def owe(self, owed: Container[str], now: float) -> None:
-        """Silence of a peer is a failure only while it owes an answer: over these connections."""
-        for link in self.links.values():
-            link.session.owe(link.name in owed, now)
-            self.flush(link)
+    def ask(self, link: RankLink, transfer_id: int, now: float) -> None:
+        """A peer owes an answer about a transfer: until then its silence is a failure."""
+        link.asked.add(transfer_id)
+        self._owe(link, now)
+
+    def answered(self, link: str, transfer_id: int, now: float) -> None:
+        """It owes none about that transfer any more."""
+        found = self.links.get(link)
+        if found is not None:
+            found.asked.discard(transfer_id)
+            self._owe(found, now)
+
+    def await_news(self, key: PeerKey, is_awaited: bool, now: float) -> None:
+        """Whether a peer owes news of what requests wait for."""
+        (self._awaited.add if is_awaited else self._awaited.discard)(key)
+        peer = self.peers.get(key)
+        for link in peer.links.values() if peer is not None else ():
+            self._owe(link, now)
+
+    def _owe(self, link: RankLink, now: float) -> None:
+        link.session.owe(bool(link.asked) or link.peer.key in self._awaited, now)
+        self.keep_time(link)
 
     def forget_idle(self, in_use: Callable[[], Container[PeerKey]]) -> None:
         """Keep as many peers as we may, those that are used, or would be met again at once, in any case."""
@@ -373,6 +424,7 @@ class Peers:
         for peer in idle[: len(self.peers) - self._config.max_peers]:
             for link in peer.links.values():
                 self._close(link)
+            peer.timer.cancel()
             del self.peers[peer.key]
 
     def flush(self, link: RankLink) -> None:

@@ -53,16 +53,14 @@ class RankFetches:
         self._peers = peers
         self._local = local
         self._metrics = metrics
+        self.num_owed = 0
+        """Those about which an answer is owed, before which the peer may write to us."""
         self._asked: dict[int, RankFetch] = {}
         self._cancelled: OrderedDict[int, str] = OrderedDict()
         self._transfer_ids = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._asked)
-
-    def owed(self) -> set[str]:
-        """The connections over which an answer is owed, before which the peer may write to us."""
-        return {fetch.link for fetch in self._asked.values() if fetch.is_owed}
 
     def next_deadline(self) -> float:
         """The time by which something is to be done about these fetches even if nothing arrives."""
@@ -87,6 +85,8 @@ class RankFetches:
         fetch.move(RankFetchEvent.ASK)
         fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
         self._asked[transfer_id] = fetch
+        self.num_owed += 1
+        self._peers.ask(link, transfer_id, now)
         message = Fetch(
             transfer_id=transfer_id,
             handle=order.handle,
@@ -189,11 +189,11 @@ class RankFetches:
                 # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
                 self.bay.answered(written, fetch.link, kept_until)
             case RankFetchState.ASKED if written.ok and written.quiescent:
-                self._all_written(fetch, written)
+                self._all_written(fetch, written, now)
             case RankFetchState.ASKED:
-                self._broken_off(fetch, written, None if written.quiescent else kept_until)
+                self._broken_off(fetch, written, None if written.quiescent else kept_until, now)
 
-    def _broken_off(self, fetch: RankFetch, written: Written, until: float | None) -> None:
+    def _broken_off(self, fetch: RankFetch, written: Written, until: float | None, now: float) -> None:
         """The peer has stopped submitting; what it could not call back may be written until then."""
         load = fetch.load
         if written.again and written.quiescent and not load.error and fetch.repeats < MOST_REPEATS:
@@ -201,26 +201,26 @@ class RankFetches:
             fetch.repeats += 1
             self.bay.close(fetch.landing, until, written.unsettled)
             load.epochs.pop(fetch.rank, None)
-            self._leave(fetch, RankFetchEvent.REPEAT)
+            self._leave(fetch, RankFetchEvent.REPEAT, now)
             return
         load.fail(written.error or "the peer gave no reason")
-        self._end(fetch, until, written.unsettled)
+        self._end(fetch, until, now, written.unsettled)
 
-    def _all_written(self, fetch: RankFetch, written: Written) -> None:
+    def _all_written(self, fetch: RankFetch, written: Written, now: float) -> None:
         """Every byte was written: it counts if it belongs to the lease under which the fetch was accepted."""
         load = fetch.load
         # No epoch was reported if no chunk has landed, which fails by itself.
         if written.epoch != fetch.epoch and fetch.epoch:
             self._metrics.failures.labels("epoch").inc()
             load.fail("what was written is not of the lease under which the peer accepted the fetch")
-            self._end(fetch, None)
+            self._end(fetch, None, now)
             return
         moved = load.moved.setdefault(self._peers.lane(fetch.link), [0, 0])
         moved[0] += written.total_bytes
         moved[1] += written.copies
         if math.isfinite(written.seconds):
             load.seconds = max(load.seconds, written.seconds)
-        fetch.move(RankFetchEvent.ARRIVE)
+        self._leave(fetch, RankFetchEvent.ARRIVE, now)
         if fetch.landing is not None:
             # It has no use for more slots.
             fetch.landing.due = 0
@@ -230,11 +230,11 @@ class RankFetches:
     def move_on(self, load: LoadRecord, now: float) -> None:
         """Do what can be done about the fetches of a load: commit what landed, wind up what failed."""
         for fetch in load.fetches.values():
-            self._check_landing(fetch)
+            self._check_landing(fetch, now)
         for fetch in load.fetches.values() if load.error else ():
             self._wind_up(fetch, now)
 
-    def _check_landing(self, fetch: RankFetch) -> None:
+    def _check_landing(self, fetch: RankFetch, now: float) -> None:
         """What landed is unpacked: commit it, or fail."""
         load, landing = fetch.load, fetch.landing
         is_unpacking = fetch.state is RankFetchState.UNPACKING
@@ -247,18 +247,18 @@ class RankFetches:
         missing = landing.missing if landing is not None else 0
         if missing or load.error:
             load.fail(f"the peer says that all is written, but {missing} chunks did not land")
-            self._leave(fetch, RankFetchEvent.FAIL)
+            self._leave(fetch, RankFetchEvent.FAIL, now)
         else:
-            self._leave(fetch, RankFetchEvent.LAND)
+            self._leave(fetch, RankFetchEvent.LAND, now)
 
     def _wind_up(self, fetch: RankFetch, now: float) -> None:
         """End a fetch of a load that failed, by the way that its state allows."""
         match fetch.state:
             case RankFetchState.MEETING if not fetch.is_unpacking:
-                self._leave(fetch, RankFetchEvent.FAIL)
+                self._leave(fetch, RankFetchEvent.FAIL, now)
             case RankFetchState.ASKED:
                 # The peer answers a cancel as soon as it has stopped; until then it may write.
-                self._end(fetch, self._longest_write(fetch.load, now))
+                self._end(fetch, self._longest_write(fetch.load, now), now)
                 self._peers.send(fetch.link, Cancel(fetch.transfer_id))
                 self._cancelled[fetch.transfer_id] = fetch.link
                 while len(self._cancelled) > _MOST_CANCELLED:
@@ -266,25 +266,33 @@ class RankFetches:
             case RankFetchState.UNPACKING:
                 # What waits in slots for its blocks is not unpacked any more.
                 self.bay.close(fetch.landing, None)
-                self._check_landing(fetch)
+                self._check_landing(fetch, now)
 
     def _end(
-        self, fetch: RankFetch, writes_until: float | None, unsettled: Container[int] | None = None
+        self,
+        fetch: RankFetch,
+        writes_until: float | None,
+        now: float,
+        unsettled: Container[int] | None = None,
     ) -> None:
         """End a fetch that failed after it was asked. Until ``writes_until`` the peer may write to its slots.
 
         ``unsettled`` are their generations, as it reported them.
         """
         self.bay.close(fetch.landing, writes_until, unsettled)
-        self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL)
+        self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL, now)
 
     def _longest_write(self, load: LoadRecord, now: float) -> float:
         """When a silent peer has stopped for sure: it may start writes until the load's deadline."""
         return max(now, load.deadline) + self._config.quarantine_s
 
-    def _leave(self, fetch: RankFetch, event: RankFetchEvent) -> None:
+    def _leave(self, fetch: RankFetch, event: RankFetchEvent, now: float) -> None:
         """Change a fetch's state, and forget its number if it has no use for it any more."""
+        was_owed = fetch.is_owed
         fetch.move(event)
+        if was_owed:
+            self.num_owed -= 1
+            self._peers.answered(fetch.link, fetch.transfer_id, now)
         if fetch.over or fetch.state is RankFetchState.MEETING:
             self._asked.pop(fetch.transfer_id, None)
 
@@ -300,8 +308,8 @@ class RankFetches:
             if LOSS_RULES[loss].asks_again and not (load.met_again or load.error):
                 load.met_again = is_any_again = True
                 self.bay.close(fetch.landing, None)
-                self._leave(fetch, RankFetchEvent.FORGET)
+                self._leave(fetch, RankFetchEvent.FORGET, now)
                 continue
             load.fail(reason)
-            self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now))
+            self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now), now)
         return is_any_again

@@ -7,7 +7,7 @@ gets at most one a second, or three to a lease where that is shorter; what is lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.config import ExtraConfig
@@ -16,6 +16,7 @@ from kvconnect.orders import Await
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
 from kvconnect.worker.loads import LoadRecord, PeerKey
 from kvconnect.worker.peers import Peer, Peers, RankLink
+from kvconnect.worker.timers import Timer, Timers
 
 _SHORTEST_S, _LONGEST_S = 0.05, 30.0
 _PACE_S = 1.0
@@ -61,6 +62,20 @@ def interval_s(lease_s: float) -> float:
     return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
 
+@dataclass(eq=False)
+class _Account:
+    """What one peer holds for us: ``awaited_news`` counts those that are to be reported once settled."""
+
+    key: PeerKey
+    timer: Timer
+    kept: dict[Renewable, None] = field(default_factory=dict)
+    awaited_news: int = 0
+
+    def wanted(self) -> Iterator[Renewable]:
+        """Everything that is not lost."""
+        return (wanted for wanted in self.kept if not wanted.error)
+
+
 class Renewals:
     """What this node counts on at its peers: handles that requests wait for, and loads under way.
 
@@ -71,19 +86,19 @@ class Renewals:
         self,
         config: ExtraConfig,
         peers: Peers,
-        loads: Mapping[str, LoadRecord],
         metrics: Metrics,
         settled: Callable[[str], None],
+        timers: Timers,
     ) -> None:
         self.awaited: dict[str, Awaited] = {}
         self._config = config
         self._peers = peers
-        self._loads = loads
         self._metrics = metrics
         self._settled = settled
+        self._timers = timers
+        self._accounts: dict[PeerKey, _Account] = {}
         self._unplanned: list[Renewable] = []
         self._just_met: set[PeerKey] = set()
-        self._look_at = math.inf
 
     def keep(self, order: Await, key: PeerKey, now: float) -> None:
         """A request waits that may load under a handle."""
@@ -91,79 +106,110 @@ class Renewals:
         if awaited is None:
             awaited = self.awaited[order.handle] = Awaited(order.handle, key, now)
             self._reach(awaited, now)
-            self._unplanned.append(awaited)
-        if order.reports:
+            self._add(awaited)
+        if order.reports and not awaited.reports:
             awaited.reports = True
-            awaited.renew_at = self._look_at = now
-            self._report_if_settled(awaited)
+            awaited.renew_at = now
+            account = self._accounts[awaited.peer]
+            account.timer.at(now)
+            account.awaited_news += 1
+            if account.awaited_news == 1:
+                self._peers.await_news(awaited.peer, True, now)
+            self._report_if_settled(awaited, now)
 
-    def end(self, handle: str) -> Awaited | None:
+    def end(self, handle: str, now: float) -> Awaited | None:
         """It is loaded, or let go."""
-        return self.awaited.pop(handle, None)
+        awaited = self.awaited.pop(handle, None)
+        if awaited is not None:
+            self._no_more_news(awaited, now)
+            self._remove(awaited)
+        return awaited
 
-    def load(self, load: LoadRecord) -> None:
+    def load(self, load: LoadRecord, now: float) -> None:
         """A load begins, with what is known of its handle."""
         if not load.handle:
             return
-        awaited = self.end(load.handle)
+        awaited = self.end(load.handle, now)
         if awaited is not None and awaited.peer == load.peer:
             load.epochs, load.renew_at = awaited.epochs, awaited.renew_at
             if awaited.error:
                 load.fail(awaited.error)
-        self._unplanned.append(load)
+        self._add(load)
+
+    def loaded(self, load: LoadRecord) -> None:
+        """A load is over."""
+        if load.handle:
+            self._remove(load)
+
+    def _add(self, wanted: Renewable) -> None:
+        account = self._accounts.get(wanted.peer) or self._open(wanted.peer)
+        account.kept[wanted] = None
+        self._unplanned.append(wanted)
+
+    def _open(self, key: PeerKey) -> _Account:
+        account = _Account(key, self._timers.timer(lambda now: self._renew(account, now)))
+        self._accounts[key] = account
+        return account
+
+    def _remove(self, wanted: Renewable) -> None:
+        account = self._accounts[wanted.peer]
+        del account.kept[wanted]
+        if not account.kept:
+            account.timer.cancel()
+            del self._accounts[wanted.peer]
+
+    def _no_more_news(self, awaited: Awaited, now: float) -> None:
+        if not awaited.reports:
+            return
+        awaited.reports = False
+        account = self._accounts[awaited.peer]
+        account.awaited_news -= 1
+        if not account.awaited_news:
+            self._peers.await_news(awaited.peer, False, now)
 
     def peers_in_use(self) -> set[PeerKey]:
-        """Peers of loads, and those that are asked about what requests wait for."""
-        return self._asked() | {load.peer for load in self._loads.values()}
+        """Peers that are asked about what requests wait for."""
+        return {key for key, account in self._accounts.items() if account.awaited_news}
 
-    def owed(self) -> set[str]:
-        """Connections over which a peer owes an answer about what requests wait for."""
-        known = (self._peers.peers[key] for key in self._asked() if key in self._peers.peers)
-        return {link.name for peer in known for link in peer.links.values()}
-
-    def met(self, key: PeerKey, now: float) -> None:
+    def met(self, key: PeerKey) -> None:
         """A peer was met: what it holds was not renewed for a while."""
         self._just_met.add(key)
-        for wanted in self._all():
-            if wanted.peer == key:
-                wanted.renew_at = math.inf
-                self._unplanned.append(wanted)
-        self._look_at = now
+        account = self._accounts.get(key)
+        for wanted in account.wanted() if account is not None else ():
+            wanted.renew_at = math.inf
+            self._unplanned.append(wanted)
 
-    def failed(self, key: PeerKey, reason: str) -> None:
+    def failed(self, key: PeerKey, reason: str, now: float) -> None:
         """A peer is out of reach, or unusable: what it does not hold yet, and is asked for, is lost."""
-        for awaited in self.awaited.values():
-            if awaited.peer == key and awaited.reports:
+        account = self._accounts.get(key)
+        for awaited in list(account.kept) if account is not None else ():
+            if isinstance(awaited, Awaited) and awaited.reports:
                 awaited.fail(reason)
-                self._report_if_settled(awaited)
+                self._report_if_settled(awaited, now)
 
-    def next_deadline(self) -> float:
-        """The time by which ``advance`` has something to do; endless for never."""
-        return self._look_at
-
-    def advance(self, now: float) -> None:
-        """Have peers hold what is due."""
+    def plan(self, now: float) -> None:
+        """Set when what is new is renewed first: at the end of a turn, in which it may be asked for."""
         for wanted in self._unplanned:
-            self._plan_first(wanted, now)
-            # A load of a peer that is not known yet is planned with when it is met.
-            self._look_at = min(self._look_at, wanted.renew_at)
+            account = self._accounts.get(wanted.peer)
+            if account is not None and wanted in account.kept:
+                self._plan_first(wanted, now)
+                # A load of a peer that is not known yet is planned with when it is met.
+                account.timer.by(wanted.renew_at)
         self._unplanned.clear()
         self._just_met.clear()
-        if now < self._look_at:
-            return
-        self._give_up(now)
-        by_peer: dict[PeerKey, list[Renewable]] = {}
-        for wanted in self._all():
-            by_peer.setdefault(wanted.peer, []).append(wanted)
-        for key, pending in by_peer.items():
-            peer = self._peers.peers.get(key)
-            if peer is None or not peer.is_ready:
-                self._try(key, pending, now)
-            elif due := _take_due(pending, interval_s(peer.lease_s), now):
-                peer.renewed_at = peer.used_at = now
-                for rank in peer.partners:
-                    self._renew_at_rank(peer, rank, due, now)
-        self._look_at = min((wanted.renew_at for wanted in self._all()), default=math.inf)
+
+    def _renew(self, account: _Account, now: float) -> None:
+        """Have a peer hold what is due."""
+        self._give_up(account, now)
+        pending = list(account.wanted())
+        peer = self._peers.peers.get(account.key)
+        if peer is None or not peer.is_ready:
+            self._try(account.key, pending, now)
+        elif due := _take_due(pending, interval_s(peer.lease_s), now):
+            peer.renewed_at = peer.used_at = now
+            for rank in peer.partners:
+                self._renew_at_rank(peer, rank, due, now)
+        account.timer.by(min((wanted.renew_at for wanted in account.wanted()), default=math.inf))
 
     def _plan_first(self, wanted: Renewable, now: float) -> None:
         """Set when something is renewed first: at once what its peer was asked for before it was met."""
@@ -178,11 +224,13 @@ class Renewals:
 
     def renewed(self, link: RankLink, renewed: Renewed, now: float) -> None:
         """A peer reports what it still holds. What it was asked for already it answers for by itself."""
-        rank = link.rank
+        rank, account = link.rank, self._accounts.get(link.peer.key)
+        if account is None:
+            return
         found: dict[str, Renewable] = {
             wanted.handle: wanted
-            for wanted in self._all()
-            if wanted.peer == link.peer.key and wanted.counts_on(rank) and wanted.is_to_ask_of(rank)
+            for wanted in account.wanted()
+            if wanted.counts_on(rank) and wanted.is_to_ask_of(rank)
         }
         for handle, epoch in renewed.epochs:
             if handle in found and found[handle].epochs.setdefault(rank, epoch) != epoch:
@@ -197,7 +245,7 @@ class Renewals:
             if isinstance(wanted := found.get(handle), Awaited):
                 self._not_held_yet(wanted, now)
         for wanted in found.values():
-            self._report_if_settled(wanted)
+            self._report_if_settled(wanted, now)
 
     def _not_held_yet(self, awaited: Awaited, now: float) -> None:
         until = awaited.since + self._config.early_fetch_s
@@ -206,31 +254,21 @@ class Renewals:
             awaited.fail("no request is held under this handle")
         else:
             awaited.renew_at = min(awaited.renew_at, max(until, now + _PACE_S))
-            self._look_at = min(self._look_at, awaited.renew_at)
+            self._accounts[awaited.peer].timer.by(awaited.renew_at)
 
-    def _asked(self) -> set[PeerKey]:
-        return {awaited.peer for awaited in self.awaited.values() if awaited.reports}
-
-    def _all(self) -> Iterator[Renewable]:
-        """Everything that is not lost."""
-        for records in (self.awaited, self._loads):
-            for wanted in records.values():
-                if wanted.handle and not wanted.error:
-                    yield wanted
-
-    def _report_if_settled(self, wanted: Renewable) -> None:
+    def _report_if_settled(self, wanted: Renewable, now: float) -> None:
         """The peer holds it, which its ranks begin all at once, or never will."""
         if isinstance(wanted, Awaited) and wanted.reports and (wanted.epochs or wanted.error):
-            wanted.reports = False
+            self._no_more_news(wanted, now)
             self._settled(wanted.handle)
 
-    def _give_up(self, now: float) -> None:
+    def _give_up(self, account: _Account, now: float) -> None:
         """A peer that is alive may never report what becomes of a handle."""
         longest_s = self._config.lease_max_s
-        for awaited in self.awaited.values():
-            if awaited.reports and now >= awaited.since + longest_s:
+        for awaited in account.kept:
+            if isinstance(awaited, Awaited) and awaited.reports and now >= awaited.since + longest_s:
                 awaited.fail(f"it was not held within {longest_s} s, which is lease_max_s")
-                self._report_if_settled(awaited)
+                self._report_if_settled(awaited, now)
 
     def _reach(self, awaited: Awaited, now: float) -> None:
         # What only waits makes no more connections than may be remembered; what is asked for is like a load.
@@ -247,7 +285,7 @@ class Renewals:
                 # It meets its peer itself.
                 wanted.renew_at = math.inf
         if reason := self._peers.refusal(key, now):
-            self.failed(key, reason)
+            self.failed(key, reason, now)
 
     def _renew_at_rank(self, peer: Peer, rank: int, due: Iterable[Renewable], now: float) -> None:
         link = self._peers.connect_rank(peer, rank, now)

@@ -27,11 +27,12 @@ from kvconnect.peer.messages import OTHER_WEIGHTS
 from kvconnect.timeline import Turns
 from kvconnect.worker.decode_side import DecodeSide
 from kvconnect.worker.device_steps import Finished
-from kvconnect.worker.error_counting import ErrorsCounted
+from kvconnect.worker.error_counting import ErrorsCounted, count_error
 from kvconnect.worker.local import Local
 from kvconnect.worker.prefill_side import PrefillSide
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.tally import count_pulls
+from kvconnect.worker.timers import Timers
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class TransferThread:
     ) -> None:
         chance = randomness or random.SystemRandom()
         self.prefill = PrefillSide(config, local, channel, reports, metrics, chance)
-        self.decode = DecodeSide(config, local, channel, reports, metrics, chance)
+        self.timers = Timers(lambda error: count_error(metrics, error, "what was due"))
+        self.decode = DecodeSide(config, local, channel, reports, metrics, chance, self.timers)
         self.local = local
         self._channel = channel
         self._metrics = metrics
@@ -162,13 +164,14 @@ class TransferThread:
             progress = True
             with ErrorsCounted(self._metrics, "a completion"):
                 self.prefill.sender.completed(completion, now)
+        self.timers.run(now)
         with ErrorsCounted(self._metrics, "the loads"):
             self.decode.advance(now)
         with ErrorsCounted(self._metrics, "the leases"):
             self.prefill.advance(now)
         progress |= self.prefill.sender.take_progress()
         # What was ordered since was taken from the channel, with what came, as a reason to wake.
-        is_called = self._commands or self._stopping.is_set()
+        is_called = self._commands or self._stopping.is_set() or self.timers.next_at() <= now
         if arrivals is None or completions is None:
             return _AFTER_ERROR_S
         return 0.0 if is_called else self._sleep_s(progress, now)
@@ -243,7 +246,7 @@ class TransferThread:
         if not sends and not receives:
             self._polls_without_progress = 0
             loads, leases = self.decode.next_deadline(), self.prefill.next_deadline(now)
-            earliest = leases if loads is None else min(loads, leases)
+            earliest = min(loads, leases, self.timers.next_at())
             return min(max(_LONG_NAP_S, earliest - now), _LONGEST_SLEEP_S)
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
         if progress:
