@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable
 
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
@@ -25,7 +26,7 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.peer.transport import Transport
 from kvconnect.timeline import Moment
-from kvconnect.worker.error_counting import ErrorsCounted
+from kvconnect.worker.error_counting import count_error
 from kvconnect.worker.finds import Finds
 from kvconnect.worker.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
 from kvconnect.worker.local import Local
@@ -38,6 +39,9 @@ from kvconnect.worker.timers import Timers
 from kvconnect.worker.transport import Transports, refusal
 
 logger = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+"""When a load over which we met an error of our own is looked after again."""
 
 
 class DecodeSide:
@@ -56,10 +60,15 @@ class DecodeSide:
         self.loads: dict[str, LoadRecord] = {}
         self.peers = Peers(config, channel, local, metrics, randomness, timers, self._handle)
         self.renewals = Renewals(config, self.peers, metrics, reports.settled, timers)
-        self.rank_fetches = RankFetches(config, self.peers, local, metrics)
+        self.rank_fetches = RankFetches(config, self.peers, local, metrics, timers)
         path = self.rank_fetches.path_over
-        self.finds = Finds(config, self.peers, metrics, reports.found, path)
+        self.finds = Finds(config, self.peers, metrics, reports.found, path, timers)
         self.bay = self.rank_fetches.bay
+        self._timers = timers
+        self._by_peer: dict[PeerKey, dict[LoadRecord, None]] = {}
+        self._queue: OrderedDict[LoadRecord, None] = OrderedDict()
+        self._admitted = 0
+        self._due: dict[LoadRecord, None] = {}
         self._transports = Transports(config, metrics)
         self._config = config
         self._engine = local.engine
@@ -78,8 +87,13 @@ class DecodeSide:
             logger.error("request %s is not loaded: a load of it has not ended", order.request_id)
             return
         key = self._peer_of(order)
-        load = LoadRecord(order, key, now, now + self._config.load_timeout_s, is_unused)
+        timer = self._timers.timer(lambda now: self._look_again(load, now))
+        deadline = now + self._config.load_timeout_s
+        load = LoadRecord(order, key, now, deadline, is_unused, self._touched, timer)
+        timer.at(deadline)
         self.loads[order.request_id] = load
+        self._queue[load] = None
+        self._by_peer.setdefault(key, {})[load] = None
         self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
         self.renewals.load(load, now)
         reason = load.error or order.refusal or self.peers.refusal(key, now)
@@ -101,6 +115,14 @@ class DecodeSide:
         """The request is void. It is still reported, once its blocks are quiescent."""
         if request_id in self.loads:
             self.loads[request_id].abort()
+
+    def replace_weights(self, now: float) -> None:
+        """Our introduction has changed: what is being loaded belongs to other weights than ours."""
+        for load in self.loads.values():
+            load.fail("our weights were replaced while it was being loaded")
+        # Its fetches are cancelled before peers are greeted anew.
+        self._look_after_all(now)
+        self.peers.greet_anew()
 
     def let_go(self, order: LetGo, now: float) -> None:
         """Send a peer that nothing will be fetched under a handle."""
@@ -140,39 +162,54 @@ class DecodeSide:
         self._lose(link, lost.loss, reason, now)
 
     def advance(self, now: float) -> None:
-        """Let time pass: deadlines, waiting loads, and reports of what is over."""
-        self.bay.advance(now)
-        self._look_after([load for load in self.loads.values() if load.is_due(now)], now)
+        """Move on what something happened to, and let others have their turn."""
+        self.bay.advance()
+        self._look_after_all(now)
         # After that, so that a load which ended makes room for the next one at once.
         self._admit(now)
-        # What came to nothing there would wait to be reported until something else wakes us.
-        self._look_after([load for load in self.loads.values() if load.error], now)
+        self._look_after_all(now)
         self.renewals.plan(now)
         self.finds.advance(now)
         self.peers.forget_idle(self._peers_in_use)
-        self._count()
+        self._metrics.loads.set(len(self.loads))
+        self._metrics.loads_waiting.set(len(self._queue))
 
-    def _look_after(self, loads: list[LoadRecord], now: float) -> None:
-        for load in loads:
-            with ErrorsCounted(self._metrics, f"request {load.order.request_id}"):
+    @property
+    def is_due(self) -> bool:
+        """Something happened to a load that was not looked after since."""
+        return bool(self._due)
+
+    def _touched(self, load: LoadRecord) -> None:
+        self._due[load] = None
+
+    def _look_again(self, load: LoadRecord, now: float) -> None:
+        if now >= load.deadline:
+            load.fail(f"it did not arrive within {self._config.load_timeout_s} s")
+        load.touch()
+
+    def _look_after_all(self, now: float) -> None:
+        """Do what can be done about the loads to which something happened."""
+        due, self._due = self._due, {}
+        for load in due:
+            if self.loads.get(load.order.request_id) is not load:
+                # A kernel of ours may go on for one that is over.
+                continue
+            try:
                 self._move_on(load, now)
+            except Exception as error:
+                count_error(self._metrics, error, f"request {load.order.request_id}")
+                load.timer.by(now + _AGAIN_S)
 
     def _move_on(self, load: LoadRecord, now: float) -> None:
-        if now >= load.deadline and not load.error:
-            load.fail(f"it did not arrive within {self._config.load_timeout_s} s")
         self.rank_fetches.move_on(load, now)
+        if load.admitted and not load.error and load.is_to_ask:
+            self._ask(load, now)
         if load.error and load.handle and not load.given_back:
             # The peer need not hold the blocks until its lease is over.
             load.given_back = True
             self.peers.let_go(load.peer, load.handle, now)
         if load.over:
             self._finish(load, now)
-
-    def next_deadline(self) -> float:
-        """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
-        times = [load.deadline for load in self.loads.values() if not load.error]
-        parts = self.rank_fetches, self.finds
-        return min(times + [part.next_deadline() for part in parts])
 
     @property
     def waiting_for_writes(self) -> bool:
@@ -227,6 +264,10 @@ class DecodeSide:
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
         self.renewals.met(link.peer.key)
         self.finds.met(link, now)
+        self.finds.changed()
+        for load in self._by_peer.get(link.peer.key, ()):
+            if load.is_to_ask:
+                load.touch()
 
     def _reached(self, link: RankLink, found: Transport, now: float) -> None:
         """A peer has reported what carries its bytes. It may be refused for that, for a while."""
@@ -238,6 +279,7 @@ class DecodeSide:
         report(f"prefill node {theirs.engine_id} rank {link.rank} at {link.address}", found)
         by_peer = found.refusal and f"by the prefill node's settings {found.refusal}"
         self._judge(link, by_peer or refusal(self._config, found), now)
+        self.finds.changed()
 
     def _judge(self, link: RankLink, reason: str, now: float) -> None:
         """What carries a peer's bytes is accepted or, with a reason, refused."""
@@ -246,11 +288,11 @@ class DecodeSide:
             # It was refused, and was asked for nothing since: this is of what it was asked for before.
             return
         if reason:
-            loads = [load for load in self.loads.values() if load.peer == peer.key and load.admitted]
-            for load in loads:
-                load.fail(reason)
+            for load in self._by_peer.get(peer.key, ()):
+                if load.admitted:
+                    load.fail(reason)
             # Its fetches are cancelled before it is greeted anew.
-            self._look_after(loads, now)
+            self._look_after_all(now)
         self.peers.judge(link, reason, now)
 
     def _lose(self, link: RankLink, loss: PeerLoss, reason: str, now: float) -> None:
@@ -260,6 +302,7 @@ class DecodeSide:
         logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
         self.peers.drop(link, now)
         self.finds.lost(link.name, reason)
+        self.finds.changed()
         peer.last_loss = now, loss, reason
         if rule.is_out_of_reach or link.session.peer is None:
             self.peers.failed(peer, reason, now)
@@ -267,7 +310,7 @@ class DecodeSide:
         elif rule.asks_again:
             # It has forgotten us, having more peers than it remembers: back only with something to ask.
             peer.was_met = False
-        loads = [load for load in self.loads.values() if load.peer == peer.key and load.admitted]
+        loads = [load for load in self._by_peer.get(peer.key, ()) if load.admitted]
         for load in loads:
             fetch = load.fetches.get(rank)
             # Until the peer reported how many ranks it has, a load hangs on rank 0.
@@ -291,24 +334,19 @@ class DecodeSide:
 
     # Loads
 
-    def _queued(self) -> Iterator[LoadRecord]:
-        return (load for load in self.loads.values() if load.is_queued)
-
     def _admit(self, now: float) -> None:
-        """Move queued loads on: meet their peer, then ask it."""
-        active = sum(load.admitted for load in self.loads.values())
-        for load in self._queued():
-            if active >= self._config.max_loads:
-                break
+        """Let queued loads have their turn: they meet their peer, then ask it."""
+        while self._queue and self._admitted < self._config.max_loads:
+            load, _ = self._queue.popitem(last=False)
+            if load.error:
+                continue
             if reason := self.peers.refusal(load.peer, now):
                 load.fail(reason)
                 continue
-            active += 1
+            self._admitted += 1
             load.admitted = True
+            load.touch()
             self.peers.reach(load.peer, now)
-        for load in self.loads.values():
-            if load.admitted and not load.error and load.is_to_ask:
-                self._ask(load, now)
 
     def _ask(self, load: LoadRecord, now: float) -> None:
         peer = self.peers.peers.get(load.peer)
@@ -330,6 +368,13 @@ class DecodeSide:
     def _finish(self, load: LoadRecord, now: float) -> None:
         request_id = load.order.request_id
         del self.loads[request_id]
+        self._queue.pop(load, None)
+        self._admitted -= load.admitted
+        of_peer = self._by_peer[load.peer]
+        del of_peer[load]
+        if not of_peer:
+            del self._by_peer[load.peer]
+        load.timer.cancel()
         self.renewals.loaded(load)
         try:
             count_loaded(self._metrics, load, now)
@@ -345,8 +390,3 @@ class DecodeSide:
         if load.error:
             level = logging.DEBUG if load.aborted else logging.WARNING
             logger.log(level, "request %s was not loaded: %s", request_id, load.error)
-
-    def _count(self) -> None:
-        loads = self.loads.values()
-        self._metrics.loads.set(len(loads))
-        self._metrics.loads_waiting.set(sum(load.is_queued for load in loads))

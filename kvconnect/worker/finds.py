@@ -18,6 +18,7 @@ from kvconnect.orders import Find, Found, Prefix
 from kvconnect.peer.messages import FindPrefix, PrefixFound
 from kvconnect.worker.loads import PeerKey
 from kvconnect.worker.peers import FetchPath, Peers, RankLink
+from kvconnect.worker.timers import Timers
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,14 @@ class Finds:
         metrics: Metrics,
         found: Callable[[Found], None],
         path: Callable[[RankLink], FetchPath | str],
+        timers: Timers,
     ) -> None:
         self._config, self._peers, self._metrics, self._found = config, peers, metrics, found
         self._path = path
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
+        self._timer = timers.timer(lambda now: self.changed())
+        self._has_changed = False
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -66,17 +70,21 @@ class Finds:
         """Peers that owe an answer, or are to be asked."""
         return {asked.peer for asked in self._asked.values()}
 
-    def next_deadline(self) -> float:
-        """The time by which ``advance`` has something to do; endless for never."""
-        return min((asked.deadline for asked in self._asked.values()), default=math.inf)
-
     def ask(self, order: Find, key: PeerKey, now: float) -> None:
         """Ask a peer, once it is met."""
         self._asked[next(self._numbers)] = _Asked(order, key, now + self._config.find_s)
         self._peers.reach(key, now)
+        self.changed()
+
+    def changed(self) -> None:
+        """A peer was met or lost, or its link is measured: questions may go on."""
+        self._has_changed = True
 
     def advance(self, now: float) -> None:
         """Ask peers that were met meanwhile, and wait no longer for those that are late."""
+        if not self._has_changed:
+            return
+        self._has_changed = False
         for number, asked in list(self._asked.items()):
             if asked.answer is not None:
                 self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)
@@ -84,6 +92,7 @@ class Finds:
                 self._end(number, error=f"it did not answer within {self._config.find_s} s")
             elif not asked.link:
                 self._try(number, asked, now)
+        self._timer.at(min((asked.deadline for asked in self._asked.values()), default=math.inf))
 
     def met(self, link: RankLink, now: float) -> None:
         """A rank of a peer has introduced itself. If it will be asked, it is to measure its link before."""
@@ -111,6 +120,7 @@ class Finds:
         else:
             asked.answer = message
             asked.deadline = min(asked.deadline, now + _RATE_SHARE * self._config.find_s)
+            self.changed()
 
     def lost(self, link: str, reason: str) -> None:
         """A connection is over: what was asked over it is not answered."""

@@ -20,7 +20,8 @@ from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.timeline import Moment
-from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
+from kvconnect.worker.slots import Slot, SlotEvent, SlotPool, SlotState
+from kvconnect.worker.timers import Timer, Timers
 
 if TYPE_CHECKING:
     from kvconnect.worker.loads import LoadRecord
@@ -46,8 +47,8 @@ class Landing:
     ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer reported written, ``due`` how
     many of them it can send by now, as it reports; ``landed_bytes`` are in their pages. What arrived waits in
     ``packed`` until ``is_unused``: the device is done with what its blocks were used for before. Once the
-    fetch is over it is ``closed``; it stays as long as its slots are unpacked, or until
-    ``quarantined_until``, since the peer may still write to what it was lent.
+    fetch is over it is ``closed``; it stays as long as its slots are unpacked, or in ``quarantine``: the peer
+    may still write to what it was lent. ``changed`` is called when it has failed, or is idle again.
     """
 
     transfer_id: int
@@ -59,6 +60,8 @@ class Landing:
     is_unused: Callable[[], bool]
     waiting_grants: int
     due: int
+    changed: Callable[[], None]
+    quarantine: Timer
     lent: dict[int, Slot] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
     packed: deque[tuple[Slot, Landed]] = field(default_factory=deque)
@@ -67,7 +70,6 @@ class Landing:
     landed_bytes: int = 0
     error: str = ""
     closed: bool = False
-    quarantined_until: float | None = None
 
     @functools.cached_property
     def total_bytes(self) -> int:
@@ -82,6 +84,17 @@ class Landing:
     def fail(self, reason: str) -> None:
         """What landed cannot be used. The first reason is the one that is reported."""
         self.error = self.error or reason
+        self.changed()
+
+    @property
+    def is_quarantined(self) -> bool:
+        """A peer that was lost may still write to what it was lent."""
+        return self.quarantine.due_at < math.inf
+
+    @property
+    def wants_slots(self) -> bool:
+        """Of chunks that the peer can send by now, some have no slot."""
+        return self.waiting_grants > len(self.staged) - self.due
 
     @property
     def idle(self) -> bool:
@@ -96,14 +109,24 @@ class LandingBay:
     """
 
     def __init__(
-        self, pool: SlotPool, check_digest: bool, send: Callable[[str, Message], None], metrics: Metrics
+        self,
+        pool: SlotPool,
+        check_digest: bool,
+        send: Callable[[str, Message], None],
+        metrics: Metrics,
+        timers: Timers,
     ) -> None:
         self._pool = pool
         self._send = send
         self._check_digest = check_digest
         self._metrics = metrics
+        self._timers = timers
         self._landings: dict[int, Landing] = {}
+        # Those that a kernel of ours works for, or that wait for it; and those that want slots, in turn.
+        self._working: dict[Landing, None] = {}
         self._hungry: deque[Landing] = deque()
+        self._shown = -1
+        self._quarantined = 0
 
     @property
     def taken(self) -> int:
@@ -113,7 +136,7 @@ class LandingBay:
     @property
     def busy(self) -> bool:
         """A kernel of ours is at work, or another that it waits for. The end of neither wakes a thread."""
-        return not all(landing.idle for landing in self._landings.values())
+        return bool(self._working)
 
     def __len__(self) -> int:
         return len(self._landings)
@@ -129,7 +152,17 @@ class LandingBay:
         """Prepare for the chunks of a fetch, and grant it slots at once, perhaps none."""
         holder, count = link.peer.address, len(staged)
         landing = Landing(
-            transfer_id, load.order.handle, holder, link.name, packer, staged, load.is_unused, count, count
+            transfer_id,
+            load.order.handle,
+            holder,
+            link.name,
+            packer,
+            staged,
+            load.is_unused,
+            count,
+            count,
+            load.touch,
+            self._timers.timer(lambda now: self._free(landing, ())),
         )
         self._landings[transfer_id] = landing
         # Half of what is free, so that the next fetch need not wait for the first to end.
@@ -137,9 +170,13 @@ class LandingBay:
         if any(self._may_lend(waiting) for waiting in self._hungry):
             first = 0
         grants = tuple(self._lend(landing) for _ in range(first))
-        if landing.waiting_grants:
-            self._hungry.append(landing)
+        self._queue(landing)
         return landing, grants
+
+    def _queue(self, landing: Landing) -> None:
+        """Let it wait for slots, behind the others, if it wants some and does not wait already."""
+        if landing.wants_slots and landing not in self._hungry:
+            self._hungry.append(landing)
 
     def requested(self, landing: Landing | None, message: CreditRequest) -> None:
         """A peer reports how many chunks it can send by now, and which slots it has no use for yet."""
@@ -149,8 +186,9 @@ class LandingBay:
             self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
             landing.waiting_grants += 1
         landing.due = min(len(landing.staged), message.chunks)
-        if landing.waiting_grants and landing not in self._hungry:
-            self._hungry.append(landing)
+        if not landing.wants_slots and landing in self._hungry:
+            self._hungry.remove(landing)
+        self._queue(landing)
 
     def landed(self, landing: Landing | None, message: Landed) -> str:
         """A peer reports that a chunk lies in its slot: begin to unpack it. Why it is void, or nothing."""
@@ -170,6 +208,7 @@ class LandingBay:
         landing.arrived.add(message.chunk)
         self._pool.move(slot, SlotEvent.LANDED)
         landing.packed.append((slot, message))
+        self._working[landing] = None
         self._note(landing, Moment.LANDED, message.chunk)
         self._unpack(landing)
         return ""
@@ -192,30 +231,26 @@ class LandingBay:
             landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
             self._note(landing, Moment.UNPACKING, message.chunk)
 
-    def advance(self, now: float) -> None:
+    def advance(self) -> None:
         """Take what is unpacked, and lend what became free. A wrong digest sets its landing's ``error``."""
-        for landing in list(self._landings.values()):
+        for landing in list(self._working):
             self._unpack(landing)
             while landing.unpacking and landing.unpacking[0].ticket.done:
                 self._take(landing, landing.unpacking.popleft())
-            if landing.quarantined_until is not None and now >= landing.quarantined_until:
-                self._free(landing, ())
-            self._forget_if_over(landing)
+            if landing.idle:
+                del self._working[landing]
+                landing.changed()
+                self._forget_if_over(landing)
         self._feed()
-        self._metrics.slots_landing.set(self._pool.taken)
-        lost = (landing for landing in self._landings.values() if landing.quarantined_until is not None)
-        self._metrics.quarantined.set(sum(len(landing.lent) for landing in lost))
-
-    def next_deadline(self) -> float:
-        """When the first quarantine is over; endless for none."""
-        times = (landing.quarantined_until for landing in self._landings.values())
-        return min((until for until in times if until is not None), default=math.inf)
+        if self._pool.taken != self._shown:
+            self._shown = self._pool.taken
+            self._metrics.slots_landing.set(self._shown)
 
     def hasten(self, links: Container[str], until: float) -> None:
         """Slots that were lent over these connections are in quarantine until then at the longest."""
         for landing in self._landings.values():
-            if landing.quarantined_until is not None and landing.link in links:
-                landing.quarantined_until = min(landing.quarantined_until, until)
+            if landing.is_quarantined and landing.link in links:
+                landing.quarantine.by(until)
 
     def close(
         self, landing: Landing | None, lost_until: float | None, unsettled: Container[int] | None = None
@@ -233,10 +268,11 @@ class LandingBay:
         if landing in self._hungry:
             self._hungry.remove(landing)
         if lost_until is not None:
-            landing.quarantined_until = lost_until
+            landing.quarantine.at(lost_until)
         self._free(landing, () if lost_until is None else unsettled)
         for slot in landing.lent.values():
             self._pool.move(slot, SlotEvent.LOSE)
+        self._count_quarantined(len(landing.lent))
 
     def answered(self, written: Written, link: str, until: float) -> None:
         """A peer answers a fetch that is over: slots that it will not write are free at once.
@@ -244,20 +280,27 @@ class LandingBay:
         Those that it may still write are kept until ``until``, or as long as they were to be kept before.
         """
         landing = self._landings.get(written.transfer_id)
-        if landing is None or landing.quarantined_until is None or landing.link != link:
+        if landing is None or not landing.is_quarantined or landing.link != link:
             return
         if not written.quiescent:
-            landing.quarantined_until = min(landing.quarantined_until, until)
+            landing.quarantine.by(until)
         self._free(landing, () if written.quiescent else written.unsettled)
 
     def _free(self, landing: Landing, unsettled: Container[int] | None) -> None:
         """Free the slots of a closed landing, but for those of the ``unsettled`` generations; None: all."""
         for generation in list(landing.lent):
             if unsettled is not None and generation not in unsettled:
-                self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
+                slot = landing.lent.pop(generation)
+                if slot.state is SlotState.QUARANTINED:
+                    self._count_quarantined(-1)
+                self._pool.move(slot, SlotEvent.RETURN)
         if not landing.lent:
-            landing.quarantined_until = None
+            landing.quarantine.cancel()
         self._forget_if_over(landing)
+
+    def _count_quarantined(self, more: int) -> None:
+        self._quarantined += more
+        self._metrics.quarantined.set(self._quarantined)
 
     def _forget_if_over(self, landing: Landing) -> None:
         if landing.closed and landing.idle and not landing.lent:
@@ -281,19 +324,19 @@ class LandingBay:
 
     def _may_lend(self, landing: Landing) -> bool:
         """A slot is free for it, and of use now; one whose chunks wait for their blocks has enough."""
-        asked = len(landing.staged) - landing.waiting_grants
-        is_of_use = asked < landing.due and self._pool.room_for(landing.holder) > 0
+        is_of_use = landing.wants_slots and self._pool.room_for(landing.holder) > 0
         return is_of_use and (not (landing.lent or landing.packed) or landing.is_unused())
 
     def _feed(self) -> None:
         """Lend what is free, in turn, first to those who have nothing."""
+        if not self._hungry or not self._pool.free:
+            return
         granted: dict[Landing, list[Grant]] = {}
         while fed := [waiting for waiting in self._hungry if self._may_lend(waiting)]:
             landing = next((waiting for waiting in fed if not waiting.lent), fed[0])
             granted.setdefault(landing, []).append(self._lend(landing))
             self._hungry.remove(landing)
-            if landing.waiting_grants:
-                self._hungry.append(landing)
+            self._queue(landing)
         for landing, grants in granted.items():
             self._send(landing.link, CreditGrant(landing.transfer_id, tuple(grants)))
             self._note(landing, Moment.CREDITS_SENT, len(grants))

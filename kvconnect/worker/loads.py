@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvconnect.orders import ABORTED, Load
 from kvconnect.worker.landing import Landing
 from kvconnect.worker.state_machine import next_state
+from kvconnect.worker.timers import Timer
 
 
 class RankFetchState(enum.Enum):
@@ -79,11 +80,6 @@ class RankFetch:
         return self.state is RankFetchState.ASKED
 
     @property
-    def is_due(self) -> bool:
-        """Something is to be done about it without a message."""
-        return self.state not in _WAITING or (self.landing is not None and bool(self.landing.error))
-
-    @property
     def is_unpacking(self) -> bool:
         """A kernel of ours works for what was asked last, which may be over for the peer."""
         return self.landing is not None and not self.landing.idle
@@ -103,7 +99,7 @@ class LoadRecord:
     ``met_again`` once the peer had forgotten us and was greeted anew; ``given_back`` once its failure was
     reported to the peer; ``moved`` are bytes and chunks by lane. ``epochs`` are those of its
     leases by rank, as far as known, renewed at ``renew_at``. ``aborted``: it ended only because its client
-    left. ``is_ragged``: see ``Results``.
+    left. ``is_ragged``: see ``Results``. ``changed`` is called with it when something is to be done about it.
     """
 
     order: Load
@@ -111,6 +107,8 @@ class LoadRecord:
     ordered_at: float
     deadline: float
     is_unused: Callable[[], bool]
+    changed: Callable[[LoadRecord], None]
+    timer: Timer
     admitted: bool = False
     met_again: bool = False
     given_back: bool = False
@@ -150,15 +148,16 @@ class LoadRecord:
     def fail(self, reason: str) -> None:
         """It will not be loaded. The first reason is the one that is reported."""
         self.error = self.error or reason
+        self.touch()
+
+    def touch(self) -> None:
+        """Something happened to it: it is looked after in this turn."""
+        self.changed(self)
 
     def abort(self) -> None:
         """Its client left. That is no failure, unless it had failed before."""
         self.aborted = self.aborted or not self.error
         self.fail(ABORTED)
-
-    def is_due(self, now: float) -> bool:
-        """Something is to be done about it without a message: more than to wait for its peer."""
-        return bool(self.error) or now >= self.deadline or any(f.is_due for f in self.fetches.values())
 
     @property
     def over(self) -> bool:

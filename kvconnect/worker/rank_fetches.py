@@ -31,6 +31,7 @@ from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.loads import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
 from kvconnect.worker.local import Local
 from kvconnect.worker.peers import FetchPath, Peers, RankLink
+from kvconnect.worker.timers import Timers
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,10 @@ AboutFetch = Accepted | Landed | CreditRequest | Written
 class RankFetches:
     """All rank fetches that a peer was asked for and that are not over."""
 
-    def __init__(self, config: ExtraConfig, peers: Peers, local: Local, metrics: Metrics) -> None:
-        self.bay = LandingBay(local.landing, config.check_digest, peers.send, metrics)
+    def __init__(
+        self, config: ExtraConfig, peers: Peers, local: Local, metrics: Metrics, timers: Timers
+    ) -> None:
+        self.bay = LandingBay(local.landing, config.check_digest, peers.send, metrics, timers)
         self._config = config
         self._peers = peers
         self._local = local
@@ -61,10 +64,6 @@ class RankFetches:
 
     def __len__(self) -> int:
         return len(self._asked)
-
-    def next_deadline(self) -> float:
-        """The time by which something is to be done about these fetches even if nothing arrives."""
-        return self.bay.next_deadline()
 
     def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
         """Ask a rank for its part of a load, or fail the load."""
@@ -183,6 +182,7 @@ class RankFetches:
 
     def _written(self, fetch: RankFetch, written: Written, now: float) -> None:
         self._note(fetch, Moment.ANSWER_RECEIVED, written.ok)
+        fetch.load.touch()
         kept_until = now + self._config.quarantine_s
         match fetch.state:
             case RankFetchState.UNPACKING:
@@ -309,6 +309,7 @@ class RankFetches:
                 load.met_again = is_any_again = True
                 self.bay.close(fetch.landing, None)
                 self._leave(fetch, RankFetchEvent.FORGET, now)
+                load.touch()
                 continue
             load.fail(reason)
             self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now), now)

@@ -119,9 +119,7 @@ class TransferThread:
         def replace(now: float) -> None:
             self.local.replace_weights(weights)
             self.prefill.replace_weights(f"{OTHER_WEIGHTS} than those that it was computed with", now)
-            for loading in self.decode.loads.values():
-                loading.fail("our weights were replaced while it was being loaded")
-            self.decode.peers.greet_anew()
+            self.decode.replace_weights(now)
 
         self._call(replace)
 
@@ -171,7 +169,9 @@ class TransferThread:
             self.prefill.advance(now)
         progress |= self.prefill.sender.take_progress()
         # What was ordered since was taken from the channel, with what came, as a reason to wake.
-        is_called = self._commands or self._stopping.is_set() or self.timers.next_at() <= now
+        is_called = (
+            self._commands or self._stopping.is_set() or self.decode.is_due or self.timers.next_at() <= now
+        )
         if arrivals is None or completions is None:
             return _AFTER_ERROR_S
         return 0.0 if is_called else self._sleep_s(progress, now)
@@ -245,8 +245,7 @@ class TransferThread:
         sends = self.prefill.fetches.busy
         if not sends and not receives:
             self._polls_without_progress = 0
-            loads, leases = self.decode.next_deadline(), self.prefill.next_deadline(now)
-            earliest = min(loads, leases, self.timers.next_at())
+            earliest = min(self.prefill.next_deadline(now), self.timers.next_at())
             return min(max(_LONG_NAP_S, earliest - now), _LONGEST_SLEEP_S)
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
         if progress:

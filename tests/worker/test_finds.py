@@ -97,7 +97,7 @@ def test_an_answer_waits_for_the_rate_of_its_link_and_no_longer_than_one_that_pa
     pair.find()
     pair.run(0.02)
     assert not pair.found
-    assert pair.decode.transfers.decode.next_deadline() < pair.clock.now + 0.04
+    assert pair.decode.transfers.timers.next_at() < pair.clock.now + 0.04
     pair.tell(Transport("tcp", bytes_per_s=2000.0))
     pair.run(0.01)
     assert [found.seconds for found in pair.found] == [2.0]

@@ -28,7 +28,9 @@ from tests.worker.pair import Pair
 
 
 def loading():
-    return LoadRecord(Load("r", "h", "P", "x", 1, 4, ()), ("P", "x", 1), 0.0, 1.0, lambda: True)
+    return LoadRecord(
+        Load("r", "h", "P", "x", 1, 4, ()), ("P", "x", 1), 0.0, 1.0, lambda: True, lambda load: None, None
+    )
 
 
 def sending():
