@@ -202,9 +202,7 @@ def test_all_releases_of_vllm_state_the_same(tmp_path):
     recipes = {model: write(model, tmp_path / model) for model in ("gqa", "sliding", "hybrid", "longrope")}
     # By itself it depends on what the processor multiplies.
     more = {"hybrid": ["--mamba-ssm-cache-dtype", "float32"]}
-    starts = {
-        name: Start(str(it.folder), [*it.options, *more.get(name, ())]) for name, it in recipes.items()
-    }
+    starts = {name: Start(str(it.folder), [*it.options, *more.get(name, ())]) for name, it in recipes.items()}
     found = stated(starts, tmp_path)
     # Weights are drawn anew, and a processor has an order of its own.
     own = {"weights": {}, "page order": {}}

@@ -21,6 +21,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -109,9 +110,11 @@ def with_extras(number):
 
 
 def tagged(keys):
-    """As vLLM hashes what it publishes."""
+    """As vLLM hashes what it publishes: with a name for each kind, since 0.31."""
     if keys is None:
         return None
+    if not hasattr(kv_cache_utils, "to_event_extra_keys"):
+        return tuple(key if isinstance(key, str) else tuple(key) for key in keys)
     names = {"tuned": ("lora", "tuned", "/adapters/tuned")}
     return tuple(
         names.get(key, ("cache_salt", key)) if isinstance(key, str) else ("mm", *key) for key in keys
