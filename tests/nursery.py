@@ -122,6 +122,9 @@ def is_running(pid: int) -> bool:
 
 def _serve(program: str, *imported: str) -> None:
     """The nursery itself: one order a line, answered with a process id."""
+    # What is imported may print something of its own.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for name in imported:
         importlib.import_module(name)
     main = importlib.import_module(program).main
@@ -134,8 +137,9 @@ def _serve(program: str, *imported: str) -> None:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            answers.close()
             _become(main, [program, *order.pop("arguments")], **order)
-        print(pid, flush=True)
+        print(pid, file=answers, flush=True)
     os._exit(0)
 
 
