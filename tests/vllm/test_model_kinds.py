@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
+from kvconnect.vllm.versions import vllm_version
 from tests.vllm.comparing import assert_bytes_landed
 from tests.vllm.servers import EXACT, Server, pair, random_prompt, reference_pair
 from tests.vllm.tiny_models import write_model
@@ -46,7 +47,10 @@ BORDERS += [1281, 1537, 1700]
 # The same for caches without windows, whose prompts are computed in one piece, and by a second pair too.
 WHOLE = [1, 2, 5, 64, 127, 128, 129, 200, 255, 256, 257, 384, 511, 512, 513, 700, 1023, 1024, 1025, 1537]
 # Of these the prefill server's own last step has one token, as the decode server's first.
-SPLIT_ALIKE = [1, 513, 1025, 1537] * 4
+SPLIT_ALIKE = [513, 1025, 1537] * 4
+if not vllm_version().startswith("0.30."):
+    # There a prompt of one token begins with the state that a request before it left in its block.
+    SPLIT_ALIKE += [1] * 4
 
 
 class Reference:
