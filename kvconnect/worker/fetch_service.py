@@ -45,10 +45,13 @@ from kvconnect.worker.send_path import SendPath
 from kvconnect.worker.sender import Sender, Sending
 from kvconnect.worker.supply import ChunkSupply
 from kvconnect.worker.tally import count_sent
+from kvconnect.worker.timers import Timers
 from kvconnect.worker.transport import LinkMeter, Transports, found_by, refusal
 
 logger = logging.getLogger(__name__)
 
+_DEVICE_POLL_S = 2e-3
+"""How often a prefill that a fetch waits for is looked after. More often would slow it down."""
 _CALIBRATION = 0
 """The number of a calibration among the transfers of a connection: peers count their fetches from 1."""
 
@@ -64,9 +67,13 @@ class FetchService:
         inbound_peers: InboundPeers,
         metrics: Metrics,
         randomness: random.Random,
+        timers: Timers,
     ) -> None:
-        self.pending = PendingFetches(config, book.leases)
-        self.sender = Sender(config, local, metrics, self._arrived)
+        self.pending = PendingFetches(config, book.leases, timers)
+        self.sender = Sender(config, local, metrics, self._arrived, timers)
+        self._device_poll = timers.timer(self._look_at_prefills)
+        # Fetches and sendings of prefills that the device was given more of.
+        self._waiting: dict[TransferKey, None] = {}
         self.not_quiescent: dict[TransferKey, float] = {}
         self._transports = Transports(config, metrics)
         self._measures_from = -math.inf
@@ -78,30 +85,51 @@ class FetchService:
         self._randomness = randomness
 
     def advance(self, now: float) -> None:
-        """Let time pass: retry pending fetches, feed the engine, answer what is over, request credit."""
-        for pending in self.pending.take_due(self._is_ready, now):
+        """Retry fetches that waited, feed the engine, answer what is over, request credit."""
+        for pending in self.pending.take_due(self._is_ready, self._is_polled, now):
             with ErrorsCounted(self._metrics, "a fetch that waited"):
                 self.begin(pending, now)
-        for sending in self.sender.sendings.values():
-            if now >= sending.deadline and not sending.error:
-                self.cancel(sending.key, "the time that the peer gave is over")
+        active = self.sender.active
         for sending in self.sender.advance(now):
             with ErrorsCounted(self._metrics, f"the end of transfer {sending.key[1]}"):
                 self._finish(sending, now)
-        for sending in self.sender.sendings.values():
-            if sending.due_reported is not None and not sending.error:
+        for sending in active:
+            if sending.due_reported is not None and not sending.error and sending.key in self.sender.sendings:
                 self._request_credit(sending)
-
-    def next_deadline(self, now: float) -> float:
-        """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
-        book = self._book.next_deadline({pending.handle for pending in self.pending.fetches}, now)
-        return min(book, self.pending.next_deadline(), self.sender.next_deadline())
+            if sending.streamed and sending.lease is not None:
+                self._wait_for_device(sending.lease, sending.key)
+        if self._waiting:
+            self._device_poll.by(now + _DEVICE_POLL_S)
 
     @property
     def busy(self) -> bool:
         """Something is under way that wakes no thread, or a fetch waits for the device or its link."""
-        early = self.pending.fetches
-        return self.sender.busy or any(it.fetch.prefix or it.handle in self._book.leases for it in early)
+        return self.sender.busy or self.pending.busy
+
+    def went_on(self, lease: Lease | None, handle: str) -> None:
+        """A prefill went on, lost its blocks, or is held: what waits for it or sends it may go on."""
+        self.pending.touch(handle)
+        for key in lease.sending if lease is not None else ():
+            self.sender.touch(key)
+
+    def _wait_for_device(self, lease: Lease, key: TransferKey) -> None:
+        if lease.hold is None and lease.marks:
+            self._waiting[key] = None
+
+    def _look_at_prefills(self, now: float) -> None:
+        """The device may have computed what it was given, which wakes no thread."""
+        waiting, self._waiting = self._waiting, {}
+        for key in waiting:
+            self.pending.touch_fetch(key)
+            self.sender.touch(key)
+
+    def _is_polled(self, early: PendingFetch) -> bool:
+        """It waits for what no message and no order brings: the device, a disk, or its link."""
+        if early.fetch.prefix is not None or early.handle in self._book.leases:
+            return True
+        if (lease := self._book.streaming.get(early.handle)) is not None:
+            self._wait_for_device(lease, early.key)
+        return False
 
     def begin(self, pending: PendingFetch, now: float) -> None:
         """Begin a fetch, leave it pending, or answer that it cannot be done."""
@@ -164,7 +192,7 @@ class FetchService:
         """End a fetch early, whether it is served or pending."""
         early = self.pending.find(key)
         if early is not None:
-            self.pending.fetches.remove(early)
+            self.pending.remove(early)
             self._refuse(early, reason)
         self.sender.cancel(key, reason)
 
@@ -185,6 +213,7 @@ class FetchService:
             outbox = sending.outbox
             self._note(sending, Moment.CREDITS_RECEIVED, len(granted.grants))
             spared = outbox.grant(granted.grants) if isinstance(outbox, SlotOutbox) else ()
+            self.sender.touch(key)
             if sending.due_reported is not None and not sending.error:
                 self._request_credit(sending, spared)
         elif self.pending.find(key) is not None:
@@ -195,9 +224,13 @@ class FetchService:
         path = inbound.path if inbound is not None else None
         is_measured = path is not None and path.is_measured
         is_calibrating = not is_measured and (early.link, _CALIBRATION) in self.sender.sendings
-        if early.fetch.prefix is not None:
-            return not is_calibrating and (early.lease is None or early.lease.is_computed())
-        return not is_calibrating and self._source(early) is not None
+        try:
+            if early.fetch.prefix is not None:
+                return not is_calibrating and (early.lease is None or early.lease.is_computed())
+            return not is_calibrating and self._source(early) is not None
+        except Exception:
+            # To begin it meets the same, and answers the peer.
+            return True
 
     def _source(self, early: PendingFetch) -> Lease | None:
         """What a fetch can be served from now: what is held, or a prefill that has its first chunk.
@@ -289,13 +322,15 @@ class FetchService:
 
     def _measured_path(self, inbound: InboundPeer, link: str, now: float) -> SendPath | None:
         """``InboundPeers.path_to``; None until it was found out once how fast that is: its fetches wait."""
-        in_use = {sending.peer for sending in self.sender.sendings.values()}
-        path = self._inbound_peers.path_to(inbound, in_use)
+        path = self._inbound_peers.path_to(inbound, self._peers_in_use)
         if not path.is_measured:
             self._calibrate_if_due(path, link, now)
             return None
         self._announce(path, inbound, link)
         return path
+
+    def _peers_in_use(self) -> set[str]:
+        return {sending.peer for sending in self.sender.sendings.values()}
 
     def _calibrate_if_due(self, path: SendPath, link: str, now: float) -> None:
         key = link, _CALIBRATION
@@ -325,9 +360,8 @@ class FetchService:
                 raise PeerError("another measurement is under way, or was a moment ago")
             # Requests have the link, the slots and this thread at least half of the time.
             self._measures_from = now + max(LEAST_PAUSE_S, 2 * asked.seconds)
-            in_use = {one.peer for one in self.sender.sendings.values()}
-            path = self._inbound_peers.path_to(inbound, in_use)
-            self._inbound_peers.connect(inbound, path, in_use)
+            path = self._inbound_peers.path_to(inbound, self._peers_in_use)
+            self._inbound_peers.connect(inbound, path, self._peers_in_use)
             outbox = measuring_outbox(asked, self._local, path, inbound.session.peer)
         except (PeerError, LayoutError) as error:
             self._inbound_peers.send(link, Measured(0, 0.0, str(error)))
@@ -352,7 +386,8 @@ class FetchService:
                 else:
                     reason = sending.error or "a batch was slow"
                     path.calibrations.failed(reason, config.retry_max_s, self._randomness, now)
-                if not any(pending.link == sending.key[0] for pending in self.pending.fetches):
+                self.pending.touch_link(sending.key[0])
+                if not any(link == sending.key[0] for link, _ in self.pending.fetches):
                     # A fetch that waited for it reports it, when it begins or is refused.
                     self._announce(path, inbound, sending.key[0])
             return

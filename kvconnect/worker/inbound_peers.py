@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.config import ExtraConfig
@@ -138,10 +138,10 @@ class InboundPeers:
         """A conversation is over, if there was one."""
         self._peers.pop(link, None)
 
-    def path_to(self, inbound: InboundPeer, in_use: set[str]) -> SendPath:
+    def path_to(self, inbound: InboundPeer, in_use: Callable[[], set[str]]) -> SendPath:
         """How a peer is reached: worked out when it first fetches, since it may only ask for directions.
 
-        ``in_use`` are the engine's peers that must stay connected.
+        ``in_use`` returns the engine's peers that must stay connected.
 
         Raises:
             LayoutError: the two caches do not fit; the text has every reason.
@@ -160,7 +160,7 @@ class InboundPeers:
             self.connect(inbound, inbound.path, in_use)
         return inbound.path
 
-    def connect(self, inbound: InboundPeer, path: SendPath, in_use: set[str]) -> None:
+    def connect(self, inbound: InboundPeer, path: SendPath, in_use: Callable[[], set[str]]) -> None:
         """Have the engine reach a peer. Raises as ``path_to``."""
         peer = inbound.session.peer
         assert peer is not None, "it has a path"
@@ -172,7 +172,8 @@ class InboundPeers:
                 raise PeerError(f"the engine cannot reach the peer: {error}") from error
             self._connected[path.name] = None
         self._connected.move_to_end(path.name)
-        self._disconnect_idle(in_use | {path.name})
+        if len(self._connected) > self._config.max_peers:
+            self._disconnect_idle(in_use() | {path.name})
 
     def _check_host(self, inbound: InboundPeer, peer: Introduction) -> None:
         """Connect to no other host for a peer: it would be given the KV that the peer asks for.

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import random
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold, Progress
-from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.leases import Consumer, Lease
+from kvconnect.worker.timers import Timers
 
 logger = logging.getLogger(__name__)
-
-_DEVICE_POLL_S = 2e-3
-"""How often a prefill that a fetch waits for is looked after. More often would slow it down."""
 
 
 class LeaseBook:
@@ -40,6 +36,7 @@ class LeaseBook:
         metrics: Metrics,
         randomness: random.Random,
         replay: int,
+        timers: Timers,
     ) -> None:
         self.leases: dict[str, Lease] = {}
         self.streaming: dict[str, Lease] = {}
@@ -47,7 +44,7 @@ class LeaseBook:
         self._epochs = itertools.count(randomness.randrange(1, 1 << 61))
         self._ended = ended
         self._metrics = metrics
-        self._look_at = math.inf
+        self._timers = timers
 
     def next_epoch(self) -> int:
         """Of what is in no book, too, no epoch is another's."""
@@ -92,7 +89,8 @@ class LeaseBook:
         lease.held_at = now
         lease.last_until = now + max(order.lease_s, self._config.lease_max_s)
         self.leases[order.handle] = lease
-        self._look_at = min(self._look_at, lease.expires_at)
+        lease.timer = self._timers.timer(lambda now: self.end_if_due(lease, now))
+        lease.timer.at(lease.expires_at)
         self._metrics.leases.set(len(self.leases))
         return lease, difference
 
@@ -113,25 +111,6 @@ class LeaseBook:
         lease.released.add(consumer)
         self.end_if_due(lease, now)
 
-    def advance(self, now: float) -> None:
-        """Let time pass."""
-        if now < self._look_at:
-            return
-        self._look_at = math.inf
-        for lease in list(self.leases.values()):
-            with ErrorsCounted(self._metrics, f"the lease of {lease}"):
-                self.end_if_due(lease, now)
-
-    def next_deadline(self, waited: Container[str], now: float) -> float:
-        """The time by which something is to be done: for a lease, or for a prefill that is waited for.
-
-        ``waited`` are handles that fetches wait for.
-        """
-        for lease in self.streaming.values():
-            if lease.marks and (lease.sending or lease.handle in waited):
-                return min(now + _DEVICE_POLL_S, self._look_at)
-        return self._look_at
-
     def end_if_due(self, lease: Lease, now: float) -> None:
         """End a lease that no sending reads and that was served to all, or that is over."""
         order = lease.hold
@@ -139,7 +118,8 @@ class LeaseBook:
             return
         due_at = now if lease.satisfied else lease.expires_at
         if now < due_at:
-            self._look_at = min(self._look_at, due_at)
+            if lease.timer is not None:
+                lease.timer.at(due_at)
             return
         if lease.satisfied:
             self._end(lease, "every rank that wanted it was served", now)
@@ -153,7 +133,6 @@ class LeaseBook:
 
     def revoke(self, reason: str, now: float) -> None:
         """End all that no sending reads, whichever peer wants it. What is being read ends when that does."""
-        self._look_at = 0.0
         for lease in list(self.leases.values()):
             lease.expires_at, lease.last_until, lease.revoked = 0.0, 0.0, reason
             if not lease.sending:
@@ -161,6 +140,8 @@ class LeaseBook:
 
     def _end(self, lease: Lease, reason: str, now: float) -> None:
         del self.leases[lease.handle]
+        if lease.timer is not None:
+            lease.timer.cancel()
         self._metrics.lease_seconds.observe(now - lease.held_at)
         self._metrics.leases.set(len(self.leases))
         self._ended(lease, reason)

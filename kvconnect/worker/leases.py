@@ -14,6 +14,7 @@ from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks, Hold, Progress
 from kvconnect.worker.kept import Kept
+from kvconnect.worker.timers import Timer
 
 Consumer = tuple[str, str, int]
 """Who fetches: engine id, incarnation, rank."""
@@ -34,7 +35,7 @@ class Lease:
     which may be moved as far as ``last_until``. ``renewers`` are the connections over which a peer
     renewed it. ``revoked`` states why it is given up before its time. What was sent counts while it
     ``is_intact``; the last ``replay`` tokens are computed again by who fetches. ``kept`` are the
-    rows of one by name.
+    rows of one by name. ``timer`` is armed while it is held.
     """
 
     handle: str
@@ -58,6 +59,7 @@ class Lease:
     replay: int = 1
     is_intact: Callable[[], bool] = lambda: True
     kept: Kept | None = None
+    timer: Timer | None = None
 
     def __str__(self) -> str:
         return f"request {self.hold.request_id}" if self.hold is not None else "an unfinished prefill"

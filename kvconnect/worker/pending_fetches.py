@@ -21,6 +21,7 @@ from kvconnect.plan.chunks import Chunker
 from kvconnect.scheduler.handles import epoch_of
 from kvconnect.scheduler.params import announced_id
 from kvconnect.worker.leases import Consumer, Lease, TransferKey
+from kvconnect.worker.timers import Timer, Timers
 
 _LONGEST_FETCH_S = 3600.0
 _FEW_CHUNKS = 256
@@ -32,7 +33,7 @@ _CHUNKS_PER_SLOT = 4
 class PendingFetch:
     """A fetch that may have to wait; ``has_waited`` once its peer knows that, and has its slots back.
 
-    ``lease`` is what one by name is served from.
+    ``lease`` is what one by name is served from. ``timer`` is armed for when it has waited long enough.
     """
 
     link: str
@@ -40,6 +41,7 @@ class PendingFetch:
     received_at: float
     has_waited: bool = False
     lease: Lease | None = None
+    timer: Timer | None = None
 
     @property
     def handle(self) -> str:
@@ -73,7 +75,7 @@ class EarlyRelease:
 
     owner: str
     consumers: int
-    received_at: float
+    timer: Timer
     ranks: set[Consumer] = field(default_factory=set)
 
 
@@ -119,11 +121,15 @@ class PendingFetches:
         held: the handles of all leases.
     """
 
-    def __init__(self, config: ExtraConfig, held: Collection[str]) -> None:
-        self.fetches: list[PendingFetch] = []
+    def __init__(self, config: ExtraConfig, held: Collection[str], timers: Timers) -> None:
+        self.fetches: dict[TransferKey, PendingFetch] = {}
         self.expected: set[str] = set()
         self.let_go: dict[str, EarlyRelease] = {}
         self._held = held
+        self._timers = timers
+        self._by_handle: dict[str, dict[TransferKey, None]] = {}
+        # Those that something happened to, and those whose device or disk is asked at every turn.
+        self._touched: dict[TransferKey, None] = {}
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
         self._over: OrderedDict[str, str] = OrderedDict()
         self._capacity = config.max_leases
@@ -133,6 +139,38 @@ class PendingFetches:
 
     def __len__(self) -> int:
         return len(self.fetches) + len(self.let_go)
+
+    @property
+    def busy(self) -> bool:
+        """One may go on without anything that wakes this thread."""
+        return bool(self._touched)
+
+    def touch(self, handle: str) -> None:
+        """Something happened to a handle: fetches of it may go on."""
+        for key in self._by_handle.get(handle, ()):
+            self._touched[key] = None
+
+    def touch_link(self, link: str) -> None:
+        """What a connection's fetches waited for may be there: its link is measured, or another one."""
+        for key in self.fetches:
+            if key[0] == link:
+                self._touched[key] = None
+
+    def touch_fetch(self, key: TransferKey) -> None:
+        """One is to be looked at."""
+        if key in self.fetches:
+            self._touched[key] = None
+
+    def remove(self, early: PendingFetch) -> None:
+        """It waits no longer."""
+        del self.fetches[early.key]
+        self._touched.pop(early.key, None)
+        of_handle = self._by_handle[early.handle]
+        del of_handle[early.key]
+        if not of_handle:
+            del self._by_handle[early.handle]
+        if early.timer is not None:
+            early.timer.cancel()
 
     def expect(self, handle: str) -> bool:
         """A prefill is under way. False: too many are, and this one gets no more time than unknown ones."""
@@ -146,7 +184,8 @@ class PendingFetches:
     def end(self, handle: str, reason: str) -> None:
         """Nothing will come of a handle, or nothing more."""
         self.expected.discard(handle)
-        self.let_go.pop(handle, None)
+        self._take_refusal(handle)
+        self.touch(handle)
         self._over[handle] = reason
         if len(self._over) > self._capacity:
             self._over.popitem(last=False)
@@ -166,7 +205,14 @@ class PendingFetches:
         self._epoch = self._epoch or epoch_of(handle)
         self.expected.discard(handle)
         self._over.pop(handle, None)
-        return self.let_go.pop(handle, None)
+        self.touch(handle)
+        return self._take_refusal(handle)
+
+    def _take_refusal(self, handle: str) -> EarlyRelease | None:
+        release = self.let_go.pop(handle, None)
+        if release is not None:
+            release.timer.cancel()
+        return release
 
     def admit(self, early: PendingFetch, now: float, *, is_served: bool = False) -> str:
         """Let a fetch wait, without its slots. Why it cannot, or nothing.
@@ -188,8 +234,14 @@ class PendingFetches:
             return "no request is held under this handle"
         if len(self.fetches) >= self._capacity:
             return f"{len(self.fetches)} fetches wait already"
+        key = early.key
+        if key in self.fetches:
+            return f"transfer {key[1]} waits already"
         fetch = msgspec.structs.replace(early.fetch, grants=()) if early.fetch.grants else early.fetch
-        self.fetches.append(replace(early, fetch=fetch, has_waited=True))
+        timer = self._timers.timer(lambda now: self.touch_fetch(key))
+        self.fetches[key] = replace(early, fetch=fetch, has_waited=True, timer=timer)
+        self._by_handle.setdefault(handle, {})[key] = None
+        self._touched[key] = None
         return ""
 
     def reason(self, handle: str) -> str | None:
@@ -201,33 +253,46 @@ class PendingFetches:
         self._watchers.pop(handle, None)
         if handle in self._over or (handle not in self.let_go and len(self.let_go) >= self._capacity):
             return
-        release = self.let_go.setdefault(handle, EarlyRelease(consumer[0], consumers, now))
+        release = self.let_go.get(handle)
+        if release is None:
+            timer = self._timers.timer(lambda now: self._forget_refusal(handle))
+            timer.at(now + self._early_fetch_s)
+            release = self.let_go[handle] = EarlyRelease(consumer[0], consumers, timer)
         if release.owner == consumer[0]:
             release.consumers = consumers
             release.ranks.add(consumer)
 
+    def _forget_refusal(self, handle: str) -> None:
+        """Nothing came of a handle that was not known when ranks let go of it."""
+        if handle not in self.expected:
+            self.let_go.pop(handle, None)
+
     def find(self, key: TransferKey) -> PendingFetch | None:
         """The fetch that waits under a number."""
-        return next((early for early in self.fetches if early.key == key), None)
+        return self.fetches.get(key)
 
-    def take_due(self, is_ready: Callable[[PendingFetch], bool], now: float) -> list[PendingFetch]:
-        """Fetches that can go on, or have waited long enough. Forgets refusals that nothing came of."""
+    def take_due(
+        self, is_ready: Callable[[PendingFetch], bool], is_polled: Callable[[PendingFetch], bool], now: float
+    ) -> list[PendingFetch]:
+        """Fetches that can go on, or have waited long enough, of those that something happened to.
+
+        Others are at rest until something happens to them, but for those that are to be polled.
+        """
         due: list[PendingFetch] = []
-        staying: list[PendingFetch] = []
-        for early in self.fetches:
-            is_over = early.handle in self._over or now >= self._deadline(early)
-            (due if is_over or is_ready(early) else staying).append(early)
-        self.fetches = staying
-        for handle, until in self._refusals():
-            if now >= until:
-                del self.let_go[handle]
+        touched, self._touched = self._touched, {}
+        for key in touched:
+            early = self.fetches[key]
+            until = self._deadline(early)
+            if early.handle in self._over or now >= until or is_ready(early):
+                due.append(early)
+                continue
+            if early.timer is not None:
+                early.timer.at(until)
+            if is_polled(early):
+                self._touched[key] = None
+        for early in due:
+            self.remove(early)
         return due
-
-    def next_deadline(self) -> float:
-        """The time by which ``take_due`` has something to give; endless for never."""
-        return min(
-            (*map(self._deadline, self.fetches), *(at for _, at in self._refusals())), default=math.inf
-        )
 
     def _is_known(self, early: PendingFetch) -> bool:
         # By name nothing is waited for but the link.
@@ -247,8 +312,3 @@ class PendingFetches:
     def _deadline(self, early: PendingFetch) -> float:
         until = math.inf if self._is_known(early) else early.received_at + self._early_fetch_s
         return min(early.deadline, until)
-
-    def _refusals(self) -> list[tuple[str, float]]:
-        """Handles that are not known yet and will not be fetched, and until when that is remembered."""
-        early = ((handle, one) for handle, one in self.let_go.items() if handle not in self.expected)
-        return [(handle, one.received_at + self._early_fetch_s) for handle, one in early]

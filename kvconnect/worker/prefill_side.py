@@ -42,6 +42,7 @@ from kvconnect.worker.leases import Lease
 from kvconnect.worker.local import Local
 from kvconnect.worker.pending_fetches import PendingFetch
 from kvconnect.worker.reports import Reports
+from kvconnect.worker.timers import Timers
 from kvconnect.worker.topics import Topics
 
 logger = logging.getLogger(__name__)
@@ -65,21 +66,23 @@ class PrefillSide:
         reports: Reports,
         metrics: Metrics,
         randomness: random.Random,
+        timers: Timers,
     ) -> None:
         # What is held back is no part of what is held.
         computes_again = not local.introduction.meaning.held_back
-        self.book = LeaseBook(config, self._lease_ended, metrics, randomness, int(computes_again))
+        self.book = LeaseBook(config, self._lease_ended, metrics, randomness, int(computes_again), timers)
         self.leases = self.book.leases
         self.inbound_peers = InboundPeers(config, local, channel, metrics)
-        self.fetches = FetchService(config, local, self.book, self.inbound_peers, metrics, randomness)
+        self.fetches = FetchService(config, local, self.book, self.inbound_peers, metrics, randomness, timers)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
-        self.topics = Topics(config.max_message_bytes)
+        self.topics = Topics(config.max_message_bytes, timers)
         self._config = config
         self._local = local
         self._reports = reports
         self._metrics = metrics
         self._draining = ""
         self._drain_until = math.inf
+        self._giving_up = timers.timer(self._give_up)
         self._drained: Callable[[], None] | None = None
 
     # Orders of the scheduler
@@ -98,9 +101,12 @@ class PrefillSide:
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
         """A prefill went on: what is computed of it can be sent."""
-        if order.handle in self.pending.expected and not self.book.progress(order, is_computed):
+        if order.handle not in self.pending.expected:
+            return
+        if not self.book.progress(order, is_computed):
             logger.error("the progress of prefill %s does not follow from what is known of it", order.handle)
             self.preempted(order.handle, "the prefill's blocks are not known")
+        self.fetches.went_on(self.book.streaming.get(order.handle), order.handle)
 
     def preempted(self, handle: str, reason: str = "the prefill was preempted") -> None:
         """A prefill lost its blocks: nothing that was sent of it counts."""
@@ -123,6 +129,7 @@ class PrefillSide:
         self._metrics.streamed_bytes.inc(sum(self.sender.sendings[key].total_bytes for key in lease.sending))
         if difference:
             self._cut_short(lease, difference, again=True)
+        self.fetches.went_on(lease, order.handle)
         early = self.pending.hold(order.handle)
         if early is not None and lease.owner in (None, early.owner):
             lease.owner, lease.consumers = early.owner, early.consumers
@@ -131,6 +138,8 @@ class PrefillSide:
             lease.renewers.add(link)
             self.inbound_peers.send(link, Renewed(epochs=((order.handle, lease.epoch),)))
         self.book.end_if_due(lease, now)
+        if now >= self._drain_until:
+            self._give_up(now)
 
     def _cut_short(self, lease: Lease | None, reason: str, *, again: bool) -> None:
         """Cancel what is being sent of a prefill, which is stale; ``again``: until it is computed anew."""
@@ -146,6 +155,7 @@ class PrefillSide:
         if not self._draining:
             self._draining = reason
             self._drain_until = now + drain_s
+            self._giving_up.at(self._drain_until)
         self._drained = drained
         for handle in list(self.book.streaming) if not drain_s else ():
             self.preempted(handle, reason)
@@ -153,6 +163,7 @@ class PrefillSide:
     def wake(self) -> None:
         """Pages are there again. What was given up is not."""
         self._draining, self._drain_until = "", math.inf
+        self._giving_up.cancel()
 
     def replace_weights(self, reason: str, now: float) -> None:
         """What is held, and what is being computed, belongs to other weights than those that we have now.
@@ -180,12 +191,15 @@ class PrefillSide:
         match event:
             case Ready():
                 self.inbound_peers.met(link, inbound, {link for link, _ in self.sender.sendings})
+                self.pending.touch_link(link)
             case Received(message=Fetch() as fetch):
                 rank = inbound.session.peer.rank if inbound.session.peer is not None else 0
                 self._metrics.timeline.note(
                     Moment.FETCH_RECEIVED, rank, handle=fetch.handle, transfer_id=fetch.transfer_id
                 )
                 self.fetches.begin(PendingFetch(link, fetch, now), now)
+                if now >= self._drain_until:
+                    self._give_up(now)
             case Received(message=CreditGrant() as granted):
                 self.fetches.granted((link, granted.transfer_id), granted)
             case Received(message=Cancel() as cancel):
@@ -218,22 +232,17 @@ class PrefillSide:
                 logger.warning("connection %s ended: %s", link, reason)
 
     def advance(self, now: float) -> None:
-        """Let time pass: serve fetches, end leases, answer what is over."""
-        if now >= self._drain_until:
-            for key in (*self.sender.sendings, *(early.key for early in self.pending.fetches)):
-                self.fetches.cancel(key, self._draining)
-            self.book.revoke(self._draining, now)
-        self.topics.advance(now)
+        """Serve fetches, and answer what is over."""
         self.fetches.advance(now)
-        self.book.advance(now)
         if self._drained is not None and self._is_idle:
             drained, self._drained = self._drained, None
             drained()
 
-    def next_deadline(self, now: float) -> float:
-        """The time by which ``advance`` has something to do even if nothing arrives."""
-        drained_by = math.inf if self._is_idle else self._drain_until
-        return min(drained_by, self.fetches.next_deadline(now), self.topics.next_deadline())
+    def _give_up(self, now: float) -> None:
+        """The time to drain is over: what is held is given up, and so is what is sent or waited for."""
+        for key in (*self.sender.sendings, *self.pending.fetches):
+            self.fetches.cancel(key, self._draining)
+        self.book.revoke(self._draining, now)
 
     @property
     def _is_idle(self) -> bool:

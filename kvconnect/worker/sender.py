@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +22,7 @@ from kvconnect.worker.leases import Consumer, Lease, TransferKey
 from kvconnect.worker.local import Local
 from kvconnect.worker.outbox import Outbox, Parcel, SlotOutbox
 from kvconnect.worker.slots import Slot, SlotEvent
+from kvconnect.worker.timers import Timer, Timers
 from kvconnect.worker.transport import LinkMeter
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Sending:
     it no more. ``streamed``: its prefill was under way when it began. ``in_flight`` are the bytes of its
     batches, by id. ``due_reported``: for how many chunks the peer knows that slots are of use; None: for
     all. ``meter`` follows the link's rate. ``unsettled`` are the generations of landing slots that a batch,
-    not quiescent, may still write.
+    not quiescent, may still write. ``timer`` is armed for its deadline.
     """
 
     key: TransferKey
@@ -59,6 +59,7 @@ class Sending:
     due_reported: int | None = None
     unsettled: list[int] = field(default_factory=list)
     meter: LinkMeter | None = None
+    timer: Timer | None = None
 
     def stop(self, reason: str, *, again: bool = False) -> None:
         """Let it end early, once nothing reads its blocks. The first reason is the one that is reported."""
@@ -92,6 +93,11 @@ class Sending:
         )
 
     @property
+    def goes_on(self) -> bool:
+        """Something of it is under way whose end wakes no thread, or it can go on at once."""
+        return bool(self.in_flight or self.error or self.outbox.goes_on)
+
+    @property
     def is_over(self) -> bool:
         """Nothing of it is under way, nor will be."""
         is_reading = self.in_flight or self.outbox.is_packing
@@ -117,6 +123,7 @@ class Sender:
         local: Local,
         metrics: Metrics,
         arrived: Callable[[Sending, Parcel], None],
+        timers: Timers,
     ) -> None:
         self.sendings: dict[TransferKey, Sending] = {}
         self._config = config
@@ -127,19 +134,34 @@ class Sender:
         self._batches: dict[int, Sending] = {}
         self._batch_ids = itertools.count(1)
         self._in_flight_bytes = 0
-        self._lost: list[tuple[float, Slot]] = []
+        self._timers = timers
+        self._active: dict[TransferKey, Sending] = {}
+        self._lost: deque[tuple[float, Slot]] = deque()
+        self._settling = timers.timer(self._settle)
         self._has_written = False
 
     @property
     def busy(self) -> bool:
         """Something is under way whose end wakes no thread."""
-        return any(
-            sending.in_flight or sending.error or sending.outbox.goes_on for sending in self.sendings.values()
-        )
+        return bool(self._active)
+
+    @property
+    def active(self) -> list[Sending]:
+        """Sendings that something happened to, or that go on without that."""
+        return list(self._active.values())
+
+    def touch(self, key: TransferKey) -> None:
+        """Something happened to a sending: it may go on."""
+        if key in self.sendings:
+            self._active[key] = self.sendings[key]
 
     def begin(self, sending: Sending) -> None:
         """Begin to submit what its outbox gives."""
-        self.sendings[sending.key] = sending
+        self.sendings[sending.key] = self._active[sending.key] = sending
+        sending.timer = self._timers.timer(
+            lambda now: self.cancel(sending.key, "the time that the peer gave is over")
+        )
+        sending.timer.at(sending.deadline)
         # The device begins now rather than when everything else that has arrived was looked at.
         self._advance(sending, sending.started_at)
 
@@ -151,12 +173,14 @@ class Sender:
         sending = self.sendings.get(key)
         if sending is not None and not sending.error:
             sending.stop(reason, again=again)
+            self.touch(key)
             for batch_id in sending.in_flight:
                 self._engine.cancel(batch_id)
 
     def completed(self, completion: Completion, now: float) -> None:
         """Take the engine's answer to one of our batches."""
         sending = self._batches.pop(completion.batch_id)
+        self.touch(sending.key)
         self._in_flight_bytes -= sending.in_flight.pop(completion.batch_id)
         self._metrics.inflight_bytes.set(self._in_flight_bytes)
         sending.last_ended_at = now
@@ -169,7 +193,9 @@ class Sender:
             sending.quiescent &= completion.quiescent
             sending.stop(completion.error or "the engine gave no reason")
         if parcel is not None and parcel.slot is not None and not completion.quiescent:
-            self._lost.append((now + self._config.quarantine_s, parcel.slot))
+            until = now + self._config.quarantine_s
+            self._lost.append((until, parcel.slot))
+            self._settling.by(until)
             sending.unsettled.append(parcel.grant.generation)
         elif parcel is not None and not sending.error:
             self._arrived(sending, parcel)
@@ -179,14 +205,20 @@ class Sender:
                 sending.meter.moved(completion, now, is_alone=is_alone)
 
     def advance(self, now: float) -> list[Sending]:
-        """Let time pass: feed kernels and engine. Returns the sendings that are over, and forgets them."""
-        self._settle(now)
-        for sending in self.sendings.values():
+        """Feed kernels and engine. Returns the sendings that are over, and forgets them."""
+        for sending in self.active:
             self._advance(sending, now)
         self._feed(now)
-        over = [sending for sending in self.sendings.values() if sending.is_over]
-        for sending in over:
-            del self.sendings[sending.key]
+        over: list[Sending] = []
+        for sending in self.active:
+            if not sending.goes_on:
+                del self._active[sending.key]
+            if sending.is_over:
+                over.append(sending)
+                self._active.pop(sending.key, None)
+                del self.sendings[sending.key]
+                if sending.timer is not None:
+                    sending.timer.cancel()
         self._metrics.slots_send.set(self._pool.taken)
         return over
 
@@ -194,11 +226,6 @@ class Sender:
         """Whether a chunk was packed into its landing slot since the last call: there may be more to do."""
         has_written, self._has_written = self._has_written, False
         return has_written
-
-    def next_deadline(self) -> float:
-        """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
-        times = [sending.deadline for sending in self.sendings.values()]
-        return min((*times, *(until for until, _ in self._lost)), default=math.inf)
 
     def _advance(self, sending: Sending, now: float) -> None:
         try:
@@ -218,20 +245,19 @@ class Sender:
             sending.stop(f"its chunks cannot be packed: {error}")
 
     def _settle(self, now: float) -> None:
-        if not self._lost:
-            return
-        for until, slot in self._lost:
-            if now >= until:
-                self._pool.move(slot, SlotEvent.RETURN)
-        self._lost = [(until, slot) for until, slot in self._lost if now < until]
+        while self._lost and self._lost[0][0] <= now:
+            self._pool.move(self._lost.popleft()[1], SlotEvent.RETURN)
+        if self._lost:
+            self._settling.at(self._lost[0][0])
+        self._metrics.slots_send.set(self._pool.taken)
 
     def _feed(self, now: float) -> None:
         """Give the engine batches while it and our own bounds allow."""
         in_flight: Counter[str] = Counter()
-        for sending in self.sendings.values():
+        for sending in self._active.values():
             in_flight[sending.peer] += len(sending.in_flight)
         most = self._engine.capabilities.max_batches_per_peer
-        for sending in self.sendings.values():
+        for sending in self._active.values():
             while in_flight[sending.peer] < most and self._submit_next(sending, in_flight[sending.peer], now):
                 in_flight[sending.peer] += 1
 

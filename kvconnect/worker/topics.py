@@ -6,11 +6,11 @@ Owned by the transfer thread, which calls it between two steps of its work: it i
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable
 
 from kvconnect.peer.messages import Answer, Question
+from kvconnect.worker.timers import Timers
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,12 @@ Reader = Callable[[str], bytes]
 class Topics:
     """Topics by name. An answer, with all around it, has at most ``max_bytes``."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, timers: Timers) -> None:
         self._max_bytes = max_bytes
         self._readers: dict[str, Reader] = {}
         self._waiting: deque[tuple[Question, Callable[[Answer], None]]] = deque()
         self._next_at = 0.0
+        self._timer = timers.timer(self._answer_next)
 
     def add(self, topic: str, reader: Reader) -> None:
         """Answer questions of a topic from now on; before the first peer is served."""
@@ -42,18 +43,19 @@ class Topics:
             reply(Answer(question.number, b"", f"{_MOST_WAITING} questions wait for their answers already"))
             return
         self._waiting.append((question, reply))
-        self.advance(now)
+        if now >= self._next_at:
+            self._answer_next(now)
+        else:
+            self._timer.by(self._next_at)
 
-    def advance(self, now: float) -> None:
-        """Answer a question, if it is time for one."""
-        if self._waiting and now >= self._next_at:
-            self._next_at = now + _PAUSE_S
-            question, reply = self._waiting.popleft()
-            reply(self.answer(question))
-
-    def next_deadline(self) -> float:
-        """When the next question is answered; endless for never."""
-        return self._next_at if self._waiting else math.inf
+    def _answer_next(self, now: float) -> None:
+        if not self._waiting:
+            return
+        self._next_at = now + _PAUSE_S
+        question, reply = self._waiting.popleft()
+        if self._waiting:
+            self._timer.at(self._next_at)
+        reply(self.answer(question))
 
     def answer(self, question: Question) -> Answer:
         """The one answer to a question. Raises nothing."""

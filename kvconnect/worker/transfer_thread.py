@@ -69,8 +69,8 @@ class TransferThread:
         randomness: random.Random | None = None,
     ) -> None:
         chance = randomness or random.SystemRandom()
-        self.prefill = PrefillSide(config, local, channel, reports, metrics, chance)
         self.timers = Timers(lambda error: count_error(metrics, error, "what was due"))
+        self.prefill = PrefillSide(config, local, channel, reports, metrics, chance, self.timers)
         self.decode = DecodeSide(config, local, channel, reports, metrics, chance, self.timers)
         self.local = local
         self._channel = channel
@@ -245,8 +245,7 @@ class TransferThread:
         sends = self.prefill.fetches.busy
         if not sends and not receives:
             self._polls_without_progress = 0
-            earliest = min(self.prefill.next_deadline(now), self.timers.next_at())
-            return min(max(_LONG_NAP_S, earliest - now), _LONGEST_SLEEP_S)
+            return min(max(_LONG_NAP_S, self.timers.next_at() - now), _LONGEST_SLEEP_S)
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
         if progress:
             return 0.0

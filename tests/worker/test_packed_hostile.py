@@ -264,7 +264,7 @@ def test_more_slots_than_chunks_are_not_kept_for_a_fetch_that_waits(pair):
     insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
     pair.load("a", D_IDS)
     pair.settle()
-    (early,) = pair.prefill.transfers.prefill.pending.fetches
+    (early,) = pair.prefill.transfers.prefill.pending.fetches.values()
     assert len(early.fetch.grants) <= 2
     pair.hold("a", P_IDS)
     pair.settle()

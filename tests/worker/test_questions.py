@@ -22,6 +22,7 @@ from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning, Question
 from kvconnect.timeline import Moment
 from kvconnect.worker import connector
 from kvconnect.worker.connector import WorkerConnector
+from kvconnect.worker.timers import Timers
 from kvconnect.worker.topics import Topics
 from tests.identities import named
 from tests.ports import free_port
@@ -118,8 +119,12 @@ def test_another_protocol_is_described_and_not_read(worker):
         _ = told.introduction
 
 
+def fail(error: Exception) -> None:
+    raise error
+
+
 def test_an_answer_is_bounded_and_an_error_is_one_too():
-    topics = Topics(1 << 16)
+    topics = Topics(1 << 16, Timers(fail))
     topics.add("long", lambda argument: bytes(1 << 16))
     topics.add("wrong", lambda argument: bytes(int(argument)))
     assert "65536 bytes" in topics.answer(Question(1, "long")).error
@@ -128,9 +133,10 @@ def test_an_answer_is_bounded_and_an_error_is_one_too():
 
 
 def test_questions_take_their_turns_and_only_so_many_wait():
-    topics, replies = Topics(1 << 16), []
+    timers, replies = Timers(fail), []
+    topics = Topics(1 << 16, timers)
     topics.add("state", lambda argument: b"")
-    assert topics.next_deadline() == math.inf
+    assert timers.next_at() == math.inf
     for number in range(100):
         topics.ask(Question(number, "state"), replies.append, 10.0)
     first, *refused = replies
@@ -139,11 +145,11 @@ def test_questions_take_their_turns_and_only_so_many_wait():
     assert all("wait" in reply.error for reply in refused)
     replies.clear()
     now = 10.0
-    while topics.next_deadline() < math.inf:
-        assert topics.next_deadline() > now
-        topics.advance(now)
-        now = topics.next_deadline()
-        topics.advance(now)
+    while timers.next_at() < math.inf:
+        assert timers.next_at() > now
+        assert not timers.run(now)
+        now = timers.next_at()
+        assert timers.run(now)
     assert [reply.number for reply in replies] == list(range(1, 65))
     assert now >= 10.0 + 64 * 0.05 - 1e-6
 

@@ -115,12 +115,12 @@ def test_what_the_device_has_not_computed_is_not_packed(pair):
     assert pair.prefill.transfers.step(pair.clock.now) < 0.01, "nobody wakes it when the device is done"
     prefill.compute(20)
     done.append("first")
-    pair.settle()
+    pair.run(0.01)
     assert chunks_landed(pair) == [0, 1]
     assert not pair.prefill.transfers.prefill.fetches.busy
     prefill.compute(30)
     done.append("second")
-    pair.settle()
+    pair.run(0.01)
     assert chunks_landed(pair) == [0, 1, 2]
     prefill.hold(ready=lambda: len(done) > 2)
     pair.settle()
