@@ -79,22 +79,26 @@ class EarlyLoads:
         self._most_blocks = max(0, cache.num_blocks - 1 - reserve)
         self._most_loads = max(0, max_loads - 1)
         self._blocks_of: dict[str, int] = {}
+        self._num_blocks = 0
 
     def __len__(self) -> int:
         return len(self._blocks_of)
 
     def may_begin(self, num_tokens: int) -> bool:
         """Whether there is room for a request of so many tokens."""
-        blocks = sum(self._blocks_of.values()) + self._blocks(num_tokens)
-        return len(self._blocks_of) < self._most_loads and blocks <= self._most_blocks
+        if len(self._blocks_of) >= self._most_loads or self._num_blocks >= self._most_blocks:
+            return False
+        return self._num_blocks + self._blocks(num_tokens) <= self._most_blocks
 
     def begin(self, request_id: str, num_tokens: int) -> None:
         """An early load is ordered."""
-        self._blocks_of[request_id] = self._blocks(num_tokens)
+        self.end(request_id)
+        self._blocks_of[request_id] = blocks = self._blocks(num_tokens)
+        self._num_blocks += blocks
 
     def end(self, request_id: str) -> None:
         """A load is over."""
-        self._blocks_of.pop(request_id, None)
+        self._num_blocks -= self._blocks_of.pop(request_id, 0)
 
     def _blocks(self, num_tokens: int, step_tokens: int = 1) -> int:
         """Blocks of a request of so many tokens, at most."""
@@ -122,8 +126,10 @@ class DecodeRequests:
         self._shares: dict[str, _Share] = {}
         self._by_handle: dict[str, _Share] = {}
         self._loading: dict[str, _Share] = {}
-        # Requests that load, or did, and have no token since, with the tokens that they had then.
+        # Requests that load, or did, and have no token since, with the tokens that they had then; and those
+        # of them that are loaded, which get one soon.
         self._tokenless: dict[str, tuple[RequestView, int, str]] = {}
+        self._loaded: dict[str, None] = {}
 
     def arrive(self, request: RequestView) -> None:
         """A request with parameters has come: they may ask a node that never fetches to do so."""
@@ -225,6 +231,7 @@ class DecodeRequests:
         request_id, share = request.request_id, self.share(request)
         self._look_for_token(request_id)
         self._tokenless.pop(request_id, None)
+        self._loaded.pop(request_id, None)
         if share is not None:
             del self._shares[request_id]
             share.undecided.pop(request_id, None)
@@ -239,7 +246,7 @@ class DecodeRequests:
 
     def ordered(self) -> None:
         """The draft is about to be taken: the loads that it aborts decide nothing about their handles."""
-        for request_id in list(self._tokenless):
+        for request_id in list(self._loaded):
             self._look_for_token(request_id)
         for request_id in self._draft.aborted:
             share = self._loading.get(request_id)
@@ -250,6 +257,8 @@ class DecodeRequests:
         """What the workers reported."""
         for request_id in results.received:
             self._early.end(request_id)
+            if request_id in self._tokenless:
+                self._loaded[request_id] = None
             share = self._loading.pop(request_id, None)
             if share is None or share.loader != request_id:
                 continue
@@ -281,6 +290,7 @@ class DecodeRequests:
         request, num_tokens, handle = self._tokenless.get(request_id, (None, 0, ""))
         if request is not None and request.num_tokens > num_tokens:
             del self._tokenless[request_id]
+            self._loaded.pop(request_id, None)
             self._draft.note(Moment.FIRST_TOKEN, handle, request_id)
 
     def _may_load(self, share: _Share, num_tokens: int) -> bool:

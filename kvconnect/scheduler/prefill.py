@@ -108,6 +108,7 @@ class PrefillRequests:
             # Raised now if it must be: later it would end the scheduler. With the longest that it may sign.
             self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
         self._requests: dict[str, _Prefill] = {}
+        self._went_on: dict[str, None] = {}
         self._places = _Places(config.extra.max_leases)
         self._answers: dict[str, dict[str, Any]] = {}
         self._draining = False
@@ -184,6 +185,7 @@ class PrefillRequests:
             return
         if prefill.is_streamed:
             self._take_blocks(prefill, new_block_ids)
+            self._went_on[request_id] = None
         if prefill.computed < prefill.num_tokens:
             prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
             prefill.step = self._draft.step
@@ -212,8 +214,9 @@ class PrefillRequests:
 
     def ordered(self) -> None:
         """The draft is about to be taken: what went on is ordered, after what was preempted."""
-        for prefill in self._requests.values():
-            if not prefill.is_streamed or not (prefill.fresh or prefill.computed > prefill.computed_sent):
+        for request_id in self._went_on:
+            prefill = self._requests.get(request_id)
+            if prefill is None or not (prefill.fresh or prefill.computed > prefill.computed_sent):
                 continue
             groups = tuple(
                 GroupBlocks(group, prefill.known[group] - len(ids), tuple(ids))
@@ -223,6 +226,7 @@ class PrefillRequests:
                 Progress(prefill.handle, prefill.num_tokens, prefill.computed, groups)
             )
             prefill.fresh, prefill.computed_sent = {}, prefill.computed
+        self._went_on.clear()
 
     def reset(self) -> None:
         """Requests that have blocks now are not handed over, unless they lose these and begin anew."""
