@@ -66,7 +66,12 @@ COUNTS = {
     "window off": Other("sliding", ("--disable-sliding-window", *SHORT), entry="attention", than=SHORT),
     "LongRoPE": Other("longrope", ("--max-model-len", "2048"), "rotary", than=("--max-model-len", "1024")),
     "temperature": Other("temperature", TEMPERATURE, entry="configuration"),
-    "type of states": Other("hybrid", ("--mamba-ssm-cache-dtype", "float32"), entry="states"),
+    "type of states": Other(
+        "hybrid",
+        ("--mamba-ssm-cache-dtype", "float32"),
+        "states",
+        than=("--mamba-ssm-cache-dtype", "bfloat16"),
+    ),
 }
 FREE = {
     "type of the cache by name": Other(flags=("--kv-cache-dtype", "bfloat16")),
