@@ -21,6 +21,10 @@ BENCHMARKS = {
         "scheduler",
         "Time what the scheduler half's hooks add to a step, on one core and without a network.",
     ),
+    "turns": (
+        "turns",
+        "Time a turn of the transfer thread and a step of the scheduler half beside records at rest.",
+    ),
     "index": (
         "index",
         "Time what the index of kept blocks takes of a scheduler's thread: "

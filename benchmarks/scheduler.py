@@ -64,7 +64,7 @@ class _Request:
     block_ids: tuple[list[int], ...] = field(default_factory=tuple)
 
 
-def _half(role: str, stack: StackTraits | None = None) -> SchedulerConnector:
+def half_of(role: str, stack: StackTraits | None = None) -> SchedulerConnector:
     config = TransferConfig(kv_role=role, engine_id="bench")  # type: ignore[arg-type]
     group = KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))
     half = SchedulerConnector(
@@ -78,7 +78,7 @@ def _half(role: str, stack: StackTraits | None = None) -> SchedulerConnector:
     return half
 
 
-def _requests(prefix: str, count: int, params: Callable[[int], dict[str, Any]]) -> list[_Request]:
+def requests(prefix: str, count: int, params: Callable[[int], dict[str, Any]]) -> list[_Request]:
     blocks = _PROMPT_TOKENS // _BLOCK_TOKENS
     return [
         _Request(f"{prefix}{n}", _PROMPT_TOKENS, params(n), ([*range(1 + n, 1 + n + blocks)],))
@@ -86,7 +86,7 @@ def _requests(prefix: str, count: int, params: Callable[[int], dict[str, Any]]) 
     ]
 
 
-def _told(n: int) -> dict[str, Any]:
+def told(n: int) -> dict[str, Any]:
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -100,7 +100,7 @@ def _told(n: int) -> dict[str, Any]:
     }
 
 
-def _asked(n: int) -> dict[str, Any]:
+def asked(n: int) -> dict[str, Any]:
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"transfer-{n}"}
 
 
@@ -114,10 +114,10 @@ class _Decode:
     """D with ``running`` requests, of which ``changed`` come with every step and as many end."""
 
     def __init__(self, running: int, changed: int) -> None:
-        self.half = _half("kv_consumer")
+        self.half = half_of("kv_consumer")
         self.changed = changed
         self.serial = 0
-        self.running = _requests("running", running, _told)
+        self.running = requests("running", running, told)
         for request in self.running:
             self._admit(request)
         self._load(self.running)
@@ -144,7 +144,7 @@ class _Decode:
     def admission(self) -> float:
         """Seconds of a step that admits requests whose KV is loaded."""
         first, self.serial = self.serial, self.serial + self.changed
-        coming = _requests(f"new{first}-", self.changed, lambda n: _told(-1 - first - n))
+        coming = requests(f"new{first}-", self.changed, lambda n: told(-1 - first - n))
         start = time.perf_counter()
         for request in coming:
             self._admit(request)
@@ -157,7 +157,7 @@ class _Decode:
     def ending(self) -> float:
         """Seconds of a step in which loads arrive and requests end."""
         first, self.serial = self.serial, self.serial + self.changed
-        going = _requests(f"end{first}-", self.changed, lambda n: _told(-1 - first - n))
+        going = requests(f"end{first}-", self.changed, lambda n: told(-1 - first - n))
         for request in going:
             self._admit(request)
         start = time.perf_counter()
@@ -176,10 +176,10 @@ class _Prefill:
     """P with ``running`` requests, of which ``changed`` come with every step and as many are held."""
 
     def __init__(self, running: int, changed: int) -> None:
-        self.half = _half("kv_producer")
+        self.half = half_of("kv_producer")
         self.changed = changed
         self.serial = 0
-        for request in _requests("running", running, _asked):
+        for request in requests("running", running, asked):
             self._admit(request)
         self.half.build_orders()
 
@@ -192,7 +192,7 @@ class _Prefill:
     def turnover(self) -> float:
         """Seconds of a step that admits requests, holds them, and hears that they were sent."""
         first, self.serial = self.serial, self.serial + self.changed
-        coming = _requests(f"new{first}-", self.changed, lambda n: _asked(-1 - first - n))
+        coming = requests(f"new{first}-", self.changed, lambda n: asked(-1 - first - n))
         sent = Results(sent=tuple(request.request_id for request in coming))
         start = time.perf_counter()
         for request in coming:
@@ -212,11 +212,11 @@ def _timed(name: str, running: int, changed: int, step: Callable[[], float], ste
 
 
 def _watched(options: Options, watches: tuple[str, ...]) -> Watched:
-    half = _half("kv_consumer", StackTraits(clock=time.monotonic if "timeline" in watches else None))
+    half = half_of("kv_consumer", StackTraits(clock=time.monotonic if "timeline" in watches else None))
 
     def loaded(number: int) -> Running:
         # Nothing of it is kept, as that would be another step than one of decoding requests.
-        params = {**_told(number), "max_offload_tokens": 0}
+        params = {**told(number), "max_offload_tokens": 0}
         ids = [*range(1, 1 + _PROMPT_TOKENS // _BLOCK_TOKENS)]
         return Running(f"loaded{number}", _PROMPT_TOKENS, [], ids, params)
 

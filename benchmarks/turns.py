@@ -1,0 +1,206 @@
+"""What a turn of the transfer thread and a step of the scheduler half cost while others are at rest.
+
+Two workers as in the tests, in one process, on a clock that stands still: nothing is due. What is at rest
+must cost a turn nothing, so that the last column stays near 1.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.options import Options as BaseOptions
+from benchmarks.options import option
+from benchmarks.report import Report
+from benchmarks.scheduler import asked, half_of, requests, told
+from kvconnect.config import ExtraConfig
+from kvconnect.orders import Await, Orders, Results
+from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.stack import LongestRequest, StackTraits
+from tests.worker.pair import Pair
+
+_COUNTS = (10, 1_000, 10_000)
+_BLOCKS = 12_000
+
+
+@dataclass(frozen=True)
+class Options(BaseOptions):
+    """How often each is timed."""
+
+    turns: int = option(300, "Turns of each kind.", least=10)
+
+
+@dataclass(frozen=True)
+class TurnTiming:
+    """Microseconds of a turn or a step with so many records at rest, as medians."""
+
+    what: str
+    at_10_us: float
+    at_1000_us: float
+    at_10000_us: float
+    last_over_first: float
+
+
+def bench_turns(options: Options, report: Report) -> None:
+    """Time turns of P and D, and steps of their scheduler halves, beside 10, 1 000 and 10 000 records."""
+    for what, make in RESTING.items():
+        timed = [_time(make(count), options.turns) for count in _COUNTS]
+        first, middle, last = (round(us, 1) for us in timed)
+        report.add(TurnTiming(what, first, middle, last, round(last / first, 2)))
+
+
+def _time(turn: Callable[[], object], turns: int) -> float:
+    """Microseconds, as the median. Collections of garbage look at every record: they are held off."""
+    for _ in range(turns // 10):
+        turn()
+    gc.collect()
+    gc.disable()
+    try:
+        taken = []
+        for _ in range(turns):
+            start = time.perf_counter()
+            turn()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken) * 1e6
+    finally:
+        gc.enable()
+
+
+def _pair() -> Pair:
+    most = 2 * _COUNTS[-1]
+    config = ExtraConfig(max_peers=most, max_leases=most, max_loads=most, heartbeat_s=600.0)
+    return Pair(config, prefill_blocks=_BLOCKS, decode_blocks=_BLOCKS)
+
+
+def _quiet(pair: Pair) -> Pair:
+    """All that was ordered is said, and answered."""
+    for _ in range(8):
+        for worker in pair.workers:
+            worker.step(pair.clock.now)
+    return pair
+
+
+def _both_turn(pair: Pair) -> Callable[[], object]:
+    def turn() -> None:
+        for worker in pair.workers:
+            worker.transfers.step(pair.clock.now)
+
+    return turn
+
+
+def _leases(count: int) -> Callable[[], object]:
+    pair = _pair()
+    for number in range(count):
+        pair.hold(f"r{number}", (1 + number,))
+    return _both_turn(_quiet(pair))
+
+
+def _loads(pair: Pair, count: int) -> Pair:
+    """Requests of D whose fetches wait at P, which prefills them."""
+    pair.prefill.order(Orders(expected=tuple(f"handle-r{n}" for n in range(count))), _done)
+    for number in range(count):
+        pair.load(f"r{number}", (1 + number,))
+    return _quiet(pair)
+
+
+def _peers(count: int) -> Callable[[], object]:
+    """D has met so many, and keeps a handle at each."""
+    pair = _pair()
+    first, channels = 100_000, pair.network._channels
+    channels |= dict.fromkeys(range(first, first + count), pair.prefill.channel)
+    awaited = (Await(f"handle-r{n}", "", "h", first + n) for n in range(count))
+    pair.decode.order(Orders(awaited=tuple(awaited)), _done)
+    return _both_turn(_quiet(pair))
+
+
+def _handles(count: int) -> Callable[[], object]:
+    """Requests of D that wait for blocks, while one peer holds their KV."""
+    pair = _pair()
+    for number in range(count):
+        pair.hold(f"r{number}", (1 + number,))
+    port = pair.prefill.channel.port
+    awaited = (Await(f"handle-r{n}", "P", "h", port) for n in range(count))
+    pair.decode.order(Orders(awaited=tuple(awaited)), _done)
+    return _both_turn(_quiet(pair))
+
+
+def _request(count: int) -> Callable[[], object]:
+    """A request is held, fetched and landed beside others that wait."""
+    pair = _loads(_pair(), count)
+    numbers = iter(range(1_000_000))
+
+    def pass_one() -> None:
+        name = f"passing{next(numbers)}"
+        before = len(pair.decode.results)
+        pair.start(name, (_BLOCKS - 1,), (_BLOCKS - 1,))
+        while len(pair.decode.results) == before:
+            for worker in pair.workers:
+                worker.step(pair.clock.now)
+
+    return pass_one
+
+
+def _done() -> bool:
+    return True
+
+
+def _prefilling(count: int) -> Callable[[], object]:
+    """Steps of P's scheduler half while prefills that D was told of are under way."""
+    half = half_of("kv_producer")
+    for request in requests("r", count, asked):
+        half.new_request(request)
+        half.matched_tokens(request, 0)
+        half.update_after_alloc(request, request.block_ids, 0)
+    return _step(half)
+
+
+def _waiting(count: int) -> Callable[[], object]:
+    """Steps of D's scheduler half while its requests are loaded."""
+    half = half_of("kv_consumer")
+    for request in requests("r", count, told):
+        half.new_request(request)
+        found, _ = half.matched_tokens(request, 0)
+        half.update_after_alloc(request, request.block_ids, found or 0)
+    return _step(half)
+
+
+def _early(count: int) -> Callable[[], object]:
+    """One request asks D's scheduler half whether it may begin, while so many wait for blocks."""
+    half = half_of("kv_consumer", StackTraits(longest=LongestRequest(2048, 2048)))
+    for request in requests("r", count, _announced):
+        half.new_request(request)
+        half.matched_tokens(request, 0)
+    (asks,) = requests("asks", 1, _announced)
+    half.new_request(asks)
+    half.build_orders()
+    return lambda: half.matched_tokens(asks, 0)
+
+
+def _announced(n: int) -> dict[str, object]:
+    params = {key: value for key, value in told(n).items() if key not in ("kvconnect_handle",)}
+    return params | {"transfer_id": f"transfer-{n}"}
+
+
+def _step(half: SchedulerConnector) -> Callable[[], object]:
+    half.build_orders()
+
+    def step() -> None:
+        half.build_orders()
+        half.update_results(Results())
+
+    return step
+
+
+RESTING: dict[str, Callable[[int], Callable[[], object]]] = {
+    "a turn of both, P holds": _leases,
+    "a turn of both, fetches of D wait at P": lambda count: _both_turn(_loads(_pair(), count)),
+    "a turn of both, D has met peers": _peers,
+    "a turn of both, D awaits handles": _handles,
+    "a request passes, others wait at P": _request,
+    "a step of P, prefills are announced": _prefilling,
+    "a step of D, requests are loaded": _waiting,
+    "a look of D at an early request": _early,
+}
