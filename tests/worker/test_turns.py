@@ -16,7 +16,7 @@ def calls_of(turn) -> Counter:
 
     def count(frame, event, argument) -> None:
         if event == "call":
-            called[frame.f_code.co_qualname] += 1
+            called[frame.f_code.co_filename, frame.f_code.co_name] += 1
         elif event == "c_call":
             called[argument.__qualname__] += 1
 
