@@ -62,7 +62,7 @@ def shorten(request: Request, excess: int) -> None:
     request.max_tokens = 1
 
 
-def prompt_digest(request: Request, num_tokens: int, adapters: Adapters | None = None) -> bytes | None:
+def prompt_digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes | None:
     """The digest of a request's first tokens, and of what vLLM distinguishes equal blocks by.
 
     The same for every version of vLLM, which each hash otherwise. None for what vLLM submits, and aborts, in
@@ -70,9 +70,7 @@ def prompt_digest(request: Request, num_tokens: int, adapters: Adapters | None =
     """
     if getattr(request, "abort_immediately", False):
         return None
-    return digest_prompt(
-        request.all_token_ids[:num_tokens], _keys(request, num_tokens, adapters or Adapters())
-    )
+    return digest_prompt(request.all_token_ids[:num_tokens], _keys(request, num_tokens, adapters))
 
 
 def _keys(request: Request, num_tokens: int, adapters: Adapters) -> Iterator[tuple[str | int | bytes, ...]]:

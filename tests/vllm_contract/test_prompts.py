@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import tempfile
 import time
@@ -23,10 +24,18 @@ from kvconnect.orders import RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.params import HANDLE_KEY
 from kvconnect.scheduler.stack import StackTraits
+from kvconnect.vllm.adapters import Adapters
 from kvconnect.vllm.requests import prompt_digest
 from tests.scheduler.test_connector import ATTENTION, HANDLES
 
 PAIRS = 1000
+
+
+def digest():
+    """Of one server, which knows its own adapters."""
+    return functools.partial(prompt_digest, adapters=Adapters())
+
+
 ON_P = {"do_remote_decode": True}
 
 
@@ -34,7 +43,7 @@ def connector(role):
     half = SchedulerConnector(
         parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": {}}),
         KVCacheConfig(1000, (ATTENTION,)),
-        StackTraits(prompt_digest=prompt_digest),
+        StackTraits(prompt_digest=digest()),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         handles=HANDLES,
     )
@@ -116,10 +125,10 @@ IMAGES = (("cat", 3, 10), ("dog", 20, 10))
 )
 def test_what_vllm_tells_equal_tokens_apart_by(here, there):
     tokens = list(range(50))
-    prefill, decode = connector("kv_producer"), connector("kv_consumer")
-    params = handed_out(prefill, "p", tokens, **here)
-    assert wanted(decode, "other", tokens, dict(params), **there) == 0
-    assert wanted(decode, "same", tokens, dict(params), **here) == 50
+    params = handed_out(connector("kv_producer"), "p", tokens, **here)
+    # A server each: one has a single adapter under a name.
+    for more, count in ((there, 0), (here, 50)):
+        assert wanted(connector("kv_consumer"), "r", tokens, dict(params), **more) == count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,7 +144,7 @@ def test_prompts_that_are_embeddings(dtype):
 
 def test_an_image_behind_what_is_handed_over_does_not_count():
     made = request("r", range(50), images=IMAGES)
-    assert prompt_digest(made, 20) == prompt_digest(request("r", range(50), images=IMAGES[:1]), 20)
+    assert digest()(made, 20) == digest()(request("r", range(50), images=IMAGES[:1]), 20)
 
 
 def test_a_prompt_of_131072_tokens_takes_a_moment():
@@ -144,7 +153,7 @@ def test_a_prompt_of_131072_tokens_takes_a_moment():
     took_s = []
     for _ in range(20):
         started = time.perf_counter()
-        prompt_digest(made, 131_072)
+        digest()(made, 131_072)
         took_s.append(time.perf_counter() - started)
     print(f"{min(took_s) * 1e3:.2f} ms")
     assert min(took_s) < 20e-3
