@@ -14,6 +14,7 @@ from kvconnect.pack.packer import Packer
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
+from tests.pack.sides import DEVICE
 
 pytest.importorskip("triton")
 
@@ -52,7 +53,7 @@ def test_a_compiled_kernel_is_started_with_the_same_arguments(monkeypatch):
     language = Language()
     monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
     monkeypatch.setattr(launcher, "move_kernel", language)
-    cache = torch.zeros(8, 4, 2, 16, dtype=torch.float16)
+    cache = torch.zeros(8, 4, 2, 16, dtype=torch.float16, device=DEVICE)
     spec = FullAttentionSpec(4, 2, 8, torch.float16)
     table = RegionTable.build(
         KVCacheConfig(8, (KVCacheGroup(("a",), spec),)),
@@ -60,13 +61,13 @@ def test_a_compiled_kernel_is_started_with_the_same_arguments(monkeypatch):
         {"a": CacheTensor(cache, "block token head content")},
     )
     card = TableCard.of(table)
-    packer = Packer(table, align_wire(card, card), side="source", device="cpu", kernels="triton")
+    packer = Packer(table, align_wire(card, card), side="source", device=DEVICE, kernels="triton")
     staged = packer.stage(
         [GroupBlocks(0, 0, (3, 5))],
         [Chunk(0, 1, (TokenSpan(0, 0, 4),)), Chunk(0, 1, (TokenSpan(0, 0, 8),))],
         8,
     )
-    slot = torch.zeros(4096, dtype=torch.uint8)
+    slot = torch.zeros(4096, dtype=torch.uint8, device=DEVICE)
     for chunk in staged:
         for move, seed in ((packer.pack, None), (packer.pack, 7), (packer.unpack, 7)):
             move(slot, chunk, seed)

@@ -402,6 +402,7 @@ def test_without_a_seed_there_is_no_digest_and_tickets_may_be_read_in_any_order(
     assert last.digest == tickets[0].digest
 
 
+@pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
 def test_a_processor_packs_and_unpacks_in_one_thread_however_many_torch_may_begin():
     """A serving stack may bind torch's threads to the cores where it computes, and refuse other numbers."""
     model, shape, heads = simple_model(1024, 4, 128), simple_shape(kernel=256), HeadInterval(0, 4)
