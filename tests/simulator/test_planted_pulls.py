@@ -142,6 +142,6 @@ def keeps_blocks_that_are_not_full(patch):
 def test_a_planted_bug_of_pulls_is_found(plant, kind, found, monkeypatch):
     plant(monkeypatch)
     kind, model = ("", kind) if kind == "sliding" else (kind, "")
-    broken = ((seed, run_seed(seed)) for seed in seeds_of("", kind, kept=True, model=model))
+    broken = ((seed, run_seed(seed)) for seed in seeds_of("", kind, plant.__name__, kept=True, model=model))
     seed, outcome = next((seed, outcome) for seed, outcome in broken if outcome.invariant)
     assert outcome.invariant in found, (seed, outcome.text)

@@ -140,6 +140,6 @@ def makes_room_on_disk(patch):
 )
 def test_a_planted_bug_of_sessions_is_found(plant, found, monkeypatch):
     plant(monkeypatch)
-    broken = ((seed, run_seed(seed)) for seed in seeds_of("", "", kept=True, sessions=True))
+    broken = ((seed, run_seed(seed)) for seed in seeds_of("", "", plant.__name__, kept=True, sessions=True))
     seed, outcome = next((seed, outcome) for seed, outcome in broken if outcome.invariant)
     assert outcome.invariant in found, (seed, outcome.text)
