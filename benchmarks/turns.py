@@ -30,7 +30,7 @@ _BLOCKS = 12_000
 class Options(BaseOptions):
     """How often each is timed."""
 
-    turns: int = option(300, "Turns of each kind.", least=10)
+    turns: int = option(2000, "Turns of each kind.", least=10)
 
 
 @dataclass(frozen=True)
