@@ -24,10 +24,10 @@ from benchmarks.scheduler_offload import Keeping, Running
 from benchmarks.scheduler_watched import Watched, watch_timings
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import TransferConfig
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
 from kvconnect.orders import RankAddress, Results
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.handles import Claims, Handles
-from kvconnect.scheduler.stack import StackTraits
+from kvconnect.peer.handles import Claims, Handles
+from kvconnect.transfer.stack import StackTraits
 
 _WARM_UP = 0.1
 _BLOCK_TOKENS = 16

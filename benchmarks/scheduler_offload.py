@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
+from kvconnect.halves.composite import SchedulerComposite
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
 from kvconnect.node.kv_events import BlockRemoved, BlockStored
-from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.offload.events import Described, EventMaker, TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadReport, Orders, Results
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.stack import Computed, Step
+from kvconnect.transfer.stack import Computed, Step
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 2048

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from benchmarks.scheduler_offload import BLOCK_TOKENS, PROMPT_TOKENS, Keeping, Running, stored
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
 from kvconnect.metric_values import merge_changes
 from kvconnect.metrics import Metrics, OffloadMetrics
 from kvconnect.orders import Results
-from kvconnect.scheduler.connector import SchedulerConnector
 
 _WARM_UP_TURNS = 2
 _STEPS = 16

@@ -17,10 +17,10 @@ from benchmarks.options import option
 from benchmarks.report import Report
 from benchmarks.scheduler import asked, half_of, requests, told
 from kvconnect.config import ExtraConfig
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
 from kvconnect.orders import Await, Orders, Results
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.stack import LongestRequest, StackTraits
-from tests.worker.pair import Pair
+from kvconnect.transfer.stack import LongestRequest, StackTraits
+from tests.transfer.pair import Pair
 
 _COUNTS = (10, 1_000, 10_000)
 _BLOCKS = 12_000

@@ -20,9 +20,9 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.engine.registry import available_engines
+from kvconnect.halves.transfer_worker import WorkerConnector
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.worker.connector import WorkerConnector
 from tests.identities import named
 
 HEADS, HEAD_SIZE, LATENT, TOKENS, NUM_BLOCKS = 6, 16, 40, 300, 64

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kvconnect.metrics import FAMILIES
-from kvconnect.worker.tally import _CAUSES
+from kvconnect.decode.decode_side import _CAUSES
 from tests import configuration_page, identity_page, metrics_page
 
 ROOT = Path(__file__).parents[1]

@@ -28,8 +28,8 @@ from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import GroupBlocks, Progress
 from kvconnect.plan.align import TableCard, card_refusal
-from kvconnect.scheduler.stack import Computed, Step
-from kvconnect.worker.leases import Lease
+from kvconnect.prefill.leases import Lease
+from kvconnect.transfer.stack import Computed, Step
 from tests.caches import attention_layer, block_values, fill_random
 from tests.identities import named
 from tests.slots import carry_over

@@ -15,13 +15,13 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine import interfaces
 from kvconnect.engine.registry import available_engines, create_engine
 from kvconnect.errors import ConfigError, EngineError
+from kvconnect.halves.transfer_worker import WorkerConnector
 from kvconnect.peer.asking import describe
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.worker.connector import WorkerConnector
 from tests.identities import named
 from tests.ports import free_port
-from tests.worker.pair import BLOCK_TOKENS, HEADS, PlainCache
+from tests.transfer.pair import BLOCK_TOKENS, HEADS, PlainCache
 
 FOUND = [
     (name, ipaddress.ip_address(address))

@@ -12,7 +12,7 @@ from kvconnect.peer.description import read_answer
 from kvconnect.peer.messages import Fetch
 from kvconnect.peer.timeline_page import MOST_PER_PAGE, TimelinePage, write_page
 from kvconnect.timeline import LATE_S, Moment, Timeline, Turns
-from tests.worker.pair import Pair
+from tests.transfer.pair import Pair
 
 SENT = (Moment.PACKING, Moment.PACKED, Moment.SUBMITTED, Moment.WRITTEN)
 RECEIVED = (Moment.LANDED, Moment.UNPACKING, Moment.UNPACKED)

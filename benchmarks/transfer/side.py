@@ -21,9 +21,9 @@ from benchmarks.transfer.process import Side, StepFailed
 from benchmarks.transfer.receiver import Receiver
 from kvconnect.cache.identity import Identity
 from kvconnect.config import parse_kv_transfer_config
+from kvconnect.halves.transfer_worker import WorkerConnector
 from kvconnect.orders import Hold, Load, Orders, Results
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.worker.connector import WorkerConnector
 
 _POLL_S = 0.0005
 

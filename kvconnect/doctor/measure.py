@@ -25,7 +25,7 @@ from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.lanes import LEAST_SHARE, expected_rate, lane_of
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import PeerError
-from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes
+from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes, copy_bytes_per_s
 from kvconnect.pack.batches import PackTicket
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.asking import TimedDescription, asking_channel
@@ -35,8 +35,7 @@ from kvconnect.peer.session import Ended, Misused, Ready, Received, Session
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import align_wire
-from kvconnect.worker.calibration import copy_bytes_per_s
-from kvconnect.worker.measuring import LEAST_PAUSE_S, LONGEST_S, any_blocks
+from kvconnect.prefill.measuring import LEAST_PAUSE_S, LONGEST_S, any_blocks
 
 _LINK = "measured"
 _WARM_UP_S, _MEASURED_S = 0.1, 1.0

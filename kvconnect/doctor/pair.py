@@ -15,8 +15,8 @@ from kvconnect.errors import KVConnectError
 from kvconnect.explain.refusals import wire_between
 from kvconnect.peer.agreement import disagreement, other_identity, rank_refusal, wanted_card
 from kvconnect.peer.asking import TimedDescription
+from kvconnect.peer.handles import MOST_SKEW_S
 from kvconnect.peer.messages import PROTOCOL_VERSION
-from kvconnect.scheduler.handles import MOST_SKEW_S
 
 _NOTICED_SKEW_S = 5.0
 _UNREACHED = {

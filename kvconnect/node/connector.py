@@ -13,13 +13,15 @@ from typing import Any
 from kvconnect.cache.identity import Identity
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
+from kvconnect.halves.composite import SchedulerComposite, WorkerComposite
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.transfer_worker import WorkerConnector
 from kvconnect.node.blocks import HASH_SCHEME
 from kvconnect.node.cache import NodeCache, parse_cache_dtype
 from kvconnect.node.models.base import Model
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Request
 from kvconnect.node.transfers import align_tokens
-from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.offload.events import TierEvents
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.half import OffloadScheduler
@@ -28,10 +30,8 @@ from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import Naming
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.prompts import digest_prompt
-from kvconnect.scheduler.stack import LongestRequest, RequestView, SchedulerHooks, StackTraits, WorkerHooks
-from kvconnect.worker.connector import WorkerConnector
+from kvconnect.peer.prompt_digest import digest_prompt
+from kvconnect.transfer.stack import LongestRequest, RequestView, SchedulerHooks, StackTraits, WorkerHooks
 
 _TRIES = 5
 

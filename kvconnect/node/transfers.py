@@ -11,8 +11,8 @@ from typing import Any
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.node.request import Request, Step
 from kvconnect.orders import Results
-from kvconnect.scheduler import stack
-from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock
+from kvconnect.transfer import stack
+from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock
 
 logger = logging.getLogger(__name__)
 

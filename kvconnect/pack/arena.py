@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import mmap
+import time
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvconnect.arithmetic import div_ceil
@@ -24,6 +28,11 @@ LEAST_SLOTS = 4
 LEAST_SLOT_BYTES = 16 << 20
 # So much of a GPU is left free: kernels, links of the engine, and graphs larger than they were guessed.
 _MARGIN_PART = 256
+_UNCACHED_BYTES = 64 << 20
+_MOST_COPIES = 64
+_CUDA_SHARE = 0.85
+_CPU_SHARE = 0.6
+"""What packing reaches of a plain copy: see `python -m benchmarks pack`."""
 
 
 def auto_slot_bytes(device: torch.device | str) -> int:
@@ -119,3 +128,34 @@ def _use_huge_pages(address: int, length_bytes: int) -> None:
     if advice is not None:
         # Where the system has none, it answers with an error, and all is as it was.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(length_bytes), advice)
+
+
+def pack_bytes_per_s(arena: Arena) -> float:
+    """About how fast pages are packed here: a plain copy, and the usual part of it."""
+    return copy_bytes_per_s(arena) * (_CUDA_SHARE if arena.device.type == "cuda" else _CPU_SHARE)
+
+
+def copy_bytes_per_s(arena: Arena) -> float:
+    """How fast a plain copy into a slot is."""
+    on_cuda = arena.device.type == "cuda"
+    target: Any = arena.view(arena.addresses[0], arena.slot_bytes)
+    sources: Any
+    if not on_cuda:
+        # Pages lie in memory: what is in the processor's cache, as a slot is, is copied several times faster.
+        copies = max(1, min(_MOST_COPIES, _UNCACHED_BYTES // arena.slot_bytes))
+        # By numpy, as pages are packed: torch would take all cores.
+        sources, target = np.ones((copies, arena.slot_bytes), dtype=np.uint8), target.numpy()
+    elif len(arena.addresses) > 1:
+        sources = arena.view(arena.addresses[1], arena.slot_bytes)[None]
+    else:
+        sources = arena.view(arena.scratch_address, min(arena.scratch_bytes, arena.slot_bytes))[None]
+    seconds = math.inf
+    for _ in range(3):
+        # The first copy is the first use of this memory, and slow.
+        start = time.perf_counter()
+        for source in sources:
+            target[: len(source)] = source
+        if on_cuda:
+            torch.cuda.synchronize(arena.device)
+        seconds = min(seconds, time.perf_counter() - start)
+    return int(sources.nbytes) / seconds

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
+from kvconnect.halves.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import ABORTED, Results
 from kvconnect.vllm import settings
 from kvconnect.vllm.events import wants_events

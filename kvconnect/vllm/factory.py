@@ -15,13 +15,14 @@ import torch
 
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
-from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
+from kvconnect.halves.composite import SchedulerComposite, WorkerComposite
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.transfer_worker import WorkerConnector
 from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.stack import LongestRequest, StackTraits
+from kvconnect.transfer.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
 from kvconnect.vllm.adapters import Adapters
 from kvconnect.vllm.events import event_maker, wants_events
@@ -41,7 +42,6 @@ from kvconnect.vllm.requests import batch_of, parent_of, prompt_digest
 from kvconnect.vllm.stated_identity import Stated
 from kvconnect.vllm.values import attention_layers
 from kvconnect.vllm.weights import LoadedWeights
-from kvconnect.worker.connector import WorkerConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvconnect.offload.composite import SchedulerComposite
-from kvconnect.scheduler.prompts import digest_prompt
+from kvconnect.halves.composite import SchedulerComposite
+from kvconnect.peer.prompt_digest import digest_prompt
 from kvconnect.vllm.adapters import Adapters
 
 if TYPE_CHECKING:

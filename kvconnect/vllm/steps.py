@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvconnect.orders import OffloadReport
-from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock, Step
+from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock, Step
 from kvconnect.vllm.windows import PartlyFilled
 
 logger = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ from kvconnect.engine.base import Span
 from kvconnect.engine.fabric import RdmaPort
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
+from kvconnect.halves.transfer_worker import WorkerConnector
 from kvconnect.orders import Orders
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.packer import Packer
@@ -36,11 +37,10 @@ from kvconnect.peer.keyring import load_keyring, new_key_pair
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning
 from kvconnect.peer.session import Ready, Received
 from kvconnect.vllm.configuration import read_configuration
-from kvconnect.worker.connector import WorkerConnector
 from tests.doctor.kit import QUICK, configured, failures, found
 from tests.identities import named
 from tests.ports import free_port
-from tests.worker.pair import BLOCK_TOKENS, HEADS, PlainCache
+from tests.transfer.pair import BLOCK_TOKENS, HEADS, PlainCache
 
 MEMORY = dataclasses.replace(QUICK, engines=lambda: {"memory": ""})
 

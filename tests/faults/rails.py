@@ -29,10 +29,10 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.halves.transfer_worker import WorkerConnector
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders, RankAddress
 from kvconnect.peer.key_files import new_secret
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.worker.connector import WorkerConnector
 from tests.faults.links import run_ip, unusable
 from tests.identities import named
 from tests.ports import free_port

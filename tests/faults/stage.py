@@ -137,8 +137,8 @@ class Stage:
             "kvconnect.cli",
             "kvconnect.node.serve",
             "kvconnect.router.app",
-            "kvconnect.scheduler.connector",
-            "kvconnect.worker.connector",
+            "kvconnect.halves.transfer_scheduler",
+            "kvconnect.halves.transfer_worker",
         )
         self.side_ports: dict[str, int] = {}
         self.prefills = [self._node("prefill", *one) for one in enumerate(options.prefills)]

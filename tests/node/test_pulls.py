@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvconnect.decode.sources import MISS_S
 from kvconnect.engine.memory import MemoryEngine
-from kvconnect.scheduler.sources import MISS_S
 from kvconnect.timeline import Moment
 from tests.node.node_harness import make_client, make_prompt
 from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper, patient

@@ -12,7 +12,7 @@ from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.scheduler.stack import Computed, StateBlock, Step
+from kvconnect.transfer.stack import Computed, StateBlock, Step
 from tests.offload.event_replay import Plain, Replay
 from tests.offload.half_model import ROOT, ROW_BYTES, Clock, Device, Kind, Req, chained, name_of
 from tests.offload.half_ranks import GARBAGE, Ranks

@@ -9,7 +9,8 @@ import pytest
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
-from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
+from kvconnect.halves.composite import SchedulerComposite, WorkerComposite
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
 from kvconnect.orders import (
     GroupBlocks,
     Hold,
@@ -24,9 +25,8 @@ from kvconnect.orders import (
     Seek,
     Store,
 )
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.handles import Claims, Handles
-from kvconnect.scheduler.stack import Computed, StateBlock, Step
+from kvconnect.peer.handles import Claims, Handles
+from kvconnect.transfer.stack import Computed, StateBlock, Step
 from tests.offload.half_kit import Kind, Stack
 from tests.offload.worker_kit import Rig
 

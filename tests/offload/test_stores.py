@@ -16,7 +16,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadReport, Results
-from kvconnect.scheduler.stack import Computed, Step
+from kvconnect.transfer.stack import Computed, Step
 from tests.offload.index_kit import check_index
 
 BLOCK_TOKENS = 4

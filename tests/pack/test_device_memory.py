@@ -15,6 +15,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
+from kvconnect.halves.transfer_worker import WorkerConnector
 from kvconnect.offload.copies.staged import fitted_staging
 from kvconnect.pack.arena import (
     ALIGN_BYTES,
@@ -25,8 +26,7 @@ from kvconnect.pack.arena import (
     spare_bytes,
 )
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.worker import local
-from kvconnect.worker.connector import WorkerConnector
+from kvconnect.transfer import local
 from tests.identities import named
 
 GIB = 1 << 30

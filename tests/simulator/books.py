@@ -63,7 +63,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
     left["blocks"] = node.pool.held
     left["requests"] = len(node.requests) + len(node.loading) + len(node.abandoned) + len(node.unsent)
     for worker in node.workers:
-        prefill, decode, owed = worker.transfers.prefill, worker.transfers.decode, books[worker]
+        prefill, decode, owed = worker.prefill, worker.decode, books[worker]
         for what, count in (
             ("unreported holds", len(owed.holds)),
             ("unreported loads", len(owed.loads)),

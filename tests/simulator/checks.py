@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from kvconnect.engine.base import Batch
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.orders import Found, GroupBlocks, Hold, Load, Orders, Results
-from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY
-from kvconnect.worker.slots import SlotState
+from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
+from kvconnect.transfer.slots import SlotState
 from tests.simulator.books import Asked, Books, Exceptions, Owed, left_at
 from tests.simulator.engine import SimEngine
 from tests.simulator.request import Request
@@ -343,7 +343,7 @@ class Checks:
 
     def within_bounds(self, worker: SimWorker) -> None:
         """4: queues and bytes under way stay within what is configured."""
-        config, prefill, decode = worker.config, worker.transfers.prefill, worker.transfers.decode
+        config, prefill, decode = worker.config, worker.prefill, worker.decode
         asked = sum([loading.admitted for loading in decode.loads.values()])
         sending = [one for one in prefill.sender.sendings.values() if one.in_flight]
         in_flight = sum([sum(one.in_flight.values()) for one in sending])

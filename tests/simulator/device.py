@@ -14,7 +14,7 @@ from kvconnect.errors import LocalError
 from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
-from kvconnect.worker.local import Local
+from kvconnect.transfer.local import Local
 from tests.simulator.world import World
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvconnect.scheduler.params import HANDLE_KEY
+from kvconnect.transfer.params import HANDLE_KEY
 from tests.simulator.checks import Checks
 from tests.simulator.network import Network
 from tests.simulator.node import SimNode

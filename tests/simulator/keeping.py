@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvconnect.offload.composite import SchedulerComposite
+from kvconnect.halves.composite import SchedulerComposite
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
 from kvconnect.orders import Naming
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.stack import LongestRequest, StackTraits
+from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.simulator.content import names_of
 from tests.simulator.pledges import WatchedOffload
 from tests.simulator.tiers import make_requirements

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvconnect.config import TransferConfig
-from kvconnect.offload.composite import SchedulerComposite
+from kvconnect.halves.composite import SchedulerComposite
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.handles import Handles, PeerTrust
-from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock, Step
-from kvconnect.worker.device_steps import DeviceSteps
+from kvconnect.peer.handles import Handles, PeerTrust
+from kvconnect.transfer.device_steps import DeviceSteps
+from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock, Step
 from tests.simulator.blocks import Blocks
 from tests.simulator.device import Stream
 from tests.simulator.keeping import naming_of, offload_half, tell_rate, traits_of

@@ -19,7 +19,7 @@ from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.sessions import MOST_TTL_S
 from kvconnect.offload.tier import HOST, Content
 from kvconnect.orders import OffloadOrders
-from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView
+from kvconnect.transfer.stack import BlockIdsByGroup, RequestView
 from tests.simulator.content import Prompt, names_of
 from tests.simulator.request import Request
 from tests.simulator.scenario import SessionPlan

@@ -12,9 +12,9 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import PeerError
 from kvconnect.peer import messages as wire
 from kvconnect.peer.channel import Frame, LinkLost
+from kvconnect.peer.handles import Claims, Handles
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import CreditGrant, Fetch, Landed, encode
-from kvconnect.scheduler.handles import Claims, Handles
 from tests.simulator.content import Prompt
 from tests.simulator.draw import draw_scenario
 from tests.simulator.grants import Grants

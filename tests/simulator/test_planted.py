@@ -10,23 +10,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvconnect.scheduler.decode import DecodeRequests, EarlyLoads
-from kvconnect.scheduler.handles import Handles
-from kvconnect.worker.breaker import Breaker
-from kvconnect.worker.decode_side import DecodeSide
-from kvconnect.worker.device_steps import DeviceSteps
-from kvconnect.worker.fetch_service import FetchService
-from kvconnect.worker.landing import LandingBay
-from kvconnect.worker.lease_book import LeaseBook
-from kvconnect.worker.leases import Lease
-from kvconnect.worker.loads import RankFetch, RankFetchState
-from kvconnect.worker.outbox import SlotOutbox
-from kvconnect.worker.pending_fetches import PendingFetches
-from kvconnect.worker.prefill_side import PrefillSide
-from kvconnect.worker.rank_fetches import RankFetches
-from kvconnect.worker.reports import Reports
-from kvconnect.worker.sender import Sender
-from kvconnect.worker.slots import SlotEvent, SlotPool
+from kvconnect.decode.decode_requests import DecodeRequests, EarlyLoads
+from kvconnect.decode.decode_side import DecodeSide
+from kvconnect.decode.landing import LandingBay
+from kvconnect.decode.loads import RankFetch, RankFetchState
+from kvconnect.decode.rank_fetches import RankFetches
+from kvconnect.peer.handles import Handles
+from kvconnect.prefill.fetch_service import FetchService
+from kvconnect.prefill.lease_book import LeaseBook
+from kvconnect.prefill.leases import Lease
+from kvconnect.prefill.outbox import SlotOutbox
+from kvconnect.prefill.pending_fetches import PendingFetches
+from kvconnect.prefill.prefill_side import PrefillSide
+from kvconnect.prefill.sender import Sender
+from kvconnect.transfer.breaker import Breaker
+from kvconnect.transfer.device_steps import DeviceSteps
+from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.slots import SlotEvent, SlotPool
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
 from tests.simulator.run import run_seed
@@ -166,7 +166,7 @@ def reads_expired_handles(patch):
 
 def reads_forged_handles(patch):
     """D does not look at the code of a handle."""
-    patch.setattr("kvconnect.scheduler.handles.hmac.compare_digest", lambda one, other: True)
+    patch.setattr("kvconnect.peer.handles.hmac.compare_digest", lambda one, other: True)
 
 
 def loses_a_report(patch):

@@ -7,11 +7,11 @@ import math
 import msgspec
 import pytest
 
+from kvconnect.decode.finds import Finds
+from kvconnect.decode.pulls import PullRequests
+from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.offload.worker.named_rows import NamedRows
-from kvconnect.scheduler.pulls import PullRequests
-from kvconnect.worker.finds import Finds
-from kvconnect.worker.kept_fetches import EVICTED
-from kvconnect.worker.rank_fetches import RankFetches
+from kvconnect.prefill.kept_fetches import EVICTED
 from tests.simulator.run import run_seed
 from tests.simulator.test_planted import seeds_of
 from tests.simulator.tiers import SimCopier
@@ -59,14 +59,14 @@ def takes_any_name(patch):
 
 def takes_other_weights(patch):
     """P does not look at the weights of who asks, nor D at those of who answers."""
-    for module in ("worker.kept_fetches", "worker.fetch_service", "peer.agreement"):
+    for module in ("prefill.kept_fetches", "prefill.fetch_service", "peer.agreement"):
         patch.setattr(f"kvconnect.{module}.other_weights", lambda ours, theirs: None)
     patch.setattr("kvconnect.peer.agreement.other_identity", lambda ours, theirs: None)
 
 
 def believes_any_count(patch):
     """D does not look at how much a peer says that it keeps."""
-    patch.setattr("kvconnect.worker.finds._problem", lambda found, prefix, max_tokens: "")
+    patch.setattr("kvconnect.decode.finds._problem", lambda found, prefix, max_tokens: "")
 
 
 def waits_for_answers_for_ever(patch):
@@ -117,7 +117,7 @@ def restores_before_the_device_is_done(patch):
 
 def keeps_blocks_that_are_not_full(patch):
     """D keeps a block that a window begins in, of which its peer had no more than the window."""
-    patch.setattr("kvconnect.worker.peers.fills_windows", lambda source, target: True)
+    patch.setattr("kvconnect.decode.peers.fills_windows", lambda source, target: True)
 
 
 # Some are found after dozens of seeds: a minute on two idle cores.

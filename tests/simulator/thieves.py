@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvconnect.scheduler.handles import Handles
-from kvconnect.scheduler.params import HANDLE_KEY
+from kvconnect.peer.handles import Handles
+from kvconnect.transfer.params import HANDLE_KEY
 from tests.simulator.clients import Client
 from tests.simulator.host import Host
 from tests.simulator.scenario import ReplayPlan

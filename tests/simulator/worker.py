@@ -15,16 +15,16 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvconnect.engine.base import Span
+from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Orders, Results
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
-from kvconnect.worker.device_steps import Finished
-from kvconnect.worker.prefill_side import STOPPING
-from kvconnect.worker.reports import Reports
-from kvconnect.worker.slots import SlotPool
-from kvconnect.worker.transfer_thread import TransferThread
+from kvconnect.prefill.prefill_side import STOPPING
+from kvconnect.transfer.device_steps import Finished
+from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.slots import SlotPool
 from tests.identities import named
 from tests.simulator.channel import SimChannel
 from tests.simulator.device import SimLocal, Stream
@@ -82,13 +82,16 @@ class SimWorker:
         if plan.keeps is not None and node.naming is not None:
             self.tiers = SimTiers(self, plan.keeps, node.naming)
         self.transfers = self._make_transfers()
+        assert self.transfers.prefill is not None
+        assert self.transfers.decode is not None
+        self.prefill, self.decode = self.transfers.prefill, self.transfers.decode
         self.checks.begin(self)
 
     def _liar(self) -> Liar:
         transfers = tuple(f"transfer:t{number}" for number in range(6))
         return Liar(random.Random(f"{self.world.seed} {self.who} lies"), transfers)
 
-    def _make_transfers(self) -> TransferThread:
+    def _make_transfers(self) -> WorkerTransfers:
         local = SimLocal(
             self._introduction(),
             self.engine,
@@ -103,7 +106,7 @@ class SimWorker:
         )
         if self.tiers is not None and self.tiers.names is not None:
             local.keep(self.tiers.names)
-        return TransferThread(
+        return WorkerTransfers(
             self.config,
             self.channel,
             local,
@@ -176,7 +179,7 @@ class SimWorker:
 
     def device_moved(self) -> None:
         """A kernel has run: nobody is told, but who looks all the time sees it, or looks just now."""
-        if self._is_polling or self.transfers.prefill.book.streaming:
+        if self._is_polling or self.prefill.book.streaming:
             self.wake()
 
     def step(self) -> None:

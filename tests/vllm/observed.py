@@ -19,9 +19,9 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kvconnect.orders import GroupBlocks
+from kvconnect.prefill import prefill_side
 from kvconnect.vllm.connector import KVConnect as Observed
 from kvconnect.vllm.connector import OrdersMetadata
-from kvconnect.worker import prefill_side
 
 # Ranks of vLLM spin while they wait for each other's messages. Where there are more ranks than cores, those
 # that spin keep the others from running, with and without a connector.

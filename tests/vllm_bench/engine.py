@@ -19,8 +19,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvconnect.transfer.device_steps import DeviceSteps
 from kvconnect.vllm.connector import KVConnect
-from kvconnect.worker.device_steps import DeviceSteps
 from tests.vllm_bench.device import Device
 from tests.vllm_bench.links import Links
 from tests.vllm_bench.model import Caches, Model

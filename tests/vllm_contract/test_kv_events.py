@@ -31,7 +31,7 @@ from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadReport, Results, TierChange
-from kvconnect.scheduler.stack import Computed, Step
+from kvconnect.transfer.stack import Computed, Step
 from kvconnect.vllm.events import describe, event_maker
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import BlockHashes, hit_requirements, kept_config

@@ -20,13 +20,13 @@ from vllm.v1.request import Request
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
 from kvconnect.orders import RankAddress, Results
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.params import HANDLE_KEY
-from kvconnect.scheduler.stack import StackTraits
+from kvconnect.transfer.params import HANDLE_KEY
+from kvconnect.transfer.stack import StackTraits
 from kvconnect.vllm.adapters import Adapters
 from kvconnect.vllm.requests import prompt_digest
-from tests.scheduler.test_connector import ATTENTION, HANDLES
+from tests.halves.test_scheduler_half import ATTENTION, HANDLES
 
 PAIRS = 1000
 

@@ -18,14 +18,14 @@ from vllm.v1.request import Request
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.offload.composite import SchedulerComposite
+from kvconnect.halves.composite import SchedulerComposite
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
 from kvconnect.orders import Found, Naming, RankAddress, Results
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.stack import StackTraits
+from kvconnect.transfer.stack import StackTraits
 from kvconnect.vllm.metadata import PEER_SOURCE, ReportMetadata
 from kvconnect.vllm.offload import BlockNames, naming
 from kvconnect.vllm.settings import usable_naming
-from tests.scheduler.test_connector import ATTENTION
+from tests.halves.test_scheduler_half import ATTENTION
 from tests.vllm_contract import test_scheduler_hooks as hooks_kit
 from tests.vllm_contract.test_offload_facts import attention, cache_of, ring
 from tests.vllm_contract.test_prompts import adapter

@@ -15,7 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.offload.composite import SchedulerComposite
+from kvconnect.halves.composite import SchedulerComposite
 from kvconnect.orders import RankAddress
 from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect

@@ -12,11 +12,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from vllm.v1.request import Request, RequestStatus
 
 from kvconnect.cache.specs import KVCacheGroup
-from kvconnect.offload.composite import SchedulerComposite
+from kvconnect.halves.composite import SchedulerComposite
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.scheduler.stack import Computed, Step
+from kvconnect.transfer.stack import Computed, Step
 from tests.offload.half_kit import Kind
 from tests.vllm_contract import test_scheduler_hooks as hooks_kit
 from tests.vllm_contract.test_pulls import hashed

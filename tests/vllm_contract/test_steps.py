@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.orders import GroupBlocks, Progress
-from kvconnect.scheduler.params import TRANSFER_KEY
+from kvconnect.transfer.params import TRANSFER_KEY
 from kvconnect.vllm.steps import Steps
-from tests.scheduler.test_connector import Request, connector
-from tests.scheduler.test_streams import arrived, finish, prefill_of
-from tests.scheduler.test_transfer_ids import ON_P
+from tests.halves.test_scheduler_half import Request, connector
+from tests.halves.test_transfer_ids import ON_P
+from tests.prefill.test_streams import arrived, finish, prefill_of
 
 HANDLE = "transfer:t-1"
 

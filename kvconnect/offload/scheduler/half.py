@@ -26,7 +26,7 @@ from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import DISK, HOST, lower_tier_names
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadOrders, OffloadReport, Results
-from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
+from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, Step
 
 # So many restores may fail one after the other before none is promised for a while.
 _MOST_FAILURES, _PAUSE_S = 3, 30.0

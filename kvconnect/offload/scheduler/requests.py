@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvconnect.offload.index.session_pins import Pin
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import Content
-from kvconnect.scheduler.stack import RequestView
+from kvconnect.transfer.stack import RequestView
 
 NEVER = 1 << 62
 """A token count that no request reaches."""

@@ -22,8 +22,8 @@ from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER
 from kvconnect.offload.tier import DISK, HOST
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.scheduler.params import transfer_params
-from kvconnect.scheduler.stack import RequestView
+from kvconnect.transfer.params import transfer_params
+from kvconnect.transfer.stack import RequestView
 
 HINTS_KEY, RESULTS_KEY = "kv_hints", "kv_hint_results"
 MOST_TTL_S = 3600.0

@@ -18,7 +18,7 @@ from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.tier import HOST
 from kvconnect.orders import RowCopies, Store
-from kvconnect.scheduler.stack import BlockIdsByGroup, StateBlock
+from kvconnect.transfer.stack import BlockIdsByGroup, StateBlock
 
 MOST_AT_ONCE = 1024
 """Blocks of one group that one call looks at; of a long prefix that was there before the rest comes later."""

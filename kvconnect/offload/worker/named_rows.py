@@ -25,7 +25,7 @@ from kvconnect.offload.tier import DISK, Content
 from kvconnect.offload.worker.jobs import Job, Jobs, Report
 from kvconnect.orders import GroupBlocks, Naming, Prefix, RowCopies
 from kvconnect.pack.lanes import Column
-from kvconnect.worker.kept import Kept, Stock
+from kvconnect.transfer.kept import Kept, Stock
 
 if TYPE_CHECKING:
     from kvconnect.offload.worker.tier_loop import TierLoop

@@ -1,0 +1,443 @@
+"""D's half of a worker: asks peers for KV, and reports what has landed.
+
+Owned by the transfer thread. Every load is reported exactly once. Peers write to slots, never to its blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from kvconnect.config import ExtraConfig
+from kvconnect.decode.finds import Finds
+from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
+from kvconnect.decode.peers import Peers, RankLink
+from kvconnect.decode.rank_fetches import RankFetches
+from kvconnect.decode.renewals import Renewals
+from kvconnect.metrics import Metrics
+from kvconnect.orders import Await, Find, LetGo, Load, Orders
+from kvconnect.peer.channel import Arrival, Channel, LinkLost
+from kvconnect.peer.loss import LOSS_RULES, PeerLoss
+from kvconnect.peer.messages import (
+    OTHER_IDENTITY,
+    OTHER_PROMPT,
+    OTHER_WEIGHTS,
+    Accepted,
+    CreditRequest,
+    Landed,
+    PrefixFound,
+    Renewed,
+    Written,
+)
+from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
+from kvconnect.peer.transport import Transport
+from kvconnect.timeline import Moment
+from kvconnect.transfer.device_steps import Finished
+from kvconnect.transfer.error_counting import count_error
+from kvconnect.transfer.link_reports import REFUSED, Transports, refusal
+from kvconnect.transfer.local import Local
+from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.transfer_thread import TransferPart, each
+
+logger = logging.getLogger(__name__)
+
+_CAUSES = {
+    OTHER_WEIGHTS: "other_weights",
+    OTHER_IDENTITY: "other_identity",
+    OTHER_PROMPT: "prompt_differs",
+    REFUSED: "transport_refused",
+}
+"""Failures that the operator has to end, by what their text has; all others are counted as a failed load."""
+
+_AGAIN_S = 1.0
+"""When a load over which we met an error of our own is looked after again."""
+
+
+class DecodeSide(TransferPart):
+    """All loads, by request; ``randomness`` spreads the attempts to reach a peer that is gone."""
+
+    name = "the loads"
+    NOTHING: ClassVar = dict.fromkeys(("loads", "awaited", "peers"), 0)
+    """What ``state`` counts, of a node without this part."""
+
+    def __init__(
+        self,
+        config: ExtraConfig,
+        local: Local,
+        channel: Channel,
+        reports: Reports,
+        metrics: Metrics,
+        randomness: random.Random,
+        timers: Timers,
+    ) -> None:
+        self.loads: dict[str, LoadRecord] = {}
+        self.peers = Peers(config, channel, local, metrics, randomness, timers, self._handle)
+        self.renewals = Renewals(config, self.peers, metrics, reports.settled, timers)
+        self.rank_fetches = RankFetches(config, self.peers, local, metrics, timers)
+        path = self.rank_fetches.path_over
+        self.finds = Finds(config, self.peers, metrics, reports.found, path, timers)
+        self.bay = self.rank_fetches.bay
+        self._timers = timers
+        self._by_peer: dict[PeerKey, dict[LoadRecord, None]] = {}
+        self._queue: OrderedDict[LoadRecord, None] = OrderedDict()
+        self._admitted = 0
+        self._due: dict[LoadRecord, None] = {}
+        self._transports = Transports(config, metrics)
+        self._config = config
+        self._local = local
+        self._reports = reports
+        self._metrics = metrics
+
+    # Orders of the scheduler
+
+    def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
+        metrics, step = self._metrics, orders.step
+        each(metrics, "load", orders.loads, lambda order: self.load(order, finished[step], now))
+        each(metrics, "let go", orders.let_go, lambda order: self.let_go(order, now))
+        each(metrics, "await", orders.awaited, lambda order: self.wait(order, now))
+        each(metrics, "abort", orders.aborted, self.abort)
+        if self._local.introduction.rank == 0:
+            # Every rank gets the orders, but what happened to the scheduler half happened once.
+            each(metrics, "find", orders.finds, lambda order: self.find(order, now))
+            for outcome, num_tokens in orders.pulls:
+                metrics.pulls.labels(outcome).inc()
+                metrics.pulled_tokens.inc(num_tokens)
+
+    def load(self, order: Load, is_unused: Callable[[], bool], now: float) -> None:
+        """Begin to fetch a request. One that is being loaded already is reported once, for its first load.
+
+        Nothing is written to its blocks before ``is_unused``.
+        """
+        if order.request_id in self.loads:
+            self._metrics.failures.labels("request_in_use").inc()
+            logger.error("request %s is not loaded: a load of it has not ended", order.request_id)
+            return
+        key = self._peer_of(order)
+        timer = self._timers.timer(lambda now: self._look_again(load, now))
+        deadline = now + self._config.load_timeout_s
+        load = LoadRecord(order, key, now, deadline, is_unused, self._touched, timer)
+        timer.at(deadline)
+        self.loads[order.request_id] = load
+        self._queue[load] = None
+        self._by_peer.setdefault(key, {})[load] = None
+        self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
+        self.renewals.load(load, now)
+        reason = load.error or order.refusal or self.peers.refusal(key, now)
+        if reason:
+            load.fail(reason)
+        else:
+            # Also where it has to wait for its turn: its lease is renewed meanwhile.
+            self.peers.reach(key, now)
+
+    def wait(self, order: Await, now: float) -> None:
+        """A request that may fetch has to wait for blocks: what its peer holds for it is renewed."""
+        self.renewals.keep(order, self._peer_of(order), now)
+
+    def find(self, order: Find, now: float) -> None:
+        """Ask a peer how much of a prefix it keeps."""
+        self.finds.ask(order, self._peer_of(order), now)
+
+    def abort(self, request_id: str) -> None:
+        """The request is void. It is still reported, once its blocks are quiescent."""
+        if request_id in self.loads:
+            self.loads[request_id].abort()
+
+    def replace_weights(self, now: float) -> None:
+        """Our introduction has changed: what is being loaded belongs to other weights than ours."""
+        for load in self.loads.values():
+            load.fail("our weights were replaced while it was being loaded")
+        # Its fetches are cancelled before peers are greeted anew.
+        self._look_after_all(now)
+        self.peers.greet_anew()
+
+    def let_go(self, order: LetGo, now: float) -> None:
+        """Send a peer that nothing will be fetched under a handle."""
+        self.renewals.end(order.handle, now)
+        self.peers.let_go(self._peer_of(order), order.handle, now)
+
+    def _peer_of(self, order: Load | Await | LetGo | Find) -> PeerKey:
+        key = (order.engine_id, order.host, order.port)
+        self.peers.adopt(key, self._peers_in_use)
+        return key
+
+    def _peers_in_use(self) -> set[PeerKey]:
+        in_use = self.renewals.peers_in_use() | self.finds.peers_in_use()
+        return in_use | {load.peer for load in self.loads.values()}
+
+    # Frames
+
+    def receive(self, arrival: Arrival, now: float) -> None:
+        if isinstance(arrival, LinkLost):
+            self._link_lost(arrival, now)
+        elif (found := self.peers.links.get(arrival.link)) is not None:
+            for event in found.session.receive(arrival.data, now):
+                self._handle(found, event, now)
+            self.peers.keep_time(found)
+
+    def _link_lost(self, lost: LinkLost, now: float) -> None:
+        """A connection broke."""
+        link = self.peers.links.get(lost.link)
+        if link is None:
+            return
+        if lost.reason:
+            reason = f"cannot talk to {link.address}: {lost.reason}"
+        elif lost.loss is PeerLoss.PROCESS_GONE:
+            reason = f"nothing listens at {link.address}, the peer is gone"
+        else:
+            reason = f"the connection to {link.address} was lost"
+        self._lose(link, lost.loss, reason, now)
+
+    def advance(self, now: float) -> bool:
+        """Move on what something happened to, and let others have their turn."""
+        self.bay.advance()
+        self._look_after_all(now)
+        # After that, so that a load which ended makes room for the next one at once.
+        self._admit(now)
+        self._look_after_all(now)
+        self.renewals.plan(now)
+        self.finds.advance(now)
+        self.peers.forget_idle(self._peers_in_use)
+        self._metrics.loads.set(len(self.loads))
+        self._metrics.loads_waiting.set(len(self._queue))
+        return False
+
+    def state(self) -> dict[str, int]:
+        """Counts of what is under way, all zero when idle, and of the peers that are known."""
+        return {
+            "loads": len(self.loads),
+            "awaited": len(self.renewals.awaited),
+            "peers": len(self.peers),
+        }
+
+    @property
+    def is_due(self) -> bool:
+        """Something happened to a load that was not looked after since."""
+        return bool(self._due)
+
+    def _touched(self, load: LoadRecord) -> None:
+        self._due[load] = None
+
+    def _look_again(self, load: LoadRecord, now: float) -> None:
+        if now >= load.deadline:
+            load.fail(f"it did not arrive within {self._config.load_timeout_s} s")
+        load.touch()
+
+    def _look_after_all(self, now: float) -> None:
+        """Do what can be done about the loads to which something happened."""
+        due, self._due = self._due, {}
+        for load in due:
+            if self.loads.get(load.order.request_id) is not load:
+                # A kernel of ours may go on for one that is over.
+                continue
+            try:
+                self._move_on(load, now)
+            except Exception as error:
+                count_error(self._metrics, error, f"request {load.order.request_id}")
+                load.timer.by(now + _AGAIN_S)
+
+    def _move_on(self, load: LoadRecord, now: float) -> None:
+        self.rank_fetches.move_on(load, now)
+        if load.admitted and not load.error and load.is_to_ask:
+            self._ask(load, now)
+        if load.error and load.handle and not load.given_back:
+            # The peer need not hold the blocks until its lease is over.
+            load.given_back = True
+            self.peers.let_go(load.peer, load.handle, now)
+        if load.over:
+            self._finish(load, now)
+
+    @property
+    def is_busy(self) -> bool:
+        """What landed waits for the device, or a peer may be writing, with an engine that must be polled."""
+        return self.bay.busy or (
+            self._local.engine.capabilities.target_must_poll and self.rank_fetches.num_owed > 0
+        )
+
+    # Peers
+
+    def _handle(self, link: RankLink, event: Event, now: float) -> None:
+        match event:
+            case Ready():
+                self._met(link, event, now)
+            case Received(message=Accepted() | Landed() | CreditRequest() | Written() as message):
+                is_served = isinstance(message, Accepted | Landed) or (
+                    isinstance(message, Written) and message.ok
+                )
+                if is_served and link.found is None:
+                    self._judge(link, refusal(self._config, None), now)
+                self.rank_fetches.receive(message, link.name, now)
+            case Received(message=Transport() as found):
+                self._reached(link, found, now)
+            case Received(message=Renewed() as renewed):
+                self.renewals.renewed(link, renewed, now)
+            case Received(message=PrefixFound() as found_prefix):
+                self.finds.answered(link, found_prefix, now)
+            case Misused(reason=reason):
+                self._metrics.failures.labels("peer_message").inc()
+                logger.warning("peer %s: %s", link.peer.key, reason)
+            case Ended(reason=reason, loss=loss):
+                self._lose(link, loss, reason, now)
+        self.peers.flush(link)
+
+    def _met(self, link: RankLink, ready: Ready, now: float) -> None:
+        reason = self.peers.meet(link, ready, now)
+        if reason:
+            self._lose(link, PeerLoss.UNUSABLE, reason, now)
+            return
+        if not link.was_met:
+            link.was_met = True
+            logger.info(
+                "prefill node %s rank %d at %s is met: KV comes over %s",
+                ready.peer.engine_id,
+                link.rank,
+                link.address,
+                self._local.engine.capabilities,
+            )
+        self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
+        self.renewals.met(link.peer.key)
+        self.finds.met(link, now)
+        self.finds.changed()
+        for load in self._by_peer.get(link.peer.key, ()):
+            if load.is_to_ask:
+                load.touch()
+
+    def _reached(self, link: RankLink, found: Transport, now: float) -> None:
+        """A peer has reported what carries its bytes. It may be refused for that, for a while."""
+        theirs, is_first = link.session.peer, link.found is None
+        if theirs is None:
+            return
+        link.found = found
+        report = self._transports.met if is_first else self._transports.measured
+        report(f"prefill node {theirs.engine_id} rank {link.rank} at {link.address}", found)
+        by_peer = found.refusal and f"by the prefill node's settings {found.refusal}"
+        self._judge(link, by_peer or refusal(self._config, found), now)
+        self.finds.changed()
+
+    def _judge(self, link: RankLink, reason: str, now: float) -> None:
+        """What carries a peer's bytes is accepted or, with a reason, refused."""
+        peer = link.peer
+        if link.refusal and peer.lanes.refusal(now):
+            # It was refused, and was asked for nothing since: this is of what it was asked for before.
+            return
+        if reason:
+            for load in self._by_peer.get(peer.key, ()):
+                if load.admitted:
+                    load.fail(reason)
+            # Its fetches are cancelled before it is greeted anew.
+            self._look_after_all(now)
+        self.peers.judge(link, reason, now)
+
+    def _lose(self, link: RankLink, loss: PeerLoss, reason: str, now: float) -> None:
+        """A connection is over: what hangs on it fails, or is asked for again, as ``LOSS_RULES`` has it."""
+        peer, rank, rule = link.peer, link.rank, LOSS_RULES[loss]
+        self._metrics.failures.labels("peer_lost").inc()
+        logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
+        self.peers.drop(link, now)
+        self.finds.lost(link.name, reason)
+        self.finds.changed()
+        peer.last_loss = now, loss, reason
+        if rule.is_out_of_reach or link.session.peer is None:
+            self.peers.failed(peer, reason, now)
+            self.renewals.failed(peer.key, reason, now)
+        elif rule.asks_again:
+            # It has forgotten us, having more peers than it remembers: back only with something to ask.
+            peer.was_met = False
+        loads = [load for load in self._by_peer.get(peer.key, ()) if load.admitted]
+        for load in loads:
+            fetch = load.fetches.get(rank)
+            # Until the peer reported how many ranks it has, a load hangs on rank 0.
+            hangs = rank == 0 and not load.fetches
+            if hangs or (fetch is not None and fetch.state is RankFetchState.MEETING):
+                load.fail(reason)
+        if self.rank_fetches.lose(link.name, loss, reason, now):
+            self.peers.reach(peer.key, now)
+        self._end_writes(loss, link, now)
+        if rank == 0 and 0 not in peer.links:
+            # Only rank 0 knows where the others listen: what they were not asked for cannot be asked.
+            for load in loads:
+                if load.is_to_ask and not load.error:
+                    load.fail(reason)
+
+    def _end_writes(self, loss: PeerLoss, link: RankLink, now: float, incarnation: str = "") -> None:
+        """When writes over past connections to a rank end, but for those to ``incarnation``."""
+        writes_end_s = LOSS_RULES[loss].writes_end_s
+        if writes_end_s is not None and (links := self.peers.past_links(link, incarnation)):
+            self.bay.hasten(links, now + writes_end_s)
+
+    # Loads
+
+    def _admit(self, now: float) -> None:
+        """Let queued loads have their turn: they meet their peer, then ask it."""
+        while self._queue and self._admitted < self._config.max_loads:
+            load, _ = self._queue.popitem(last=False)
+            if load.error:
+                continue
+            if reason := self.peers.refusal(load.peer, now):
+                load.fail(reason)
+                continue
+            self._admitted += 1
+            load.admitted = True
+            load.touch()
+            self.peers.reach(load.peer, now)
+
+    def _ask(self, load: LoadRecord, now: float) -> None:
+        peer = self.peers.peers.get(load.peer)
+        if peer is None or not peer.is_ready:
+            return
+        if not load.fetches:
+            load.fetches = {rank: RankFetch(load, rank) for rank in peer.partners}
+            if load.handle:
+                self.peers.release_unused(peer, load.handle, now)
+        for fetch in load.fetches.values():
+            link = self.peers.connect_rank(peer, fetch.rank, now)
+            is_to_ask = fetch.state is RankFetchState.MEETING and not fetch.is_unpacking
+            if is_to_ask and link is not None:
+                load.is_ragged |= link.is_ragged
+                self.rank_fetches.ask(fetch, link, now)
+            if load.error:
+                return
+
+    def _finish(self, load: LoadRecord, now: float) -> None:
+        request_id = load.order.request_id
+        del self.loads[request_id]
+        self._queue.pop(load, None)
+        self._admitted -= load.admitted
+        of_peer = self._by_peer[load.peer]
+        del of_peer[load]
+        if not of_peer:
+            del self._by_peer[load.peer]
+        load.timer.cancel()
+        self.renewals.loaded(load)
+        try:
+            self._count(load, now)
+            self._metrics.loads.set(len(self.loads))
+        finally:
+            if load.is_ragged:
+                self._reports.ragged(request_id)
+            # The owner finds it counted. Also after an error: a request that is forgotten unreported is lost.
+            self._reports.received(request_id, load.error)
+            self._metrics.timeline.note(
+                Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
+            )
+        if load.error:
+            level = logging.DEBUG if load.aborted else logging.WARNING
+            logger.log(level, "request %s was not loaded: %s", request_id, load.error)
+
+    def _count(self, load: LoadRecord, now: float) -> None:
+        """A request that was fetched is over."""
+        metrics, outcome = self._metrics, "aborted" if load.aborted else "failed" if load.error else "ok"
+        metrics.transfers.labels("received", outcome).inc()
+        if load.error:
+            if not load.aborted:
+                causes = (label for text, label in _CAUSES.items() if text in load.error)
+                metrics.failures.labels(next(causes, "load" if load.order.prefix is None else "pull")).inc()
+            return
+        for lane, (total_bytes, copies) in load.moved.items():
+            metrics.transfer_bytes.labels("received", lane).inc(total_bytes)
+            metrics.copies.labels("received").inc(copies)
+        metrics.transfer_seconds.labels("received").inc(load.seconds)
+        metrics.load_seconds.observe(now - load.ordered_at)

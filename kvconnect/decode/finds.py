@@ -1,0 +1,183 @@
+"""What D asks peers before it fetches by name: how much of a prefix they keep.
+
+Rank 0 asks for all ranks: a peer's ranks keep the same. The peer measures its link to us when it is first
+asked: before that nobody knows whether to load pays. Owned by the transfer thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvconnect.config import ExtraConfig
+from kvconnect.decode.loads import PeerKey
+from kvconnect.decode.peers import FetchPath, Peers, RankLink
+from kvconnect.metrics import Metrics
+from kvconnect.orders import Find, Found, Prefix
+from kvconnect.peer.messages import FindPrefix, PrefixFound
+from kvconnect.transfer.timers import Timers
+
+logger = logging.getLogger(__name__)
+
+_Counts = tuple[int, float, int, float]
+_RATE_SHARE = 1 / 16
+"""Of ``find_s``: how long an answer waits for the link's rate. One that pays is measured by then."""
+
+
+@dataclass(eq=False)
+class _Asked:
+    """``link`` is the connection over which it was asked, empty until the peer is met.
+
+    ``answer`` waits for the rate of the link.
+    """
+
+    order: Find
+    peer: PeerKey
+    deadline: float
+    link: str = ""
+    answer: PrefixFound | None = None
+
+
+class Finds:
+    """Questions that are not answered yet. Each is reported to ``found`` exactly once.
+
+    ``path`` returns what cuts and unpacks over a connection, or why nothing fits: then nothing is asked.
+    """
+
+    def __init__(
+        self,
+        config: ExtraConfig,
+        peers: Peers,
+        metrics: Metrics,
+        found: Callable[[Found], None],
+        path: Callable[[RankLink], FetchPath | str],
+        timers: Timers,
+    ) -> None:
+        self._config, self._peers, self._metrics, self._found = config, peers, metrics, found
+        self._path = path
+        self._asked: dict[int, _Asked] = {}
+        self._numbers = itertools.count(1)
+        self._timer = timers.timer(lambda now: self.changed())
+        self._has_changed = False
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def peers_in_use(self) -> set[PeerKey]:
+        """Peers that owe an answer, or are to be asked."""
+        return {asked.peer for asked in self._asked.values()}
+
+    def ask(self, order: Find, key: PeerKey, now: float) -> None:
+        """Ask a peer, once it is met."""
+        self._asked[next(self._numbers)] = _Asked(order, key, now + self._config.find_s)
+        self._peers.reach(key, now)
+        self.changed()
+
+    def changed(self) -> None:
+        """A peer was met or lost, or its link is measured: questions may go on."""
+        self._has_changed = True
+
+    def advance(self, now: float) -> None:
+        """Ask peers that were met meanwhile, and wait no longer for those that are late."""
+        if not self._has_changed:
+            return
+        self._has_changed = False
+        for number, asked in list(self._asked.items()):
+            if asked.answer is not None:
+                self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)
+            elif now >= asked.deadline:
+                self._end(number, error=f"it did not answer within {self._config.find_s} s")
+            elif not asked.link:
+                self._try(number, asked, now)
+        self._timer.at(min((asked.deadline for asked in self._asked.values()), default=math.inf))
+
+    def met(self, link: RankLink, now: float) -> None:
+        """A rank of a peer has introduced itself. If it will be asked, it is to measure its link before."""
+        peer, theirs = link.peer, link.session.peer
+        if theirs is None or theirs.naming is None or not peer.is_warm or link.found is not None:
+            return
+        if link.rank == 0:
+            for rank in peer.partners:
+                self._peers.connect_rank(peer, rank, now)
+        if link.rank in peer.partners:
+            self._peers.send(link.name, FindPrefix(0, Prefix(theirs.naming, 0, ()), 0))
+
+    def answered(self, link: RankLink, message: PrefixFound, now: float) -> None:
+        """A peer answers. What nobody waits for any more is no fault of its."""
+        asked = self._asked.get(message.number)
+        if asked is None or asked.link != link.name:
+            return
+        problem = _problem(message, asked.order.prefix, asked.order.max_tokens)
+        if problem:
+            self._metrics.failures.labels("peer_message").inc()
+            logger.warning("peer %s: %s", asked.peer, problem)
+        error = problem or message.error
+        if error or max(message.num_tokens, message.disk_tokens) <= asked.order.prefix.start_tokens:
+            self._end(message.number, error=error, is_busy=message.is_busy)
+        else:
+            asked.answer = message
+            asked.deadline = min(asked.deadline, now + _RATE_SHARE * self._config.find_s)
+            self.changed()
+
+    def lost(self, link: str, reason: str) -> None:
+        """A connection is over: what was asked over it is not answered."""
+        for number in [number for number, asked in self._asked.items() if asked.link == link]:
+            self._end(number, error=reason)
+
+    def _try(self, number: int, asked: _Asked, now: float) -> None:
+        peer, order = self._peers.reach(asked.peer, now), asked.order
+        if reason := peer.refusal(now):
+            self._end(number, error=reason)
+        elif peer.is_ready and (theirs := peer.links[0].session.peer) is not None:
+            if theirs.naming != order.prefix.naming:
+                # That it keeps nothing for others is an answer too.
+                report = Found(order.request_id, naming=theirs.naming)
+                del self._asked[number]
+                self._found(report)
+                return
+            path = self._path(peer.links[0])
+            if isinstance(path, str):
+                self._end(number, error=f"nothing can be fetched: {path}")
+                return
+            asked.link = peer.links[0].name
+            self._peers.send(asked.link, FindPrefix(number, order.prefix, order.max_tokens))
+
+    def _conclude(self, number: int, answer: PrefixFound, link: RankLink, is_late: bool) -> None:
+        """Report what a peer has, once it is known what its link takes for that, or is not waited for."""
+        if link.found is None and not is_late:
+            return
+        rate = link.found.bytes_per_s if link.found is not None else 0.0
+        if not rate:
+            logger.info("nothing is loaded by name from %s: its link is not measured", link.peer.address)
+        # The ranks of a peer send at the same time, all of them to each of ours that fetches from them.
+        num_ranks = len(link.peer.partners)
+        here_s, disk_s = (
+            total_bytes * num_ranks / rate if rate else math.inf
+            for total_bytes in (answer.total_bytes, answer.disk_bytes)
+        )
+        # What is on disk is read before any of it is sent.
+        counts = answer.num_tokens, here_s, answer.disk_tokens, disk_s + answer.disk_s
+        self._end(number, counts, link.refusal)
+
+    def _end(
+        self,
+        number: int,
+        found: _Counts = (0, 0.0, 0, 0.0),
+        error: str = "",
+        *,
+        is_busy: bool = False,
+    ) -> None:
+        self._found(Found(self._asked.pop(number).order.request_id, *found, error=error, is_busy=is_busy))
+
+
+def _problem(found: PrefixFound, prefix: Prefix, max_tokens: int) -> str:
+    """Why an answer cannot be right, or nothing."""
+    tokens = prefix.naming.tokens
+    most = min(max_tokens, len(prefix.names) * tokens)
+    for count in (found.num_tokens, found.disk_tokens):
+        if count > most or count % tokens:
+            return f"it says that it keeps {count} tokens, of at most {most} by names of {tokens} each"
+    return "" if 0 <= found.disk_s < math.inf else f"it says that it reads its disk in {found.disk_s} s"

@@ -1,0 +1,345 @@
+"""D's landing slots: granted chunk by chunk, unpacked when a chunk has landed, and checked.
+
+A peer that we fetch from can write to the slots that it was granted, and to no page.
+What is in a slot becomes KV only if its length, its generation and its digest are what they should be.
+Owned by the transfer thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvconnect.metrics import Metrics
+from kvconnect.pack.batches import PackTicket, StagedChunk
+from kvconnect.pack.packer import Packer
+from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
+from kvconnect.timeline import Moment
+from kvconnect.transfer.slots import Slot, SlotEvent, SlotPool, SlotState
+from kvconnect.transfer.timers import Timer, Timers
+
+if TYPE_CHECKING:
+    from kvconnect.decode.loads import LoadRecord
+    from kvconnect.decode.peers import RankLink
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Unpacking:
+    """A chunk that our kernel moves into pages."""
+
+    chunk: int
+    slot: Slot
+    ticket: PackTicket
+    expected: int | None
+
+
+@dataclass(eq=False)
+class Landing:
+    """What lands of one fetch, which was asked for over the connection ``link`` of the node ``holder``.
+
+    ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer reported written, ``due`` how
+    many of them it can send by now, as it reports; ``landed_bytes`` are in their pages. What arrived waits in
+    ``packed`` until ``is_unused``: the device is done with what its blocks were used for before. Once the
+    fetch is over it is ``closed``; it stays as long as its slots are unpacked, or in ``quarantine``: the peer
+    may still write to what it was lent. ``changed`` is called when it has failed, or is idle again.
+    """
+
+    transfer_id: int
+    handle: str
+    holder: str
+    link: str
+    packer: Packer
+    staged: Sequence[StagedChunk]
+    is_unused: Callable[[], bool]
+    waiting_grants: int
+    due: int
+    changed: Callable[[], None]
+    quarantine: Timer
+    lent: dict[int, Slot] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
+    packed: deque[tuple[Slot, Landed]] = field(default_factory=deque)
+    unpacking: deque[_Unpacking] = field(default_factory=deque)
+    committed: int = 0
+    landed_bytes: int = 0
+    error: str = ""
+    closed: bool = False
+
+    @functools.cached_property
+    def total_bytes(self) -> int:
+        """Of all chunks."""
+        return sum(staged.total_bytes for staged in self.staged)
+
+    @property
+    def missing(self) -> int:
+        """How many chunks are not in their pages, as they should be."""
+        return len(self.staged) - self.committed
+
+    def fail(self, reason: str) -> None:
+        """What landed cannot be used. The first reason is the one that is reported."""
+        self.error = self.error or reason
+        self.changed()
+
+    @property
+    def is_quarantined(self) -> bool:
+        """A peer that was lost may still write to what it was lent."""
+        return self.quarantine.due_at < math.inf
+
+    @property
+    def wants_slots(self) -> bool:
+        """Of chunks that the peer can send by now, some have no slot."""
+        return self.waiting_grants > len(self.staged) - self.due
+
+    @property
+    def idle(self) -> bool:
+        """No kernel of ours works for it, or is about to."""
+        return not self.unpacking and not self.packed
+
+
+class LandingBay:
+    """All landing slots of a worker, and all fetches that land in them.
+
+    ``check_digest``: what landed must have the digest that its sender names. ``send`` takes a connection.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        check_digest: bool,
+        send: Callable[[str, Message], None],
+        metrics: Metrics,
+        timers: Timers,
+    ) -> None:
+        self._pool = pool
+        self._send = send
+        self._check_digest = check_digest
+        self._metrics = metrics
+        self._timers = timers
+        self._landings: dict[int, Landing] = {}
+        # Those that a kernel of ours works for, or that wait for it; and those that want slots, in turn.
+        self._working: dict[Landing, None] = {}
+        self._hungry: deque[Landing] = deque()
+        self._shown = -1
+        self._quarantined = 0
+
+    @property
+    def taken(self) -> int:
+        """Slots that are granted, being unpacked, or in quarantine."""
+        return self._pool.taken
+
+    @property
+    def busy(self) -> bool:
+        """A kernel of ours is at work, or another that it waits for. The end of neither wakes a thread."""
+        return bool(self._working)
+
+    def __len__(self) -> int:
+        return len(self._landings)
+
+    def open(
+        self,
+        transfer_id: int,
+        load: LoadRecord,
+        staged: Sequence[StagedChunk],
+        packer: Packer,
+        link: RankLink,
+    ) -> tuple[Landing, tuple[Grant, ...]]:
+        """Prepare for the chunks of a fetch, and grant it slots at once, perhaps none."""
+        holder, count = link.peer.address, len(staged)
+        landing = Landing(
+            transfer_id,
+            load.order.handle,
+            holder,
+            link.name,
+            packer,
+            staged,
+            load.is_unused,
+            count,
+            count,
+            load.touch,
+            self._timers.timer(lambda now: self._free(landing, ())),
+        )
+        self._landings[transfer_id] = landing
+        # Half of what is free, so that the next fetch need not wait for the first to end.
+        first = min(count, (self._pool.free + 1) // 2, self._pool.room_for(holder))
+        if any(self._may_lend(waiting) for waiting in self._hungry):
+            first = 0
+        grants = tuple(self._lend(landing) for _ in range(first))
+        self._queue(landing)
+        return landing, grants
+
+    def _queue(self, landing: Landing) -> None:
+        """Let it wait for slots, behind the others, if it wants some and does not wait already."""
+        if landing.wants_slots and landing not in self._hungry:
+            self._hungry.append(landing)
+
+    def requested(self, landing: Landing | None, message: CreditRequest) -> None:
+        """A peer reports how many chunks it can send by now, and which slots it has no use for yet."""
+        if landing is None or landing.closed:
+            return
+        for generation in landing.lent.keys() & set(message.spared):
+            self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
+            landing.waiting_grants += 1
+        landing.due = min(len(landing.staged), message.chunks)
+        if not landing.wants_slots and landing in self._hungry:
+            self._hungry.remove(landing)
+        self._queue(landing)
+
+    def landed(self, landing: Landing | None, message: Landed) -> str:
+        """A peer reports that a chunk lies in its slot: begin to unpack it. Why it is void, or nothing."""
+        if landing is None or landing.closed:
+            return "nothing is fetched under this number"
+        slot = landing.lent.get(message.generation)
+        if slot is None:
+            return f"generation {message.generation} was not granted to it, or was used already"
+        if message.chunk >= len(landing.staged) or message.chunk in landing.arrived:
+            return f"chunk {message.chunk} of {len(landing.staged)} is not awaited"
+        staged = landing.staged[message.chunk]
+        if message.length_bytes != staged.total_bytes:
+            return f"chunk {message.chunk} has {message.length_bytes} of {staged.total_bytes} bytes"
+        if self._check_digest and message.digest is None:
+            return f"chunk {message.chunk} came without its digest"
+        del landing.lent[message.generation]
+        landing.arrived.add(message.chunk)
+        self._pool.move(slot, SlotEvent.LANDED)
+        landing.packed.append((slot, message))
+        self._working[landing] = None
+        self._note(landing, Moment.LANDED, message.chunk)
+        self._unpack(landing)
+        return ""
+
+    def _unpack(self, landing: Landing) -> None:
+        """Give the device what landed, once it is done with what the blocks were used for before."""
+        while landing.packed and landing.is_unused():
+            slot, message = landing.packed.popleft()
+            seed = slot.generation if self._check_digest else None
+            try:
+                ticket = landing.packer.unpack(slot.address, landing.staged[message.chunk], seed)
+            except Exception as error:
+                # Any error, a device out of memory included, loses only this request.
+                logger.exception("a chunk could not be unpacked")
+                self._pool.move(slot, SlotEvent.RETURN)
+                self._metrics.failures.labels("landing").inc()
+                landing.fail(f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}")
+                continue
+            expected = message.digest if self._check_digest else None
+            landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
+            self._note(landing, Moment.UNPACKING, message.chunk)
+
+    def advance(self) -> None:
+        """Take what is unpacked, and lend what became free. A wrong digest sets its landing's ``error``."""
+        for landing in list(self._working):
+            self._unpack(landing)
+            while landing.unpacking and landing.unpacking[0].ticket.done:
+                self._take(landing, landing.unpacking.popleft())
+            if landing.idle:
+                del self._working[landing]
+                landing.changed()
+                self._forget_if_over(landing)
+        self._feed()
+        if self._pool.taken != self._shown:
+            self._shown = self._pool.taken
+            self._metrics.slots_landing.set(self._shown)
+
+    def hasten(self, links: Container[str], until: float) -> None:
+        """Slots that were lent over these connections are in quarantine until then at the longest."""
+        for landing in self._landings.values():
+            if landing.is_quarantined and landing.link in links:
+                landing.quarantine.by(until)
+
+    def close(
+        self, landing: Landing | None, lost_until: float | None, unsettled: Container[int] | None = None
+    ) -> None:
+        """A fetch is over. Slots that it was lent are free, or in quarantine until ``lost_until``.
+
+        ``unsettled`` are the generations that the peer may still write, as far as it reported; None for all.
+        """
+        if landing is None or landing.closed:
+            return
+        landing.closed = True
+        for slot, _ in landing.packed:
+            self._pool.move(slot, SlotEvent.RETURN)
+        landing.packed.clear()
+        if landing in self._hungry:
+            self._hungry.remove(landing)
+        if lost_until is not None:
+            landing.quarantine.at(lost_until)
+        self._free(landing, () if lost_until is None else unsettled)
+        for slot in landing.lent.values():
+            self._pool.move(slot, SlotEvent.LOSE)
+        self._count_quarantined(len(landing.lent))
+
+    def answered(self, written: Written, link: str, until: float) -> None:
+        """A peer answers a fetch that is over: slots that it will not write are free at once.
+
+        Those that it may still write are kept until ``until``, or as long as they were to be kept before.
+        """
+        landing = self._landings.get(written.transfer_id)
+        if landing is None or not landing.is_quarantined or landing.link != link:
+            return
+        if not written.quiescent:
+            landing.quarantine.by(until)
+        self._free(landing, () if written.quiescent else written.unsettled)
+
+    def _free(self, landing: Landing, unsettled: Container[int] | None) -> None:
+        """Free the slots of a closed landing, but for those of the ``unsettled`` generations; None: all."""
+        for generation in list(landing.lent):
+            if unsettled is not None and generation not in unsettled:
+                slot = landing.lent.pop(generation)
+                if slot.state is SlotState.QUARANTINED:
+                    self._count_quarantined(-1)
+                self._pool.move(slot, SlotEvent.RETURN)
+        if not landing.lent:
+            landing.quarantine.cancel()
+        self._forget_if_over(landing)
+
+    def _count_quarantined(self, more: int) -> None:
+        self._quarantined += more
+        self._metrics.quarantined.set(self._quarantined)
+
+    def _forget_if_over(self, landing: Landing) -> None:
+        if landing.closed and landing.idle and not landing.lent:
+            self._landings.pop(landing.transfer_id, None)
+
+    def _take(self, landing: Landing, unpacked: _Unpacking) -> None:
+        self._pool.move(unpacked.slot, SlotEvent.RETURN)
+        self._note(landing, Moment.UNPACKED, unpacked.chunk)
+        if unpacked.ticket.digest == unpacked.expected:
+            landing.committed += 1
+            landing.landed_bytes += landing.staged[unpacked.chunk].total_bytes
+            return
+        self._metrics.failures.labels("digest").inc()
+        landing.fail(f"chunk {unpacked.chunk} landed with another digest than it was sent with")
+
+    def _lend(self, landing: Landing) -> Grant:
+        slot = self._pool.take(SlotEvent.LEND, landing.holder)
+        landing.lent[slot.generation] = slot
+        landing.waiting_grants -= 1
+        return Grant(slot.address, slot.length_bytes, slot.generation)
+
+    def _may_lend(self, landing: Landing) -> bool:
+        """A slot is free for it, and of use now; one whose chunks wait for their blocks has enough."""
+        is_of_use = landing.wants_slots and self._pool.room_for(landing.holder) > 0
+        return is_of_use and (not (landing.lent or landing.packed) or landing.is_unused())
+
+    def _feed(self) -> None:
+        """Lend what is free, in turn, first to those who have nothing."""
+        if not self._hungry or not self._pool.free:
+            return
+        granted: dict[Landing, list[Grant]] = {}
+        while fed := [waiting for waiting in self._hungry if self._may_lend(waiting)]:
+            landing = next((waiting for waiting in fed if not waiting.lent), fed[0])
+            granted.setdefault(landing, []).append(self._lend(landing))
+            self._hungry.remove(landing)
+            self._queue(landing)
+        for landing, grants in granted.items():
+            self._send(landing.link, CreditGrant(landing.transfer_id, tuple(grants)))
+            self._note(landing, Moment.CREDITS_SENT, len(grants))
+
+    def _note(self, landing: Landing, moment: str, number: int) -> None:
+        self._metrics.timeline.note(moment, number, handle=landing.handle, transfer_id=landing.transfer_id)

@@ -1,0 +1,385 @@
+"""The requests whose KV this node asks others for by name, from their arrival to the end of the load.
+
+No handle leads to it, and nobody holds it: what a source keeps it may have dropped when it is fetched. So a
+load that fails is a miss, and the request is computed. Pure bookkeeping, empty when idle.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.config import TransferConfig
+from kvconnect.decode.sources import SLOW_REST_S, Address, PrefillRate, Sources, is_worth_it
+from kvconnect.errors import PeerError
+from kvconnect.orders import MAX_NAMES, Find, Found, Load, Naming, Prefix, Results
+from kvconnect.peer.handles import PeerTrust
+from kvconnect.timeline import Moment
+from kvconnect.transfer.orders_draft import OrdersDraft, blocks_of
+from kvconnect.transfer.params import read_sources, transfer_params
+from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, StackTraits
+
+logger = logging.getLogger(__name__)
+
+LOADED, MISSED, NOT_WORTH_IT = "loaded", "missed", "not_worth_it"
+UNANSWERED, UNMEASURED, FAILED, ABORTED = "unanswered", "unmeasured", "failed", "aborted"
+_REST_WAITS = 10
+"""For how many times ``find_s`` a source that did not answer within one is not asked."""
+
+
+@dataclass(eq=False)
+class _Pull:
+    """A request that may be pulled. ``left`` are sources to be asked yet, ``asked`` the one that was, last.
+
+    ``prefix`` is what it was asked for, by ``deadline``, and ``found`` its answer. ``computed`` and ``local``
+    are the tokens that were at hand when this was offered. ``outcome`` is what is counted if nothing comes of
+    it, empty where nobody was asked. From ``asks_until`` on nobody else is. ``is_over``: it is not asked for
+    any more, until it begins anew.
+    """
+
+    sources: tuple[Address, ...]
+    left: list[Address] = field(default_factory=list)
+    asked: Address | None = None
+    prefix: Prefix | None = None
+    names: dict[int, Sequence[bytes]] = field(default_factory=dict)
+    deadline: float = 0.0
+    waits_until: float = 0.0
+    asks_until: float = math.inf
+    found: Found | None = None
+    computed: int = 0
+    local: int = 0
+    outcome: str = ""
+    is_over: bool = False
+
+    def begin(self) -> None:
+        """It has asked nobody yet."""
+        self.left, self.outcome, self.is_over = list(self.sources), "", False
+        self.waits_until, self.asks_until = 0.0, math.inf
+        # Of its tokens then: after a preemption it has more.
+        self.names.clear()
+
+    def end(self) -> None:
+        """Nothing is asked for it any more."""
+        self.prefix, self.found, self.is_over = None, None, True
+
+    @property
+    def key(self) -> bytes:
+        """What requests of one prompt have in common: the first name that is wanted."""
+        assert self.prefix is not None
+        return self.prefix.names[self.prefix.start_tokens // self.prefix.naming.tokens]
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """A load under way: of ``num_tokens``, of which ``gain`` were not at hand, since ``began_at``."""
+
+    source: Address
+    key: bytes
+    handle: str
+    num_tokens: int
+    gain: int
+    began_at: float
+
+
+class PullRequests:
+    """What other nodes are asked for by name. ``stack`` states how names are made, and has a clock."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        groups: Sequence[KVCacheGroup],
+        stack: StackTraits,
+        trust: PeerTrust | None,
+        new_handle: Callable[[], str],
+        draft: OrdersDraft,
+    ) -> None:
+        assert stack.naming is not None
+        assert stack.clock is not None
+        self._naming: Naming = stack.naming
+        self._clock = stack.clock
+        self._find_s, self._groups, self._stack = config.extra.find_s, groups, stack
+        self._trust, self._new_handle, self._draft = trust, new_handle, draft
+        own = draft.directory[0]
+        self._sources = Sources(config.extra.sources, (own.host, own.port))
+        self._rate = PrefillRate()
+        self._pulls: dict[str, _Pull] = {}
+        self._loading: dict[str, _Loading] = {}
+        # By the first name that is wanted, the request that asks for it or loads it.
+        self._under_way: dict[bytes, str] = {}
+        # Requests that are computed: the tokens that they have, those that were at hand, and since when.
+        self._computing: dict[str, tuple[RequestView, int, int, float]] = {}
+
+    def arrive(self, request: RequestView) -> None:
+        """A request has come whose KV may be loaded."""
+        params = transfer_params(request)
+        if params.get("do_remote_prefill"):
+            return
+        try:
+            named = [address for address in read_sources(params) if self._is_trusted(address)]
+        except PeerError as error:
+            self._draft.warn("parameters_refused", "%s; its KV is asked of no peer", error)
+            named = []
+        if sources := self._sources.chosen(named):
+            self._pulls[request.request_id] = pull = _Pull(sources)
+            pull.begin()
+
+    def matched_tokens(self, request: RequestView, num_computed_tokens: int, local_tokens: int) -> int | None:
+        """Tokens beyond those computed that a source keeps, if they are worth more than ``local_tokens``.
+
+        None: ask again, it is asked. The same until the request is admitted.
+        """
+        pull = self._pulls.get(request.request_id)
+        if pull is None or pull.is_over:
+            return 0
+        now, request_id = self._clock(), request.request_id
+        if pull.found is None and pull.prefix is not None:
+            if now < pull.deadline:
+                return None
+            self._unanswered(request_id, pull, f"it did not answer within {self._find_s} s", now)
+            pull.left.clear()
+        if pull.found is not None:
+            count = pull.found.num_tokens - num_computed_tokens
+            if self._pays(count, local_tokens, pull.found.seconds):
+                pull.computed, pull.local = num_computed_tokens, local_tokens
+                return count
+            is_measured = math.isfinite(pull.found.seconds)
+            self._drop(request_id, pull, NOT_WORTH_IT if is_measured else UNMEASURED)
+        if self._ask(request, pull, num_computed_tokens, local_tokens, now):
+            return None
+        self._give_up(request_id, pull)
+        return 0
+
+    def admitted(self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int) -> None:
+        """A request got its blocks: the first so many of the tokens that it was offered are loaded."""
+        request_id, now = request.request_id, self._clock()
+        pull = self._pulls.get(request_id)
+        if pull is None or pull.found is None or num_external_tokens <= 0:
+            if pull is not None:
+                self._give_up(request_id, pull)
+                # A stack admits a request that was loaded once more, when it goes on.
+                if not (num_external_tokens or pull.local or pull.outcome == LOADED):
+                    self._computing[request_id] = request, request.num_tokens, pull.computed, now
+            return
+        assert pull.asked is not None
+        assert pull.prefix is not None
+        first, handle = pull.computed, self._new_handle()
+        end, tokens = first + num_external_tokens, pull.prefix.naming.tokens
+        offered = pull.found.num_tokens
+        refusal = "" if end == offered else f"blocks were given for {end} of {offered} tokens"
+        prefix = Prefix(pull.prefix.naming, first // tokens * tokens, pull.prefix.names)
+        groups = blocks_of(self._groups, block_ids, first, end)
+        self._draft.loads.append(
+            Load(request_id, handle, "", *pull.asked, end, groups, refusal, prefix=prefix)
+        )
+        self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
+        gain = num_external_tokens - pull.local
+        self._loading[request_id] = _Loading(pull.asked, pull.key, handle, num_external_tokens, gain, now)
+        pull.outcome = LOADED
+        pull.end()
+
+    def preempted(self, request_id: str) -> None:
+        """A request lost its blocks, and begins anew: it may be pulled, unless that failed."""
+        self._computing.pop(request_id, None)
+        pull = self._pulls.get(request_id)
+        if pull is not None and pull.outcome != FAILED:
+            pull.begin()
+
+    def finished(self, request_id: str) -> bool:
+        """A request ended. Whether its load is under way: then it is ordered to end."""
+        self._measure(request_id, self._clock())
+        self._computing.pop(request_id, None)
+        pull = self._pulls.pop(request_id, None)
+        if pull is not None and not pull.is_over:
+            self._drop(request_id, pull, ABORTED)
+            self._give_up(request_id, pull)
+        if request_id in self._loading:
+            self._draft.aborted.append(request_id)
+        return request_id in self._loading
+
+    def ordered(self) -> None:
+        """The draft is about to be taken."""
+        now = self._clock() if self._computing else 0.0
+        for request_id in list(self._computing):
+            self._measure(request_id, now)
+
+    def reset(self) -> None:
+        """What was found may be of other weights."""
+        for request_id, pull in self._pulls.items():
+            if not pull.is_over:
+                self._drop(request_id, pull, ABORTED)
+                self._give_up(request_id, pull)
+
+    def update_results(self, results: Results) -> None:
+        """What the workers reported."""
+        now = self._clock() if results.found or self._loading else 0.0
+        for found in results.found:
+            pull = self._pulls.get(found.request_id)
+            if pull is not None and pull.prefix is not None and pull.found is None:
+                self._answered(found, pull, now)
+        for request_id in results.received if self._loading else ():
+            loading = self._loading.pop(request_id, None)
+            if loading is not None:
+                self._loaded(request_id, loading, request_id not in results.failed, now)
+
+    def state(self) -> dict[str, int]:
+        """Counts of what is remembered. All zero when idle."""
+        return {"pulling": len(self._loading), "pulls": len(self._pulls) + len(self._under_way)}
+
+    def _is_trusted(self, address: Address) -> bool:
+        if address in self._sources.configured or self._trust is None:
+            return True
+        refusal = self._trust.refusal(*address, vouched=False)
+        if refusal:
+            self._draft.failures.append("peer_not_trusted")
+        return not refusal
+
+    def _most_tokens(self, request: RequestView) -> int:
+        """What can be used: the last token is computed here in any case."""
+        return request.num_tokens - max(1, self._stack.held_back)
+
+    def _pays(self, count: int, local_tokens: int, load_s: float) -> bool:
+        return is_worth_it(count - local_tokens, local_tokens, load_s, self._rate.tokens_per_s)
+
+    def _better(self, found: Found, pull: _Pull) -> Found:
+        """What a source has in host memory or, if that saves more, all that it has with its disk."""
+        gain = found.disk_tokens - found.num_tokens
+        is_enough = self._pays(found.num_tokens - pull.computed, pull.local, found.seconds)
+        if gain <= 0 or (is_enough and not self._pays(gain, 0, found.disk_s - found.seconds)):
+            return found
+        return replace(found, num_tokens=found.disk_tokens, seconds=found.disk_s)
+
+    def _ask(self, request: RequestView, pull: _Pull, computed: int, local: int, now: float) -> bool:
+        """Ask the next source that may have something. Whether there is one, or another request asks it."""
+        pull.computed, pull.local = computed, local
+        most = self._most_tokens(request)
+        while pull.left and now < pull.asks_until and self._pays(most - computed, local, 0.0):
+            source = pull.left[0]
+            prefix = self._prefix(request, pull, source, computed)
+            if prefix is not None and not self._sources.is_resting(source, now):
+                name = prefix.names[prefix.start_tokens // prefix.naming.tokens]
+                if self._waits_for_other(request.request_id, pull, name, now):
+                    return True
+                if not self._sources.lacks(source, name, now):
+                    pull.left.pop(0)
+                    pull.asked, pull.prefix, pull.found = source, prefix, None
+                    pull.deadline = now + self._find_s
+                    pull.asks_until = min(pull.asks_until, now + 2 * self._find_s)
+                    self._under_way.setdefault(name, request.request_id)
+                    self._draft.finds.append(Find(request.request_id, "", *source, prefix, most))
+                    return True
+            pull.left.pop(0)
+        return False
+
+    def _prefix(self, request: RequestView, pull: _Pull, source: Address, num_computed: int) -> Prefix | None:
+        """What a source is asked for; None where that has no name, or not one that the source knows."""
+        naming = self._sources.naming(source, self._naming)
+        if naming is None or self._stack.names is None:
+            return None
+        # While it waits it is looked at in every step; to name 100 000 tokens anew takes 10 ms.
+        if (names := pull.names.get(naming.tokens)) is None:
+            names = pull.names[naming.tokens] = self._stack.names(request, naming.tokens)
+        start = num_computed // naming.tokens
+        if not start < min(len(names), MAX_NAMES) or (start + 1) * naming.tokens > self._most_tokens(request):
+            return None
+        return Prefix(naming, start * naming.tokens, tuple(names[:MAX_NAMES]))
+
+    def _waits_for_other(self, request_id: str, pull: _Pull, name: bytes, now: float) -> bool:
+        """Whether another request is about to have the same: a while later it is in the device's cache."""
+        if self._under_way.get(name, request_id) == request_id:
+            return False
+        pull.waits_until = pull.waits_until or now + self._find_s
+        return now < pull.waits_until
+
+    def _answered(self, found: Found, pull: _Pull, now: float) -> None:
+        source, prefix = pull.asked, pull.prefix
+        assert source is not None
+        assert prefix is not None
+        if found.naming is not None and found.naming != prefix.naming:
+            self._sources.names_by(source, found.naming)
+            self._drop(found.request_id, pull, MISSED)
+            if found.naming.hashing != self._naming.hashing:
+                self._draft.warn(
+                    "other_names",
+                    "%s:%d names KV by %r and this node by %r: neither finds what the other has",
+                    *source,
+                    found.naming.hashing,
+                    self._naming.hashing,
+                )
+            else:
+                # The same tokens in names of the source's own length.
+                pull.left.insert(0, source)
+        elif found.is_busy:
+            # It answers others.
+            self._drop(found.request_id, pull, UNANSWERED)
+        elif found.error:
+            self._unanswered(found.request_id, pull, found.error, now)
+        elif max(found.num_tokens, found.disk_tokens) <= prefix.start_tokens:
+            self._sources.miss(source, pull.key, now)
+            self._drop(found.request_id, pull, MISSED)
+        else:
+            pull.found = self._better(found, pull)
+
+    def _unanswered(self, request_id: str, pull: _Pull, reason: str, now: float) -> None:
+        assert pull.asked is not None
+        rest_s = _REST_WAITS * self._find_s
+        logger.info("%s:%d is asked for no KV by name for %g s: %s", *pull.asked, rest_s, reason)
+        self._sources.rest(pull.asked, now + rest_s)
+        self._drop(request_id, pull, UNANSWERED)
+
+    def _loaded(self, request_id: str, loading: _Loading, ok: bool, now: float) -> None:
+        self._leave(request_id, loading.key)
+        self._draft.note(Moment.LOADED, loading.handle, request_id, ok)
+        pull = self._pulls.get(request_id)
+        if pull is None:
+            self._count(request_id, ABORTED)
+        elif ok:
+            self._count(request_id, LOADED, loading.num_tokens)
+        else:
+            pull.outcome = FAILED
+            self._sources.miss(loading.source, loading.key, now)
+            self._count(request_id, FAILED)
+        rate = self._rate.tokens_per_s
+        if pull is None or not ok or not rate:
+            return
+        saved_s = loading.gain / rate - (now - loading.began_at)
+        if self._sources.loaded(loading.source, saved_s, now):
+            logger.info(
+                "%s:%d is asked for no KV by name for %g s: to load %d tokens took longer than computing",
+                *loading.source,
+                SLOW_REST_S,
+                loading.num_tokens,
+            )
+
+    def _drop(self, request_id: str, pull: _Pull, outcome: str) -> None:
+        """Nothing comes of what a source was asked, or found."""
+        if pull.prefix is not None:
+            self._leave(request_id, pull.key)
+            pull.outcome = outcome
+        pull.prefix = pull.found = None
+
+    def _give_up(self, request_id: str, pull: _Pull) -> None:
+        """Nothing is pulled for a request, unless it begins anew."""
+        self._drop(request_id, pull, NOT_WORTH_IT)
+        if pull.outcome and not pull.is_over:
+            self._count(request_id, pull.outcome)
+        pull.end()
+
+    def _leave(self, request_id: str, key: bytes) -> None:
+        if self._under_way.get(key) == request_id:
+            del self._under_way[key]
+
+    def _count(self, request_id: str, outcome: str, num_tokens: int = 0) -> None:
+        self._draft.pulls.append((outcome, num_tokens))
+        self._draft.note(f"{Moment.PULL}{outcome}", "", request_id, num_tokens)
+
+    def _measure(self, request_id: str, now: float) -> None:
+        """Learn from a prompt that was computed, once its next token is there."""
+        request, num_tokens, at_hand, began_at = self._computing.get(request_id, (None, 0, 0, 0.0))
+        if request is not None and request.num_tokens > num_tokens:
+            del self._computing[request_id]
+            self._rate.measured(num_tokens - at_hand, now - began_at)

@@ -1,0 +1,316 @@
+"""The rank fetches of D's loads: what each rank of a peer was asked for, and what became of it.
+
+Owned by the transfer thread. What is not proven to be quiescent when a fetch fails waits in quarantine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Container
+
+from kvconnect.config import ExtraConfig
+from kvconnect.decode.landing import LandingBay
+from kvconnect.decode.loads import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
+from kvconnect.decode.peers import FetchPath, Peers, RankLink
+from kvconnect.errors import LayoutError, LocalError
+from kvconnect.metrics import Metrics
+from kvconnect.orders import GroupBlocks
+from kvconnect.peer.loss import LOSS_RULES, PeerLoss
+from kvconnect.peer.messages import (
+    Accepted,
+    Cancel,
+    CreditRequest,
+    Fetch,
+    Grant,
+    Landed,
+    Written,
+)
+from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunk, RequestCutter
+from kvconnect.timeline import Moment
+from kvconnect.transfer.local import Local
+from kvconnect.transfer.timers import Timers
+
+logger = logging.getLogger(__name__)
+
+MOST_REPEATS = 4
+"""How often a fetch is asked for anew because the peer lost what it was sending, and began again itself."""
+_MOST_CANCELLED = 4096
+"""Cancelled fetches that are remembered: what the peer sent before it knew, and its answer, are no fault."""
+
+Blocks = tuple[GroupBlocks, ...]
+Opened = tuple[tuple[Chunk, ...], tuple[Grant, ...]]
+AboutFetch = Accepted | Landed | CreditRequest | Written
+
+
+class RankFetches:
+    """All rank fetches that a peer was asked for and that are not over."""
+
+    def __init__(
+        self, config: ExtraConfig, peers: Peers, local: Local, metrics: Metrics, timers: Timers
+    ) -> None:
+        self.bay = LandingBay(local.landing, config.check_digest, peers.send, metrics, timers)
+        self._config = config
+        self._peers = peers
+        self._local = local
+        self._metrics = metrics
+        self.num_owed = 0
+        """Those about which an answer is owed, before which the peer may write to us."""
+        self._asked: dict[int, RankFetch] = {}
+        self._cancelled: OrderedDict[int, str] = OrderedDict()
+        self._transfer_ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
+        """Ask a rank for its part of a load, or fail the load."""
+        load, order, transfer_id = fetch.load, fetch.load.order, next(self._transfer_ids)
+        try:
+            chunks, grants = self._open(fetch, link, transfer_id)
+        except LayoutError as error:
+            load.fail(str(error))
+            return
+        except LocalError as error:
+            load.fail(f"it cannot be fetched: {error}")
+            return
+        except Exception as error:
+            # What one request meets must not end what others asked for.
+            logger.exception("request %s could not be asked for", order.request_id)
+            load.fail(f"it could not be planned: {type(error).__name__}: {error}")
+            return
+        fetch.move(RankFetchEvent.ASK)
+        fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
+        self._asked[transfer_id] = fetch
+        self.num_owed += 1
+        self._peers.ask(link, transfer_id, now)
+        message = Fetch(
+            transfer_id=transfer_id,
+            handle=order.handle,
+            num_tokens=order.num_tokens,
+            consumers=link.peer.consumers[link.rank],
+            timeout_s=max(0.001, load.deadline - now),
+            chunks=chunks,
+            grants=grants,
+            until_s=load.deadline + link.clock_ahead_s,
+            prefix=order.prefix,
+        )
+        self._note(fetch, Moment.FETCH_SENT, link.rank)
+        self._peers.send(link.name, message)
+
+    def _note(self, fetch: RankFetch, moment: str, number: int) -> None:
+        self._metrics.timeline.note(
+            moment, number, handle=fetch.load.order.handle, transfer_id=fetch.transfer_id
+        )
+
+    def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> Opened:
+        """The chunks of a fetch, and slots for the first. Raises ``LayoutError``: the caches do not fit."""
+        order, fetch.landing = fetch.load.order, None
+        packed = self.path_over(link)
+        if isinstance(packed, str):
+            raise LayoutError(f"it cannot be fetched: {packed}")
+        cutter, packer = packed
+        groups, num_tokens = link.share.of(order.groups), link.share.tokens.count(order.num_tokens)
+        chunks = cutter.cut(groups, num_tokens)
+        if not chunks:
+            return (), ()
+        staged = packer.stage(groups, chunks, num_tokens)
+        fetch.landing, grants = self.bay.open(transfer_id, fetch.load, staged, packer, link)
+        return chunks, grants
+
+    def path_over(self, link: RankLink) -> FetchPath | str:
+        """What cuts and unpacks over a connection, or why the two caches do not fit. Worked out once."""
+        link.path = link.path or self._make_path(link)
+        return link.path
+
+    def _make_path(self, link: RankLink) -> FetchPath | str:
+        """Of a connection whose peer has introduced itself."""
+        ours, peer = link.session.ours, link.session.peer
+        slot_bytes = min(ours.slot_bytes, peer.slot_bytes) if peer is not None else 0
+        try:
+            if peer is None or not slot_bytes:
+                raise LayoutError(f"the {'peer' if ours.slot_bytes else 'decode node'} has no slots")
+            packer = self._local.packer(peer, ours, "target", self._config.convert_dtype)
+        except LayoutError as error:
+            logger.info("%s: nothing can be fetched: %s", link.name, error)
+            return str(error)
+        rate = self._local.pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
+        return RequestCutter(packer.chunker, peer.table, ours.table, slot_bytes, rate), packer
+
+    # Messages of the peer
+
+    def receive(self, message: AboutFetch, link: str, now: float) -> None:
+        """A peer reports on a fetch. Only the peer that was asked can."""
+        fetch = self._asked.get(message.transfer_id)
+        if fetch is None or fetch.link != link:
+            # Of a fetch that is over for us. All that it can still report is whether slots may be lent again.
+            if isinstance(message, Written):
+                self.bay.answered(message, link, now + self._config.quarantine_s)
+            if self._cancelled.get(message.transfer_id) != link:
+                self._metrics.failures.labels("peer_message").inc()
+                logger.warning("%s speaks of transfer %d, which it was not asked", link, message.transfer_id)
+            return
+        match message:
+            case Written():
+                self._written(fetch, message, now)
+            case _ if fetch.state is not RankFetchState.ASKED:
+                pass
+            case Accepted(epoch=epoch):
+                self._accepted(fetch, epoch)
+            case CreditRequest():
+                self.bay.requested(fetch.landing, message)
+            case Landed():
+                self._landed(fetch, message)
+
+    def _accepted(self, fetch: RankFetch, epoch: int) -> None:
+        if fetch.load.epochs.get(fetch.rank, epoch) != epoch:
+            self._metrics.failures.labels("epoch").inc()
+            fetch.load.fail("the peer holds something else under this handle than before")
+        fetch.epoch = epoch
+
+    def _landed(self, fetch: RankFetch, message: Landed) -> None:
+        if not fetch.epoch and message.epoch:
+            self._accepted(fetch, message.epoch)
+        if fetch.load.error:
+            return
+        reason = self.bay.landed(fetch.landing, message)
+        if reason:
+            self._metrics.failures.labels("landing").inc()
+            fetch.load.fail(f"what landed is not what was asked for: {reason}")
+
+    def _written(self, fetch: RankFetch, written: Written, now: float) -> None:
+        self._note(fetch, Moment.ANSWER_RECEIVED, written.ok)
+        fetch.load.touch()
+        kept_until = now + self._config.quarantine_s
+        match fetch.state:
+            case RankFetchState.UNPACKING:
+                # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
+                self.bay.answered(written, fetch.link, kept_until)
+            case RankFetchState.ASKED if written.ok and written.quiescent:
+                self._all_written(fetch, written, now)
+            case RankFetchState.ASKED:
+                self._broken_off(fetch, written, None if written.quiescent else kept_until, now)
+
+    def _broken_off(self, fetch: RankFetch, written: Written, until: float | None, now: float) -> None:
+        """The peer has stopped submitting; what it could not call back may be written until then."""
+        load = fetch.load
+        if written.again and written.quiescent and not load.error and fetch.repeats < MOST_REPEATS:
+            # Chunks that landed are discarded; it is asked for anew once none of them is being unpacked.
+            fetch.repeats += 1
+            self.bay.close(fetch.landing, until, written.unsettled)
+            load.epochs.pop(fetch.rank, None)
+            self._leave(fetch, RankFetchEvent.REPEAT, now)
+            return
+        load.fail(written.error or "the peer gave no reason")
+        self._end(fetch, until, now, written.unsettled)
+
+    def _all_written(self, fetch: RankFetch, written: Written, now: float) -> None:
+        """Every byte was written: it counts if it belongs to the lease under which the fetch was accepted."""
+        load = fetch.load
+        # No epoch was reported if no chunk has landed, which fails by itself.
+        if written.epoch != fetch.epoch and fetch.epoch:
+            self._metrics.failures.labels("epoch").inc()
+            load.fail("what was written is not of the lease under which the peer accepted the fetch")
+            self._end(fetch, None, now)
+            return
+        moved = load.moved.setdefault(self._peers.lane(fetch.link), [0, 0])
+        moved[0] += written.total_bytes
+        moved[1] += written.copies
+        if math.isfinite(written.seconds):
+            load.seconds = max(load.seconds, written.seconds)
+        self._leave(fetch, RankFetchEvent.ARRIVE, now)
+        if fetch.landing is not None:
+            # It has no use for more slots.
+            fetch.landing.due = 0
+
+    # How a fetch goes on without a message, and ends
+
+    def move_on(self, load: LoadRecord, now: float) -> None:
+        """Do what can be done about the fetches of a load: commit what landed, wind up what failed."""
+        for fetch in load.fetches.values():
+            self._check_landing(fetch, now)
+        for fetch in load.fetches.values() if load.error else ():
+            self._wind_up(fetch, now)
+
+    def _check_landing(self, fetch: RankFetch, now: float) -> None:
+        """What landed is unpacked: commit it, or fail."""
+        load, landing = fetch.load, fetch.landing
+        is_unpacking = fetch.state is RankFetchState.UNPACKING
+        if landing is not None and landing.error and (is_unpacking or fetch.state is RankFetchState.ASKED):
+            load.fail(landing.error)
+        if not is_unpacking or fetch.is_unpacking:
+            return
+        self.bay.close(landing, None)
+        # A fetch of nothing has no landing.
+        missing = landing.missing if landing is not None else 0
+        if missing or load.error:
+            load.fail(f"the peer says that all is written, but {missing} chunks did not land")
+            self._leave(fetch, RankFetchEvent.FAIL, now)
+        else:
+            self._leave(fetch, RankFetchEvent.LAND, now)
+
+    def _wind_up(self, fetch: RankFetch, now: float) -> None:
+        """End a fetch of a load that failed, by the way that its state allows."""
+        match fetch.state:
+            case RankFetchState.MEETING if not fetch.is_unpacking:
+                self._leave(fetch, RankFetchEvent.FAIL, now)
+            case RankFetchState.ASKED:
+                # The peer answers a cancel as soon as it has stopped; until then it may write.
+                self._end(fetch, self._longest_write(fetch.load, now), now)
+                self._peers.send(fetch.link, Cancel(fetch.transfer_id))
+                self._cancelled[fetch.transfer_id] = fetch.link
+                while len(self._cancelled) > _MOST_CANCELLED:
+                    self._cancelled.popitem(last=False)
+            case RankFetchState.UNPACKING:
+                # What waits in slots for its blocks is not unpacked any more.
+                self.bay.close(fetch.landing, None)
+                self._check_landing(fetch, now)
+
+    def _end(
+        self,
+        fetch: RankFetch,
+        writes_until: float | None,
+        now: float,
+        unsettled: Container[int] | None = None,
+    ) -> None:
+        """End a fetch that failed after it was asked. Until ``writes_until`` the peer may write to its slots.
+
+        ``unsettled`` are their generations, as it reported them.
+        """
+        self.bay.close(fetch.landing, writes_until, unsettled)
+        self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL, now)
+
+    def _longest_write(self, load: LoadRecord, now: float) -> float:
+        """When a silent peer has stopped for sure: it may start writes until the load's deadline."""
+        return max(now, load.deadline) + self._config.quarantine_s
+
+    def _leave(self, fetch: RankFetch, event: RankFetchEvent, now: float) -> None:
+        """Change a fetch's state, and forget its number if it has no use for it any more."""
+        was_owed = fetch.is_owed
+        fetch.move(event)
+        if was_owed:
+            self.num_owed -= 1
+            self._peers.answered(fetch.link, fetch.transfer_id, now)
+        if fetch.over or fetch.state is RankFetchState.MEETING:
+            self._asked.pop(fetch.transfer_id, None)
+
+    # Peers that are lost
+
+    def lose(self, link: str, loss: PeerLoss, reason: str, now: float) -> bool:
+        """The connection over which a rank was asked is over. Whether something is to be asked for again."""
+        is_any_again = False
+        for fetch in list(self._asked.values()):
+            load = fetch.load
+            if fetch.link != link or fetch.state is not RankFetchState.ASKED:
+                continue
+            if LOSS_RULES[loss].asks_again and not (load.met_again or load.error):
+                load.met_again = is_any_again = True
+                self.bay.close(fetch.landing, None)
+                self._leave(fetch, RankFetchEvent.FORGET, now)
+                load.touch()
+                continue
+            load.fail(reason)
+            self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now), now)
+        return is_any_again

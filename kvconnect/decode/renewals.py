@@ -1,0 +1,307 @@
+"""When D renews what its peers hold for it.
+
+From the moment that the scheduler half knows a request. All handles of one peer share a message, and a rank
+gets at most one a second, or three to a lease where that is shorter; what is loaded within it costs none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from kvconnect.config import ExtraConfig
+from kvconnect.decode.loads import LoadRecord, PeerKey
+from kvconnect.decode.peers import Peer, Peers, RankLink
+from kvconnect.metrics import Metrics
+from kvconnect.orders import Await
+from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
+from kvconnect.transfer.timers import Timer, Timers
+
+_SHORTEST_S, _LONGEST_S = 0.05, 30.0
+_PACE_S = 1.0
+"""How long renewals of new handles are put off, to share a message; and how often a peer is tried."""
+
+
+@dataclass(eq=False)
+class Awaited:
+    """D's record of a handle that a request may load under, once it gets blocks.
+
+    ``epochs`` and ``renew_at`` are those of the load that follows, and with ``error`` it fails at once.
+    ``reports`` until the scheduler half, which asked for it, was notified that the handle is settled.
+    """
+
+    handle: str
+    peer: PeerKey
+    since: float
+    renew_at: float = math.inf
+    epochs: dict[int, int] = field(default_factory=dict)
+    error: str = ""
+    reports: bool = False
+    is_to_ask = True
+
+    def counts_on(self, rank: int) -> bool:
+        """See ``LoadRecord``."""
+        return not self.error
+
+    def is_to_ask_of(self, rank: int) -> bool:
+        """See ``LoadRecord``."""
+        return True
+
+    def fail(self, reason: str) -> None:
+        """Nothing can be loaded under it. The first reason counts."""
+        self.error = self.error or reason
+
+
+Renewable = Awaited | LoadRecord
+
+
+def interval_s(lease_s: float) -> float:
+    """How often a lease of this length is renewed: within bounds, since a peer states it."""
+    wanted = lease_s / 3 if math.isfinite(lease_s) and lease_s > 0 else _LONGEST_S
+    return min(max(wanted, _SHORTEST_S), _LONGEST_S)
+
+
+@dataclass(eq=False)
+class _Account:
+    """What one peer holds for us: ``awaited_news`` counts those that are to be reported once settled."""
+
+    key: PeerKey
+    timer: Timer
+    kept: dict[Renewable, None] = field(default_factory=dict)
+    awaited_news: int = 0
+
+    def wanted(self) -> Iterator[Renewable]:
+        """Everything that is not lost."""
+        return (wanted for wanted in self.kept if not wanted.error)
+
+
+class Renewals:
+    """What this node counts on at its peers: handles that requests wait for, and loads under way.
+
+    ``settled`` is called once with each awaited handle that was to be reported.
+    """
+
+    def __init__(
+        self,
+        config: ExtraConfig,
+        peers: Peers,
+        metrics: Metrics,
+        settled: Callable[[str], None],
+        timers: Timers,
+    ) -> None:
+        self.awaited: dict[str, Awaited] = {}
+        self._config = config
+        self._peers = peers
+        self._metrics = metrics
+        self._settled = settled
+        self._timers = timers
+        self._accounts: dict[PeerKey, _Account] = {}
+        self._unplanned: list[Renewable] = []
+        self._just_met: set[PeerKey] = set()
+
+    def keep(self, order: Await, key: PeerKey, now: float) -> None:
+        """A request waits that may load under a handle."""
+        awaited = self.awaited.get(order.handle)
+        if awaited is None:
+            awaited = self.awaited[order.handle] = Awaited(order.handle, key, now)
+            self._reach(awaited, now)
+            self._add(awaited)
+        if order.reports and not awaited.reports:
+            awaited.reports = True
+            awaited.renew_at = now
+            account = self._accounts[awaited.peer]
+            account.timer.at(now)
+            account.awaited_news += 1
+            if account.awaited_news == 1:
+                self._peers.await_news(awaited.peer, True, now)
+            self._report_if_settled(awaited, now)
+
+    def end(self, handle: str, now: float) -> Awaited | None:
+        """It is loaded, or let go."""
+        awaited = self.awaited.pop(handle, None)
+        if awaited is not None:
+            self._no_more_news(awaited, now)
+            self._remove(awaited)
+        return awaited
+
+    def load(self, load: LoadRecord, now: float) -> None:
+        """A load begins, with what is known of its handle."""
+        if not load.handle:
+            return
+        awaited = self.end(load.handle, now)
+        if awaited is not None and awaited.peer == load.peer:
+            load.epochs, load.renew_at = awaited.epochs, awaited.renew_at
+            if awaited.error:
+                load.fail(awaited.error)
+        self._add(load)
+
+    def loaded(self, load: LoadRecord) -> None:
+        """A load is over."""
+        if load.handle:
+            self._remove(load)
+
+    def _add(self, wanted: Renewable) -> None:
+        account = self._accounts.get(wanted.peer) or self._open(wanted.peer)
+        account.kept[wanted] = None
+        self._unplanned.append(wanted)
+
+    def _open(self, key: PeerKey) -> _Account:
+        account = _Account(key, self._timers.timer(lambda now: self._renew(account, now)))
+        self._accounts[key] = account
+        return account
+
+    def _remove(self, wanted: Renewable) -> None:
+        account = self._accounts[wanted.peer]
+        del account.kept[wanted]
+        if not account.kept:
+            account.timer.cancel()
+            del self._accounts[wanted.peer]
+
+    def _no_more_news(self, awaited: Awaited, now: float) -> None:
+        if not awaited.reports:
+            return
+        awaited.reports = False
+        account = self._accounts[awaited.peer]
+        account.awaited_news -= 1
+        if not account.awaited_news:
+            self._peers.await_news(awaited.peer, False, now)
+
+    def peers_in_use(self) -> set[PeerKey]:
+        """Peers that are asked about what requests wait for."""
+        return {key for key, account in self._accounts.items() if account.awaited_news}
+
+    def met(self, key: PeerKey) -> None:
+        """A peer was met: what it holds was not renewed for a while."""
+        self._just_met.add(key)
+        account = self._accounts.get(key)
+        for wanted in account.wanted() if account is not None else ():
+            wanted.renew_at = math.inf
+            self._unplanned.append(wanted)
+
+    def failed(self, key: PeerKey, reason: str, now: float) -> None:
+        """A peer is out of reach, or unusable: what it does not hold yet, and is asked for, is lost."""
+        account = self._accounts.get(key)
+        for awaited in list(account.kept) if account is not None else ():
+            if isinstance(awaited, Awaited) and awaited.reports:
+                awaited.fail(reason)
+                self._report_if_settled(awaited, now)
+
+    def plan(self, now: float) -> None:
+        """Set when what is new is renewed first: at the end of a turn, in which it may be asked for."""
+        for wanted in self._unplanned:
+            account = self._accounts.get(wanted.peer)
+            if account is not None and wanted in account.kept:
+                self._plan_first(wanted, now)
+                # A load of a peer that is not known yet is planned with when it is met.
+                account.timer.by(wanted.renew_at)
+        self._unplanned.clear()
+        self._just_met.clear()
+
+    def _renew(self, account: _Account, now: float) -> None:
+        """Have a peer hold what is due."""
+        self._give_up(account, now)
+        pending = list(account.wanted())
+        peer = self._peers.peers.get(account.key)
+        if peer is None or not peer.is_ready:
+            self._try(account.key, pending, now)
+        elif due := _take_due(pending, interval_s(peer.lease_s), now):
+            peer.renewed_at = peer.used_at = now
+            for rank in peer.partners:
+                self._renew_at_rank(peer, rank, due, now)
+        account.timer.by(min((wanted.renew_at for wanted in account.wanted()), default=math.inf))
+
+    def _plan_first(self, wanted: Renewable, now: float) -> None:
+        """Set when something is renewed first: at once what its peer was asked for before it was met."""
+        peer = self._peers.peers.get(wanted.peer)
+        if peer is None or not peer.is_ready:
+            if isinstance(wanted, Awaited):
+                wanted.renew_at = min(wanted.renew_at, now + _PACE_S)
+        elif wanted.renew_at == math.inf:
+            every = interval_s(peer.lease_s)
+            soon = now if wanted.peer in self._just_met else max(now, peer.renewed_at) + min(_PACE_S, every)
+            wanted.renew_at = soon if wanted.is_to_ask else now + every
+
+    def renewed(self, link: RankLink, renewed: Renewed, now: float) -> None:
+        """A peer reports what it still holds. What it was asked for already it answers for by itself."""
+        rank, account = link.rank, self._accounts.get(link.peer.key)
+        if account is None:
+            return
+        found: dict[str, Renewable] = {
+            wanted.handle: wanted
+            for wanted in account.wanted()
+            if wanted.counts_on(rank) and wanted.is_to_ask_of(rank)
+        }
+        for handle, epoch in renewed.epochs:
+            if handle in found and found[handle].epochs.setdefault(rank, epoch) != epoch:
+                self._metrics.failures.labels("epoch").inc()
+                found[handle].fail("the peer holds something else under this handle than before")
+        for handle, reason in renewed.over:
+            if handle in found:
+                self._metrics.failures.labels("lease_over").inc()
+                found[handle].fail(reason)
+        for handle in renewed.unknown:
+            # A load asks by itself, and is answered.
+            if isinstance(wanted := found.get(handle), Awaited):
+                self._not_held_yet(wanted, now)
+        for wanted in found.values():
+            self._report_if_settled(wanted, now)
+
+    def _not_held_yet(self, awaited: Awaited, now: float) -> None:
+        until = awaited.since + self._config.early_fetch_s
+        if now >= until:
+            self._metrics.failures.labels("lease_over").inc()
+            awaited.fail("no request is held under this handle")
+        else:
+            awaited.renew_at = min(awaited.renew_at, max(until, now + _PACE_S))
+            self._accounts[awaited.peer].timer.by(awaited.renew_at)
+
+    def _report_if_settled(self, wanted: Renewable, now: float) -> None:
+        """The peer holds it, which its ranks begin all at once, or never will."""
+        if isinstance(wanted, Awaited) and wanted.reports and (wanted.epochs or wanted.error):
+            self._no_more_news(wanted, now)
+            self._settled(wanted.handle)
+
+    def _give_up(self, account: _Account, now: float) -> None:
+        """A peer that is alive may never report what becomes of a handle."""
+        longest_s = self._config.lease_max_s
+        for awaited in account.kept:
+            if isinstance(awaited, Awaited) and awaited.reports and now >= awaited.since + longest_s:
+                awaited.fail(f"it was not held within {longest_s} s, which is lease_max_s")
+                self._report_if_settled(awaited, now)
+
+    def _reach(self, awaited: Awaited, now: float) -> None:
+        # What only waits makes no more connections than may be remembered; what is asked for is like a load.
+        if awaited.reports or awaited.peer in self._peers.peers or len(self._peers) < self._config.max_peers:
+            self._peers.reach(awaited.peer, now)
+
+    def _try(self, key: PeerKey, pending: Iterable[Renewable], now: float) -> None:
+        """Meet a peer that requests wait for."""
+        for wanted in pending:
+            if isinstance(wanted, Awaited):
+                wanted.renew_at = now + _PACE_S
+                self._reach(wanted, now)
+            else:
+                # It meets its peer itself.
+                wanted.renew_at = math.inf
+        if reason := self._peers.refusal(key, now):
+            self.failed(key, reason, now)
+
+    def _renew_at_rank(self, peer: Peer, rank: int, due: Iterable[Renewable], now: float) -> None:
+        link = self._peers.connect_rank(peer, rank, now)
+        handles = tuple(dict.fromkeys(wanted.handle for wanted in due if wanted.counts_on(rank)))
+        if link is not None and handles:
+            self._peers.send(link.name, Renew(handles))
+
+
+def _take_due(pending: Iterable[Renewable], every: float, now: float) -> list[Renewable]:
+    """What of one peer is to be renewed now: all that is due soon, if anything is due."""
+    first = sorted(pending, key=lambda wanted: wanted.renew_at)[:MAX_HANDLES]
+    if not first or now < first[0].renew_at:
+        return []
+    # What is left out is not due before the pace allows another message.
+    soon = now + max(every / 2, min(_PACE_S, every))
+    due = [wanted for wanted in first if wanted.renew_at <= soon]
+    for wanted in due:
+        wanted.renew_at = now + every
+    return due

@@ -1,0 +1,173 @@
+"""What a worker holds, fetches and knows of its peers, for people who look.
+
+Read on the transfer thread: a page has a bound, however many leases and loads there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from kvconnect.config import ExtraConfig
+from kvconnect.decode.loads import LoadRecord, RankFetchState
+from kvconnect.decode.peers import Peer
+from kvconnect.halves.worker_transfers import WorkerTransfers
+from kvconnect.peer.inspection import (
+    MOST_PER_PAGE,
+    MOST_TEXT,
+    Inspection,
+    LeaseView,
+    LoadView,
+    PeerView,
+    RecordView,
+    SlotsView,
+)
+from kvconnect.peer.timeline_page import digest
+from kvconnect.prefill.leases import Lease
+from kvconnect.prefill.send_path import SendPath
+from kvconnect.timeline import Timeline
+from kvconnect.transfer.inbound_peers import InboundPeer
+from kvconnect.transfer.slots import SlotPool, SlotState
+
+_LATEST = 24
+_MOST_PEERS = 256
+
+
+def write_inspection(
+    transfers: WorkerTransfers,
+    config: ExtraConfig,
+    timeline: Timeline,
+    counts: Mapping[str, int],
+    tiers: Mapping[str, dict[str, Any]],
+    argument: str,
+) -> bytes:
+    """The answer of a worker; the question's ``argument`` is how many leases and loads were seen, if any.
+
+    One that begins or ends between two pages may be missed.
+    """
+    skipped, now = max(0, int(argument or 0)), timeline.clock()
+    prefill, decode, local = transfers.prefill, transfers.decode, transfers.local
+    held, streamed = ({}, {}) if prefill is None else (prefill.leases, prefill.book.streaming)
+    loads, sources = ({}, ()) if decode is None else (decode.loads, decode.peers.peers.values())
+    stop = skipped + MOST_PER_PAGE
+    leases = itertools.islice(itertools.chain(held.values(), streamed.values()), skipped, stop)
+    peers = itertools.chain(
+        (_source(peer, now) for peer in sources),
+        (
+            _inbound(inbound, None if prefill is None else prefill.fetches.paths.get(link))
+            for link, inbound in transfers.inbound_peers
+        ),
+    )
+    inspection = Inspection(
+        engine_id=local.introduction.engine_id,
+        rank=local.introduction.rank,
+        counts=dict(counts),
+        leases=tuple(_lease(one, now) for one in leases),
+        loads=tuple(_load(one, now) for one in itertools.islice(loads.values(), skipped, stop)),
+        slots=(_slots("receive", local.landing), _slots("send", local.send)),
+        peers=tuple(itertools.islice(peers, _MOST_PEERS)),
+        tiers=dict(tiers),
+        latest=tuple(_latest(timeline, now)),
+        is_last=stop >= max(len(held) + len(streamed), len(loads)),
+    )
+    return msgspec.msgpack.encode(inspection)
+
+
+def _lease(lease: Lease, now: float) -> LeaseView:
+    hold = lease.hold
+    ids = lease.blocks.values() if hold is None else (held.block_ids for held in hold.groups)
+    state = "sending" if lease.sending else "prefilling" if hold is None else "held"
+    return LeaseView(
+        digest=digest(lease.handle),
+        request_id=hold.request_id[:MOST_TEXT] if hold is not None else "",
+        state=lease.revoked or state,
+        tokens=lease.num_tokens,
+        blocks=sum(map(len, ids)),
+        renewed_by=len(lease.renewers),
+        age_s=now - lease.held_at if hold is not None else None,
+        left_s=lease.expires_at - now if hold is not None and not lease.revoked else None,
+    )
+
+
+def _load(load: LoadRecord, now: float) -> LoadView:
+    engine_id, host, port = load.peer
+    fetches = load.fetches.values()
+    landings = [fetch.landing for fetch in fetches if fetch.landing is not None]
+    return LoadView(
+        digest=digest(load.order.handle),
+        request_id=load.order.request_id[:MOST_TEXT],
+        engine_id=engine_id[:MOST_TEXT],
+        address=f"{host}:{port}"[:MOST_TEXT],
+        phase=_phase(load),
+        age_s=now - load.ordered_at,
+        left_s=load.deadline - now,
+        landed_bytes=sum(landing.landed_bytes for landing in landings),
+        total_bytes=sum(landing.total_bytes for landing in landings),
+    )
+
+
+def _phase(load: LoadRecord) -> str:
+    if load.error:
+        return f"failed: {load.error}"[:MOST_TEXT]
+    if load.is_queued:
+        return "waits for its turn"
+    # The rank that is behind the others is what it waits for.
+    states, order = [fetch.state for fetch in load.fetches.values()], list(RankFetchState)
+    return min(states, key=order.index, default=RankFetchState.MEETING).value
+
+
+def _slots(direction: str, pool: SlotPool) -> SlotsView:
+    states = Counter(slot.state for slot in pool.slots)
+    return SlotsView(
+        direction=direction,
+        slot_bytes=pool.slot_bytes,
+        free=states[SlotState.FREE],
+        ours=states[SlotState.OURS],
+        granted=states[SlotState.THEIRS],
+        quarantined=states[SlotState.QUARANTINED],
+    )
+
+
+def _source(peer: Peer, now: float) -> PeerView:
+    at, kind, reason = peer.last_loss or (now, None, "")
+    breaker = peer.breaker if peer.breaker.failures else peer.lanes
+    return PeerView(
+        direction="received",
+        engine_id=peer.key[0][:MOST_TEXT],
+        ranks=tuple(sorted(rank for rank, link in peer.links.items() if link.is_ready)),
+        address=peer.address[:MOST_TEXT],
+        met="" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
+        failures=breaker.failures,
+        rate="; ".join({str(link.found): None for link in peer.links.values() if link.found})[:MOST_TEXT],
+        refusal=peer.refusal(now)[:MOST_TEXT],
+        retry_s=max(0.0, breaker.retry_at - now) if breaker.failures else 0.0,
+        loss="" if kind is None else f"{kind.name.lower()}: {reason}"[:MOST_TEXT],
+        loss_age_s=now - at,
+    )
+
+
+def _inbound(inbound: InboundPeer, path: SendPath | None) -> PeerView:
+    peer = inbound.session.peer
+    return PeerView(
+        direction="sent",
+        engine_id=peer.engine_id[:MOST_TEXT] if peer is not None else "",
+        ranks=() if peer is None else (peer.rank,),
+        address=inbound.host,
+        met="it connected",
+        rate=str(path.meter.found) if path is not None and path.meter is not None else "",
+    )
+
+
+def _latest(timeline: Timeline, now: float) -> Iterator[RecordView]:
+    for at, moment, handle, request_id, _, number in timeline.latest(_LATEST):
+        yield RecordView(
+            age_s=now - at,
+            moment=moment,
+            digest=digest(handle),
+            request_id=request_id,
+            number=int(number),
+        )

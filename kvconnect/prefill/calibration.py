@@ -1,0 +1,79 @@
+"""The short calibration when peers meet: how fast the engine moves bytes on this link.
+
+P writes a few batches from its scratch memory to the peer's, which is never read. Until they are done the
+peer's fetches wait; that is no longer than a connection takes to be made.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvconnect.engine.base import Completion
+from kvconnect.prefill.outbox import BatchOutbox, Columns
+
+_FIRST_BYTES, _GROWTH = 4096, 4
+_LONGEST_S = 0.5
+"""Nothing follows a batch that took longer: a link as slow as that has shown it."""
+
+
+class Sample(NamedTuple):
+    """One batch of a probe: a copy of so many bytes."""
+
+    total_bytes: int
+    seconds: float
+
+
+class ProbeOutbox(BatchOutbox):
+    """Copies of growing length, each alone on its way. ``samples`` are what they took.
+
+    Args:
+        source: our scratch memory.
+        target: the peer's.
+        scratch_bytes: of the smaller of the two.
+    """
+
+    is_alone = True
+
+    def __init__(self, source: int, target: int, scratch_bytes: int) -> None:
+        self.samples: list[Sample] = []
+        # The first batch makes the connection, and measures nothing.
+        length = min(_FIRST_BYTES, scratch_bytes)
+        lengths = [length, length]
+        while (length := length * _GROWTH) < scratch_bytes:
+            lengths.append(length)
+        # The largest three times: one that was disturbed does not measure the link.
+        lengths += [scratch_bytes] * 3
+        super().__init__((_copy(source, target, length) for length in lengths), copies=0)
+        self._scratch_bytes = scratch_bytes
+        self._is_connected = False
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The most that a copy of the largest length reached: what disturbed the others is not the link's."""
+        timed = [one for one in self.samples if one.seconds > 0]
+        largest = max((one.total_bytes for one in timed), default=0)
+        return max((largest / one.seconds for one in timed if one.total_bytes == largest), default=0.0)
+
+    @property
+    def is_whole(self) -> bool:
+        """The largest copy was made: no error and no slow batch came before it."""
+        return any(one.total_bytes == self._scratch_bytes for one in self.samples)
+
+    def submitted(self, batch_id: int) -> None:
+        """What follows that batch depends on what it takes."""
+        self._next = None
+
+    def ended(self, completion: Completion) -> None:
+        """The engine is done with a batch, the next of them."""
+        if completion.ok and self._is_connected:
+            self.samples.append(Sample(completion.total_bytes, completion.seconds))
+        if not self._is_connected or completion.seconds <= _LONGEST_S:
+            self._next = next(self._batches, None)
+        self._is_connected = True
+
+
+def _copy(source: int, target: int, length: int) -> Columns:
+    column = np.array((source, target, length), dtype=np.int64)
+    return column[:1], column[1:2], column[2:]

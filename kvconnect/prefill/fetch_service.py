@@ -1,0 +1,438 @@
+"""P serves fetches: each waits for its KV, is sent chunk by chunk, and is answered exactly once.
+
+A landing slot of D serves only a chunk that can be packed: what D lends for others is given back, and
+requested as credit once they can be. Where all can be packed when the fetch comes, no credit is requested.
+Owned by the transfer thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from kvconnect.config import ExtraConfig
+from kvconnect.errors import LayoutError, PeerError
+from kvconnect.metrics import Metrics
+from kvconnect.peer.agreement import other_weights
+from kvconnect.peer.messages import (
+    Accepted,
+    CreditGrant,
+    CreditRequest,
+    Fetch,
+    Grant,
+    Introduction,
+    Landed,
+    Measure,
+    Measured,
+    Written,
+)
+from kvconnect.prefill.kept_fetches import EVICTED, lease_by_name
+from kvconnect.prefill.lease_book import LeaseBook
+from kvconnect.prefill.leases import Consumer, Lease, TransferKey
+from kvconnect.prefill.link_meter import LinkMeter, found_by
+from kvconnect.prefill.measuring import LEAST_PAUSE_S, LONGEST_S, MEASUREMENT, measuring_outbox
+from kvconnect.prefill.outbox import Parcel, SlotOutbox
+from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks, check_fetch
+from kvconnect.prefill.send_path import SendPath, SendPaths
+from kvconnect.prefill.sender import Sender, Sending
+from kvconnect.prefill.supply import ChunkSupply
+from kvconnect.timeline import Moment
+from kvconnect.transfer.error_counting import ErrorsCounted
+from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers
+from kvconnect.transfer.link_reports import Transports, refusal
+from kvconnect.transfer.local import Local
+from kvconnect.transfer.timers import Timers
+
+logger = logging.getLogger(__name__)
+
+_DEVICE_POLL_S = 2e-3
+"""How often a prefill that a fetch waits for is looked after. More often would slow it down."""
+_CALIBRATION = 0
+"""The number of a calibration among the transfers of a connection: peers count their fetches from 1."""
+
+
+class FetchService:
+    """All fetches of peers, those that are pending and those that are being served."""
+
+    def __init__(
+        self,
+        config: ExtraConfig,
+        local: Local,
+        book: LeaseBook,
+        inbound_peers: InboundPeers,
+        metrics: Metrics,
+        randomness: random.Random,
+        timers: Timers,
+    ) -> None:
+        self.pending = PendingFetches(config, book.leases, timers)
+        self.sender = Sender(config, local, metrics, self._arrived, timers)
+        self._device_poll = timers.timer(self._look_at_prefills)
+        # Fetches and sendings of prefills that the device was given more of.
+        self._waiting: dict[TransferKey, None] = {}
+        self.not_quiescent: dict[TransferKey, float] = {}
+        self._transports = Transports(config, metrics)
+        self._measures_from = -math.inf
+        self._config = config
+        self._book = book
+        self._inbound_peers = inbound_peers
+        self.paths = SendPaths(config, local, metrics, self._peers_in_use)
+        self._local = local
+        self._metrics = metrics
+        self._randomness = randomness
+
+    def advance(self, now: float) -> None:
+        """Retry fetches that waited, feed the engine, answer what is over, request credit."""
+        for pending in self.pending.take_due(self._is_ready, self._is_polled, now):
+            with ErrorsCounted(self._metrics, "a fetch that waited"):
+                self.begin(pending, now)
+        active = self.sender.active
+        for sending in self.sender.advance(now):
+            with ErrorsCounted(self._metrics, f"the end of transfer {sending.key[1]}"):
+                self._finish(sending, now)
+        for sending in active:
+            if sending.due_reported is not None and not sending.error and sending.key in self.sender.sendings:
+                self._request_credit(sending)
+            if sending.streamed and sending.lease is not None:
+                self._wait_for_device(sending.lease, sending.key)
+        if self._waiting:
+            self._device_poll.by(now + _DEVICE_POLL_S)
+
+    @property
+    def busy(self) -> bool:
+        """Something is under way that wakes no thread, or a fetch waits for the device or its link."""
+        return self.sender.busy or self.pending.busy
+
+    def went_on(self, lease: Lease | None, handle: str) -> None:
+        """A prefill went on, lost its blocks, or is held: what waits for it or sends it may go on."""
+        self.pending.touch(handle)
+        for key in lease.sending if lease is not None else ():
+            self.sender.touch(key)
+
+    def _wait_for_device(self, lease: Lease, key: TransferKey) -> None:
+        if lease.hold is None and lease.marks:
+            self._waiting[key] = None
+
+    def _look_at_prefills(self, now: float) -> None:
+        """The device may have computed what it was given, which wakes no thread."""
+        waiting, self._waiting = self._waiting, {}
+        for key in waiting:
+            self.pending.touch_fetch(key)
+            self.sender.touch(key)
+
+    def _is_polled(self, early: PendingFetch) -> bool:
+        """It waits for what no message and no order brings: the device, a disk, or its link."""
+        if early.fetch.prefix is not None or early.handle in self._book.leases:
+            return True
+        if (lease := self._book.streaming.get(early.handle)) is not None:
+            self._wait_for_device(lease, early.key)
+        return False
+
+    def begin(self, pending: PendingFetch, now: float) -> None:
+        """Begin a fetch, leave it pending, or answer that it cannot be done."""
+        inbound = self._inbound_peers.get(pending.link)
+        if inbound is None or inbound.session.peer is None:
+            return
+        try:
+            self._begin(inbound, inbound.session.peer, pending, now)
+        except (PeerError, LayoutError) as error:
+            self._refuse(pending, str(error))
+        except Exception as error:
+            # What a peer asks for must not end what others asked for.
+            logger.exception("a fetch of %s could not be planned", pending.link)
+            self._refuse(pending, f"it could not be planned: {type(error).__name__}")
+
+    def _begin(self, inbound: InboundPeer, peer: Introduction, pending: PendingFetch, now: float) -> None:
+        """Begin a fetch, or leave it pending.
+
+        Raises:
+            PeerError: the peer has no right to it, or may not wait.
+            LayoutError: the two caches do not fit, or the peer wants what is not held.
+        """
+        fetch = pending.fetch
+        if refusal := other_weights(inbound.session.ours.meaning, peer.meaning):
+            # It greeted us before we replaced ours.
+            raise PeerError(refusal)
+        if (held := self._book.leases.get(fetch.handle)) is not None:
+            # What we stood still for too long to end in time serves no load any more.
+            self._book.end_if_due(held, now)
+        source = self._source(pending) if now < pending.deadline else None
+        if source is None:
+            self._wait(pending, now)
+            return
+        check_fetch(fetch)
+        path, streamed = self._measured_path(inbound, pending.link, now), source.hold is None
+        if path is None:
+            self._wait(pending, now, is_served=True)
+            return
+        if path.meter is not None and path.meter.found.refusal:
+            raise PeerError(path.meter.found.refusal)
+        if streamed and not path.streams:
+            self._wait(pending, now)
+            return
+        consumer = (peer.engine_id, peer.incarnation, peer.rank)
+        self._claim(source, fetch, consumer, pending.key)
+        outbox, key = self._outbox(source, pending, path), pending.key
+        sending = Sending(key, path.name, outbox, pending.deadline, now, source, consumer, streamed=streamed)
+        sending.meter = path.meter
+        spared = outbox.grant(fetch.grants)
+        sending.due_reported = 0 if streamed or pending.has_waited else None
+        self._note(sending, Moment.FETCH_BEGUN, len(fetch.chunks))
+        # Last of all: a lease whose sending has not begun would never end.
+        source.sending.add(key)
+        self.sender.begin(sending)
+        if sending.due_reported is not None:
+            self._inbound_peers.send(key[0], Accepted(fetch.transfer_id, sending.epoch))
+            self._request_credit(sending, spared)
+
+    def cancel(self, key: TransferKey, reason: str) -> None:
+        """End a fetch early, whether it is served or pending."""
+        early = self.pending.find(key)
+        if early is not None:
+            self.pending.remove(early)
+            self._refuse(early, reason)
+        self.sender.cancel(key, reason)
+
+    def cancelled(self, key: TransferKey, now: float) -> None:
+        """A peer wants a fetch to end. It is answered even if the fetch itself never arrived."""
+        sending = self.sender.sendings.get(key)
+        known = sending is not None or self.pending.find(key) is not None
+        if sending is not None and not sending.error:
+            sending.cancelled = True
+        self.cancel(key, "the peer cancelled it")
+        if not known and now >= self.not_quiescent.get(key, 0.0):
+            self._answer_failure(key, "it is not known")
+
+    def granted(self, key: TransferKey, granted: CreditGrant) -> None:
+        """A peer lends more slots for a fetch, which may have no use for them yet."""
+        sending = self.sender.sendings.get(key)
+        if sending is not None:
+            outbox = sending.outbox
+            self._note(sending, Moment.CREDITS_RECEIVED, len(granted.grants))
+            spared = outbox.grant(granted.grants) if isinstance(outbox, SlotOutbox) else ()
+            self.sender.touch(key)
+            if sending.due_reported is not None and not sending.error:
+                self._request_credit(sending, spared)
+        elif self.pending.find(key) is not None:
+            self._inbound_peers.send(key[0], CreditRequest(key[1], 0, _generations(granted.grants)))
+
+    def _is_ready(self, early: PendingFetch) -> bool:
+        path = self.paths.get(early.link)
+        is_measured = path is not None and path.is_measured
+        is_calibrating = not is_measured and (early.link, _CALIBRATION) in self.sender.sendings
+        try:
+            if early.fetch.prefix is not None:
+                return not is_calibrating and (early.lease is None or early.lease.is_computed())
+            return not is_calibrating and self._source(early) is not None
+        except Exception:
+            # To begin it meets the same, and answers the peer.
+            return True
+
+    def _source(self, early: PendingFetch) -> Lease | None:
+        """What a fetch can be served from now: what is held, or a prefill that has its first chunk.
+
+        Raises:
+            PeerError: what it names is not kept.
+        """
+        if early.fetch.prefix is not None:
+            return lease_by_name(self._local.kept, early, self._book.next_epoch())
+        lease, path = self._book.get(early.fetch.handle), self.paths.get(early.link)
+        if lease is None or lease.hold is not None:
+            return lease if lease is not None and lease.is_computed() else None
+        if path is not None and not path.streams:
+            return None
+        lease.advance()
+        return lease if early.first_tokens <= lease.ready_tokens else None
+
+    def _wait(self, pending: PendingFetch, now: float, *, is_served: bool = False) -> None:
+        """Leave a fetch pending, and give back the slots that it holds meanwhile.
+
+        Raises:
+            PeerError: it may not wait.
+        """
+        fetch = pending.fetch
+        if refusal := self.pending.admit(pending, now, is_served=is_served):
+            raise PeerError(refusal)
+        if fetch.chunks and not pending.has_waited:
+            request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
+            self._inbound_peers.send(pending.link, request)
+
+    def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
+        """A fetch asks for all of what is held, or will be, and no rank has a right to it twice.
+
+        Raises:
+            PeerError: this one has none.
+        """
+        if key in self.sender.sendings:
+            raise PeerError(f"transfer {fetch.transfer_id} is under way already")
+        if fetch.num_tokens != source.num_tokens:
+            # Of another prompt, or of a node that counts differently: part of it is worse than none.
+            raise PeerError(f"{fetch.num_tokens} tokens are wanted, {source.num_tokens} are held")
+        if any(self.sender.sendings[other].consumer == consumer for other in source.sending):
+            raise PeerError("this rank is being sent this request")
+        source.claim(consumer, fetch.consumers)
+
+    def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
+        """What packs the chunks of a fetch.
+
+        Raises:
+            LayoutError: the peer wants what is not held.
+            PeerError: a chunk is larger than a slot of ours.
+        """
+        fetch = pending.fetch
+        packer = path.packer if fetch.prefix is None else path.kept_packer()
+        check_chunks(fetch, packer.chunker, path.slot_bytes)
+        pool, max_bytes = self._local.send, self._local.engine.capabilities.max_bytes
+        supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, path.share)
+        most_bytes = path.slot_bytes if path.mapped else min(pool.slot_bytes, max_bytes)
+        if supply.largest_bytes > most_bytes:
+            raise PeerError(f"a chunk has {supply.largest_bytes} bytes, a slot here has {most_bytes}")
+        note = functools.partial(
+            self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
+        )
+        return SlotOutbox(packer, supply, pool, self._config.check_digest, path.name, note, path.mapped)
+
+    def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
+        """Report for how many chunks slots are of use, and which slots are of none, if that has changed."""
+        due = sending.outbox.due if isinstance(sending.outbox, SlotOutbox) else 0
+        if spared or due != sending.due_reported:
+            sending.due_reported = due
+            self._inbound_peers.send(sending.key[0], CreditRequest(sending.key[1], due, _generations(spared)))
+
+    def _arrived(self, sending: Sending, parcel: Parcel) -> None:
+        what = parcel.chunk, parcel.grant.generation, parcel.length_bytes, parcel.ticket.digest
+        self._inbound_peers.send(sending.key[0], Landed(sending.key[1], *what, sending.epoch))
+
+    def look_at(self, inbound: InboundPeer, link: str, now: float) -> str:
+        """A peer asks what there is: it is sent how fast its link is, too. Why it cannot be, or nothing.
+
+        A link whose calibration was cut short is calibrated again: what is not measured is not worth a load.
+        """
+        try:
+            path = self._measured_path(inbound, link, now)
+        except (PeerError, LayoutError) as error:
+            return str(error)
+        if path is not None:
+            self._calibrate_if_due(path, link, now)
+        return ""
+
+    def _measured_path(self, inbound: InboundPeer, link: str, now: float) -> SendPath | None:
+        """``SendPaths.path_to``; None until it was found out once how fast that is: its fetches wait."""
+        path = self.paths.path_to(link, inbound)
+        if not path.is_measured:
+            self._calibrate_if_due(path, link, now)
+            return None
+        self._announce(path, inbound, link)
+        return path
+
+    def _peers_in_use(self) -> set[str]:
+        return {sending.peer for sending in self.sender.sendings.values()}
+
+    def _calibrate_if_due(self, path: SendPath, link: str, now: float) -> None:
+        key = link, _CALIBRATION
+        # One that began before the peer greeted anew is waited for: their numbers are the same.
+        if path.is_calibration_due(now) and key not in self.sender.sendings:
+            probe = path.begin_calibration(self._local.look_at_traffic())
+            until = now + self._config.handshake_timeout_s
+            self.sender.begin(Sending(key, path.name, probe, until, now))
+
+    def _announce(self, path: SendPath, inbound: InboundPeer, link: str) -> None:
+        """Report, once a connection, what carries bytes to a peer, and whether our settings refuse that."""
+        peer = inbound.session.peer
+        if path.meter is None and peer is not None:
+            found = msgspec.structs.replace(path.found, refusal=refusal(self._config, path.found))
+            who = f"decode node {peer.engine_id} rank {peer.rank} at {inbound.host}"
+            path.meter = LinkMeter(who, found, self._transports)
+            self._transports.met(who, found)
+            self._inbound_peers.send(link, found)
+
+    def measure(self, link: str, asked: Measure, now: float) -> None:
+        """Begin to measure the link to a peer, beside what is sent."""
+        inbound, key = self._inbound_peers.get(link), (link, MEASUREMENT)
+        try:
+            if inbound is None or inbound.session.peer is None:
+                return
+            if now < self._measures_from or any(key[1] == MEASUREMENT for key in self.sender.sendings):
+                raise PeerError("another measurement is under way, or was a moment ago")
+            # Requests have the link, the slots and this thread at least half of the time.
+            self._measures_from = now + max(LEAST_PAUSE_S, 2 * asked.seconds)
+            path = self.paths.path_to(link, inbound)
+            self.paths.connect(inbound, path)
+            outbox = measuring_outbox(asked, self._local, path, inbound.session.peer)
+        except (PeerError, LayoutError) as error:
+            self._inbound_peers.send(link, Measured(0, 0.0, str(error)))
+            return
+        self.sender.begin(Sending(key, path.name, outbox, now + LONGEST_S, now))
+
+    def _finish(self, sending: Sending, now: float) -> None:
+        lease = sending.lease
+        if lease is None or sending.consumer is None:
+            if sending.key[1] == MEASUREMENT:
+                measured = Measured(sending.total_bytes, sending.seconds, sending.error)
+                self._inbound_peers.send(sending.key[0], measured)
+                return
+            inbound = self._inbound_peers.get(sending.key[0])
+            path = self.paths.get(sending.key[0])
+            if inbound is not None and path is not None and path.probe is sending.outbox:
+                probe, config = path.probe, self._config
+                found = found_by(probe, self._local, path.traffic, inbound.host, config.host)
+                path.calibrated(sending.error, found, self._metrics)
+                if probe.is_whole:
+                    path.calibrations.met()
+                else:
+                    reason = sending.error or "a batch was slow"
+                    path.calibrations.failed(reason, config.retry_max_s, self._randomness, now)
+                self.pending.touch_link(sending.key[0])
+                if not any(link == sending.key[0] for link, _ in self.pending.fetches):
+                    # A fetch that waited for it reports it, when it begins or is refused.
+                    self._announce(path, inbound, sending.key[0])
+            return
+        lease.sending.discard(sending.key)
+        if not sending.error and not lease.is_intact():
+            self._metrics.failures.labels("evicted").inc()
+            sending.stop(EVICTED)
+        self._note(sending, Moment.ANSWER_SENT, not sending.error)
+        self._count(sending)
+        self._inbound_peers.send(sending.key[0], sending.answer)
+        if not sending.quiescent:
+            until = now + self._config.quarantine_s
+            self.not_quiescent = {key: end for key, end in self.not_quiescent.items() if end > now}
+            self.not_quiescent[sending.key] = until
+        if not sending.error:
+            lease.served.add(sending.consumer)
+        self._book.end_if_due(lease, now)
+
+    def _count(self, sending: Sending) -> None:
+        """A fetch is over."""
+        metrics, ok = self._metrics, not sending.error
+        # A peer that cancelled knows why; after "again" it is to fetch anew.
+        failed = "cancelled" if sending.cancelled else "again" if sending.again else "failed"
+        metrics.transfers.labels("sent", "ok" if ok else failed).inc()
+        metrics.transfer_bytes.labels("sent", sending.lane).inc(sending.total_bytes)
+        metrics.copies.labels("sent").inc(sending.outbox.copies)
+        metrics.transfer_seconds.labels("sent").inc(sending.seconds)
+        if ok and sending.streamed:
+            metrics.streamed.inc()
+        if not ok and not sending.cancelled:
+            metrics.failures.labels("preempted" if sending.again else "send").inc()
+            logger.warning("%s could not be sent: %s", sending.lease, sending.error)
+
+    def _note(self, sending: Sending, moment: str, number: int) -> None:
+        handle = sending.lease.handle if sending.lease is not None else ""
+        self._metrics.timeline.note(moment, number, handle=handle, transfer_id=sending.key[1])
+
+    def _refuse(self, pending: PendingFetch, reason: str) -> None:
+        self._metrics.transfers.labels("sent", "refused").inc()
+        logger.warning("a fetch of %s was refused: %s", pending.link, reason)
+        self._answer_failure(pending.key, reason)
+
+    def _answer_failure(self, key: TransferKey, reason: str) -> None:
+        self._inbound_peers.send(key[0], Written(key[1], False, True, 0, 0, 0.0, reason))
+
+
+def _generations(grants: Sequence[Grant]) -> tuple[int, ...]:
+    return tuple(grant.generation for grant in grants)

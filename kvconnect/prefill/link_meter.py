@@ -1,0 +1,87 @@
+"""How fast the link to a peer is: found by a calibration, and followed while chunks are sent.
+
+Owned by the transfer thread.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvconnect.addresses import is_loopback
+from kvconnect.engine.base import Completion
+from kvconnect.engine.lanes import LEAST_SHARE, Lane, Seen, Traffic, expected_rate, lane_of, seen_lane
+from kvconnect.peer.allow_list import same_host
+from kvconnect.peer.transport import MOST_BYTES_PER_S, MOST_TEXT, Transport
+from kvconnect.prefill.calibration import ProbeOutbox
+from kvconnect.transfer.link_reports import Transports
+from kvconnect.transfer.local import Local
+
+_LARGE_BYTES = 1 << 20
+_WINDOW_BYTES = 64 << 20
+_SLOW_WINDOWS = 4
+"""So many in a row are slow before it counts: one alone was disturbed."""
+
+
+def found_by(probe: ProbeOutbox, local: Local, before: Traffic, host: str, own_host: str) -> Transport:
+    """What a calibration of the link to ``host`` found, since when ``before`` had left this machine."""
+    seen = Seen(
+        total_bytes=sum(sample.total_bytes for sample in probe.samples),
+        bytes_per_s=probe.bytes_per_s,
+        host=host,
+        is_near=is_loopback(host) or same_host(host, own_host),
+        on_gpu=local.device.type == "cuda",
+        before=before,
+        after=local.look_at_traffic(),
+    )
+    reported = lane_of(local.engine.capabilities.lane)
+    return transport_over(seen_lane(reported, seen, local.fabric), seen.bytes_per_s, local)
+
+
+def transport_over(lane: Lane, bytes_per_s: float, local: Local) -> Transport:
+    """What carries bytes and how fast, beside what this machine's hardware should give.
+
+    What shared memory should give depends on what else the processors do, so nothing is expected of it.
+    """
+    expected, _ = expected_rate(local.fabric, lane)
+    return Transport(
+        lane.kind,
+        lane.device[:MOST_TEXT],
+        lane.known_by,
+        min(bytes_per_s, MOST_BYTES_PER_S),
+        min(expected, MOST_BYTES_PER_S),
+    )
+
+
+class LinkMeter:
+    """How fast chunks are written to a peer while nothing else is under way, in windows of 64 MiB.
+
+    A small copy, and one that shares the link, does not show what the link can do.
+    """
+
+    def __init__(self, peer: str, found: Transport, transports: Transports) -> None:
+        self.found = found
+        self._peer = peer
+        self._transports = transports
+        self._last_at = 0.0
+        self._bytes = 0
+        self._seconds = 0.0
+        self._slow_windows = 0
+
+    def moved(self, completion: Completion, now: float, *, is_alone: bool) -> None:
+        """A batch of one chunk has ended."""
+        began_at, self._last_at = max(now - completion.seconds, self._last_at), now
+        if not is_alone or completion.total_bytes < _LARGE_BYTES:
+            return
+        self._bytes += completion.total_bytes
+        self._seconds += now - began_at
+        if self._bytes < _WINDOW_BYTES or self._seconds <= 0:
+            return
+        rate = min(self._bytes / self._seconds, MOST_BYTES_PER_S)
+        self._bytes, self._seconds = 0, 0.0
+        found = msgspec.structs.replace(self.found, bytes_per_s=rate)
+        self._slow_windows = self._slow_windows + 1 if found.share < LEAST_SHARE else 0
+        if self._slow_windows < _SLOW_WINDOWS:
+            # One that is slow is shown, and not warned of yet.
+            self._transports.show(found)
+        else:
+            self._transports.measured(self._peer, found)

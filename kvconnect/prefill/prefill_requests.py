@@ -1,0 +1,365 @@
+"""The requests whose prompt P computes for a decode node, from their arrival until they were fetched.
+
+Long prompts that a router announced are sent while they are computed: of these the workers are given the
+blocks and the count of tokens as they grow. Pure bookkeeping, bounded by ``max_leases``, empty when idle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.config import TransferConfig
+from kvconnect.errors import PeerError
+from kvconnect.orders import GroupBlocks, Hold, Progress
+from kvconnect.peer.handles import MOST_TOKENS, Claims, Handles
+from kvconnect.peer.prompt_digest import PROMPT_BYTES
+from kvconnect.timeline import Moment
+from kvconnect.transfer.orders_draft import OrdersDraft, blocks_of
+from kvconnect.transfer.params import (
+    BATCH_KEY,
+    HANDLE_KEY,
+    MOST_LATER_PROMPTS,
+    TRANSFER_KEY,
+    read_transfer_id,
+    transfer_name,
+    transfer_params,
+)
+from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, StackTraits
+
+
+@dataclass(eq=False)
+class _Prefill:
+    """One request that has not ended. ``handle`` is that of the transfer id that it owns.
+
+    ``is_refused``: there was no room for it. ``has_blocks`` since it was admitted; ``is_stale`` once caches
+    were reset after that. The device was given ``computed`` of its tokens by the end of ``step``. Where it
+    ``is_streamed``, ``known`` counts by group the positions that the workers know of, or will with
+    ``fresh``, the blocks of the next order.
+    """
+
+    handle: str = ""
+    num_tokens: int = 0
+    has_blocks: bool = False
+    is_stale: bool = False
+    is_refused: bool = False
+    is_streamed: bool = False
+    step: int = 0
+    known: dict[int, int] = field(default_factory=dict)
+    fresh: dict[int, list[int]] = field(default_factory=dict)
+    computed: int = 0
+    computed_sent: int = 0
+
+
+class _Places:
+    """At most so many requests that are held, or have a handle under which they will be.
+
+    ``owners`` are these by handle; ``held`` has by request its handle, empty without a transfer id.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.owners: dict[str, str] = {}
+        self.held: dict[str, str] = {}
+        self._most, self._num_unnamed = most, 0
+
+    @property
+    def are_taken(self) -> bool:
+        return len(self.owners) + self._num_unnamed >= self._most
+
+    def hold(self, request_id: str, handle: str) -> None:
+        self.held[request_id] = handle
+        self._num_unnamed += not handle
+
+    def free(self, request_id: str) -> None:
+        handle = self.held.pop(request_id)
+        self._num_unnamed -= not handle
+        self.owners.pop(handle, None)
+
+
+class PrefillRequests:
+    """What P holds and hands out. A node that only decodes holds nothing.
+
+    A transfer id is good for one request at a time: a second one with it is computed, and holds nothing.
+    Where a stack makes several requests of one, all have the same prompt, and the router is given the
+    parameters of the last that ends: the first that ends is held, and the others are answered with its own.
+    Of a batch of prompts the router is given those of the first: they name the batch, and the others are held
+    under that name as under a transfer id. Where there is no room for these, they do not name it. What was
+    promised has its place kept.
+    """
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        groups: Sequence[KVCacheGroup],
+        stack: StackTraits,
+        handles: Handles,
+        new_handle: Callable[[], str],
+        draft: OrdersDraft,
+    ) -> None:
+        self._config, self._groups, self._draft = config, groups, draft
+        self._stack, self._handles, self._new_handle = stack, handles, new_handle
+        self._directory = tuple(draft.directory)
+        self._epoch, self._batch_secret = new_handle(), new_handle()
+        if config.is_producer:
+            # Raised now if it must be: later it would end the scheduler. With the longest that it may sign.
+            self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
+        self._requests: dict[str, _Prefill] = {}
+        self._went_on: dict[str, None] = {}
+        self._places = _Places(config.extra.max_leases)
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._draining = False
+        # States are not streamed: they travel last.
+        tokens = {i: g.block_size for i, g in enumerate(groups) if g.has_cache and not g.is_state}
+        self._streamed_groups = tokens if config.extra.stream_min_tokens else {}
+        self.due: dict[str, int] = {}
+        """Requests that are computed for others: once they are whole, and those that are streamed always."""
+
+    def drain(self) -> None:
+        """Hold nothing any more. From any thread."""
+        self._draining = True
+
+    def prefill_tokens(self, request: RequestView) -> int:
+        """How many tokens of its prompt P computes: all but those that it has to leave to D."""
+        if self._is_for_others(request):
+            return max(1, request.num_tokens - self._stack.held_back)
+        return request.num_tokens
+
+    def arrive(self, request: RequestView) -> None:
+        """Take note of what is to be held, and of a router's transfer id: a peer may fetch under it early."""
+        if not self._is_for_others(request):
+            if transfer_params(request).get("do_remote_decode"):
+                self._draft.warn(
+                    "wrong_role",
+                    "a request asks this node to hold its KV for another, which it does not: kv_role is "
+                    "kv_consumer, that of a prefill node has to be kv_producer or kv_both",
+                )
+            return
+        num_tokens, request_id = self.prefill_tokens(request), request.request_id
+        self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
+        self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
+        params, is_routers = self._named(request)
+        if params.get(TRANSFER_KEY) is None:
+            return
+        try:
+            handle = read_transfer_id(params, self._stack.prompt_digest(request, num_tokens) or b"")
+        except PeerError as error:
+            self._draft.warn("transfer_id", "%s; its KV is not held", error)
+            return
+        parent_of, owner = self._stack.parent_of, self._places.owners.get(handle, request_id)
+        if owner != request_id:
+            # A batch may have one prompt twice: a decode node fetches it once.
+            if is_routers and parent_of(owner) != parent_of(request_id):
+                self._draft.warn(
+                    "transfer_id_in_use",
+                    "request %s has a transfer id that another request is using; its KV is not held",
+                    request_id,
+                )
+        elif self._places.are_taken:
+            prefill.is_refused = True
+            self._draft.withdraw(handle, self._refuse_full())
+        else:
+            self._places.owners[handle] = request_id
+            prefill.handle = handle
+            self._draft.expected.append(handle)
+            if is_routers and self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
+                prefill.is_streamed = True
+                self.due[request_id] = 0
+
+    def admitted(self, request: RequestView) -> None:
+        """Blocks were given to a request, and it begins anew with them."""
+        if self._is_for_others(request):
+            prefill = self._requests.setdefault(request.request_id, _Prefill())
+            prefill.has_blocks, prefill.is_stale = True, False
+            self._draft.note(Moment.ADMITTED, prefill.handle, request.request_id)
+            self.preempted(request.request_id)
+            self.due[request.request_id] = 0 if prefill.is_streamed else prefill.num_tokens
+
+    def progress(self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None) -> None:
+        """A prefill has so many tokens now, and by group these blocks more than before."""
+        prefill = self._requests.get(request_id)
+        if prefill is None:
+            return
+        if prefill.is_streamed:
+            self._take_blocks(prefill, new_block_ids)
+            self._went_on[request_id] = None
+        if prefill.computed < prefill.num_tokens:
+            prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
+            prefill.step = self._draft.step
+            self._draft.note(Moment.LAUNCHED, prefill.handle, request_id, prefill.computed)
+            if prefill.computed == prefill.num_tokens and not prefill.is_streamed:
+                self.due.pop(request_id, None)
+
+    def _take_blocks(self, prefill: _Prefill, new_block_ids: BlockIdsByGroup | None) -> None:
+        for group, tokens in self._streamed_groups.items():
+            ids, known = new_block_ids[group] if new_block_ids else (), prefill.known.get(group, 0)
+            # What is beyond the prompt is never sent.
+            wanted = ids[: max(0, div_ceil(prefill.num_tokens, tokens) - known)]
+            if wanted:
+                prefill.fresh.setdefault(group, []).extend(wanted)
+                prefill.known[group] = known + len(wanted)
+
+    def preempted(self, request_id: str) -> None:
+        """A prefill lost its blocks."""
+        prefill = self._requests.get(request_id)
+        # Where the workers know nothing of it, and there is nothing to send yet, it is new all the same.
+        if prefill is None or not (prefill.computed or prefill.known):
+            return
+        if prefill.is_streamed and prefill.handle not in self._draft.preempted:
+            self._draft.preempted.append(prefill.handle)
+        prefill.known, prefill.fresh, prefill.computed, prefill.computed_sent = {}, {}, 0, 0
+
+    def ordered(self) -> None:
+        """The draft is about to be taken: what went on is ordered, after what was preempted."""
+        for request_id in self._went_on:
+            prefill = self._requests.get(request_id)
+            if prefill is None or not (prefill.fresh or prefill.computed > prefill.computed_sent):
+                continue
+            groups = tuple(
+                GroupBlocks(group, prefill.known[group] - len(ids), tuple(ids))
+                for group, ids in sorted(prefill.fresh.items())
+            )
+            self._draft.progress.append(
+                Progress(prefill.handle, prefill.num_tokens, prefill.computed, groups)
+            )
+            prefill.fresh, prefill.computed_sent = {}, prefill.computed
+        self._went_on.clear()
+
+    def reset(self) -> None:
+        """Requests that have blocks now are not handed over, unless they lose these and begin anew."""
+        for prefill in self._requests.values():
+            prefill.is_stale = prefill.has_blocks
+        self._answers.clear()
+
+    def finished(
+        self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: whether its blocks are held, and the parameters for D."""
+        if not self._is_for_others(request):
+            return False, None
+        request_id = request.request_id
+        prefill = self._requests.pop(request_id, None) or _Prefill()
+        self.due.pop(request_id, None)
+        if prefill.handle in self._draft.preempted:
+            # What the workers do not know of it yet is void.
+            self._draft.preempted.remove(prefill.handle)
+        parent = self._stack.parent_of(request_id)
+        params, reason = None, "the prefill was aborted, or failed"
+        if prefill.is_stale:
+            reason = "the prefill began before the caches were reset"
+        elif delivered:
+            if (answer := self._answers.get(parent)) is not None:
+                params = dict(answer)
+            else:
+                params, reason = self._hold(request, block_ids, prefill)
+                if params is not None:
+                    self._places.hold(request_id, prefill.handle)
+                    self._answers[parent] = dict(params)
+                    return True, params
+        if prefill.handle:
+            del self._places.owners[prefill.handle]
+            self._draft.withdraw(prefill.handle, reason)
+        return False, params
+
+    def sent(self, request_id: str) -> None:
+        """A lease is over."""
+        if request_id in self._places.held:
+            self._draft.note(Moment.FREED, "", request_id)
+            self._places.free(request_id)
+            self._answers.pop(self._stack.parent_of(request_id), None)
+
+    def state(self) -> dict[str, int]:
+        """Counts of what is remembered. All zero when idle."""
+        return {
+            "held": len(self._places.held),
+            "promised": len(self._places.owners),
+            "streaming": sum(prefill.is_streamed for prefill in self._requests.values()),
+            "computing": sum(prefill.has_blocks for prefill in self._requests.values()),
+        }
+
+    def _is_for_others(self, request: RequestView) -> bool:
+        return self._config.is_producer and bool(transfer_params(request).get("do_remote_decode"))
+
+    def _refuse_full(self) -> str:
+        reason = f"max_leases is {self._config.extra.max_leases}, and that many requests wait to be fetched"
+        self._draft.warn("max_leases", "%s: more are answered without KV until some are", reason)
+        return reason
+
+    def _hold(
+        self, request: RequestView, block_ids: BlockIdsByGroup, prefill: _Prefill
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Hold a request: the parameters for D, or None and why it is not held."""
+        # The last sampled token has no KV yet.
+        num_tokens, extra, handle = request.num_tokens - 1, self._config.extra, prefill.handle
+        if num_tokens < 1 or not any(any(ids) for ids in block_ids):
+            return None, "the prompt left none"
+        if self._draining:
+            return None, "the prefill node is stopping"
+        if not handle and self._places.are_taken:
+            return None, self._refuse_full()
+        transfer_id = self._named(request)[0].get(TRANSFER_KEY)
+        if transfer_id is not None and not handle:
+            return None, "its transfer id was refused"
+        prompt = self._stack.prompt_digest(request, num_tokens) or b""
+        token = self._sign(transfer_name(handle) if handle else self._new_handle(), num_tokens, prompt)
+        groups = blocks_of(self._groups, block_ids, 0, num_tokens)
+        # A stack that runs ahead has given the device more steps since then.
+        step = prefill.step if prefill.computed >= num_tokens else self._draft.step
+        self._draft.holds.append(
+            Hold(request.request_id, handle or token, num_tokens, groups, extra.lease_s, step)
+        )
+        self._draft.note(Moment.COMPUTED, handle or token, request.request_id, num_tokens)
+        # What the router passes on to D: the shape that routers know, and our handle.
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._config.engine_id,
+            "remote_request_id": request.request_id,
+            "remote_block_ids": [list(ids) for ids in block_ids],
+            "remote_host": self._directory[0].host,
+            "remote_port": self._directory[0].port,
+            "remote_num_tokens": num_tokens,
+            "tp_size": len(self._directory),
+            HANDLE_KEY: token,
+        }
+        batch, number = self._stack.batch_of(request.request_id)
+        if handle:
+            params[TRANSFER_KEY] = transfer_id
+        elif batch and not number and self._takes_all_of(batch):
+            params[BATCH_KEY] = self._batch_id(batch)
+        return params, ""
+
+    def _takes_all_of(self, batch: str) -> bool:
+        """Whether the later prompts of a batch are held: those that have come, and those that still may."""
+        refused = (request_id for request_id, prefill in self._requests.items() if prefill.is_refused)
+        return not self._places.are_taken and all(self._stack.batch_of(one)[0] != batch for one in refused)
+
+    def _named(self, request: RequestView) -> tuple[Mapping[str, Any], bool]:
+        """A request's parameters, of a later prompt with the batch's id as transfer id: then it is False."""
+        params, (batch, number) = transfer_params(request), self._stack.batch_of(request.request_id)
+        if params.get(TRANSFER_KEY) is not None or not 0 < number <= MOST_LATER_PROMPTS:
+            return params, True
+        return {**params, TRANSFER_KEY: self._batch_id(batch)}, False
+
+    def _batch_id(self, batch: str) -> str:
+        """A client may have chosen the stack's name of a batch, and must not choose ours."""
+        return hashlib.sha256(f"{self._batch_secret} {batch}".encode()).hexdigest()[:32]
+
+    def _sign(self, name: str, num_tokens: int, prompt: bytes) -> str:
+        """What vouches to D for a request that is held."""
+        return self._handles.make(
+            Claims(
+                engine_id=self._config.engine_id,
+                epoch=self._epoch,
+                name=name,
+                num_tokens=num_tokens,
+                host=self._directory[0].host,
+                port=self._directory[0].port,
+                expires_at=self._handles.expiry(self._config.extra.lease_s),
+                prompt=prompt,
+                identity=self._stack.identity_marks,
+            )
+        )

@@ -1,0 +1,321 @@
+"""P's part of a worker: holds blocks under leases and sends them to peers that ask.
+
+Owned by the transfer thread. Every fetch is answered exactly once; a lease ends exactly once, and only
+when nothing reads its blocks any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from kvconnect.config import ExtraConfig
+from kvconnect.engine.base import Completion
+from kvconnect.metrics import Metrics
+from kvconnect.orders import Hold, Orders, Progress, Withdraw
+from kvconnect.peer.messages import (
+    MAX_HANDLES,
+    Cancel,
+    CreditGrant,
+    Fetch,
+    FindPrefix,
+    Introduction,
+    Measure,
+    Measured,
+    Message,
+    Release,
+    Renew,
+    Renewed,
+)
+from kvconnect.prefill.fetch_service import FetchService
+from kvconnect.prefill.kept_fetches import NameAllowance, found_for
+from kvconnect.prefill.lease_book import LeaseBook
+from kvconnect.prefill.leases import Lease
+from kvconnect.prefill.pending_fetches import PendingFetch
+from kvconnect.timeline import Moment
+from kvconnect.transfer.device_steps import Finished
+from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers
+from kvconnect.transfer.local import Local
+from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.transfer_thread import TransferPart, each
+
+logger = logging.getLogger(__name__)
+
+STOPPING = "the prefill node is stopping"
+ASLEEP = "the node sleeps, and keeps no KV meanwhile"
+
+
+class PrefillSide(TransferPart):
+    """Leases, and the fetches of peers that are served from them.
+
+    Args:
+        randomness: what makes the epochs of this process others than those of the one before it.
+    """
+
+    name = "the leases"
+    NOTHING: ClassVar = dict.fromkeys(
+        ("leases", "expected", "pending_fetches", "streaming_prefills", "sendings"), 0
+    )
+    """What ``state`` counts, of a node without this part."""
+
+    def __init__(
+        self,
+        config: ExtraConfig,
+        local: Local,
+        inbound_peers: InboundPeers,
+        reports: Reports,
+        metrics: Metrics,
+        randomness: random.Random,
+        timers: Timers,
+    ) -> None:
+        # What is held back is no part of what is held.
+        computes_again = not local.introduction.meaning.held_back
+        self.book = LeaseBook(config, self._lease_ended, metrics, randomness, int(computes_again), timers)
+        self.leases = self.book.leases
+        self.inbound_peers = inbound_peers
+        self.fetches = FetchService(config, local, self.book, inbound_peers, metrics, randomness, timers)
+        self.pending, self.sender = self.fetches.pending, self.fetches.sender
+        self._allowances: dict[str, NameAllowance] = {}
+        self._local = local
+        self._reports = reports
+        self._metrics = metrics
+        self._draining = ""
+        self._drain_until = math.inf
+        self._giving_up = timers.timer(self._give_up)
+        self._drained: Callable[[], None] | None = None
+        inbound_peers.service = self
+
+    # Orders of the scheduler
+
+    def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
+        metrics, before = self._metrics, orders.step - 1
+        # In this order: a handle may be withdrawn, expected anew and held, all in one step.
+        each(metrics, "withdraw", orders.withdrawn, self.withdraw)
+        each(metrics, "expect", orders.expected, self.expect)
+        each(metrics, "preempt", orders.preempted, self.preempted)
+        each(metrics, "report progress", orders.progress, lambda one: self.progress(one, finished[before]))
+        each(metrics, "hold", orders.holds, lambda one: self.hold(one, finished[one.step], now))
+
+    def expect(self, handle: str) -> None:
+        """A prefill is under way: a fetch of it waits."""
+        if self._draining:
+            self._void(handle, self._draining)
+            return
+        if not self.pending.expect(handle):
+            self._metrics.failures.labels("max_leases").inc()
+
+    def withdraw(self, order: Withdraw) -> None:
+        """Nothing comes of a prefill: fetches that wait for it are answered when time next passes."""
+        self._void(order.handle, order.reason)
+
+    def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
+        """A prefill went on: what is computed of it can be sent."""
+        if order.handle not in self.pending.expected:
+            return
+        if not self.book.progress(order, is_computed):
+            logger.error("the progress of prefill %s does not follow from what is known of it", order.handle)
+            self.preempted(order.handle, "the prefill's blocks are not known")
+        self.fetches.went_on(self.book.streaming.get(order.handle), order.handle)
+
+    def preempted(self, handle: str, reason: str = "the prefill was preempted") -> None:
+        """A prefill lost its blocks: nothing that was sent of it counts."""
+        self._cut_short(self.book.lose_blocks(handle), reason, again=True)
+
+    def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> None:
+        """Begin a lease, unless all ranks that would fetch have released it already."""
+        streamed = self.book.streaming.get(order.handle)
+        # What is being sent of it may end: its blocks are read until then.
+        if self._draining and not (streamed is not None and streamed.sending):
+            self._void(order.handle, self._draining)
+            self._reports.sent(order.request_id)
+            return
+        lease, difference = self.book.hold(order, is_computed, now)
+        if lease is None:
+            # The other one goes on, and this one's blocks are free.
+            self._reports.sent(order.request_id)
+            return
+        self._metrics.timeline.note(Moment.HELD, handle=order.handle, request_id=order.request_id)
+        self._metrics.streamed_bytes.inc(sum(self.sender.sendings[key].total_bytes for key in lease.sending))
+        if difference:
+            self._cut_short(lease, difference, again=True)
+        self.fetches.went_on(lease, order.handle)
+        early = self.pending.hold(order.handle)
+        if early is not None and lease.owner in (None, early.owner):
+            lease.owner, lease.consumers = early.owner, early.consumers
+            lease.released |= early.ranks
+        for link in sorted(self.pending.watchers(order.handle)):
+            lease.renewers.add(link)
+            self.inbound_peers.send(link, Renewed(epochs=((order.handle, lease.epoch),)))
+        self.book.end_if_due(lease, now)
+        if now >= self._drain_until:
+            self._give_up(now)
+
+    def _cut_short(self, lease: Lease | None, reason: str, *, again: bool) -> None:
+        """Cancel what is being sent of a prefill, which is stale; ``again``: until it is computed anew."""
+        for key in lease.sending if lease is not None else ():
+            self.sender.cancel(key, reason, again=again)
+
+    def drain(self, drained: Callable[[], None], reason: str, drain_s: float, now: float) -> None:
+        """Begin no lease any more; ``drained`` is called once nothing is held, sent, or waited for.
+
+        What is held may be fetched for ``drain_s``; then peers that still count on something get a message.
+        For 0 s: no page is read from now on.
+        """
+        if not self._draining:
+            self._draining = reason
+            self._drain_until = now + drain_s
+            self._giving_up.at(self._drain_until)
+        self._drained = drained
+        for handle in list(self.book.streaming) if not drain_s else ():
+            self.preempted(handle, reason)
+
+    def wake(self) -> None:
+        """Pages are there again. What was given up is not."""
+        self._draining, self._drain_until = "", math.inf
+        self._giving_up.cancel()
+
+    def replace_weights(self, reason: str, now: float) -> None:
+        """What is held, and what is being computed, belongs to other weights than those that we have now.
+
+        What is being sent goes on: it goes to a peer that had the same, and fails it if it has others now.
+        """
+        for handle in list(self.book.streaming):
+            self.pending.end(handle, reason)
+            self._cut_short(self.book.streaming.pop(handle), reason, again=False)
+        self.book.revoke(reason, now)
+
+    # Messages of peers, and completions
+
+    def links_in_use(self) -> set[str]:
+        return {link for link, _ in self.sender.sendings}
+
+    def met(self, link: str) -> None:
+        self.fetches.paths.forget(link)
+        self.pending.touch_link(link)
+
+    def forgotten(self, link: str) -> None:
+        self.fetches.paths.forget(link)
+        self._allowances.pop(link, None)
+
+    def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
+        peer = inbound.session.peer
+        if peer is None:
+            return
+        match message:
+            case Fetch():
+                self._metrics.timeline.note(
+                    Moment.FETCH_RECEIVED, peer.rank, handle=message.handle, transfer_id=message.transfer_id
+                )
+                self.fetches.begin(PendingFetch(link, message, now), now)
+                if now >= self._drain_until:
+                    self._give_up(now)
+            case CreditGrant():
+                self.fetches.granted((link, message.transfer_id), message)
+            case Cancel():
+                self.fetches.cancelled((link, message.transfer_id), now)
+            case Release():
+                self._release(peer, message, now)
+            case Renew(handles=handles):
+                inbound.session.send(self._renewed(handles, peer.engine_id, link, now))
+            case FindPrefix():
+                refusal = self._draining or self.fetches.look_at(inbound, link, now)
+                names = self._allowances.setdefault(link, NameAllowance())
+                if answer := found_for(inbound, names, self._local.kept, message, refusal, now):
+                    inbound.session.send(answer)
+            case Measure() if self._draining:
+                # Its pages may be unmapped.
+                inbound.session.send(Measured(0, 0.0, self._draining))
+            case Measure():
+                self.fetches.measure(link, message, now)
+
+    def completed(self, completion: Completion, now: float) -> None:
+        self.sender.completed(completion, now)
+
+    def advance(self, now: float) -> bool:
+        """Serve fetches, and answer what is over."""
+        self.fetches.advance(now)
+        if self._drained is not None and self._is_idle:
+            drained, self._drained = self._drained, None
+            drained()
+        return self.sender.take_progress()
+
+    @property
+    def is_sending(self) -> bool:
+        return self.fetches.busy
+
+    def _give_up(self, now: float) -> None:
+        """The time to drain is over: what is held is given up, and so is what is sent or waited for."""
+        for key in (*self.sender.sendings, *self.pending.fetches):
+            self.fetches.cancel(key, self._draining)
+        self.book.revoke(self._draining, now)
+
+    def state(self) -> dict[str, int]:
+        """Counts of what is held and under way. All zero when idle."""
+        return {
+            "leases": len(self.leases),
+            "expected": len(self.pending.expected),
+            "pending_fetches": len(self.pending),
+            "streaming_prefills": len(self.book.streaming),
+            "sendings": len(self.sender.sendings),
+        }
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self.leases or self.sender.sendings or self.pending.fetches)
+
+    # What the above is made of
+
+    def _release(self, peer: Introduction, message: Release, now: float) -> None:
+        lease = self.leases.get(message.handle)
+        consumer = (peer.engine_id, peer.incarnation, peer.rank)
+        if lease is None:
+            self.pending.refuse(message.handle, consumer, message.consumers, now)
+            return
+        self.book.release(lease, consumer, message.consumers, now)
+
+    def _renewed(self, handles: Sequence[str], engine_id: str, link: str, now: float) -> Renewed:
+        """A peer will still fetch these, as soon as it is their turn: what is so of each."""
+        epochs: list[tuple[str, int]] = []
+        over: list[tuple[str, str]] = []
+        unknown: list[str] = []
+        for handle in dict.fromkeys(handles[:MAX_HANDLES]):
+            lease = self.leases.get(handle)
+            reason = self.pending.reason(handle) if lease is None else None
+            if lease is not None:
+                reason = self.book.renew(lease, engine_id, link, now) or None
+            if reason is not None:
+                over.append((handle, reason))
+            elif lease is not None:
+                epochs.append((handle, lease.epoch))
+            else:
+                self.pending.watch(handle, link)
+                if handle not in self.pending.expected:
+                    unknown.append(handle)
+        return Renewed(tuple(epochs), tuple(over), tuple(unknown))
+
+    def _lease_ended(self, lease: Lease, reason: str) -> None:
+        """A lease is over: peers that still count on it get a message."""
+        text = f"the request is no longer held: {reason}"
+        self.pending.end(lease.handle, text)
+        if lease.hold is not None:
+            self._reports.sent(lease.hold.request_id)
+            self._metrics.timeline.note(
+                Moment.LEASE_ENDED, handle=lease.handle, request_id=lease.hold.request_id
+            )
+        if not lease.satisfied:
+            self._report_over(lease.handle, text, lease.renewers)
+
+    def _void(self, handle: str, reason: str) -> None:
+        """Nothing is held under a handle, nor will be: what is being sent of its prefill is stale."""
+        self.pending.end(handle, reason)
+        self._cut_short(self.book.streaming.pop(handle, None), reason, again=False)
+        self._report_over(handle, reason, self.pending.watchers(handle))
+
+    def _report_over(self, handle: str, reason: str, links: set[str]) -> None:
+        # In an order of their own, so that two runs of one simulated seed are one.
+        for link in sorted(links):
+            self.inbound_peers.send(link, Renewed(over=((handle, reason),)))

@@ -1,0 +1,240 @@
+"""How chunks reach each inbound peer: what packs them, for slots of which size, and over which link.
+
+Owned by the transfer thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvconnect.config import ExtraConfig
+from kvconnect.engine.adapter import card_host
+from kvconnect.engine.lanes import Lane, Traffic, lane_of
+from kvconnect.errors import EngineError, LayoutError, PeerError
+from kvconnect.metrics import Metrics
+from kvconnect.pack.packer import Packer
+from kvconnect.pack.shared_memory import MappedMemory, this_machine
+from kvconnect.peer.agreement import source_share
+from kvconnect.peer.allow_list import AllowList, same_host
+from kvconnect.peer.messages import Introduction
+from kvconnect.peer.transport import Transport
+from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import Share
+from kvconnect.prefill.calibration import ProbeOutbox
+from kvconnect.prefill.link_meter import LinkMeter, transport_over
+from kvconnect.transfer.breaker import Breaker
+from kvconnect.transfer.inbound_peers import InboundPeer
+from kvconnect.transfer.local import Local
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class SendPath:
+    """The way to one peer, worked out when it first fetches. ``name`` is the engine's for the peer.
+
+    ``slot_bytes`` is the largest chunk that both sides' slots take; both keep ``share``. ``kept_packer``
+    makes, once, what packs rows of host memory, and raises ``LayoutError`` where these do not travel as
+    blocks do. ``mapped`` are the peer's slots where they are memory of this machine; elsewhere the engine
+    carries the bytes, and fetches wait until the link ``is_measured``. ``probe`` is a calibration under way,
+    ``new_probe`` makes one, and ``calibrations`` counts those that were cut short. ``traffic`` is what had
+    left this machine when the calibration began, ``found`` what that showed, or the engine's own words
+    without one, and ``meter`` follows it from the first fetch on.
+    """
+
+    name: str
+    packer: Packer
+    slot_bytes: int
+    share: Share
+    kept_packer: Callable[[], Packer]
+    found: Transport
+    mapped: MappedMemory | None = None
+    new_probe: Callable[[], ProbeOutbox] | None = None
+    is_measured: bool = False
+    probe: ProbeOutbox | None = None
+    calibrations: Breaker = field(default_factory=Breaker)
+    traffic: Traffic = field(default_factory=Traffic)
+    meter: LinkMeter | None = None
+
+    @property
+    def streams(self) -> bool:
+        """A prefill can be sent while it is computed: its tokens are counted as here."""
+        return self.share.is_whole
+
+    def is_calibration_due(self, now: float) -> bool:
+        """Whether the link is to be measured, for the first time or again."""
+        if self.probe is not None or self.new_probe is None:
+            return False
+        return not self.is_measured or (self.calibrations.failures > 0 and self.calibrations.may_try(now))
+
+    def begin_calibration(self, traffic: Traffic) -> ProbeOutbox:
+        """A probe of the link, once so much had left this machine."""
+        assert self.new_probe is not None
+        self.traffic, self.probe = traffic, self.new_probe()
+        self.calibrations.tried()
+        return self.probe
+
+    def calibrated(self, error: str, found: Transport, metrics: Metrics) -> None:
+        """The probe is over, with an error or without; ``found`` is what it showed of the link.
+
+        One that showed less than the probe before it changes nothing.
+        """
+        self.probe = None
+        if error:
+            metrics.failures.labels("calibration").inc()
+        if error and not self.calibrations.failures:
+            logger.warning("the link to %s could not be calibrated: %s", self.name, error)
+        if not self.is_measured or found.bytes_per_s > self.found.bytes_per_s:
+            self.is_measured, self.found, self.meter = True, found, None
+
+
+def owner_name(peer: Introduction) -> str:
+    """One rank of one process."""
+    return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"
+
+
+def make_send_path(
+    config: ExtraConfig, local: Local, ours: Introduction, peer: Introduction, metrics: Metrics
+) -> SendPath:
+    """The way to a peer.
+
+    The engine's name of it has the card in it, so that nothing to its memory as it was registered before goes
+    on under another one.
+
+    Raises:
+        LayoutError: one side has no slots, or the two caches do not fit.
+    """
+    slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
+    if not slot_bytes:
+        raise LayoutError(f"the {'decode' if ours.slot_bytes else 'prefill'} node has no slots")
+    packer = local.packer(ours, peer, "source", config.convert_dtype)
+
+    def make_kept_packer() -> Packer:
+        assert local.kept is not None, "it was asked for what is kept"
+        rows = msgspec.structs.replace(ours, table=TableCard.of(local.kept.table))
+        made = local.packer(rows, peer, "source", config.convert_dtype, local.kept.table)
+        if made.chunker.wire != packer.chunker.wire:
+            # The peer cuts its chunks of that one, which it makes from our introduction.
+            raise LayoutError("what is kept in host memory does not travel as the blocks of this node do")
+        return made
+
+    path = SendPath(
+        name=f"{owner_name(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}",
+        packer=packer,
+        slot_bytes=slot_bytes,
+        share=source_share(ours, peer),
+        kept_packer=functools.cache(make_kept_packer),
+        found=transport_over(lane_of(local.engine.capabilities.lane), 0.0, local),
+    )
+    scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
+    source, target = ours.scratch_address, peer.scratch_address
+    if local.maps_peers and (mapped := _map_slots(path.name, peer, metrics)) is not None:
+        rate = mapped.copy_bytes_per_s(source, target, scratch_bytes)
+        lane = Lane("shared_memory", known_by="its landing slots are mapped")
+        path.mapped, path.is_measured, path.found = mapped, True, transport_over(lane, rate, local)
+    elif scratch_bytes:
+        path.new_probe = functools.partial(ProbeOutbox, source, target, scratch_bytes)
+    else:
+        path.is_measured = True
+    return path
+
+
+def _map_slots(name: str, peer: Introduction, metrics: Metrics) -> MappedMemory | None:
+    """The landing slots of a peer of this machine; None where the engine has to carry bytes."""
+    if peer.memory is None or not peer.memory.machine or peer.memory.machine != this_machine():
+        return None
+    try:
+        return MappedMemory(peer.memory)
+    except PeerError as error:
+        metrics.failures.labels("shared_memory").inc()
+        logger.warning("the landing slots of %s are not mapped, the engine writes them: %s", name, error)
+        return None
+
+
+class SendPaths:
+    """The ways to all peers that have fetched, by connection, and what the engine is connected to."""
+
+    def __init__(
+        self, config: ExtraConfig, local: Local, metrics: Metrics, in_use: Callable[[], set[str]]
+    ) -> None:
+        """``in_use`` returns the engine's peers that must stay connected."""
+        self._config = config
+        self._local = local
+        self._metrics = metrics
+        self._in_use = in_use
+        self._allowed = AllowList(config.allow_peers)
+        self._paths: dict[str, SendPath] = {}
+        self._connected: OrderedDict[str, None] = OrderedDict()
+
+    def get(self, link: str) -> SendPath | None:
+        """The way to the peer of a connection, if it was worked out."""
+        return self._paths.get(link)
+
+    def forget(self, link: str) -> None:
+        """The peer of a connection has introduced itself anew, or is gone."""
+        self._paths.pop(link, None)
+
+    def path_to(self, link: str, inbound: InboundPeer) -> SendPath:
+        """How a peer is reached: worked out when it first fetches, since it may only ask for directions.
+
+        Raises:
+            LayoutError: the two caches do not fit; the text has every reason.
+            PeerError: the peer's engine card is no use, or it has not introduced itself.
+        """
+        path, peer = self._paths.get(link), inbound.session.peer
+        if peer is None:
+            raise PeerError("the peer has not introduced itself")
+        if path is None:
+            path = make_send_path(self._config, self._local, inbound.session.ours, peer, self._metrics)
+            self._paths[link] = path
+            who = f"{peer.engine_id} rank {peer.rank}"
+            over = "shared memory" if path.mapped else self._local.engine.capabilities
+            logger.info("decode node %s at %s fetches: over %s", who, inbound.host, over)
+        if path.mapped is None:
+            self.connect(inbound, path)
+        return path
+
+    def connect(self, inbound: InboundPeer, path: SendPath) -> None:
+        """Have the engine reach a peer. Raises as ``path_to``."""
+        peer = inbound.session.peer
+        assert peer is not None, "it has a path"
+        if path.name not in self._connected:
+            self._check_host(inbound, peer)
+            try:
+                self._local.engine.connect(path.name, peer.engine_card)
+            except EngineError as error:
+                raise PeerError(f"the engine cannot reach the peer: {error}") from error
+            self._connected[path.name] = None
+        self._connected.move_to_end(path.name)
+        if len(self._connected) > self._config.max_peers:
+            self._disconnect_idle(self._in_use() | {path.name})
+
+    def _check_host(self, inbound: InboundPeer, peer: Introduction) -> None:
+        """Connect to no other host for a peer: it would be given the KV that the peer asks for.
+
+        Raises:
+            PeerError: its engine's card names a host that is neither its own nor listed.
+        """
+        named = card_host(peer.engine_card)
+        is_own = not named or not inbound.host or same_host(named, inbound.host)
+        if is_own or self._allowed.allows(named, None):
+            return
+        self._metrics.failures.labels("peer_not_trusted").inc()
+        raise PeerError(
+            f"the engine card of {owner_name(peer)} names host {named[:256]!r}, its connection comes from "
+            f"{inbound.host}; accepted: that address, and hosts in kv_connector_extra_config.allow_peers"
+        )
+
+    def _disconnect_idle(self, in_use: Container[str]) -> None:
+        for name in [name for name in self._connected if name not in in_use]:
+            if len(self._connected) <= self._config.max_peers:
+                return
+            del self._connected[name]
+            self._local.engine.disconnect(name)

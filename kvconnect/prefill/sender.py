@@ -1,0 +1,301 @@
+"""P's writes under way: feeds the engine from all sendings, within its bounds and ours.
+
+Knows no session; the fetch service begins a sending, and answers for it once it is over.
+Owned by the transfer thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvconnect.config import ExtraConfig
+from kvconnect.engine.base import Batch, Completion
+from kvconnect.errors import LayoutError, PeerError
+from kvconnect.metrics import Metrics
+from kvconnect.peer.messages import Written
+from kvconnect.prefill.leases import Consumer, Lease, TransferKey
+from kvconnect.prefill.link_meter import LinkMeter
+from kvconnect.prefill.outbox import Outbox, Parcel, SlotOutbox
+from kvconnect.transfer.error_counting import count_error
+from kvconnect.transfer.local import Local
+from kvconnect.transfer.slots import Slot, SlotEvent
+from kvconnect.transfer.timers import Timer, Timers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Sending:
+    """P's record of one fetch under way, or of a calibration, which has no ``lease``.
+
+    It ends early once it has an ``error``. ``again``: the peer can fetch anew; ``cancelled``: the peer wants
+    it no more. ``streamed``: its prefill was under way when it began. ``in_flight`` are the bytes of its
+    batches, by id. ``due_reported``: for how many chunks the peer knows that slots are of use; None: for
+    all. ``meter`` follows the link's rate. ``unsettled`` are the generations of landing slots that a batch,
+    not quiescent, may still write. ``timer`` is armed for its deadline.
+    """
+
+    key: TransferKey
+    peer: str
+    outbox: Outbox
+    deadline: float
+    started_at: float
+    lease: Lease | None = None
+    consumer: Consumer | None = None
+    streamed: bool = False
+    in_flight: dict[int, int] = field(default_factory=dict)
+    total_bytes: int = 0
+    last_ended_at: float = 0.0
+    moving_since: float = 0.0
+    moving_s: float = 0.0
+    error: str = ""
+    again: bool = False
+    cancelled: bool = False
+    quiescent: bool = True
+    due_reported: int | None = None
+    unsettled: list[int] = field(default_factory=list)
+    meter: LinkMeter | None = None
+    timer: Timer | None = None
+
+    def stop(self, reason: str, *, again: bool = False) -> None:
+        """Let it end early, once nothing reads its blocks. The first reason is the one that is reported."""
+        if not self.error:
+            self.error, self.again = reason, again
+
+    @property
+    def lane(self) -> str:
+        """What carries its bytes."""
+        return "unknown" if self.meter is None else self.meter.found.lane
+
+    @property
+    def epoch(self) -> int:
+        """Of what is sent."""
+        return 0 if self.lease is None else self.lease.epoch
+
+    @property
+    def answer(self) -> Written:
+        """Of one that is over, for its peer."""
+        return Written(
+            transfer_id=self.key[1],
+            ok=not self.error,
+            quiescent=self.quiescent,
+            total_bytes=self.total_bytes,
+            copies=self.outbox.copies,
+            seconds=self.seconds,
+            error=self.error,
+            again=self.again and self.quiescent,
+            epoch=self.epoch,
+            unsettled=tuple(self.unsettled) if isinstance(self.outbox, SlotOutbox) else None,
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """Something of it is under way whose end wakes no thread, or it can go on at once."""
+        return bool(self.in_flight or self.error or self.outbox.goes_on)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing of it is under way, nor will be."""
+        is_reading = self.in_flight or self.outbox.is_packing
+        return not is_reading and bool(self.error or self.outbox.exhausted)
+
+    @property
+    def seconds(self) -> float:
+        """What it took; without the time in which there was nothing to send yet."""
+        # What this thread packs into landing slots is written before its clock is read again.
+        return self.moving_s if self.streamed else max(self.moving_s, self.last_ended_at - self.started_at)
+
+
+class Sender:
+    """All sendings of a worker.
+
+    Args:
+        arrived: called for every chunk that lies in its landing slot.
+    """
+
+    def __init__(
+        self,
+        config: ExtraConfig,
+        local: Local,
+        metrics: Metrics,
+        arrived: Callable[[Sending, Parcel], None],
+        timers: Timers,
+    ) -> None:
+        self.sendings: dict[TransferKey, Sending] = {}
+        self._config = config
+        self._engine = local.engine
+        self._pool = local.send
+        self._metrics = metrics
+        self._arrived = arrived
+        self._batches: dict[int, Sending] = {}
+        self._batch_ids = itertools.count(1)
+        self._in_flight_bytes = 0
+        self._timers = timers
+        self._active: dict[TransferKey, Sending] = {}
+        self._lost: deque[tuple[float, Slot]] = deque()
+        self._settling = timers.timer(self._settle)
+        self._has_written = False
+
+    @property
+    def busy(self) -> bool:
+        """Something is under way whose end wakes no thread."""
+        return bool(self._active)
+
+    @property
+    def active(self) -> list[Sending]:
+        """Sendings that something happened to, or that go on without that."""
+        return list(self._active.values())
+
+    def touch(self, key: TransferKey) -> None:
+        """Something happened to a sending: it may go on."""
+        if key in self.sendings:
+            self._active[key] = self.sendings[key]
+
+    def begin(self, sending: Sending) -> None:
+        """Begin to submit what its outbox gives."""
+        self.sendings[sending.key] = self._active[sending.key] = sending
+        sending.timer = self._timers.timer(
+            lambda now: self.cancel(sending.key, "the time that the peer gave is over")
+        )
+        sending.timer.at(sending.deadline)
+        # The device begins now rather than when everything else that has arrived was looked at.
+        self._advance(sending, sending.started_at)
+
+    def cancel(self, key: TransferKey, reason: str, *, again: bool = False) -> None:
+        """Ask for an early end. The sending is over once nothing reads its blocks any more.
+
+        ``again``: the peer is to fetch it anew.
+        """
+        sending = self.sendings.get(key)
+        if sending is not None and not sending.error:
+            sending.stop(reason, again=again)
+            self.touch(key)
+            for batch_id in sending.in_flight:
+                self._engine.cancel(batch_id)
+
+    def completed(self, completion: Completion, now: float) -> None:
+        """Take the engine's answer to one of our batches."""
+        sending = self._batches.pop(completion.batch_id)
+        self.touch(sending.key)
+        self._in_flight_bytes -= sending.in_flight.pop(completion.batch_id)
+        self._metrics.inflight_bytes.set(self._in_flight_bytes)
+        sending.last_ended_at = now
+        if not sending.in_flight:
+            sending.moving_s += now - sending.moving_since
+        parcel = sending.outbox.ended(completion)
+        if completion.ok:
+            sending.total_bytes += completion.total_bytes
+        else:
+            sending.quiescent &= completion.quiescent
+            sending.stop(completion.error or "the engine gave no reason")
+        if parcel is not None and parcel.slot is not None and not completion.quiescent:
+            until = now + self._config.quarantine_s
+            self._lost.append((until, parcel.slot))
+            self._settling.by(until)
+            sending.unsettled.append(parcel.grant.generation)
+        elif parcel is not None and not sending.error:
+            self._arrived(sending, parcel)
+            self._metrics.chunk_seconds.observe(completion.seconds)
+            if sending.meter is not None:
+                is_alone = all(other.peer == sending.peer for other in self._batches.values())
+                sending.meter.moved(completion, now, is_alone=is_alone)
+
+    def advance(self, now: float) -> list[Sending]:
+        """Feed kernels and engine. Returns the sendings that are over, and forgets them."""
+        for sending in self.active:
+            self._advance(sending, now)
+        self._feed(now)
+        over: list[Sending] = []
+        for sending in self.active:
+            if not sending.goes_on:
+                del self._active[sending.key]
+            if sending.is_over:
+                over.append(sending)
+                self._active.pop(sending.key, None)
+                del self.sendings[sending.key]
+                if sending.timer is not None:
+                    sending.timer.cancel()
+        self._metrics.slots_send.set(self._pool.taken)
+        return over
+
+    def take_progress(self) -> bool:
+        """Whether a chunk was packed into its landing slot since the last call: there may be more to do."""
+        has_written, self._has_written = self._has_written, False
+        return has_written
+
+    def _advance(self, sending: Sending, now: float) -> None:
+        try:
+            for parcel in sending.outbox.advance(stopping=bool(sending.error)):
+                self._has_written = True
+                sending.total_bytes += parcel.length_bytes
+                sending.moving_s += parcel.seconds
+                sending.last_ended_at = now
+                self._metrics.chunk_seconds.observe(parcel.seconds)
+                if not sending.error:
+                    self._arrived(sending, parcel)
+        except Exception as error:
+            # Any error, a device out of memory included, loses only this request; and it is
+            # counted once: a device that failed fails at every look.
+            if not isinstance(error, (LayoutError, PeerError)) and not sending.error:
+                count_error(self._metrics, error, f"transfer {sending.key[1]}")
+            sending.stop(f"its chunks cannot be packed: {error}")
+
+    def _settle(self, now: float) -> None:
+        while self._lost and self._lost[0][0] <= now:
+            self._pool.move(self._lost.popleft()[1], SlotEvent.RETURN)
+        if self._lost:
+            self._settling.at(self._lost[0][0])
+        self._metrics.slots_send.set(self._pool.taken)
+
+    def _feed(self, now: float) -> None:
+        """Give the engine batches while it and our own bounds allow."""
+        in_flight: Counter[str] = Counter()
+        for sending in self._active.values():
+            in_flight[sending.peer] += len(sending.in_flight)
+        most = self._engine.capabilities.max_batches_per_peer
+        for sending in self._active.values():
+            while in_flight[sending.peer] < most and self._submit_next(sending, in_flight[sending.peer], now):
+                in_flight[sending.peer] += 1
+
+    def _submit_next(self, sending: Sending, under_way: int, now: float) -> bool:
+        """Submit a batch, if there is one and room for it; ``under_way`` are those to its peer."""
+        if sending.error:
+            return False
+        if sending.outbox.is_alone and sending.in_flight:
+            # Of a calibration each batch is alone on its way.
+            return False
+        columns = sending.outbox.peek()
+        if columns is None:
+            return False
+        source, target, length = columns
+        # A peer's first batch may exceed the bound: those that do not answer cannot hold all that is allowed.
+        if under_way and self._in_flight_bytes + int(length.sum()) > self._config.max_inflight_bytes:
+            return False
+        batch = Batch(
+            batch_id=next(self._batch_ids),
+            peer=sending.peer,
+            source=source,
+            target=target,
+            length=length,
+            timeout_s=min(self._config.transfer_timeout_s, max(0.001, sending.deadline - now)),
+        )
+        try:
+            self._engine.submit(batch)
+        except Exception as error:
+            # This batch will never be answered, so the fetch must not pass for done.
+            logger.exception("a batch to %s could not be submitted", sending.peer)
+            sending.stop(f"the engine does not take a batch: {error}")
+            return False
+        sending.outbox.submitted(batch.batch_id)
+        if not sending.in_flight:
+            sending.moving_since = now
+        total_bytes = batch.total_bytes
+        self._batches[batch.batch_id] = sending
+        sending.in_flight[batch.batch_id] = total_bytes
+        self._in_flight_bytes += total_bytes
+        self._metrics.inflight_bytes.set(self._in_flight_bytes)
+        return True

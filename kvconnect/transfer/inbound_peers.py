@@ -1,0 +1,214 @@
+"""The connections that peers open to a worker: who they are, and what serves their messages.
+
+Owned by the transfer thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvconnect.config import ExtraConfig
+from kvconnect.metrics import Metrics
+from kvconnect.orders import RankAddress
+from kvconnect.peer.channel import Channel
+from kvconnect.peer.messages import (
+    MAX_HANDLES,
+    Alive,
+    Answer,
+    Fetch,
+    FindPrefix,
+    Measure,
+    Measured,
+    Message,
+    PrefixFound,
+    Question,
+    Renew,
+    Renewed,
+    Side,
+    StillAlive,
+    Written,
+)
+from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, Session, State
+from kvconnect.transfer.local import Local
+from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.topics import Topics
+
+logger = logging.getLogger(__name__)
+
+NO_PREFILL = "this node hands out no KV: its kv_role is kv_consumer"
+
+
+@dataclass
+class InboundPeer:
+    """One connection that a peer opened to us, from ``host`` if the channel knows.
+
+    ``has_misspoken``: one of its messages could not be used.
+    """
+
+    session: Session
+    host: str = ""
+    has_misspoken: bool = False
+
+
+class Service(Protocol):
+    """What serves the requests of peers that have introduced themselves."""
+
+    def links_in_use(self) -> Collection[str]:
+        """Connections that must stay."""
+        ...
+
+    def met(self, link: str) -> None:
+        """A peer has introduced itself, perhaps anew, and with another engine card than before."""
+        ...
+
+    def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
+        """Answer a message, now or later."""
+        ...
+
+    def forgotten(self, link: str) -> None:
+        """A conversation is over."""
+        ...
+
+
+class NoService:
+    """A node that hands out nothing: it answers questions of tools, and refuses all else."""
+
+    def __init__(self, send: Callable[[str, Message], None]) -> None:
+        self._send = send
+
+    def links_in_use(self) -> Collection[str]:
+        return ()
+
+    def met(self, link: str) -> None:
+        pass
+
+    def forgotten(self, link: str) -> None:
+        pass
+
+    def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
+        match message:
+            case Fetch():
+                logger.warning("a fetch of %s was refused: %s", link, NO_PREFILL)
+                self._send(link, Written(message.transfer_id, False, True, 0, 0, 0.0, NO_PREFILL))
+            case FindPrefix():
+                self._send(link, PrefixFound(message.number, error=NO_PREFILL))
+            case Measure():
+                self._send(link, Measured(0, 0.0, NO_PREFILL))
+            case Renew():
+                self._send(
+                    link, Renewed(over=tuple((one, NO_PREFILL) for one in message.handles[:MAX_HANDLES]))
+                )
+
+
+class InboundPeers:
+    """All connections to us, the last the one that sent most recently; ``service`` is what serves them."""
+
+    def __init__(
+        self, config: ExtraConfig, local: Local, channel: Channel, metrics: Metrics, timers: Timers
+    ) -> None:
+        self.directory: tuple[RankAddress, ...] = ()
+        self.topics = Topics(config.max_message_bytes, timers)
+        self.service: Service = NoService(self.send)
+        self._config = config
+        self._local = local
+        self._channel = channel
+        self._metrics = metrics
+        self._peers: OrderedDict[str, InboundPeer] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __iter__(self) -> Iterator[tuple[str, InboundPeer]]:
+        return iter(self._peers.items())
+
+    def know_ranks(self, directory: tuple[RankAddress, ...]) -> None:
+        """Where all ranks of this node listen; orders that name none change nothing."""
+        self.directory = directory or self.directory
+
+    def get(self, link: str) -> InboundPeer | None:
+        """The peer of a connection that has introduced itself."""
+        return self._peers.get(link)
+
+    def receive(self, link: str, data: bytes, now: float, host: str = "") -> None:
+        """Take a frame of a peer, whose connection comes from ``host``."""
+        inbound = self._find(link, host)
+        for event in inbound.session.receive(data, now):
+            self._handle(link, inbound, event, now)
+        self._flush(link, inbound)
+        if inbound.session.state is State.ENDED:
+            self._forget(link)
+
+    def send(self, link: str, message: Message) -> None:
+        """Send a message over a connection, if it is there."""
+        inbound = self._peers.get(link)
+        if inbound is not None and inbound.session.state is State.READY:
+            inbound.session.send(message)
+            self._flush(link, inbound)
+
+    def introduce_anew(self) -> None:
+        """Our introduction has changed: messages are compared with the new one."""
+        for inbound in self._peers.values():
+            inbound.session.ours = self._local.introduce()
+
+    def _find(self, link: str, host: str) -> InboundPeer:
+        """The peer of a link. One that has not introduced itself is not kept, and displaces no other."""
+        inbound = self._peers.get(link)
+        if inbound is None:
+            ours = self._local.introduce()
+            return InboundPeer(Session(Side.PREFILL, ours, self._config, self.directory), host)
+        self._peers.move_to_end(link)
+        return inbound
+
+    def _handle(self, link: str, inbound: InboundPeer, event: Event, now: float) -> None:
+        match event:
+            case Ready():
+                self._keep(link, inbound)
+                self.service.met(link)
+            case Received(message=Alive()):
+                inbound.session.send(StillAlive())
+            case Received(message=Question() as question):
+                self.topics.ask(question, functools.partial(self._reply, link, inbound), now)
+            case Received(message=message):
+                self.service.serve(link, inbound, message, now)
+            case Misused(reason=reason):
+                self._metrics.failures.labels("peer_message").inc()
+                if not inbound.has_misspoken:
+                    inbound.has_misspoken = True
+                    logger.warning("dropped a message from %s, and counts further ones: %s", link, reason)
+            case Ended(reason=reason):
+                self._metrics.failures.labels("peer_refused").inc()
+                logger.warning("connection %s ended: %s", link, reason)
+
+    def _keep(self, link: str, inbound: InboundPeer) -> None:
+        """Remember a peer. Of those that are not in use the one that was silent longest makes room.
+
+        If that one is still there, its session has it greet again.
+        """
+        while link not in self._peers and len(self._peers) >= self._config.max_peers:
+            in_use = self.service.links_in_use()
+            idle = next((name for name in self._peers if name not in in_use), None)
+            if idle is None:
+                break
+            self._forget(idle)
+        self._peers[link] = inbound
+
+    def _reply(self, link: str, inbound: InboundPeer, answer: Answer) -> None:
+        """Also to a peer that has not introduced itself, of which nothing else is kept."""
+        inbound.session.answer(answer)
+        self._flush(link, inbound)
+
+    def _flush(self, link: str, inbound: InboundPeer) -> None:
+        for frame in inbound.session.outgoing():
+            if not self._channel.send(link, frame):
+                self._metrics.failures.labels("side_channel_send").inc()
+                logger.warning("an answer to %s could not be sent", link)
+
+    def _forget(self, link: str) -> None:
+        """A conversation is over, if there was one."""
+        if self._peers.pop(link, None) is not None:
+            self.service.forgotten(link)

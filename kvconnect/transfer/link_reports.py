@@ -1,0 +1,66 @@
+"""What carries the bytes between two nodes: whether the settings refuse it, and one report of each link.
+
+Owned by the transfer thread. P finds it out, since P writes; D is sent what P found.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from kvconnect.config import ExtraConfig
+from kvconnect.engine.lanes import LEAST_SHARE
+from kvconnect.metrics import Metrics
+from kvconnect.peer.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+REFUSED = "the peer is refused"
+"""What every failure for that reason states."""
+
+
+def refusal(config: ExtraConfig, found: Transport | None) -> str:
+    """Why a peer that is reached like this, None for not reported, may not be used; empty if it may."""
+    lane, bytes_per_s = ("unknown", 0.0) if found is None else (found.lane, found.bytes_per_s)
+    shown = f"{REFUSED}: its lane is {found or 'not reported by its release'}, and kv_connector_extra_config"
+    if not config.allows_lane(lane):
+        return f"{shown}.require_lane is {config.require_lane!r}"
+    if bytes_per_s < config.min_gb_per_s * 1e9:
+        return f"{shown}.min_gb_per_s is {config.min_gb_per_s:g}"
+    return ""
+
+
+class Transports:
+    """Reports what carries bytes to each peer: once, and with a warning where that is slow.
+
+    The last ``max_peers`` that were warned of are remembered.
+    """
+
+    def __init__(self, config: ExtraConfig, metrics: Metrics) -> None:
+        self._most = config.max_peers
+        self._metrics = metrics
+        self._warned: OrderedDict[str, None] = OrderedDict()
+
+    def met(self, peer: str, found: Transport) -> None:
+        """A calibration is over, or the peer has sent what its own found."""
+        logger.info("the link with %s: %s", peer, found)
+        self.measured(peer, found)
+
+    def show(self, found: Transport) -> None:
+        """To Prometheus."""
+        if found.bytes_per_s:
+            self._metrics.link_rate.labels(found.lane).set(found.bytes_per_s)
+            self._metrics.link_expected.labels(found.lane).set(found.expected_bytes_per_s)
+
+    def measured(self, peer: str, found: Transport) -> None:
+        """It is as fast as this, by a calibration or by what was transferred."""
+        self.show(found)
+        if found.share >= LEAST_SHARE or peer in self._warned:
+            return
+        self._warned[peer] = None
+        if len(self._warned) > self._most:
+            self._warned.popitem(last=False)
+        self._metrics.failures.labels("slow_link").inc()
+        logger.warning(
+            "the link with %s is slow: %s. Look at `kvconnect doctor`, other traffic, and NUMA", peer, found
+        )

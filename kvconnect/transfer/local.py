@@ -1,0 +1,296 @@
+"""What a worker is to its peers: its introduction, its pages, the slots beside them, and its engine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.region_table import RegionTable
+from kvconnect.config import ExtraConfig, TransferConfig
+from kvconnect.engine.base import Engine, Span
+from kvconnect.engine.fabric import Fabric, look_at_fabric
+from kvconnect.engine.lanes import Traffic, look_at_traffic
+from kvconnect.errors import ConfigError, LayoutError
+from kvconnect.metrics import Metrics
+from kvconnect.orders import GroupBlocks
+from kvconnect.pack.arena import (
+    ALIGN_BYTES,
+    Arena,
+    auto_slot_bytes,
+    fitted_slots,
+    pack_bytes_per_s,
+    spare_bytes,
+)
+from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
+from kvconnect.pack.packer import Packer, chosen_kernels
+from kvconnect.peer.agreement import wanted_card
+from kvconnect.peer.messages import Introduction
+from kvconnect.plan.align import TableCard
+from kvconnect.plan.chunks import TokenSpan
+from kvconnect.plan.wire import ORDERS, Wire, align_wire
+from kvconnect.transfer.kept import KeptByName
+from kvconnect.transfer.slots import SlotPool
+
+logger = logging.getLogger(__name__)
+
+_CPU_SCRATCH_BYTES = 4 << 20
+
+
+@dataclass(eq=False)
+class Local:
+    """What can be moved, between what, and by which engine.
+
+    ``landing`` are slots that peers write, ``send`` slots that the engine reads; a pool may be empty.
+    ``stream`` is where pages are packed and unpacked on a GPU, None elsewhere. ``pack_bytes_per_s`` is how
+    fast that goes; None where it was not measured. ``arenas`` are the memory of the slots.
+    ``look_at_traffic`` counts what left this machine, of which ``fabric`` has the networks. ``kept`` is what
+    peers may ask for by name. ``maps_peers``: landing slots of peers of this machine are written as memory of
+    this process.
+    """
+
+    introduction: Introduction
+    engine: Engine
+    table: RegionTable
+    device: torch.device
+    landing: SlotPool
+    send: SlotPool
+    stream: torch.cuda.Stream | None = None
+    pack_bytes_per_s: float | None = None
+    arenas: tuple[Arena, ...] = ()
+    fabric: Fabric = field(default_factory=Fabric)
+    look_at_traffic: Callable[[], Traffic] = Traffic
+    kept: KeptByName | None = None
+    maps_peers: bool = False
+
+    def introduce(self) -> Introduction:
+        """Our introduction for one more peer: the engine's card may change."""
+        return msgspec.structs.replace(self.introduction, engine_card=self.engine.card())
+
+    def keep(self, kept: KeptByName) -> None:
+        """Let peers ask for what is kept, where there are slots to send it from. Before any peer is met."""
+        if not self.send.slots:
+            return
+        if self.stream is not None:
+            self._warm_up(self.send, "source", kept.table)
+        self.kept = kept
+        self.introduction = msgspec.structs.replace(self.introduction, naming=kept.naming)
+
+    def replace_weights(self, weights: Mapping[str, str]) -> None:
+        """Peers must have these weights from now on."""
+        meaning = self.introduction.meaning.with_weights(weights)
+        self.introduction = msgspec.structs.replace(self.introduction, meaning=meaning)
+
+    def packer(
+        self,
+        source: Introduction,
+        target: Introduction,
+        side: str,
+        convert: bool,
+        table: RegionTable | None = None,
+    ) -> Packer:
+        """A packer of ours for one peer; ``side`` states which of the two we are.
+
+        ``convert``: values of another dtype than ours are converted on the way. ``table`` is what is packed,
+        if not the pages of the cache.
+
+        Raises:
+            LayoutError: the two caches cannot be matched.
+        """
+        wire = align_wire(source.table, wanted_card(source, target), convert=convert)
+        return self._packer(table or self.table, wire, side, min(source.digest_sample, target.digest_sample))
+
+    def _packer(self, table: RegionTable, wire: Wire, side: str, digest_sample: int = 1) -> Packer:
+        return Packer(
+            table,
+            wire,
+            side=side,
+            device=self.device,
+            cuda_stream=self.stream,
+            digest_sample=digest_sample,
+        )
+
+    def warm_up(self) -> None:
+        """Compile the kernels now, which takes seconds, rather than under the first request.
+
+        Moves nothing to any page: block 0 is no request's. Where a slot is too small for a token there is
+        nothing to compile.
+        """
+        for pool, side in ((self.send, "source"), (self.landing, "target")):
+            self._warm_up(pool, side, self.table)
+
+    def _warm_up(self, pool: SlotPool, side: str, table: RegionTable) -> None:
+        card, last = TableCard.of(table), dict.fromkeys((group.group for group in table.groups), 0)
+        if side == "source":
+            ratios = {group.group: group.blocks_per_kv_block for group in table.groups}
+            last |= {region.group: region.num_blocks // ratios[region.group] - 1 for region in table.regions}
+        blocks = [GroupBlocks(group, 0, (block,)) for group, block in last.items()]
+        for order in ORDERS if pool.slots else ():
+            packer = self._packer(table, align_wire(card, card, order), side)
+            groups = {stream.target_group for stream in packer.chunker.wire.streams}
+            token = [TokenSpan(group, 0, 1) for group in sorted(groups)]
+            try:
+                chunks = packer.chunker.cut(token, pool.slot_bytes)
+            except LayoutError:
+                continue
+            move = packer.pack if side == "source" else packer.unpack
+            for chunk, seed in itertools.product(chunks, (None, 1 << 60)):
+                (staged,) = packer.stage(blocks, [chunk], 1)
+                move(pool.slots[0].address, staged, seed).wait()
+
+
+def open_local(
+    config: TransferConfig,
+    engine: Engine,
+    introduction: Introduction,
+    table: RegionTable,
+    device: torch.device,
+    reserved_bytes: int,
+    metrics: Metrics,
+) -> Local:
+    """Make the slots, and register them with the engine in one call.
+
+    Args:
+        introduction: without slots and scratch memory.
+        reserved_bytes: what the serving stack still takes of the device.
+
+    Raises:
+        ConfigError: the device has no room for the fewest slots.
+        EngineError: the engine refuses the memory.
+    """
+    arenas = _make_arenas(config, engine, table, device, reserved_bytes, metrics)
+    on_cuda, memory = device.type == "cuda", tuple(arenas.values())
+    ours: dict[str, Any] = {
+        "digest_sample": 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE
+    }
+    for arena in memory[:1]:
+        ours["slot_bytes"] = min(arena.slot_bytes, engine.capabilities.max_bytes)
+        ours["scratch_address"], ours["scratch_bytes"] = arena.scratch_address, arena.scratch_bytes
+    if "landing" in arenas:
+        ours["memory"] = arenas["landing"].card
+    local = Local(
+        msgspec.structs.replace(introduction, **ours),
+        engine,
+        table,
+        device,
+        _slot_pool(arenas.get("landing")),
+        _slot_pool(arenas.get("send")),
+        # Its kernels take less than those of a prefill, which would each be waited for.
+        torch.cuda.Stream(device, priority=-1) if on_cuda else None,  # type: ignore[no-untyped-call]
+        pack_bytes_per_s(memory[0]) if memory else None,
+        memory,
+        look_at_fabric(with_gpus=on_cuda),
+        look_at_traffic,
+        maps_peers=not on_cuda and _shares(config.extra, engine),
+    )
+    if on_cuda and chosen_kernels("auto", device) == "torch":
+        metrics.failures.labels("no_triton").inc()
+        logger.warning("Triton is not installed: torch packs pages, which is slower; pip install triton")
+    if on_cuda:
+        local.warm_up()
+    # Last of all: an error before it leaves nothing registered whose memory is freed.
+    # What is registered, peers can write to: slots, and no page.
+    spans = [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
+    engine.register(spans)
+    logger.info(
+        "%d regions in %d storages, %d bytes; registered with the engine: %d bytes",
+        len(table.regions),
+        len(table.storages),
+        sum(storage.length_bytes for storage in table.storages),
+        sum(span.length_bytes for span in spans),
+    )
+    return local
+
+
+def largest_piece(table: RegionTable) -> tuple[int, str]:
+    """What a slot must have room for, in bytes, and the layer that asks for it.
+
+    A peer of equal pages gets pages whole, and the recurrent states of a layer are never cut.
+    """
+    states = {group.group for group in table.groups if group.is_state}
+    pieces = Counter[str]()
+    for region in table.regions:
+        size = div_ceil(region.page_bytes, ALIGN_BYTES) * ALIGN_BYTES
+        kept = pieces[region.layer] if region.group in states else 0
+        pieces[region.layer] = max(pieces[region.layer], kept + size)
+    layer, size = max(pieces.items(), key=lambda piece: piece[1])
+    return size, layer
+
+
+def _slot_pool(arena: Arena | None) -> SlotPool:
+    # Another process that uses this address after us must not grant the same numbers.
+    first = random.SystemRandom().randrange(1, 1 << 61)
+    return SlotPool(arena.addresses if arena else (), arena.slot_bytes if arena else 0, first)
+
+
+def _shares(config: ExtraConfig, engine: Engine) -> bool:
+    """Whether bytes between CPU caches of one machine go through shared memory."""
+    return engine.capabilities.may_be_bypassed and config.allows_lane("shared_memory")
+
+
+def _make_arenas(
+    config: TransferConfig,
+    engine: Engine,
+    table: RegionTable,
+    device: torch.device,
+    reserved_bytes: int,
+    metrics: Metrics,
+) -> dict[str, Arena]:
+    """The memory of our slots, by what they are for."""
+    least, layer = largest_piece(table)
+    wanted = config.extra.slot_bytes or max(auto_slot_bytes(device), least)
+    # A chunk is one batch: the rest of a slot that is larger would lie idle.
+    most_bytes = engine.capabilities.max_bytes // ALIGN_BYTES * ALIGN_BYTES
+    wanted = slot_bytes = min(wanted, max(most_bytes, ALIGN_BYTES))
+    roles = {"landing": config.is_consumer, "send": config.is_producer}
+    kinds = [kind for kind, is_used in roles.items() if is_used]
+    count, spare = config.extra.num_slots, spare_bytes(device, reserved_bytes)
+    if spare is not None:
+        slot_bytes, count = fitted_slots(slot_bytes, count, len(kinds), spare)
+    if slot_bytes < least:
+        raise ConfigError(
+            f"a slot has {slot_bytes} bytes (slot_bytes {config.extra.slot_bytes}, {spare} bytes of {device} "
+            f"to spare, at most {most_bytes} in one operation of the engine), but must hold a page of layer "
+            f"{layer!r}: give slot_bytes at least {least}, or leave it out"
+        )
+    # Peers are calibrated with the scratch memory of one arena.
+    scratch_bytes = _scratch_bytes(slot_bytes, device.type == "cuda")
+    arenas = {
+        kind: Arena(
+            device,
+            slot_bytes,
+            count,
+            0 if number else scratch_bytes,
+            shared=kind == "landing" and _shares(config.extra, engine),
+        )
+        for number, kind in enumerate(kinds)
+    }
+    logger.info("%s slots: %d of %d bytes each way on %s", " and ".join(kinds), count, slot_bytes, device)
+    if (slot_bytes, count) != (wanted, config.extra.num_slots):
+        metrics.failures.labels("slots_reduced").inc()
+        logger.warning(
+            "%d slots of %d bytes each way do not fit into the %d bytes that are spare on %s, beside %d "
+            "that the serving stack is still to take: there are %d of %d. Long prompts travel more "
+            "slowly; leave more of the device free, under vLLM with a lower gpu_memory_utilization",
+            config.extra.num_slots,
+            wanted,
+            spare,
+            device,
+            reserved_bytes,
+            count,
+            slot_bytes,
+        )
+    return arenas
+
+
+def _scratch_bytes(slot_bytes: int, on_cuda: bool) -> int:
+    """How much scratch memory a worker has: what a fast link needs to show its speed."""
+    return slot_bytes if on_cuda else min(slot_bytes, _CPU_SCRATCH_BYTES)

@@ -1,0 +1,109 @@
+"""The slots of a worker: memory that is lent out chunk by chunk, and who may touch it now.
+
+One pool holds a worker's landing slots, which peers write, another its send slots, which the engine reads.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvconnect.errors import LocalError
+from kvconnect.transfer.state_machine import next_state
+
+
+class SlotState(enum.Enum):
+    """Who may touch a slot."""
+
+    FREE = "free"
+    OURS = "used by our kernels"
+    THEIRS = "in the hands of an engine or a peer"
+    QUARANTINED = "it may still be touched"
+
+
+class SlotEvent(enum.Enum):
+    """What can happen to a slot."""
+
+    LEND = "it is granted to a peer"
+    LANDED = "the peer reports that it wrote it"
+    PACK = "our kernel begins to fill it"
+    SUBMIT = "the engine is given it"
+    RETURN = "it is quiescent"
+    LOSE = "an engine or a peer may still touch it"
+
+
+SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.LEND): SlotState.THEIRS,
+    (SlotState.THEIRS, SlotEvent.LANDED): SlotState.OURS,
+    (SlotState.FREE, SlotEvent.PACK): SlotState.OURS,
+    (SlotState.OURS, SlotEvent.SUBMIT): SlotState.THEIRS,
+    (SlotState.OURS, SlotEvent.RETURN): SlotState.FREE,
+    (SlotState.THEIRS, SlotEvent.RETURN): SlotState.FREE,
+    (SlotState.THEIRS, SlotEvent.LOSE): SlotState.QUARANTINED,
+    (SlotState.QUARANTINED, SlotEvent.RETURN): SlotState.FREE,
+}
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slot. ``generation`` is another for every use; ``holder`` is the peer that it is taken for."""
+
+    address: int
+    length_bytes: int
+    state: SlotState = SlotState.FREE
+    generation: int = 0
+    holder: str = ""
+
+
+class SlotPool:
+    """Slots of one size.
+
+    ``first_generation`` differs between processes, so that no grant of one is taken for another's.
+    """
+
+    def __init__(self, addresses: Sequence[int], slot_bytes: int, first_generation: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots = tuple(Slot(address, slot_bytes) for address in addresses)
+        self._free = list(reversed(self.slots))
+        self._next_generation = first_generation
+        self._taken_for: Counter[str] = Counter()
+
+    @property
+    def free(self) -> int:
+        """How many can be taken."""
+        return len(self._free)
+
+    @property
+    def taken(self) -> int:
+        """How many are in use or in quarantine."""
+        return len(self.slots) - len(self._free)
+
+    def room_for(self, holder: str) -> int:
+        """How many slots may be taken for one holder: never the last one, where there are more than two."""
+        most = len(self.slots) - 1 if len(self.slots) > 2 else len(self.slots)
+        return min(len(self._free), most - self._taken_for[holder])
+
+    def take(self, event: SlotEvent, holder: str = "") -> Slot:
+        """A free slot, lent or packed into, of a new generation; a LocalError if none is free."""
+        if not self._free:
+            raise LocalError(f"all {len(self.slots)} slots are taken")
+        # The one that was used last: on a CPU, its memory is still in the processor's cache.
+        slot = self._free[-1]
+        self.move(slot, event)
+        self._free.pop()
+        slot.generation = self._next_generation
+        self._next_generation += 1
+        slot.holder = holder
+        self._taken_for[holder] += 1
+        return slot
+
+    def move(self, slot: Slot, event: SlotEvent) -> None:
+        """Change a slot's state, or raise ``IllegalTransition``; what becomes free can be taken again."""
+        slot.state = next_state(SLOT_TRANSITIONS, slot.state, event, f"slot of generation {slot.generation}")
+        if slot.state is SlotState.FREE:
+            self._free.append(slot)
+            self._taken_for[slot.holder] -= 1
+            if not self._taken_for[slot.holder]:
+                del self._taken_for[slot.holder]

@@ -1,0 +1,3 @@
+"""What these tests share with those of the transfer thread."""
+
+from tests.transfer.conftest import pair as pair

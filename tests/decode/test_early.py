@@ -1,0 +1,135 @@
+"""Loads that begin before P holds what they fetch: how many there may be, and what the others wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
+from kvconnect.config import ExtraConfig, TransferConfig
+from kvconnect.decode.decode_requests import EarlyLoads
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.orders import Await, LetGo, RankAddress, Results
+from kvconnect.transfer.stack import LongestRequest, StackTraits
+
+FULL = KVCacheGroup(("f",), FullAttentionSpec(4, 1, 4, torch.float16))
+WINDOW = KVCacheGroup(("w",), SlidingWindowSpec(4, 1, 4, torch.float16, sliding_window=8))
+STATE = KVCacheGroup(("s",), StateSpec(4, ((4,),), (torch.float16,)))
+
+LONGEST = LongestRequest(24, 24)
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_tokens: int
+    kv_transfer_params: dict[str, Any] | None
+
+
+def half(num_blocks: int = 13, longest: LongestRequest | None = LONGEST, **extra: Any):
+    """D's scheduler half. A request of 24 tokens needs 6 of the 12 blocks."""
+    config = ExtraConfig(insecure=True, **extra)
+    return SchedulerConnector(
+        TransferConfig(kv_role="kv_consumer", engine_id="D", kv_connector_extra_config=config),
+        KVCacheConfig(num_blocks, (FULL,)),
+        StackTraits(longest=longest),
+        directory=[RankAddress(0, "h", 1)],
+    )
+
+
+def announced(name: str, num_tokens: int = 12) -> Request:
+    params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 9, "transfer_id": name}
+    return Request(name, num_tokens, params)
+
+
+def begin(connector: SchedulerConnector, request: Request) -> bool:
+    """Whether a request gets blocks for its load."""
+    count, _ = connector.matched_tokens(request, 0)
+    if count is None:
+        return False
+    blocks = list(range(1, 1 + -(-request.num_tokens // 4)))
+    connector.update_after_alloc(request, (blocks,), count)
+    return True
+
+
+def idle(connector: SchedulerConnector) -> bool:
+    return not any(connector.state().values())
+
+
+def test_early_loads_leave_room_for_the_longest_request():
+    connector = half()
+    requests = [announced(f"t{number}") for number in range(3)]
+    assert [begin(connector, request) for request in requests] == [True, True, False]
+    assert len(connector.build_orders().loads) == 2
+
+
+def test_what_has_to_wait_is_asked_for_once_and_begins_when_p_holds_it_or_never_will():
+    connector = half(num_blocks=7)
+    request = announced("t")
+    connector.new_request(request)
+    for _ in range(3):
+        assert not begin(connector, request)
+    assert connector.build_orders().awaited == (Await("transfer:t", "", "127.0.0.1", 9, reports=True),)
+    assert not begin(connector, request)
+    assert not connector.build_orders()
+    connector.update_results(Results(settled=("transfer:of another", "transfer:t")))
+    assert begin(connector, request)
+    assert len(connector.build_orders().loads) == 1
+    connector.update_results(Results(received=("t",)))
+    connector.request_finished(request, ([],), delivered=True)
+    assert idle(connector)
+
+
+def test_what_waits_begins_early_too_once_there_is_room():
+    connector = half()
+    requests = [announced(f"t{number}") for number in range(3)]
+    assert [begin(connector, request) for request in requests] == [True, True, False]
+    connector.update_results(Results(received=("t0",)))
+    assert begin(connector, requests[2])
+
+
+def test_what_p_holds_by_then_is_not_early():
+    connector = half()
+    for number in range(4):
+        request = announced(f"t{number}")
+        if not begin(connector, request):
+            connector.update_results(Results(settled=(f"transfer:t{number}",)))
+            assert begin(connector, request)
+    assert len(connector.build_orders().loads) == 4
+
+
+def test_early_loads_leave_one_place_among_those_that_are_fetched_at_one_time():
+    connector = half(num_blocks=1000, max_loads=3)
+    assert [begin(connector, announced(f"t{number}")) for number in range(4)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_request_that_ends_while_it_waits_lets_go(is_asked):
+    connector = half(num_blocks=7)
+    request = announced("t")
+    assert not begin(connector, request)
+    if is_asked:
+        connector.build_orders()
+        connector.update_results(Results(settled=("transfer:t",)))
+    connector.request_finished(request, ([],), delivered=False)
+    orders = connector.build_orders()
+    assert orders.let_go == (LetGo("t", "transfer:t", "", "127.0.0.1", 9),)
+    assert not orders.awaited
+    assert idle(connector)
+
+
+def test_what_a_stack_does_not_say_is_not_reserved():
+    connector = half(longest=None)
+    assert [begin(connector, announced(f"t{number}")) for number in range(5)] == [True] * 4 + [False]
+
+
+def test_a_window_keeps_its_tokens_and_those_of_a_step():
+    # 250 blocks of full attention, (8 + 20 + 4) / 4 of the window, one state.
+    cache = KVCacheConfig(1 + 250 + 8 + 1 + 50, (FULL, WINDOW, STATE))
+    early = EarlyLoads(cache, LongestRequest(1000, 20), max_loads=10)
+    # 44 + 3 + 1 blocks are early enough, 47 + 3 + 1 are not.
+    assert early.may_begin(176)
+    assert not early.may_begin(188)

@@ -1,0 +1,278 @@
+"""The worker that asks peers for KV by name: questions, answers, and fetches that stand for no lease.
+
+P is a real worker that knows no names: the network answers for it, and makes fetches by name those of a
+request that P holds.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from kvconnect.config import ExtraConfig
+from kvconnect.orders import Find, Naming, Orders, Prefix
+from kvconnect.peer import messages as m
+from kvconnect.peer.channel import Frame
+from kvconnect.peer.transport import Transport
+from tests.transfer.pair import BLOCK_TOKENS, D_IDS, P_IDS, Pair
+
+NAMING = Naming("blake", BLOCK_TOKENS)
+NAMES = tuple(bytes([n]) * 16 for n in range(3))
+PREFIX = Prefix(NAMING, 0, NAMES)
+TOKENS = 3 * BLOCK_TOKENS
+
+
+class KeepingPair(Pair):
+    """A pair whose P keeps three blocks under names, as far as D can tell; mute without an ``answer``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.naming: Naming | None = NAMING
+        self.answer: tuple[int, int, str] | None = (TOKENS, 4000, "")
+        self.rate: float | None = 4000.0
+        self.network.taps.append(self._speak)
+
+    def _speak(self, message):
+        match message:
+            case m.Welcome(introduction=ours):
+                named = msgspec.structs.replace(ours, naming=self.naming)
+                return [msgspec.structs.replace(message, introduction=named)]
+            case m.FindPrefix(number=number):
+                if self.rate is not None:
+                    self.tell(Transport("tcp", bytes_per_s=self.rate))
+                if self.answer is not None:
+                    self.tell(m.PrefixFound(number, *self.answer[:2], error=self.answer[2]))
+                return []
+            case m.Fetch(prefix=Prefix()):
+                return [msgspec.structs.replace(message, prefix=None, handle="handle-kept")]
+        return [message]
+
+    def tell(self, message) -> None:
+        (link,) = self.decode.transfers.decode.peers.links
+        frame = Frame(link, m.encode(message), "")
+        self.decode.channel.enqueue(self.clock.now, self.network.next_number(), frame)
+
+    def find(self, request="a", prefix=PREFIX) -> None:
+        port = self.prefill.channel.port
+        order = Find(request, "", "h", port, prefix, TOKENS)
+        self.decode.transfers.order(Orders(finds=(order,)))
+
+    @property
+    def found(self):
+        return [found for results in self.decode.results for found in results.found]
+
+
+def keeping(**config) -> KeepingPair:
+    return KeepingPair(ExtraConfig(**config))
+
+
+def test_a_peer_is_met_and_asked_and_its_answer_is_reported_once():
+    pair = keeping()
+    pair.find()
+    pair.run(0.2)
+    (asked,) = pair.network.heard(m.FindPrefix)
+    assert (asked.prefix, asked.max_tokens) == (PREFIX, TOKENS)
+    (found,) = pair.found
+    assert (found.request_id, found.num_tokens, found.seconds, found.error) == ("a", TOKENS, 1.0, "")
+    assert not len(pair.decode.transfers.decode.finds)
+    pair.assert_idle()
+
+
+def test_seconds_are_those_of_all_ranks_at_the_rate_that_the_peer_reported_last():
+    pair = keeping()
+    pair.find()
+    pair.run(0.2)
+    (link,) = pair.decode.transfers.decode.peers.links.values()
+    pair.rate, link.peer.partners = 1000.0, (0, 1)
+    pair.find("b")
+    pair.run(0.1)
+    assert pair.found[-1].seconds == 8.0
+
+
+def test_an_answer_waits_for_the_rate_of_its_link_and_no_longer_than_one_that_pays_takes():
+    pair = keeping()
+    pair.rate = None
+    pair.find()
+    pair.run(0.02)
+    assert not pair.found
+    assert pair.decode.transfers.timers.next_at() < pair.clock.now + 0.04
+    pair.tell(Transport("tcp", bytes_per_s=2000.0))
+    pair.run(0.01)
+    assert [found.seconds for found in pair.found] == [2.0]
+
+
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_an_answer_over_a_link_whose_rate_is_not_known_is_reported_as_endless(rate, caplog):
+    caplog.set_level("INFO")
+    pair = keeping()
+    pair.rate = rate
+    pair.find()
+    pair.run(0.1)
+    assert [(found.num_tokens, found.seconds) for found in pair.found] == [(TOKENS, math.inf)]
+    assert "its link is not measured" in caplog.text
+    pair.assert_idle()
+
+
+def test_nothing_is_found_over_a_link_that_settings_refuse():
+    pair = keeping(min_gb_per_s=1.0)
+    pair.find()
+    pair.run(0.1)
+    assert "min_gb_per_s is 1" in pair.found[0].error
+
+
+def test_a_source_is_to_measure_its_link_when_it_is_met():
+    port = keeping().prefill.channel.port
+    sources = ExtraConfig(sources=(f"h:{port}",))
+    pair = KeepingPair(sources, prefill_config=ExtraConfig())
+    pair.run(0.1)
+    assert [asked.prefix.names for asked in pair.network.heard(m.FindPrefix)] == [()]
+    assert not pair.found
+    pair.find()
+    pair.run(0.1)
+    assert len(pair.found) == 1
+
+
+@pytest.mark.parametrize("theirs", [None, Naming("blake", 8), Naming("sha", BLOCK_TOKENS)])
+def test_a_peer_with_other_names_is_not_asked_and_its_naming_is_reported(theirs):
+    pair = keeping()
+    pair.naming = theirs
+    pair.find()
+    pair.run(0.2)
+    assert not pair.network.heard(m.FindPrefix)
+    (found,) = pair.found
+    assert (found.num_tokens, found.naming, found.error) == (0, theirs, "")
+
+
+def test_a_peer_whose_cache_cannot_be_matched_with_ours_is_not_asked():
+    pair = keeping()
+    local = pair.decode.local
+    local.introduction = msgspec.structs.replace(local.introduction, slot_bytes=0)
+    pair.find()
+    pair.run(0.2)
+    assert not pair.network.heard(m.FindPrefix)
+    assert pair.found[0].error == "nothing can be fetched: the decode node has no slots"
+
+
+def test_a_peer_that_does_not_answer_is_not_waited_for():
+    pair = keeping()
+    pair.answer = None
+    pair.find()
+    pair.run(0.45)
+    assert not pair.found
+    pair.run(0.1)
+    assert "did not answer within 0.5 s" in pair.found[0].error
+    pair.tell(m.PrefixFound(1, TOKENS, 1))
+    pair.run(0.1)
+    assert len(pair.found) == 1, "what comes too late is no second report"
+    assert pair.decode.count("failures") == 0
+
+
+def test_a_peer_that_is_gone_or_out_of_reach_is_reported_at_once():
+    pair = keeping()
+    pair.answer = None
+    pair.find()
+    pair.run(0.1)
+    pair.network.kill(pair.prefill.channel.port)
+    pair.decode.step(pair.clock.now)
+    assert pair.found[0].error
+    pair.find("b")
+    for _ in range(40):
+        pair.clock.now += 0.02
+        pair.decode.step(pair.clock.now)
+    pair.find("c")
+    pair.decode.step(pair.clock.now)
+    assert [found.request_id for found in pair.found] == ["a", "b", "c"]
+    assert all(found.error for found in pair.found)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS + BLOCK_TOKENS, TOKENS - 1])
+def test_an_answer_that_cannot_be_right_is_counted_and_not_used(tokens):
+    pair = keeping()
+    pair.answer = (tokens, 1, "")
+    pair.find()
+    pair.run(0.2)
+    assert pair.found[0].num_tokens == 0
+    assert pair.decode.count("failures", reason="peer_message") == 1
+
+
+def test_what_is_at_hand_already_is_nothing_found():
+    pair = keeping()
+    pair.answer = (BLOCK_TOKENS, 1, "")
+    pair.find(prefix=Prefix(NAMING, BLOCK_TOKENS, NAMES))
+    pair.run(0.2)
+    assert (pair.found[0].num_tokens, pair.found[0].error) == (0, "")
+
+
+def test_only_rank_0_asks():
+    pair = keeping()
+    pair.decode.local.introduction = msgspec.structs.replace(pair.decode.local.introduction, rank=1)
+    pair.find()
+    pair.run(0.2)
+    assert not pair.network.said
+
+
+def test_a_load_by_name_lands_and_renews_and_releases_nothing():
+    pair = keeping()
+    pair.hold("kept", P_IDS)
+    pair.load("a", D_IDS, engine_id="", prefix=PREFIX)
+    pair.run(2.0)
+    assert pair.decode.received == ["a"]
+    assert not pair.decode.failed
+    assert pair.landed()
+    (fetch,) = pair.network.heard(m.Fetch)
+    assert (fetch.prefix, fetch.handle) == (PREFIX, "handle-a")
+    assert not pair.network.heard(m.Renew)
+    assert not pair.network.heard(m.Release)
+
+
+def test_a_load_by_name_that_fails_lets_go_of_nothing_and_is_counted_as_a_pull():
+    pair = keeping()
+    pair.load("a", D_IDS, engine_id="", prefix=PREFIX)
+    pair.run(8.0)
+    assert "a" in pair.decode.failed
+    assert not pair.network.heard(m.Release)
+    assert not pair.network.heard(m.Renew)
+    assert pair.decode.count("failures", reason="pull") == 1
+    assert pair.decode.count("failures", reason="load") == 0
+
+
+def test_what_came_of_pulls_is_counted_by_rank_0():
+    pair = keeping()
+    pair.decode.transfers.order(Orders(pulls=(("loaded", 48), ("missed", 0), ("loaded", 16))))
+    pair.run(0.1)
+    assert pair.decode.count("pulls", outcome="loaded") == 2
+    assert pair.decode.count("pulls", outcome="missed") == 1
+    assert pair.decode.count("pulled_tokens") == 64
+
+
+def test_what_a_peer_has_on_disk_is_reported_with_the_time_of_disk_and_link():
+    pair = keeping()
+    pair.find()
+    pair.run(0.2)
+    (link,) = pair.decode.transfers.decode.peers.links.values()
+    link.peer.partners = (0, 1)
+    pair.answer = None
+    pair.find("b")
+    pair.run(0.1)
+    pair.tell(m.PrefixFound(2, 0, 0, TOKENS, 4000, 1.5))
+    pair.run(0.1)
+    found = pair.found[-1]
+    seconds = 1.5 + 2 * 4000 / pair.rate
+    assert (found.num_tokens, found.disk_tokens, found.disk_s, found.error) == (0, TOKENS, seconds, "")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"),
+    [(TOKENS + BLOCK_TOKENS, 1.0), (TOKENS - 1, 1.0), (TOKENS, -1.0), (TOKENS, math.inf), (TOKENS, math.nan)],
+)
+def test_a_disk_that_cannot_be_is_counted_and_not_used(tokens, seconds):
+    pair = keeping()
+    pair.answer = None
+    pair.find()
+    pair.run(0.2)
+    pair.tell(m.PrefixFound(1, BLOCK_TOKENS, 1, tokens, 1, seconds))
+    pair.run(0.1)
+    assert (pair.found[0].num_tokens, pair.found[0].disk_tokens) == (0, 0)
+    assert pair.decode.count("failures", reason="peer_message") == 1

@@ -1,0 +1,122 @@
+"""Scheduler halves as they are configured: whose handles they take, and until when."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.demo.http import BadAnswer, fetch_json
+from kvconnect.errors import ConfigError
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.orders import RankAddress
+from kvconnect.transfer.stack import StackTraits
+from tests.halves.test_scheduler_half import ATTENTION, Request
+from tests.ports import free_port
+
+KEY, OTHER = "ab" * 32, "cd" * 32
+
+
+def configured(role, key=KEY, now=1000.0, **extra):
+    return SchedulerConnector.configured(
+        parse_kv_transfer_config({"kv_role": role, "engine_id": role, "kv_connector_extra_config": extra}),
+        KVCacheConfig(100, (ATTENTION,)),
+        StackTraits(held_back=7),
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+        environ={"KVCONNECT_KEY": key} if key else {},
+        clock=lambda: now,
+    )
+
+
+def load_of(decode, **prefill):
+    """What D orders for a request that P has computed."""
+    half = configured("kv_producer", **prefill)
+    request = Request("p", 47, {"do_remote_decode": True})
+    assert half.prefill_tokens(request) == 40
+    request.num_tokens = 41
+    _, params = half.request_finished(request, ([1, 2, 3],), delivered=True)
+    request = Request("d", 47, params)
+    decode.new_request(request)
+    decode.update_after_alloc(request, ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    return load
+
+
+def test_a_node_takes_what_its_cluster_has_signed_in_its_time():
+    load = load_of(configured("kv_consumer"))
+    assert (load.refusal, load.host, load.port) == ("", "10.0.0.1", 5600)
+    assert "handle" in load_of(configured("kv_consumer", key=OTHER)).refusal
+    assert "expired" in load_of(configured("kv_consumer", now=1e6)).refusal
+
+
+def test_a_node_fetches_from_whom_its_list_has():
+    assert load_of(configured("kv_consumer", allow_peers=["10.0.0.1"])).refusal == ""
+    assert "allow_peers" in load_of(configured("kv_consumer", allow_peers=["10.0.0.2"])).refusal
+
+
+def test_keys_are_those_of_the_configuration(tmp_path):
+    (tmp_path / "key").write_text(KEY)
+    (tmp_path / "key").chmod(0o600)
+    decode = configured("kv_consumer", key=OTHER, key_file=str(tmp_path / "key"))
+    assert load_of(decode).refusal == ""
+    with pytest.raises(ConfigError, match="key_file"):
+        configured("kv_consumer", key_file=str(tmp_path / "none"))
+
+
+def bootstrapped(**extra):
+    """A prefill node's half, and what a router is answered when it starts."""
+    port = free_port()
+    half = configured("kv_producer", bootstrap_port=port, **extra)
+    return half, f"http://127.0.0.1:{port}/query"
+
+
+def announced(decode, engine_id, num_tokens=47):
+    """The load that a router in Mooncake's mode makes D order."""
+    params = {"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_engine_id": engine_id}
+    params["remote_bootstrap_addr"] = "http://10.0.0.1:8998"
+    request = Request("d", num_tokens, params)
+    decode.new_request(request)
+    decode.update_after_alloc(request, ([7, 8, 9],), num_tokens - 7)
+    (load,) = decode.build_orders().loads
+    return load
+
+
+def test_a_router_in_mooncakes_mode_is_answered_where_the_node_is_fetched_from():
+    half, url = bootstrapped()
+    answer = fetch_json(url)
+    assert answer.keys() == {"0"}
+    assert answer["0"]["worker_addr"] == {"0": {"0": "tcp://10.0.0.1:5600"}}
+    load = announced(configured("kv_consumer", now=1e9), answer["0"]["engine_id"])
+    # Any engine there: after a restart of P alone the router goes on with what it was answered.
+    assert (load.refusal, load.host, load.port, load.engine_id) == ("", "10.0.0.1", 5600, "")
+    half.drain()
+    with pytest.raises(BadAnswer):
+        fetch_json(url, timeout_s=2)
+
+
+def test_what_another_cluster_or_connector_answered_is_refused():
+    half, url = bootstrapped()
+    engine_id = fetch_json(url)["0"]["engine_id"]
+    half.drain()
+    assert "signature is wrong" in announced(configured("kv_consumer", key=OTHER), engine_id).refusal
+    assert "bootstrap_port" in announced(configured("kv_consumer"), "an-engine-of-mooncake").refusal
+    refused = announced(configured("kv_consumer", allow_peers=["10.0.0.2"]), engine_id).refusal
+    assert "allow_peers" in refused
+
+
+def test_what_a_router_is_answered_opens_no_load():
+    half, url = bootstrapped()
+    engine_id = fetch_json(url)["0"]["engine_id"]
+    half.drain()
+    decode = configured("kv_consumer")
+    request = Request("d", 47, {"do_remote_prefill": True, "kvconnect_handle": engine_id})
+    decode.update_after_alloc(request, ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert "expired" in load.refusal
+
+
+def test_a_node_that_prefills_for_nobody_has_no_bootstrap():
+    port = free_port()
+    configured("kv_consumer", bootstrap_port=port)
+    with pytest.raises(BadAnswer):
+        fetch_json(f"http://127.0.0.1:{port}/query", timeout_s=2)

@@ -1,0 +1,471 @@
+"""The scheduler half's answers to a scheduler, hook by hook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
+from kvconnect.config import Limits, parse_kv_transfer_config
+from kvconnect.errors import LocalError, PeerError
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
+from kvconnect.peer.handles import Handles
+from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
+from kvconnect.transfer.stack import Computed, StackTraits, Step
+
+ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
+STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
+WINDOW = KVCacheGroup(("w",), SlidingWindowSpec(16, 2, 8, torch.float16, sliding_window=20))
+HANDLES = Handles(b"what this cluster signs with")
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_tokens: int
+    kv_transfer_params: dict[str, Any] | None = field(default=None)
+
+
+def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, clock=None, **extra):
+    more = {name: extra.pop(name) for name in ("batch_of", "prompt_digest") if name in extra}
+    limits = {name: extra.pop(name) for name in Limits.__struct_fields__ if name in extra}
+    config = parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": extra})
+    extra_config = msgspec.structs.replace(config.extra, **limits)
+    config = msgspec.structs.replace(config, kv_connector_extra_config=extra_config)
+    handles = iter(f"handle{n}" for n in range(1000))
+    return SchedulerConnector(
+        config,
+        KVCacheConfig(100, tuple(groups)),
+        StackTraits(parent_of=parent_of, clock=clock, **more),
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+        new_handle=lambda: next(handles),
+        handles=HANDLES,
+        trust=trust,
+    )
+
+
+def prefilled(groups=(ATTENTION,), num_tokens=40, blocks=([1, 2, 3],), **extra):
+    """A request that P finished, and the parameters that D gets."""
+    prefill = connector("kv_producer", groups, **extra)
+    request = Request("p", num_tokens + 1, {"do_remote_decode": True})
+    kept, params = prefill.request_finished(request, blocks, delivered=True)
+    return prefill, kept, params
+
+
+def test_a_node_that_is_drained_holds_nothing_and_withdraws_what_it_promised():
+    prefill = connector("kv_producer")
+    prefill.drain()
+    promised = Request("t", 41, {"do_remote_decode": True, TRANSFER_KEY: "x"})
+    prefill.new_request(promised)
+    for request in (Request("p", 41, {"do_remote_decode": True}), promised):
+        assert prefill.request_finished(request, ([1, 2, 3],), delivered=True) == (False, None)
+    orders = prefill.build_orders()
+    assert not orders.holds
+    assert ["the prefill node is stopping" in withdrawn.reason for withdrawn in orders.withdrawn] == [True]
+    assert not any(prefill.state().values())
+
+
+def test_a_finished_prefill_is_held_and_described_in_the_shape_that_routers_know():
+    prefill, kept, params = prefilled()
+    assert kept
+    handle = params.pop(HANDLE_KEY)
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "P",
+        "remote_request_id": "p",
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "remote_num_tokens": 40,
+        "tp_size": 1,
+    }
+    orders = prefill.build_orders()
+    (hold,) = orders.holds
+    assert hold.groups == (GroupBlocks(0, 0, (1, 2, 3)),)
+    assert (hold.num_tokens, hold.handle) == (40, handle)
+    claims = HANDLES.read(handle)
+    assert (claims.engine_id, claims.host, claims.port, claims.num_tokens) == ("P", "10.0.0.1", 5600, 40)
+    assert prefill.state()["held"] == 1
+    prefill.update_results(Results(sent=("p",)))
+    assert set(prefill.state().values()) == {0}
+
+
+def test_what_happens_to_a_request_is_noted_with_the_orders_and_is_no_order():
+    ticks = iter(range(100))
+    prefill = connector("kv_producer", clock=lambda: float(next(ticks)))
+    assert prefill.build_orders(), "the directory, once"
+    request = Request("p", 40, {"do_remote_decode": True})
+    prefill.new_request(request)
+    prefill.update_after_alloc(request, ([1, 2, 3],), 0)
+    orders = prefill.build_orders()
+    assert not orders
+    assert [note[:4] for note in orders.notes] == [(0.0, "queued", "", "p"), (1.0, "admitted", "", "p")]
+    prefill.launched(Step([Computed("p", 40, None)]))
+    request.num_tokens += 1
+    _, params = prefill.request_finished(request, ([1, 2, 3],), delivered=True)
+    notes = prefill.build_orders().notes
+    assert [note[1] for note in notes] == ["prefill launched", "prefill done"]
+    assert notes[1][2:4] == (params[HANDLE_KEY], "p"), "the two names of it, once"
+
+    decode = connector("kv_consumer", clock=lambda: float(next(ticks)))
+    request = Request("d", 40, params)
+    decode.new_request(request)
+    assert decode.matched_tokens(request, 0) == (40, True)
+    decode.update_after_alloc(request, ([7, 8, 9],), 40)
+    orders = decode.build_orders()
+    decode.update_results(Results(received=("d",)))
+    loaded = decode.build_orders()
+    request.num_tokens += 1
+    first = decode.build_orders()
+    request.num_tokens += 1
+    assert [note[1] for it in (orders, loaded, first, decode.build_orders()) for note in it.notes] == [
+        *("queued", "load ordered", "loaded", "first token")
+    ]
+    assert all(note[2] == params[HANDLE_KEY] for note in (*orders.notes, *loaded.notes, *first.notes))
+    decode.request_finished(request, ([7, 8, 9],), delivered=True)
+    assert not decode._decode._tokenless
+
+
+@pytest.mark.parametrize(
+    ("params", "delivered", "blocks"),
+    [
+        ({"do_remote_decode": True}, False, ([1, 2],)),
+        ({"do_remote_decode": False}, True, ([1, 2],)),
+        (None, True, ([1, 2],)),
+        ({"do_remote_decode": True}, True, ([],)),
+    ],
+)
+def test_nothing_is_held_that_nobody_will_fetch(params, delivered, blocks):
+    prefill = connector("kv_producer")
+    answer = prefill.request_finished(Request("p", 30, params), blocks, delivered=delivered)
+    assert answer == (False, None)
+    assert not prefill.build_orders().holds
+
+
+def test_a_consumer_holds_nothing_and_a_producer_fetches_nothing():
+    assert connector("kv_consumer").request_finished(
+        Request("p", 30, {"do_remote_decode": True}), ([1],), delivered=True
+    ) == (False, None)
+    _, _, params = prefilled()
+    assert connector("kv_producer").matched_tokens(Request("d", 40, params), 0) == (0, False)
+
+
+def test_a_load_asks_for_what_is_not_there_yet():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, 16) == (24, True)
+    assert decode.matched_tokens(request, 16) == (24, True), "asked again until admitted"
+    decode.update_after_alloc(request, ([7, 8, 9, 10],), 24)
+    assert decode.matched_tokens(request, 0) == (0, False), "never twice, also after a preemption"
+    (load,) = decode.build_orders().loads
+    assert load.groups == (GroupBlocks(0, 1, (8, 9)),)
+    assert (load.num_tokens, load.host, load.port, load.refusal) == (40, "10.0.0.1", 5600, "")
+    decode.update_after_alloc(request, ([7, 8, 9, 10],), 0)
+    assert not decode.build_orders()
+    decode.update_results(Results(received=("d",)))
+    assert decode.request_finished(request, ([7],), delivered=True) == (False, None)
+    assert set(decode.state().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("computed", "taken", "loaded"),
+    [
+        (0, 32, GroupBlocks(0, 0, (7, 8))),
+        (0, 20, GroupBlocks(0, 0, (7, 8))),
+        (16, 16, GroupBlocks(0, 1, (8,))),
+    ],
+)
+def test_a_stack_that_takes_fewer_tokens_than_offered_gets_the_first_of_them(computed, taken, loaded):
+    """What it did not take it computes itself, in the blocks that follow."""
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, computed) == (40 - computed, True)
+    decode.update_after_alloc(request, ([7, 8, 9, 10],), taken)
+    (load,) = decode.build_orders().loads
+    assert load.groups == (loaded,)
+    assert (load.num_tokens, load.refusal) == (40, ""), "of all that the peer holds"
+
+
+@pytest.mark.parametrize("group", [STATE, WINDOW])
+def test_fewer_tokens_than_offered_of_windows_and_states_are_refused(group):
+    """The peer has them as they are after all of the prompt."""
+    blocks = ([1, 2, 3], [5])
+    _, _, params = prefilled((ATTENTION, group), 39 if group is STATE else 40, blocks)
+    decode = connector("kv_consumer", (ATTENTION, group))
+    request = Request("d", 40, params)
+    count, _ = decode.matched_tokens(request, 0)
+    decode.update_after_alloc(request, blocks, 16)
+    (load,) = decode.build_orders().loads
+    assert f"16 of the {count} tokens that were offered" in load.refusal
+
+
+def test_more_tokens_than_offered_are_refused():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, 16) == (24, True)
+    decode.update_after_alloc(request, ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert "40 of the 24 tokens that were offered" in load.refusal
+
+
+def test_a_full_local_hit_lets_the_peer_go():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, 40) == (0, False)
+    decode.update_after_alloc(request, ([7, 8, 9],), 0)
+    (let_go,) = decode.build_orders().let_go
+    assert let_go.handle == params[HANDLE_KEY]
+    decode.request_finished(request, ([7],), delivered=True)
+    assert not decode.build_orders().let_go, "once"
+    assert set(decode.state().values()) == {0}
+
+
+def test_what_this_node_prefilled_for_itself_is_let_go_and_not_fetched():
+    """A router that has it in both roles may choose it twice."""
+    both = connector("kv_both")
+    _, params = both.request_finished(
+        Request("p", 41, {"do_remote_decode": True}), ([1, 2, 3],), delivered=True
+    )
+    request = Request("d", 40, params)
+    both.new_request(request)
+    assert both.matched_tokens(request, 16) == (0, False)
+    both.update_after_alloc(request, ([7, 8, 9],), 0)
+    orders = both.build_orders()
+    assert not orders.loads
+    assert [let_go.handle for let_go in orders.let_go] == [params[HANDLE_KEY]]
+    elsewhere = Request("e", 40, prefilled()[2])
+    assert connector("kv_consumer").matched_tokens(elsewhere, 16) == (24, True)
+
+
+def test_a_request_that_never_got_blocks_lets_the_peer_go():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    assert decode.request_finished(Request("d", 40, params), ([],), delivered=False) == (False, None)
+    assert len(decode.build_orders().let_go) == 1
+
+
+def test_an_abort_during_the_load_is_told_to_the_worker():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    decode.update_after_alloc(request, ([7, 8, 9],), 40)
+    decode.build_orders()
+    assert decode.request_finished(request, ([7, 8, 9],), delivered=False) == (False, None)
+    orders = decode.build_orders()
+    assert orders.aborted == ("d",)
+    assert not orders.let_go
+    decode.update_results(Results(received=("d",), failed={"d": "aborted"}))
+    assert set(decode.state().values()) == {0}
+
+
+def test_models_with_state_stop_one_token_earlier():
+    groups = (STATE, ATTENTION)
+    prefill = connector("kv_producer", groups)
+    asked = Request("p", 40, {"do_remote_decode": True})
+    assert prefill.prefill_tokens(asked) == 39
+    assert prefill.prefill_tokens(Request("p", 1, {"do_remote_decode": True})) == 1
+    assert prefill.prefill_tokens(Request("local", 40)) == 40
+    _, _, params = prefilled(groups, num_tokens=39, blocks=([5], [1, 2, 3]))
+    decode = connector("kv_consumer", groups)
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, 0) == (39, True)
+    decode.update_after_alloc(request, ([9], [7, 8, 6]), 39)
+    (load,) = decode.build_orders().loads
+    assert load.groups == (GroupBlocks(0, 0, (9,)), GroupBlocks(1, 0, (7, 8, 6)))
+    assert load.refusal == ""
+
+
+def test_the_kv_of_another_prompt_is_refused():
+    _, _, params = prefilled(num_tokens=40)
+    decode = connector("kv_consumer")
+    decode.update_after_alloc(Request("d", 55, params), ([7, 8, 9, 10],), 55)
+    (load,) = decode.build_orders().loads
+    assert "remote_num_tokens is 40, this prompt needs 55" in load.refusal
+
+
+def test_leases_have_a_bound():
+    prefill = connector("kv_producer", max_leases=2)
+    answers = [
+        prefill.request_finished(
+            Request(f"p{n}", 20, {"do_remote_decode": True}), ([n + 1],), delivered=True
+        )[0]
+        for n in range(3)
+    ]
+    assert answers == [True, True, False]
+
+
+def test_the_directory_is_sent_once():
+    prefill = connector()
+    assert prefill.build_orders() == Orders(step=1, directory=(RankAddress(0, "10.0.0.1", 5600),))
+    assert not prefill.build_orders()
+    with pytest.raises(LocalError):
+        SchedulerConnector(
+            parse_kv_transfer_config({"kv_role": "kv_both"}), KVCacheConfig(1, ()), directory=()
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({HANDLE_KEY: None}, "Does the prefill node, engine 'P', run NixlConnector?"),
+        ({HANDLE_KEY: 7}, "kvconnect_handle is 7, accepted: printable ASCII"),
+        ({HANDLE_KEY: "x" * 600}, "accepted: printable ASCII, at most 512 characters"),
+        ({"remote_host": ""}, "remote_host is ''"),
+        ({"remote_host": "a b"}, "remote_host is 'a b', accepted: a host name or address"),
+        ({"remote_host": "x;y"}, "remote_host is 'x;y', accepted: a host name or address"),
+        ({HANDLE_KEY: chr(0xD800)}, "accepted: printable ASCII"),
+        ({"remote_port": "56x0"}, "remote_port is '56x0', accepted: 1 to 65535"),
+        ({"remote_port": ""}, "remote_port is ''"),
+        ({"remote_port": chr(0xD800)}, "accepted: 1 to 65535"),
+        ({"remote_port": "0"}, "remote_port is '0', accepted: 1 to 65535"),
+        ({"remote_port": 5600.5}, "remote_port is 5600.5, accepted: 1 to 65535"),
+        ({"remote_num_tokens": 0}, "remote_num_tokens is 0, accepted: a number of tokens, at least 1"),
+        ({HANDLE_KEY: "made-up"}, "kvconnect_handle is of no use: it is no handle of kvconnect"),
+        ({"remote_num_tokens": 41}, "remote_num_tokens is 41, its handle says 40"),
+        ({"remote_engine_id": "Q"}, "remote_engine_id is 'Q', its handle says 'P'"),
+        ({"remote_port": True}, "remote_port is True"),
+        ({"remote_port": 70000}, "remote_port is 70000, accepted: 1 to 65535"),
+        ({"remote_engine_id": ["x"] * 500}, "remote_engine_id is"),
+    ],
+)
+def test_parameters_of_no_use_are_refused_with_the_field_and_the_value(change, match):
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    decode.update_after_alloc(Request("d", 40, {**params, **change}), ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert match in load.refusal
+    assert len(load.refusal) < 300
+
+
+@pytest.mark.parametrize("said", [{"remote_host": "prefill-0.prefill"}, {"remote_port": 5601}])
+def test_an_address_beside_the_handle_is_not_connected_to(said):
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    decode.update_after_alloc(Request("d", 40, {**params, **said}), ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert (load.host, load.port, load.refusal) == ("10.0.0.1", 5600, "")
+
+
+@pytest.mark.parametrize("key", ["remote_engine_id", "remote_host", "remote_port", "remote_num_tokens"])
+def test_what_stands_in_the_handle_need_not_stand_beside_it(key):
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    decode.update_after_alloc(Request("d", 40, {**params, key: None}), ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert (load.engine_id, load.host, load.port, load.refusal) == ("P", "10.0.0.1", 5600, "")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "do_remote_prefill",
+                HANDLE_KEY,
+                "remote_engine_id",
+                "remote_host",
+                "remote_port",
+                "remote_num_tokens",
+                TRANSFER_KEY,
+            ]
+        ),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=10)
+        | st.lists(st.integers(), max_size=2),
+    )
+)
+def test_no_dictionary_of_a_client_raises(params):
+    remote = read_remote_prefill(params, HANDLES)
+    assert remote is None or remote.refusal or (0 < remote.port <= 65535 and remote.handle)
+    try:
+        assert read_transfer_id(params)
+    except PeerError as error:
+        assert "transfer_id is" in str(error)
+
+
+@pytest.mark.parametrize("params", ["", "x", [], ["do_remote_decode"], 0, 0.0, 7, True])
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_parameters_that_are_no_dictionary_are_none(role, params):
+    half = connector(role)
+    request = Request("r", 40, params)
+    half.new_request(request)
+    assert half.prefill_tokens(request) == 40
+    assert half.matched_tokens(request, 0) == (0, False)
+    half.update_after_alloc(request, ([1, 2, 3],), 0)
+    assert half.request_finished(request, ([1, 2, 3],), delivered=True) == (False, None)
+    orders = half.build_orders()
+    asked = (*orders.holds, *orders.loads, *orders.let_go, *orders.expected, *orders.withdrawn)
+    assert asked == ()
+    assert set(half.state().values()) == {0}
+
+
+@pytest.mark.parametrize("begins", ["before", "after", "anew"])
+def test_a_prefill_that_has_blocks_when_caches_are_reset_is_not_held(begins):
+    """What its blocks hold may be of weights that were replaced since."""
+    prefill = connector("kv_producer")
+    request = Request("p", 40, {"do_remote_decode": True, TRANSFER_KEY: "t"})
+    prefill.new_request(request)
+    if begins != "after":
+        prefill.update_after_alloc(request, ([1, 2, 3],), 0)
+    prefill.reset()
+    if begins != "before":
+        prefill.update_after_alloc(request, ([1, 2, 3],), 0)
+    request.num_tokens += 1
+    kept, params = prefill.request_finished(request, ([1, 2, 3],), delivered=True)
+    assert kept == (params is not None) == (begins != "before")
+    withdrawn = prefill.build_orders().withdrawn
+    assert [order.reason for order in withdrawn] == (
+        [] if kept else ["no KV comes under this handle: the prefill began before the caches were reset"]
+    )
+    prefill.update_results(Results(sent=("p",)))
+    assert set(prefill.state().values()) == {0}
+
+
+def ahead(num_tokens=40, **params):
+    """P, and a prompt that it computed in its first step; its second was launched before the results came."""
+    prefill = connector("kv_producer", stream_min_tokens=1000)
+    request = Request("p", num_tokens, {"do_remote_decode": True, **params})
+    prefill.new_request(request)
+    prefill.update_after_alloc(request, ([1, 2, 3],), 0)
+    assert prefill.build_orders().step == 1
+    assert prefill.due["p"] == (0 if params else num_tokens)
+    prefill.launched(Step([Computed("p", num_tokens, ([1, 2, 3],))]))
+    assert prefill.build_orders().step == 2
+    return prefill, request
+
+
+def held(prefill, request):
+    """Its answer has one token."""
+    request.num_tokens += 1
+    assert prefill.request_finished(request, ([1, 2, 3],), delivered=True)[0]
+    orders = prefill.build_orders()
+    assert not prefill.due
+    return orders.step, orders.holds[0].step
+
+
+@pytest.mark.parametrize(("num_tokens", "params"), [(40, {}), (4000, {TRANSFER_KEY: "t"})])
+def test_a_hold_names_the_step_that_computed_its_last_token(num_tokens, params):
+    assert held(*ahead(num_tokens, **params)) == (3, 1)
+
+
+def test_a_prompt_that_was_computed_anew_or_went_on_names_its_last_step():
+    prefill, request = ahead()
+    prefill.preempted("p")
+    assert held(prefill, request) == (3, 2)
+    prefill, request = ahead()
+    request.num_tokens += 1
+    assert held(prefill, request) == (3, 2)

@@ -1,0 +1,216 @@
+"""A handle opens one load of one prompt: the name of a prompt, and what another one's handle is good for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.orders import RankAddress, Results
+from kvconnect.peer.prompt_digest import PROMPT_BYTES, digest_prompt
+from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
+from kvconnect.transfer.stack import StackTraits
+from tests.halves.test_scheduler_half import ATTENTION, HANDLES, STATE
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+PARTS = st.text(max_size=5) | st.integers() | st.binary(max_size=5)
+KEYS = st.lists(st.lists(PARTS, max_size=3).map(tuple), max_size=3).map(tuple)
+ON_P = {"do_remote_decode": True}
+NAMES = (
+    "c804ce198ec337e3dc762bdd1a09aece",
+    "96f7500b1c87c69c95abe3211c6149a4",
+    "0fc9ffdef1ec7b4bed0d0ba670960d5c",
+)
+A, B = list(range(100, 140)), list(range(200, 240))
+
+
+@dataclass
+class Request:
+    request_id: str
+    token_ids: list[int]
+    kv_transfer_params: dict[str, Any] | None = field(default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def connector(role, groups=(ATTENTION,)):
+    return SchedulerConnector(
+        parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": {}}),
+        KVCacheConfig(100, tuple(groups)),
+        StackTraits(prompt_digest=lambda request, count: digest_prompt(request.token_ids[:count])),
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+        handles=HANDLES,
+    )
+
+
+def prefilled(prompt, groups=(ATTENTION,), **more):
+    """What P answers to a prompt, and its order to hold."""
+    prefill = connector("kv_producer", groups)
+    request = Request("p", list(prompt), {**ON_P, **more})
+    prefill.new_request(request)
+    del request.token_ids[prefill.prefill_tokens(request) :]
+    request.token_ids.append(7)
+    _, params = prefill.request_finished(request, ([1, 2, 3],) * len(groups), delivered=True)
+    (hold,) = prefill.build_orders().holds
+    return params, hold
+
+
+def loads(decode, *requests):
+    """The loads that are ordered of requests which arrive together, and are admitted in turn."""
+    decode.build_orders()
+    for request in requests:
+        decode.new_request(request)
+    ordered = []
+    for request in requests:
+        count, _ = decode.matched_tokens(request, 0)
+        decode.update_after_alloc(request, ([4, 5, 6],), count or 0)
+        ordered += decode.build_orders().loads
+    return ordered
+
+
+# The name of a prompt
+
+
+@given(TOKENS, KEYS, TOKENS, KEYS)
+def test_prompts_have_one_name_only_if_all_of_them_is_the_same(tokens, keys, others, other_keys):
+    name = digest_prompt(tokens, keys)
+    assert len(name) == PROMPT_BYTES
+    assert name == digest_prompt(list(tokens), tuple(keys))
+    same = tokens == others and repr(keys) == repr(other_keys)
+    assert (name == digest_prompt(others, other_keys)) == same
+
+
+def test_the_name_does_not_change_with_versions_of_ours():
+    assert digest_prompt([]).hex() == NAMES[0]
+    assert digest_prompt(range(5000)).hex() == NAMES[1]
+    assert digest_prompt([1, 2], [("salt", "x"), ("mm", b"y", 3)]).hex() == NAMES[2]
+
+
+def test_every_token_of_a_long_prompt_counts():
+    prompt = list(range(9000))
+    names = {digest_prompt([*prompt[:at], 1, *prompt[at + 1 :]]) for at in (0, 4095, 4096, 8191, 8192, 8999)}
+    assert len(names | {digest_prompt(prompt), digest_prompt(prompt[:-1])}) == 8
+
+
+@pytest.mark.parametrize("odd", [-1, 1 << 32, 1 << 80])
+def test_a_token_of_no_vocabulary_raises_nothing_and_is_no_other_one(odd):
+    assert digest_prompt([1, odd]) not in (digest_prompt([1, odd & 0xFFFFFFFF]), digest_prompt([1, odd + 1]))
+
+
+def test_a_long_prompt_is_named_in_a_moment():
+    prompt = [token * 31 % 128_000 for token in range(131_072)]
+    took_s = []
+    for _ in range(20):
+        started = time.perf_counter()
+        digest_prompt(prompt)
+        took_s.append(time.perf_counter() - started)
+    assert min(took_s) < 20e-3
+
+
+# Handles
+
+
+def test_a_handle_of_its_own_prompt_is_fetched():
+    params, hold = prefilled(A)
+    (load,) = loads(connector("kv_consumer"), Request("a", A, params))
+    assert (load.handle, load.refusal) == (hold.handle, "")
+
+
+@pytest.mark.parametrize("first", ["right", "wrong"])
+@pytest.mark.parametrize("other", [B, B[:30]], ids=["as long", "shorter"])
+def test_two_prompts_with_the_handle_of_one(first, other):
+    """As of a router that sends `prompt: [a, b]` on: b is computed, and a pays nothing for that."""
+    params, hold = prefilled(A)
+    decode = connector("kv_consumer")
+    a, b = Request("a", A, params), Request("b", other, dict(params))
+    ordered = loads(decode, *((a, b) if first == "right" else (b, a)))
+    assert [(load.request_id, load.handle, load.refusal) for load in ordered] == [("a", hold.handle, "")]
+    decode.update_results(Results(received=("a",)))
+    for request in (a, b):
+        assert decode.matched_tokens(request, 0) == (0, False)
+        assert decode.request_finished(request, ([4, 5, 6],), delivered=True) == (False, None)
+    assert not decode.build_orders().let_go
+    assert set(decode.state().values()) == {0}
+
+
+def test_what_has_another_prompts_handle_is_counted_and_not_let_go():
+    params, _ = prefilled(A)
+    decode = connector("kv_consumer")
+    b = Request("b", B, params)
+    decode.new_request(b)
+    assert decode.matched_tokens(b, 0) == (0, False)
+    decode.update_after_alloc(b, ([4, 5, 6],), 0)
+    orders = decode.build_orders()
+    assert (orders.failures, orders.let_go, orders.loads) == (("prompt_differs",), (), ())
+
+
+def test_with_states_the_last_token_is_not_part_of_what_is_handed_over():
+    params, _ = prefilled(A, (ATTENTION, STATE))
+    decode = connector("kv_consumer", (ATTENTION, STATE))
+    for request_id, prompt, wanted in (("other", [*A[:-2], 1, 2], 0), ("last", [*A[:-1], 1], 39)):
+        request = Request(request_id, prompt, dict(params))
+        decode.new_request(request)
+        assert decode.matched_tokens(request, 0) == (wanted, bool(wanted))
+
+
+# Transfer ids
+
+
+def test_a_transfer_id_names_one_prompt():
+    answer, hold = prefilled(A, **{TRANSFER_KEY: "t"})
+    announced = {
+        "do_remote_prefill": True,
+        TRANSFER_KEY: "t",
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+    }
+    for params in (announced, answer):
+        (load,) = loads(connector("kv_consumer"), Request("a", A, dict(params)))
+        assert (load.handle, load.refusal) == (hold.handle, "")
+    (load,) = loads(connector("kv_consumer"), Request("b", B, announced))
+    assert load.handle != hold.handle, "P holds nothing under what D calls it"
+    assert not loads(connector("kv_consumer"), Request("b", B, answer))
+
+
+def test_two_prompts_with_one_transfer_id_are_each_held_and_fetched():
+    prefill, decode = connector("kv_producer"), connector("kv_consumer")
+    announced = {
+        "do_remote_prefill": True,
+        TRANSFER_KEY: "t",
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+    }
+    for request_id, prompt in (("a", A), ("b", B)):
+        request = Request(request_id, [*prompt], {**ON_P, TRANSFER_KEY: "t"})
+        prefill.new_request(request)
+        request.token_ids.append(7)
+        assert prefill.request_finished(request, ([1, 2, 3],), delivered=True)[0]
+    orders = prefill.build_orders()
+    assert set(orders.expected) == {hold.handle for hold in orders.holds}
+    ordered = loads(decode, Request("a", A, dict(announced)), Request("b", B, dict(announced)))
+    assert [load.handle for load in ordered] == [hold.handle for hold in orders.holds]
+    assert len({load.handle for load in ordered}) == 2
+
+
+def test_an_id_cannot_be_chosen_to_name_another_prompt():
+    name = digest_prompt(A).hex()
+    _, hold = prefilled(A, **{TRANSFER_KEY: "t"})
+    params = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5600}
+    for text in ("t", f"{name}:t", hold.handle):
+        (load,) = loads(connector("kv_consumer"), Request("b", B, {**params, TRANSFER_KEY: text}))
+        assert load.handle != hold.handle
+
+
+def test_a_handle_is_made_for_the_tokens_that_are_held():
+    params, hold = prefilled(A)
+    assert HANDLES.read(params[HANDLE_KEY]).prompt == digest_prompt(A)
+    assert hold.num_tokens == 40

@@ -1,0 +1,121 @@
+"""P whose ranks keep KV in rows of host memory under names, and D that loads it by these."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.copier import make_copier
+from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.index.budgets import plan_arena
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.worker.jobs import Jobs, Report
+from kvconnect.offload.worker.named_rows import NamedRows
+from kvconnect.orders import GroupBlocks, Load, Naming, Orders, Prefix, RowCopies
+from tests.transfer.ranks import Blocks, Ranks
+from tests.transfer.shapes import Truth
+
+
+def names_of(request: str, num_tokens: int, tokens: int) -> tuple[bytes, ...]:
+    """Of a prompt, one for every so many tokens."""
+    return tuple(f"{request}:{end}".encode() for end in range(tokens, num_tokens + 1, tokens))
+
+
+class Keeper:
+    """The rows of one worker, as the offload has them, with copies that a test asks for."""
+
+    def __init__(self, worker, drafts=()) -> None:
+        self.cache = worker.cache
+        groups = self.cache.config.groups
+        sizes = [group.block_size for group in groups if not group.is_state]
+        needs = HitRequirements.of(groups, range(len(groups)), math.lcm(*sizes), drafts)
+        self.naming, self.needs = Naming("test", math.gcd(*sizes)), needs
+        layout = RowLayout.build(self.cache.table)
+        plan = plan_arena(1 << 20, layout.row_bytes, dict.fromkeys(layout.row_bytes, 1))
+        self.copier = make_copier(layout, RowArena(plan), "cpu")
+        self.jobs = Jobs(0)
+        self.jobs.class_of = plan.class_of
+        arena = self.copier._arena
+        self.rows = self.jobs.names = NamedRows(self.naming, needs, self.cache.table, arena, self.jobs)
+        # Those of one class are of several groups.
+        self._free = [itertools.count() for _ in plan.classes]
+        self._numbers = itertools.count()
+        worker.local.keep(self.rows)
+
+    def store(self, group: int, pairs, into=None) -> list[int]:
+        """``pairs`` are of name and block; the rows."""
+        free = self._free[self.jobs.class_of[group]]
+        rows = into or [next(free) for _ in pairs]
+        copies = RowCopies(group, tuple(block for _, block in pairs), tuple(rows))
+        job = self.jobs.open(
+            next(self._numbers), tuple(name for name, _ in pairs), Report.STORED, copies=copies
+        )
+        ticket = self.copier.snapshot([job.copies])
+        assert ticket.error is None
+        self.jobs.end(job, Report.STORED)
+        return rows
+
+
+class KeepingRanks(Ranks):
+    """Ranks of P that keep prompts by name."""
+
+    def __init__(self, *given, drafts=(), **settings) -> None:
+        super().__init__(*given, **settings)
+        self.keepers = [Keeper(worker, drafts) for worker in self.prefill]
+        self.naming = self.keepers[0].naming
+        for worker in self.prefill:
+            worker.order(Orders(directory=self.directory))
+
+    def keep(self, request: str, num_tokens: int) -> Truth:
+        """All ranks keep a prompt, and no block of the device has it any more."""
+        truth = Truth(self.model, num_tokens, next(self._seeds))
+        blocks = self.blocks("P", num_tokens)
+        names = names_of(request, num_tokens + 1024, self.naming.tokens)
+        for worker, keeper in zip(self.prefill, self.keepers, strict=True):
+            worker.cache.write(truth, blocks)
+            for group in keeper.needs.groups:
+                (held,) = (found for found in blocks.values() if found.group == group.group)
+                step = group.block_tokens // self.naming.tokens
+                count = div_ceil(num_tokens, group.block_tokens)
+                named = group.names(names[step - 1 :: step], 0, count)
+                if group.is_state:
+                    keeper.store(group.group, [(named[-1], held.block_ids[0])])
+                    continue
+                pairs = zip(named, held.block_ids, strict=True)
+                keeper.store(group.group, [(name, block) for name, block in pairs if block])
+            for cache in worker.cache.tensors.values():
+                cache.tensor.view(-1).fill_(0) if cache.tensor.is_contiguous() else cache.tensor.fill_(0)
+        return truth
+
+    def prefix(self, request: str, num_tokens: int, start_tokens: int = 0) -> Prefix:
+        return Prefix(self.naming, start_tokens, names_of(request, num_tokens, self.naming.tokens))
+
+    def pull(
+        self, request: str, num_tokens: int, known_tokens: int = 0, *, prefix: Prefix | None = None, name=""
+    ) -> Blocks:
+        """Have all ranks of D load a prompt by name; the blocks that it gets."""
+        blocks = self.blocks("D", num_tokens, known_tokens)
+        groups: tuple[GroupBlocks, ...] = tuple(sorted(blocks.values(), key=lambda held: held.group))
+        load = Load(
+            request,
+            f"own-{request}",
+            "P",
+            "h",
+            self.prefill[0].channel.port,
+            num_tokens,
+            groups,
+            prefix=prefix or self.prefix(name or request, num_tokens, known_tokens),
+        )
+        for worker in self.decode:
+            worker.order(Orders(loads=(load,)))
+        return blocks
+
+    def run_until_ended(self, count: int = 1, rounds: int = 400) -> None:
+        self.run_until_received(count, rounds)
+        self.settle()
+
+    @property
+    def failed(self) -> list[str]:
+        return [why for worker in self.decode for why in worker.failed.values()]

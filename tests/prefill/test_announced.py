@@ -1,0 +1,329 @@
+"""Fetches, refusals and orders that overtake each other, where both sides know a handle beforehand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.config import ExtraConfig
+from kvconnect.orders import LetGo, Orders, Withdraw
+from kvconnect.peer.handles import Claims, Handles
+from kvconnect.peer.messages import OTHER_PROMPT
+from tests.transfer.pair import D_IDS, P_IDS, Pair
+
+HANDLE = "handle-a"
+
+
+def expect(pair, handle=HANDLE):
+    pair.prefill.transfers.order(Orders(expected=(handle,)), lambda: True)
+
+
+def withdraw(pair, handle=HANDLE, reason="the prefill was aborted"):
+    pair.prefill.transfers.order(Orders(withdrawn=(Withdraw(handle, reason),)), lambda: True)
+
+
+def let_go(pair, handle=HANDLE, engine_id="P"):
+    order = LetGo("a", handle, engine_id, "h", pair.prefill.channel.port)
+    pair.decode.transfers.order(Orders(let_go=(order,)), lambda: True)
+
+
+def of_start(epoch, name):
+    return Handles(b"secret").make(Claims("P", epoch, name, 12, "h", 1, 1e9))
+
+
+@pytest.mark.parametrize("known_by", ["hold", "expect"])
+def test_a_handle_of_an_earlier_start_is_refused_at_once(pair, known_by):
+    if known_by == "hold":
+        pair.hold("now", P_IDS, of_start("second", "now"))
+    else:
+        expect(pair, of_start("second", "now"))
+    pair.run(0)
+    pair.load("a", D_IDS, of_start("first", "a"))
+    pair.run(0.1)
+    assert "an earlier start" in pair.decode.failed["a"]
+
+
+def test_a_handle_of_this_start_may_come_before_its_prefill(pair):
+    pair.hold("now", P_IDS, of_start("first", "now"))
+    pair.load("a", D_IDS, of_start("first", "a"))
+    pair.run(ExtraConfig().early_fetch_s / 2)
+    assert not pair.decode.received
+    pair.hold("a", P_IDS, of_start("first", "a"))
+    pair.run(0.1)
+    assert (pair.decode.received, pair.decode.failed) == (["a"], {})
+
+
+def test_what_names_no_start_may_come_before_its_prefill(pair):
+    pair.hold("now", P_IDS, of_start("first", "now"))
+    pair.load("a", D_IDS)
+    pair.run(ExtraConfig().early_fetch_s / 2)
+    assert not pair.decode.received
+    pair.run(ExtraConfig().early_fetch_s)
+    assert "no request is held" in pair.decode.failed["a"]
+
+
+@pytest.mark.parametrize("known_by", ["hold", "expect"])
+def test_a_transfer_that_was_announced_with_another_prompt_fails_under_that_name(pair, known_by):
+    ours, theirs = (f"transfer:{prompt * 32}:t1" for prompt in "ab")
+    if known_by == "hold":
+        pair.hold("now", P_IDS, theirs)
+    else:
+        expect(pair, theirs)
+    pair.load("a", D_IDS, ours)
+    pair.run(ExtraConfig().early_fetch_s / 2)
+    assert not pair.decode.received, "one id may be of several prompts"
+    pair.run(ExtraConfig().early_fetch_s)
+    assert OTHER_PROMPT in pair.decode.failed["a"]
+    failures = pair.decode.metrics.failures.values()
+    assert (failures.get(("prompt_differs",)), failures.get(("load",))) == (1, None)
+
+
+@pytest.mark.parametrize("first", ["expect", "fetch"])
+def test_a_fetch_waits_for_a_prefill_that_is_under_way_longer_than_for_an_unknown_one(pair, first):
+    if first == "expect":
+        expect(pair)
+    pair.load("a", D_IDS)
+    pair.run(1)
+    if first == "fetch":
+        expect(pair)
+    pair.run(ExtraConfig().early_fetch_s * 5)
+    assert not pair.decode.received
+    pair.hold("a", P_IDS)
+    pair.run()
+    assert pair.landed()
+    assert (pair.decode.failed, pair.prefill.sent) == ({}, ["a"])
+    pair.assert_idle()
+
+
+def test_the_wait_for_a_prefill_ends_with_the_time_of_the_load(pair):
+    expect(pair)
+    pair.load("a", D_IDS)
+    pair.run(ExtraConfig().load_timeout_s + 1, step_s=0.5)
+    assert pair.decode.received == ["a"]
+    assert pair.decode.failed
+    assert not pair.prefill.transfers.prefill.pending.fetches
+    withdraw(pair)
+    pair.run(ExtraConfig().early_fetch_s + 1)
+    pair.assert_idle()
+
+
+def test_waiting_for_a_prefill_does_not_keep_the_prefill_node_awake(pair):
+    """A thread that polls takes the processor from the prefill that it waits for."""
+    expect(pair)
+    pair.load("a", D_IDS)
+    pair.settle()
+    assert not pair.prefill.transfers.prefill.fetches.busy
+    assert pair.prefill.transfers.step(pair.clock.now) > 1
+    done = []
+    pair.hold("a", P_IDS, ready=lambda: bool(done))
+    pair.settle()
+    assert pair.prefill.transfers.prefill.fetches.busy, "nobody wakes it when the device is done"
+    assert not pair.prefill.transfers.prefill.pending.expected
+    done.append(True)
+    pair.settle()
+    assert pair.decode.received == ["a"]
+
+
+@pytest.mark.parametrize("fetched_before", [True, False])
+def test_a_withdrawn_prefill_fails_its_fetches_at_once_with_the_reason(pair, fetched_before):
+    expect(pair)
+    if fetched_before:
+        pair.load("a", D_IDS)
+        pair.run(1)
+    withdraw(pair, reason="no KV comes under this handle: the prefill was aborted, or failed")
+    if not fetched_before:
+        pair.run()
+        pair.load("a", D_IDS)
+    pair.run(0.05)
+    assert "the prefill was aborted" in pair.decode.failed["a"]
+    pair.assert_idle()
+
+
+def test_a_handle_may_be_used_again_once_it_is_over(pair):
+    for source, target in (((5, 6), (21, 3)), ((7, 8), (30, 31))):
+        expect(pair)
+        pair.load("a", target, handle=HANDLE)
+        pair.run(7)
+        pair.hold("a", source, handle=HANDLE)
+        pair.run()
+        assert pair.landed(source, target)
+    withdraw(pair)
+    pair.run()
+    expect(pair)
+    pair.load("again", (33,), handle=HANDLE)
+    pair.run(7)
+    assert not pair.decode.failed
+    withdraw(pair)
+    pair.run()
+    assert "again" in pair.decode.failed
+    pair.assert_idle()
+
+
+def test_one_step_may_withdraw_expect_and_hold_a_handle(pair):
+    expect(pair)
+    pair.load("a", D_IDS)
+    pair.run(1)
+    orders = Orders(withdrawn=(Withdraw(HANDLE, "aborted"),), expected=(HANDLE,))
+    pair.prefill.transfers.order(orders, lambda: True)
+    pair.run(8)
+    assert not pair.decode.received, "it is expected anew"
+    pair.hold("a", P_IDS)
+    pair.run()
+    assert pair.landed()
+    pair.assert_idle()
+
+
+def test_letting_go_of_what_is_not_held_yet_frees_it_as_soon_as_it_is(pair):
+    expect(pair)
+    let_go(pair)
+    pair.run(20)
+    pair.hold("a", P_IDS)
+    pair.run()
+    assert pair.prefill.sent == ["a"]
+    pair.assert_idle()
+
+
+def test_letting_go_before_anything_is_known_is_remembered_for_a_while(pair):
+    let_go(pair)
+    pair.run(1)
+    expect(pair)
+    pair.run(20)
+    pair.hold("a", P_IDS)
+    pair.run()
+    assert pair.prefill.sent == ["a"]
+    let_go(pair, "made up")
+    pair.run(1)
+    assert pair.prefill.transfers.prefill.pending.let_go
+    pair.run(ExtraConfig().early_fetch_s)
+    pair.assert_idle()
+
+
+def test_aborting_a_load_that_waits_for_a_prefill_frees_the_prefill_when_it_ends(pair):
+    expect(pair)
+    pair.load("a", D_IDS)
+    pair.run(1)
+    pair.abort("a")
+    pair.run(0.05)
+    assert pair.decode.received == ["a"]
+    pair.hold("a", P_IDS)
+    pair.run()
+    assert pair.prefill.sent == ["a"]
+    pair.assert_idle()
+
+
+def test_a_second_engine_cannot_let_go_of_what_the_first_let_go_of():
+    pair = Pair()
+    waiting = pair.prefill.transfers.prefill.pending
+    waiting.refuse(HANDLE, ("D", "1", 0), 2, 0.0)
+    waiting.refuse(HANDLE, ("X", "1", 0), 1, 0.0)
+    said = waiting.hold(HANDLE)
+    assert (said.owner, said.consumers, said.ranks) == ("D", 2, {("D", "1", 0)})
+
+
+def test_a_load_that_names_no_engine_takes_whoever_answers_there(pair):
+    expect(pair)
+    pair.load("a", D_IDS, engine_id="")
+    pair.run(6)
+    pair.hold("a", P_IDS)
+    pair.run()
+    assert pair.landed()
+    pair.hold("b", (7,))
+    pair.run()
+    let_go(pair, "handle-b", engine_id="")
+    pair.run()
+    assert pair.prefill.sent == ["a", "b"]
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("num_tokens", [11, 13])
+def test_a_fetch_of_another_number_of_tokens_than_is_held_is_refused(pair, num_tokens):
+    """In the parallel flow nobody has told D how many there are."""
+    expect(pair)
+    pair.load("a", D_IDS, num_tokens=num_tokens)
+    pair.run(6)
+    pair.hold("a", P_IDS)
+    pair.run(0.1)
+    assert pair.decode.failed == {"a": f"{num_tokens} tokens are wanted, 12 are held"}
+    assert not pair.decode.storage.any()
+    assert pair.prefill.sent == ["a"]
+    pair.assert_idle()
+
+
+def test_two_requests_under_one_handle_are_not_mixed_up(pair):
+    pair.hold("a", P_IDS, handle=HANDLE)
+    pair.hold("b", (7, 8, 10), handle=HANDLE)
+    pair.run()
+    assert pair.prefill.sent == ["b"], "it is freed, and the first goes on"
+    assert pair.prefill.count("failures", reason="handle_in_use") == 1
+    pair.load("a", D_IDS, handle=HANDLE)
+    pair.run()
+    assert pair.landed()
+    assert pair.prefill.sent == ["b", "a"]
+    pair.assert_idle()
+
+
+def test_what_waits_is_bounded():
+    pair = Pair(ExtraConfig(max_leases=2))
+    for n in range(4):
+        expect(pair, f"h{n}")
+        pair.load(f"r{n}", (n + 1,), handle=f"h{n}")
+        let_go(pair, f"other{n}")
+    pair.run(0.1)
+    waiting = pair.prefill.transfers.prefill.pending
+    assert (len(waiting.expected), len(waiting.fetches), len(waiting.let_go)) == (2, 2, 2)
+    assert pair.prefill.count("failures", reason="max_leases") == 2
+    assert sum("fetches wait already" in why for why in pair.decode.failed.values()) == 2
+    for n in range(4):
+        withdraw(pair, f"h{n}")
+    # Loads that fail let go of handles that nobody knows: these are forgotten in turn.
+    pair.run(2 * ExtraConfig().early_fetch_s + 1)
+    assert len(pair.decode.received) == 4
+    pair.assert_idle()
+
+
+def test_what_the_scheduler_half_met_is_counted_once():
+    pair = Pair()
+    pair.prefill.transfers.order(Orders(failures=("transfer_id", "transfer_id")), lambda: True)
+    pair.run()
+    assert pair.prefill.count("failures", reason="transfer_id") == 2
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_in_whatever_order_both_sides_speak_everything_ends_and_is_forgotten(seed):
+    """Every prefill is expected, then held or withdrawn; every load is ordered once, some are aborted."""
+    rng = random.Random(seed)
+    pair = Pair()
+    source, target = iter(rng.sample(range(1, 40), 16)), iter(rng.sample(range(1, 50), 16))
+    blocks, ends, steps = {}, {}, []
+    for name in [f"r{n}" for n in range(rng.randint(1, 6))]:
+        blocks[name] = (next(source), next(source)), (next(target), next(target))
+        ends[name] = rng.choice(["held", "held", "withdrawn"])
+        handle, asks = f"handle-{name}", rng.choice(["load", "load", "abort", "let go"])
+        prefill = [
+            lambda handle=handle: expect(pair, handle),
+            (lambda name=name: pair.hold(name, blocks[name][0]))
+            if ends[name] == "held"
+            else (lambda handle=handle: withdraw(pair, handle)),
+        ]
+        decode = [lambda handle=handle: let_go(pair, handle)]
+        if asks != "let go":
+            decode = [lambda name=name: pair.load(name, blocks[name][1])]
+        if asks == "abort":
+            decode.append(lambda name=name: pair.abort(name))
+        steps += [prefill, decode]
+    while any(steps):
+        rng.choice([step for step in steps if step]).pop(0)()
+        if rng.random() < 0.5:
+            pair.run(rng.choice([0.0, 0.1, 1.0, 4.0]), step_s=0.25)
+    pair.run(40, step_s=0.5)
+    held = [name for name, end in ends.items() if end == "held"]
+    assert sorted(pair.prefill.sent) == sorted(held)
+    assert len(pair.decode.received) == len(set(pair.decode.received))
+    for name in set(pair.decode.received) - set(pair.decode.failed):
+        assert name in held
+        assert pair.landed(*blocks[name])
+    pair.assert_idle()

@@ -1,0 +1,139 @@
+"""A node whose pages go away for a while: nothing reads them meanwhile, peers are told why, and stay."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvconnect.config import ExtraConfig
+from kvconnect.orders import Orders
+from kvconnect.pack.packer import Packer
+from kvconnect.peer.messages import PROTOCOL_VERSION, Hello, Measure, Measured, encode
+from kvconnect.prefill.prefill_side import ASLEEP
+from tests.prefill.prefills import Prefill
+from tests.transfer.pair import D_IDS, P_IDS, Pair
+
+OTHER = (11, 12, 13), (31, 32, 33)
+
+
+@pytest.fixture
+def pair():
+    return Pair(ExtraConfig(num_slots=2))
+
+
+def sleeping(pair):
+    """Have P sleep; what it is told once nothing of it touches pages."""
+    told = []
+    pair.prefill.transfers.drain(lambda: told.append(0), ASLEEP, 0.0)
+    return told
+
+
+def goes_on(pair):
+    """P is awake, and hands over."""
+    pair.start("z", *OTHER)
+    pair.run(1)
+    assert pair.landed(*OTHER)
+    assert "z" in pair.decode.received
+    pair.assert_idle()
+
+
+def test_what_is_held_is_given_up_and_whoever_asks_is_told_why(pair):
+    pair.start()
+    pair.run(0.5)
+    assert pair.landed()
+    pair.hold("b", P_IDS)
+    pair.run(0.1)
+    told = sleeping(pair)
+    pair.run(0.1)
+    assert told == [0]
+    assert "b" in pair.prefill.sent
+    assert not pair.prefill.transfers.prefill.leases
+    pair.load("b", OTHER[1])
+    pair.run(0.2)
+    assert ASLEEP in pair.decode.failed["b"], "and not only when the time for early fetches is over"
+    pair.prefill.transfers.wake()
+    pair.run(0.1)
+    goes_on(pair)
+    assert len(pair.network.heard(Hello)) == 1, "its peers stay connected"
+
+
+def test_what_is_being_sent_is_cut_short(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(0.5)
+    assert pair.prefill.transfers.prefill.sender.sendings
+    told = sleeping(pair)
+    pair.run(0.5)
+    assert told == [0]
+    assert not pair.prefill.transfers.prefill.sender.sendings
+    assert ASLEEP in pair.decode.failed["a"]
+    pair.prefill.engine.release()
+    pair.prefill.transfers.wake()
+    goes_on(pair)
+
+
+def test_a_prefill_that_is_streamed_is_void_and_computed_anew_after_it(pair):
+    prefill = Prefill(pair, P_IDS, 12)
+    pair.load("a", D_IDS)
+    pair.run(0.2)
+    prefill.to(8)
+    pair.run(0.2)
+    told = sleeping(pair)
+    pair.run(0.5)
+    assert told == [0]
+    assert ASLEEP in pair.decode.failed["a"]
+    prefill.noise()
+    pair.prefill.transfers.wake()
+    prefill.lose((11, 12, 13))
+    prefill.to(8)
+    prefill.hold()
+    pair.run(0.2)
+    assert pair.prefill.sent == ["a"], "D has given it back"
+    goes_on(pair)
+
+
+def test_a_prefill_that_is_announced_meanwhile_is_refused_and_one_after_it_is_not(pair):
+    told = sleeping(pair)
+    pair.prefill.order(Orders(expected=("handle-a",)))
+    pair.load("a", D_IDS)
+    pair.run(0.5)
+    assert told == [0]
+    assert ASLEEP in pair.decode.failed["a"]
+    pair.prefill.transfers.wake()
+    goes_on(pair)
+
+
+def test_it_may_sleep_twice_and_wake_twice(pair):
+    for _ in range(2):
+        first = sleeping(pair)
+        pair.run(0.1)
+        again = sleeping(pair)
+        pair.run(0.1)
+        assert (first, again) == ([0], [0])
+        for _ in range(2):
+            pair.prefill.transfers.wake()
+        goes_on(pair)
+        pair.decode.storage.zero_()
+        pair.decode.results.clear()
+
+
+def test_nothing_is_measured_while_it_sleeps(pair, monkeypatch):
+    scratch = {
+        "scratch_address": pair.prefill.landing.slots[0].address,
+        "scratch_bytes": pair.prefill.slot_bytes,
+    }
+    local = pair.prefill.local
+    local.introduction = msgspec.structs.replace(local.introduction, **scratch)
+    sleeping(pair)
+    pair.run(0.1)
+    packed = []
+    monkeypatch.setattr(Packer, "pack", lambda *_: packed.append(0))
+    tool = pair.network.channel()
+    tool.connect("p", "h", pair.prefill.channel.port)
+    theirs = msgspec.structs.replace(local.introduce(), engine_id="tool", incarnation="t")
+    for message in (Hello(PROTOCOL_VERSION, theirs), Measure(True, 0.5)):
+        tool.send("p", encode(message))
+        pair.run(0.2)
+    (measured,) = pair.network.heard(Measured)
+    assert (measured.total_bytes, measured.error) == (0, ASLEEP)
+    assert not packed

@@ -1,0 +1,269 @@
+"""Prompts that are sent while they are computed, whatever shape and number of ranks either side has.
+
+What is not computed yet is noise, and so is what a window has left behind; what landed is compared token
+by token with what the request is.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.config import ExtraConfig
+from kvconnect.orders import GroupBlocks, Hold, Orders, Progress
+from kvconnect.peer.messages import Landed
+from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan
+from kvconnect.plan.wire import Wire, WireStream
+from kvconnect.prefill.leases import Lease
+from kvconnect.prefill.supply import ChunkSupply
+from tests.transfer.ranks import Ranks
+from tests.transfer.shapes import Model, Truth, kind_of, same_blocks
+from tests.transfer.test_packed_geometry import models, shapes, topologies
+
+
+class SteppedPrefill:
+    """A request that all ranks of P compute step by step."""
+
+    def __init__(self, ranks: Ranks, num_tokens: int, seed: int = 0) -> None:
+        self.ranks, self.num_tokens = ranks, num_tokens
+        self.truth = Truth(ranks.model, num_tokens, seed)
+        self.shape = ranks.prefill[0].cache.shape
+        self.groups = {kind: ranks.prefill[0].cache.group_of(kind) for kind in ranks.model.kinds}
+        self.begin_anew()
+        self.order(expected=("handle-a",), directory=ranks.directory)
+
+    def begin_anew(self) -> None:
+        self.blocks = self.ranks.blocks("P", self.num_tokens, drop=False)
+        self.computed = 0
+        self.told = dict.fromkeys(self.groups, 0)
+
+    def order(self, **orders) -> None:
+        for worker in self.ranks.prefill:
+            worker.order(Orders(**orders))
+
+    def compute(self, stop: int, *, whole: bool = False) -> None:
+        """Write the KV of the tokens before ``stop``; a state only if it is the last one."""
+        for worker in self.ranks.prefill:
+            cache = worker.cache
+            for name, rows in self.truth.rows.items():
+                kind = kind_of(name)
+                if name not in cache.tensors:
+                    continue
+                if kind == "state":
+                    if whole:
+                        cache.bytes_of(name)[self.blocks[kind].block_ids[0]] = rows
+                    continue
+                heads = range(1) if kind == "latent" else range(cache.heads.start, cache.heads.stop)
+                for token in range(self.computed, stop):
+                    for head in heads:
+                        for plane in range(rows.shape[2]):
+                            row = cache.row(name, self.blocks[kind], token, head, plane)
+                            if row is not None:
+                                row[:] = rows[token, head, plane]
+        self.computed = max(self.computed, stop)
+
+    def to(self, stop: int) -> None:
+        """Compute so far, say so, and lose what the window has left."""
+        self.compute(stop)
+        news = []
+        for kind, group in sorted(self.groups.items(), key=lambda item: item[1]):
+            if kind != "state":
+                known, blocks = self.told[kind], div_ceil(stop, self.shape.block[kind])
+                ids = self.blocks[kind].block_ids[known:blocks]
+                news += [GroupBlocks(group, known, ids)] if ids else []
+                self.told[kind] = blocks
+        self.order(progress=(Progress("handle-a", self.num_tokens, self.computed, tuple(news)),))
+        self.leave_window(stop)
+
+    def left(self, kind: str, stop: int) -> int:
+        """Blocks that no token from ``stop`` on sees."""
+        if kind != "window":
+            return 0
+        return max(0, stop - self.ranks.model.window) // self.shape.block[kind]
+
+    def leave_window(self, stop: int) -> None:
+        for kind in self.groups:
+            self.noise(kind, self.blocks[kind].block_ids[: self.left(kind, stop)])
+
+    def noise(self, kind: str, block_ids: tuple[int, ...]) -> None:
+        """Somebody else writes these blocks."""
+        ratio = 1 if kind == "state" else self.shape.block[kind] // self.shape.kernel[kind]
+        pages = [block * ratio + part for block in block_ids for part in range(ratio)]
+        for worker in self.ranks.prefill:
+            for name in worker.cache.names(kind):
+                axis = worker.cache.tensors[name].axes.split().index("block")
+                view = worker.cache.bytes_of(name)
+                view[(slice(None),) * axis + (pages,)] = self.ranks.random.randrange(256)
+
+    def lose(self) -> None:
+        """The request is preempted, and will be computed in other blocks."""
+        for kind in self.groups:
+            self.noise(kind, self.blocks[kind].block_ids)
+        self.order(preempted=("handle-a",))
+        self.begin_anew()
+
+    def hold(self) -> None:
+        self.compute(self.num_tokens, whole=True)
+        groups = []
+        for kind, group in sorted(self.groups.items(), key=lambda item: item[1]):
+            left, ids = self.left(kind, self.num_tokens), self.blocks[kind].block_ids
+            groups.append(GroupBlocks(group, 0, (0,) * left + ids[left:]))
+        lease_s = self.ranks.config.lease_s
+        self.order(holds=(Hold("a", "handle-a", self.num_tokens, tuple(groups), lease_s, 0),))
+
+
+def check_landed(ranks: Ranks, prefill: SteppedPrefill, blocks: dict[str, GroupBlocks], before) -> None:
+    for worker, kept in zip(ranks.decode, before, strict=True):
+        assert worker.failed == {}
+        assert worker.cache.differences(prefill.truth, blocks) == []
+        for name, now in worker.cache.outside(blocks).items():
+            assert (kept[name] == now).all(), f"{name}: blocks of others were written"
+    assert all(not worker.transfers.prefill.book.streaming for worker in ranks.prefill)
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_any_shape_is_sent_while_it_is_computed(data):
+    model, prefill_shape = data.draw(models()), data.draw(shapes())
+    decode_shape = data.draw(st.one_of(st.just(prefill_shape), shapes()))
+    num_tokens = data.draw(st.integers(1, 300))
+    known_tokens = data.draw(st.integers(0, num_tokens - 1))
+    ranks = Ranks(
+        model,
+        prefill_shape,
+        decode_shape,
+        data.draw(topologies(model, 3)),
+        data.draw(topologies(model, 3)),
+        ExtraConfig(num_slots=data.draw(st.integers(1, 4))),
+        num_blocks=200,
+        slot_bytes=data.draw(st.sampled_from([1 << 15, 1 << 16])),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    prefill = SteppedPrefill(ranks, num_tokens)
+    steps = sorted(data.draw(st.lists(st.integers(1, num_tokens), max_size=6)))
+    asks_at = data.draw(st.integers(0, len(steps)))
+    loses_at = data.draw(st.one_of(st.none(), st.integers(0, len(steps))))
+    blocks, before = None, []
+    for number in range(len(steps) + 1):
+        if number == asks_at:
+            blocks = ranks.fetched("a", num_tokens, known_tokens)
+            before = [worker.cache.outside(blocks) for worker in ranks.decode]
+        ranks.settle(data.draw(st.sampled_from([0, 1, 6])))
+        if number == loses_at:
+            prefill.lose()
+            ranks.settle(data.draw(st.sampled_from([0, 1, 6])))
+        if number < len(steps):
+            prefill.to(max(prefill.computed, steps[number]))
+    prefill.hold()
+    ranks.run_until_received(1)
+    assert blocks is not None
+    check_landed(ranks, prefill, blocks, before)
+    ranks.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("prefill_ranks", "decode_ranks"), [(m, n) for m in range(1, 4) for n in range(1, 4)]
+)
+@pytest.mark.parametrize("preempted", [False, True])
+def test_every_number_of_ranks_has_most_of_it_before_the_end(prefill_ranks, decode_ranks, preempted):
+    model = Model({"full": 2, "window": 1, "latent": 1, "state": 1}, heads=3)
+    ranks = Ranks(
+        model,
+        same_blocks(32, 16, layout="HND"),
+        same_blocks(48, reverse_groups=True),
+        prefill_ranks,
+        decode_ranks,
+        ExtraConfig(num_slots=2),
+        num_blocks=120,
+        slot_bytes=1 << 12,
+    )
+    prefill = SteppedPrefill(ranks, 250)
+    blocks = ranks.fetched("a", 250, 48)
+    before = [worker.cache.outside(blocks) for worker in ranks.decode]
+    ranks.settle()
+    for stop in (70, 130, 190, 249):
+        prefill.to(stop)
+        ranks.settle(20)
+    early = len(ranks.network.heard(Landed))
+    if preempted:
+        prefill.lose()
+        ranks.settle()
+        prefill.to(200)
+        ranks.settle(20)
+    assert not any(worker.received for worker in ranks.decode)
+    prefill.hold()
+    ranks.run_until_received(1)
+    check_landed(ranks, prefill, blocks, before)
+    late = len(ranks.network.heard(Landed)) - early
+    assert early > 0
+    assert preempted or early > late
+    ranks.assert_idle()
+
+
+def test_layers_that_need_chunks_of_their_own_are_sent_in_the_order_in_which_they_are_computed():
+    """A slot that holds no block of all layers: chunks are first by layers, then by tokens."""
+    ranks = Ranks(
+        Model({"full": 4}, heads=2, width=16),
+        same_blocks(32),
+        same_blocks(32),
+        num_blocks=60,
+        slot_bytes=1 << 13,
+    )
+    prefill = SteppedPrefill(ranks, 256)
+    blocks = ranks.fetched("a", 256)
+    before = [worker.cache.outside(blocks) for worker in ranks.decode]
+    ranks.settle()
+    prefill.to(128)
+    ranks.settle(40)
+    landed = [message.chunk for message in ranks.network.heard(Landed)]
+    assert len(landed) == 8
+    assert landed != list(range(8))
+    prefill.hold()
+    ranks.run_until_received(1)
+    check_landed(ranks, prefill, blocks, before)
+    ranks.assert_idle()
+
+
+def test_what_a_window_has_left_is_not_read_any_more():
+    """It is somebody else's. D asks for it all the same; nobody reads it there."""
+    ranks = Ranks(
+        Model({"full": 1, "window": 1}, window=32),
+        same_blocks(16),
+        same_blocks(16),
+        num_blocks=60,
+        slot_bytes=1 << 12,
+    )
+    prefill = SteppedPrefill(ranks, 160)
+    blocks = ranks.fetched("a", 160, drop=False)
+    (worker,) = ranks.decode
+    ranks.settle()
+    for stop in range(16, 160, 16):
+        prefill.to(stop)
+        ranks.settle()
+    prefill.hold()
+    ranks.run_until_received(1)
+    assert worker.cache.differences(prefill.truth, blocks) == []
+    (group,) = [held for kind, held in blocks.items() if kind == "window"]
+    left = worker.cache.bytes_of(worker.cache.names("window")[0])[list(group.block_ids[:8])]
+    assert not left.any()
+
+
+def test_a_row_of_several_tokens_is_sent_once_the_last_of_them_is_computed():
+    stream = WireStream("l", 0, 0, False, 0, None, row_tokens=4, head_bytes=64, width_bytes=64, word_bytes=8)
+    packer = SimpleNamespace(chunker=Chunker(Wire("pages", (stream,))))
+    lease = Lease("handle", 11)
+    chunks = [Chunk(0, 1, (TokenSpan(0, 0, 6),)), Chunk(0, 1, (TokenSpan(0, 8, 11),))]
+    supply = ChunkSupply(lease, packer, (), chunks)
+    lease.ready_tokens = 7
+    assert not supply.has_next
+    lease.ready_tokens = 8
+    assert supply.has_next
+    supply = ChunkSupply(lease, packer, (), chunks[1:])
+    lease.ready_tokens = 10
+    assert not supply.has_next
+    lease.ready_tokens = 11
+    assert supply.has_next, "the last row is never full"

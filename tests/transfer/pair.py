@@ -1,0 +1,453 @@
+"""A prefill and a decode worker on one virtual clock: no threads, no sockets, nothing waits.
+
+Everything under test is real but the wire: transfer threads, sessions, ledgers, plans, packers and the memory
+engine. The two sides have different block counts and ids, so that mixing them up shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.shard import shard_heads
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.config import ExtraConfig
+from kvconnect.engine.base import Span
+from kvconnect.halves.worker_transfers import WorkerTransfers
+from kvconnect.metrics import Metrics
+from kvconnect.orders import GroupBlocks, Hold, Load, Orders, Results
+from kvconnect.pack.arena import Arena
+from kvconnect.peer.messages import (
+    CacheMeaning,
+    Introduction,
+    Message,
+    Side,
+    decode,
+    encode,
+)
+from kvconnect.plan.align import TableCard
+from kvconnect.prefill.outbox import SlotOutbox
+from kvconnect.transfer.local import Local
+from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.slots import SlotPool, SlotState
+from tests.engine.faulty_engine import FaultyEngine
+from tests.identities import named
+from tests.peer.memory_network import MemoryNetwork
+
+LAYERS = 3
+HEADS = 2
+BLOCK_TOKENS = 4
+SLOT_BYTES = 1024
+PAGE_BYTES = BLOCK_TOKENS * HEADS * 8 * 2
+P_IDS, D_IDS = (5, 6, 9), (21, 3, 8)
+"""The blocks of a request on either side, where a test does not care which."""
+_LIMIT = 64 << 20
+
+Tap = Callable[[Message], Sequence[Message]]
+
+
+class Clock:
+    """A time that moves only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TappedNetwork(MemoryNetwork):
+    """A network that remembers what was said, and lets a test change it on its way."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.said: list[Message] = []
+        self.taps: list[Tap] = []
+
+    def deliver(self, source: int, target: int, link: str, data: bytes) -> bool:
+        try:
+            side = Side.PREFILL if link.startswith("in:") else Side.DECODE
+            messages: Sequence[Message] = [decode(side, data, _LIMIT)]
+        except Exception:
+            return super().deliver(source, target, link, data)
+        self.said.extend(messages)
+        for tap in self.taps:
+            messages = [changed for message in messages for changed in tap(message)]
+        for message in messages:
+            super().deliver(source, target, link, encode(message))
+        return target in self._channels
+
+    def heard(self, kind: type) -> list:
+        """Everything of one kind that was said, whatever became of it on its way."""
+        return [message for message in self.said if isinstance(message, kind)]
+
+
+class PlainCache:
+    """Three layers of one group, all in one tensor: (layer, block, token, head, content)."""
+
+    def __init__(self, num_blocks: int, rank: int = 0, world_size: int = 1) -> None:
+        self.heads = shard_heads(HEADS, rank, world_size)
+        self.storage = torch.zeros(LAYERS, num_blocks, BLOCK_TOKENS, len(self.heads), 8, dtype=torch.float16)
+        tensors = {
+            f"layer{i}": CacheTensor(self.storage[i], "block token head content") for i in range(LAYERS)
+        }
+        spec = FullAttentionSpec(BLOCK_TOKENS, len(self.heads), 4, torch.float16)
+        self.config, self.tensors = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),)), tensors
+        self.by_layer = dict.fromkeys(tensors, self.heads)
+        self.table = RegionTable.build(self.config, {0: BLOCK_TOKENS}, tensors, self.by_layer)
+
+
+class FakeWorker:
+    """A transfer thread with its cache, engine and channel, stepped by hand.
+
+    ``cache`` is anything with a region table as ``table``; left out, a ``PlainCache`` of ``num_blocks``.
+    ``shared``: its landing slots can be mapped by peers, and it maps those of its peers.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        num_blocks: int,
+        network: MemoryNetwork,
+        config: ExtraConfig,
+        model: str = "m",
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        cache=None,
+        stages: tuple[int, ...] = (0,),
+        turns: tuple[int, int] = (1, 1),
+        num_heads: int | None = HEADS,
+        slot_bytes: int = SLOT_BYTES,
+        scratch_bytes: int = 0,
+        engine: FaultyEngine | None = None,
+        shared: bool = False,
+        is_producer: bool = True,
+        is_consumer: bool = True,
+    ) -> None:
+        self.engine_id = engine_id
+        self.config = config
+        self.rank = rank
+        self.cache = cache or PlainCache(num_blocks, rank, world_size)
+        self.table: RegionTable = self.cache.table
+        self.engine = engine or FaultyEngine(clock=network.clock)
+        self.engine.capabilities = replace(self.engine.capabilities, may_be_bypassed=shared)
+        self.slot_bytes = slot_bytes
+        self.arenas = [
+            Arena("cpu", slot_bytes, config.num_slots, scratch_bytes, shared=of_landing)
+            for of_landing in (shared, False)
+        ]
+        self.engine.register([Span(arena.address, arena.length_bytes) for arena in self.arenas])
+        # No two pools count alike, so that a number of one is never right by accident in another.
+        first = 1 + 100_000 * rank + 10_000_000 * (sum(engine_id.encode()) % 97)
+        self.landing = SlotPool(self.arenas[0].addresses, slot_bytes, first)
+        self.send = SlotPool(self.arenas[1].addresses, slot_bytes, first + 50_000)
+        self.channel = network.channel()
+        self.metrics = Metrics(CollectorRegistry())
+        introduction = Introduction(
+            engine_id,
+            f"{engine_id} rank {rank} started once",
+            rank,
+            CacheMeaning(named(model), num_heads, world_size, 0, stages, *turns),
+            "memory",
+            b"",
+            TableCard.of(self.table),
+            self.slot_bytes,
+            self.arenas[0].scratch_address if scratch_bytes else 0,
+            scratch_bytes,
+            memory=self.arenas[0].card,
+        )
+        self.local = Local(
+            introduction,
+            self.engine,
+            self.table,
+            torch.device("cpu"),
+            self.landing,
+            self.send,
+            maps_peers=shared,
+        )
+        self.reports = Reports(rank)
+        # A run is as the one before it: attempts to reach a peer are spread by chance.
+        chance = random.Random(f"{engine_id} {rank}")
+        self.transfers = WorkerTransfers(
+            config,
+            self.channel,
+            self.local,
+            self.reports,
+            self.metrics,
+            chance,
+            is_producer=is_producer,
+            is_consumer=is_consumer,
+        )
+        self.results: list[Results] = []
+        self.ordered: Counter[str] = Counter()
+        self._order = self.transfers.order
+        self.transfers.order = self.order  # type: ignore[method-assign]
+
+    def order(self, orders: Orders, ready: Callable[[], bool] = lambda: True) -> None:
+        """Give orders, and remember what is to be reported."""
+        self.ordered.update(order.request_id for order in (*orders.holds, *orders.loads))
+        self._order(orders, lambda step: ready)
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self.cache.storage
+
+    @property
+    def heads(self):
+        return self.cache.heads
+
+    def step(self, now: float) -> None:
+        self.transfers.step(now)
+        if results := self.reports.take():
+            self.results.append(results)
+
+    @property
+    def sent(self) -> list[str]:
+        return [request for results in self.results for request in results.sent]
+
+    @property
+    def received(self) -> list[str]:
+        return [request for results in self.results for request in results.received]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        return {key: why for results in self.results for key, why in results.failed.items()}
+
+    def count(self, name: str, **labels: str) -> float:
+        """The sum over all labels that are not given."""
+        families = self.metrics.registry.collect()
+        samples = (sample for family in families for sample in family.samples)
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == f"kvconnect_{name}_total" and labels.items() <= sample.labels.items()
+        )
+
+    def gauge(self, name: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"kvconnect_{name}")
+
+    def check_slots(self) -> None:
+        """Every slot is where exactly one record says that it is, and nothing was reported twice."""
+        prefill, decode = self.transfers.prefill, self.transfers.decode
+        landings = decode.bay._landings.values() if decode else ()
+        lent, lost = (
+            {id(slot) for landing in landings if landing.closed is closed for slot in landing.lent.values()}
+            for closed in (False, True)
+        )
+        unpacking = {id(parcel.slot) for landing in landings for parcel in landing.unpacking}
+        unpacking |= {id(slot) for landing in landings for slot, _ in landing.packed}
+        assert _by_state(self.landing) == {
+            SlotState.THEIRS: lent,
+            SlotState.OURS: unpacking,
+            SlotState.QUARANTINED: lost,
+        }
+        sendings = prefill.sender.sendings.values() if prefill else ()
+        outboxes = [sent.outbox for sent in sendings if isinstance(sent.outbox, SlotOutbox)]
+        # What is packed into a landing slot has none of ours.
+        parcels = [parcel for box in outboxes for parcel in (*box._kernels, *box._filled)]
+        ours = {id(parcel.slot) for parcel in parcels if parcel.slot is not None}
+        theirs = {id(parcel.slot) for box in outboxes for parcel in box._in_flight.values()}
+        assert _by_state(self.send) == {
+            SlotState.THEIRS: theirs,
+            SlotState.OURS: ours,
+            SlotState.QUARANTINED: {id(slot) for _, slot in prefill.sender._lost} if prefill else set(),
+        }
+        assert Counter((*self.sent, *self.received)) <= self.ordered
+
+    def assert_idle(self) -> None:
+        """Nothing is remembered."""
+        self.check_slots()
+        if (prefill := self.transfers.prefill) is not None:
+            assert not prefill.leases
+            assert not prefill.sender.sendings
+            assert not prefill.sender._batches
+            assert not prefill.sender._in_flight_bytes
+            assert not prefill.fetches.busy
+            assert not prefill.pending
+            assert not prefill.pending.expected
+            assert not prefill.book.streaming
+        if (decode := self.transfers.decode) is not None:
+            assert not decode.loads
+            assert len(decode.rank_fetches) == 0
+            assert not decode.rank_fetches.num_owed
+            assert not decode.bay.busy
+            assert len(decode.bay) == 0
+            assert not decode.bay._hungry
+        assert (self.send.taken, self.landing.taken) == (0, 0)
+        for pool in (self.send, self.landing):
+            assert pool.free == len(pool.slots)
+        assert not self.gauge("leases_held")
+        assert not self.gauge("loads_in_flight")
+        assert self.gauge("slots_send") == 0
+        assert self.gauge("slots_landing") == 0
+
+
+def quarantined(pool: SlotPool) -> int:
+    """How many slots nobody may use, since somebody may still touch them."""
+    return sum(slot.state is SlotState.QUARANTINED for slot in pool.slots)
+
+
+def _by_state(pool: SlotPool) -> dict[SlotState, set[int]]:
+    """The slots that are not free, by state. Those that are free can be taken, each once."""
+    free = [id(slot) for slot in pool._free]
+    assert len(free) == len(set(free))
+    assert set(free) == {id(slot) for slot in pool.slots if slot.state is SlotState.FREE}
+    others = (SlotState.THEIRS, SlotState.OURS, SlotState.QUARANTINED)
+    return {state: {id(slot) for slot in pool.slots if slot.state is state} for state in others}
+
+
+@dataclass
+class Pair:
+    """P and D, and the clock they live on. What begins with ``prefill`` is P's, if that is other.
+
+    ``shared``: P packs into D's landing slots, as memory of its own process. ``are_apart``: P only hands out,
+    D only fetches; else each could do both.
+    """
+
+    config: ExtraConfig = field(default_factory=ExtraConfig)
+    prefill_model: str = "m"
+    decode_model: str = "m"
+    prefill_config: ExtraConfig | None = None
+    slot_bytes: int = SLOT_BYTES
+    prefill_slot_bytes: int = 0
+    prefill_blocks: int = 40
+    decode_blocks: int = 50
+    shared: bool = False
+    scratch_bytes: int = 0
+    are_apart: bool = False
+
+    def __post_init__(self) -> None:
+        self.clock = Clock()
+        self.network = TappedNetwork(self.clock)
+        self.others: list[FakeWorker] = []
+        self.prefill = FakeWorker(
+            "P",
+            self.prefill_blocks,
+            self.network,
+            self.prefill_config or self.config,
+            self.prefill_model,
+            slot_bytes=self.prefill_slot_bytes or self.slot_bytes,
+            scratch_bytes=self.scratch_bytes,
+            shared=self.shared,
+            is_consumer=not self.are_apart,
+        )
+        self.decode = FakeWorker(
+            "D",
+            self.decode_blocks,
+            self.network,
+            self.config,
+            self.decode_model,
+            slot_bytes=self.slot_bytes,
+            scratch_bytes=self.scratch_bytes,
+            shared=self.shared,
+            is_producer=not self.are_apart,
+        )
+        self.prefill.storage.copy_(torch.randn(self.prefill.storage.shape))
+
+    def add(self, engine_id: str) -> FakeWorker:
+        """One more worker, with a cache of other contents."""
+        worker = FakeWorker(
+            engine_id,
+            self.prefill_blocks,
+            self.network,
+            self.config,
+            slot_bytes=self.slot_bytes,
+            shared=self.shared,
+        )
+        worker.storage.copy_(torch.randn(worker.storage.shape))
+        self.others.append(worker)
+        return worker
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [self.prefill, *self.others, self.decode]
+
+    def run(self, seconds: float = 0.0, step_s: float = 0.05) -> None:
+        """Step all until ``seconds`` have passed, and then until nothing is left to say."""
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.now = min(end, self.clock.now + step_s)
+            self.settle()
+        self.settle()
+
+    def settle(self, rounds: int = 8) -> None:
+        for _ in range(rounds):
+            for worker in self.workers:
+                worker.step(self.clock.now)
+        for worker in self.workers:
+            worker.check_slots()
+
+    def hold(
+        self,
+        request: str,
+        block_ids: tuple[int, ...],
+        handle: str | None = None,
+        ready=lambda: True,
+        worker: FakeWorker | None = None,
+    ) -> None:
+        order = Hold(
+            request,
+            handle or f"handle-{request}",
+            len(block_ids) * BLOCK_TOKENS,
+            (GroupBlocks(0, 0, block_ids),),
+            self.config.lease_s,
+            0,
+        )
+        (worker or self.prefill).transfers.order(Orders(holds=(order,)), ready)
+
+    def load(
+        self,
+        request: str,
+        block_ids: tuple[int, ...],
+        handle: str | None = None,
+        ready=lambda: True,
+        **changes,
+    ) -> None:
+        fields = {
+            "request_id": request,
+            "handle": f"handle-{request}" if handle is None else handle,
+            "engine_id": "P",
+            "host": "h",
+            "port": self.prefill.channel.port,
+            "num_tokens": len(block_ids) * BLOCK_TOKENS,
+            "groups": (GroupBlocks(0, 0, block_ids),),
+        }
+        self.decode.transfers.order(Orders(loads=(Load(**{**fields, **changes}),)), ready)
+
+    def start(
+        self, request: str = "a", source: tuple[int, ...] = P_IDS, target: tuple[int, ...] = D_IDS
+    ) -> None:
+        """A request that is prefilled, and then fetched."""
+        self.hold(request, source)
+        self.load(request, target)
+
+    def abort(self, request: str) -> None:
+        self.decode.transfers.order(Orders(aborted=(request,)), lambda: True)
+
+    def cut(self, worker: FakeWorker | None = None) -> None:
+        """Lose whatever P, or another worker, and D say to each other from now on."""
+        self.network.cut((worker or self.prefill).channel.port, self.decode.channel.port)
+
+    def mend(self, worker: FakeWorker | None = None) -> None:
+        self.network.mend((worker or self.prefill).channel.port, self.decode.channel.port)
+
+    def landed(
+        self,
+        source_ids: tuple[int, ...] = P_IDS,
+        target_ids: tuple[int, ...] = D_IDS,
+        worker: FakeWorker | None = None,
+    ) -> bool:
+        source = (worker or self.prefill).storage
+        return torch.equal(source[:, list(source_ids)], self.decode.storage[:, list(target_ids)])
+
+    def assert_idle(self) -> None:
+        """Nothing is remembered on any side."""
+        for worker in self.workers:
+            worker.assert_idle()

@@ -1,0 +1,167 @@
+"""Tensor-parallel P and D on one virtual clock, each rank with its share of a model's heads."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.shard import Topology, shard_heads
+from kvconnect.config import ExtraConfig
+from kvconnect.orders import GroupBlocks, Hold, Load, Orders, RankAddress
+from tests.transfer.pair import SLOT_BYTES, Clock, FakeWorker, TappedNetwork
+from tests.transfer.shapes import Model, Shape, ShapedCache, Truth
+
+Blocks = dict[str, GroupBlocks]
+
+
+class Ranks:
+    """P of ``prefill_ranks`` and D of ``decode_ranks`` ranks, each side with its own shape."""
+
+    def __init__(
+        self,
+        model: Model,
+        prefill: Shape,
+        decode: Shape,
+        prefill_ranks: int | Topology = 1,
+        decode_ranks: int | Topology = 1,
+        config: ExtraConfig | None = None,
+        *,
+        prefill_config: ExtraConfig | None = None,
+        num_blocks: int = 40,
+        slot_bytes: int = SLOT_BYTES,
+        scratch_bytes: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.random = random.Random(seed)
+        self._scratch_bytes = scratch_bytes
+        self.clock = Clock()
+        self.network = TappedNetwork(self.clock)
+        self.config = config or ExtraConfig()
+        on_prefill = prefill_config or self.config
+        self.prefill = self._workers("P", prefill, prefill_ranks, num_blocks, slot_bytes, on_prefill)
+        self.decode = self._workers("D", decode, decode_ranks, num_blocks + 7, slot_bytes, self.config)
+        self.directory = tuple(RankAddress(w.rank, "h", w.channel.port) for w in self.prefill)
+        self._unused = {
+            side: self.random.sample(range(1, count), count - 1)
+            for side, count in (("P", num_blocks), ("D", num_blocks + 7))
+        }
+        self._seeds = itertools.count(seed)
+
+    def _workers(
+        self,
+        engine_id: str,
+        shape: Shape,
+        ranks: int | Topology,
+        num_blocks: int,
+        slot_bytes: int,
+        config: ExtraConfig,
+    ) -> list[FakeWorker]:
+        workers = []
+        topology = Topology(ranks) if isinstance(ranks, int) else ranks
+        for rank in range(topology.size):
+            heads = shard_heads(self.model.heads, rank % topology.tensor, topology.tensor)
+            # Said once more, in the plainest words.
+            stage = rank // topology.tensor
+            ends = [*topology.stages[1:], len(self.model.all_names)]
+            names = self.model.all_names[topology.stages[stage] : ends[stage]]
+            seed = 1000 * rank + len(engine_id)
+            turns = topology.context, rank % topology.tensor % topology.context, topology.interleave
+            cache = ShapedCache(self.model, shape, num_blocks, heads, seed, names, turns)
+            worker = FakeWorker(
+                engine_id,
+                num_blocks,
+                self.network,
+                config,
+                rank=rank,
+                world_size=topology.tensor,
+                stages=topology.stages,
+                turns=(topology.context, topology.interleave),
+                cache=cache,
+                num_heads=self.model.num_heads,
+                slot_bytes=slot_bytes,
+                scratch_bytes=self._scratch_bytes,
+            )
+            workers.append(worker)
+        return workers
+
+    def blocks(self, side: str, num_tokens: int, known_tokens: int = 0, drop: bool = True) -> Blocks:
+        """Blocks for a request, but for those of ``known_tokens`` and, if ``drop``, those before a window."""
+        worker = (self.prefill if side == "P" else self.decode)[0]
+        shape: Shape = worker.cache.shape
+        made = {}
+        for kind in self.model.kinds:
+            group = worker.cache.group_of(kind)
+            if kind == "state":
+                made[kind] = GroupBlocks(group, 0, (self._unused[side].pop(),))
+                continue
+            tokens = shape.block[kind] * worker.cache.turns[0]
+            first = known_tokens // tokens
+            visible = num_tokens - self.model.window if kind == "window" and drop else 0
+            ids = tuple(
+                0 if (index + 1) * tokens <= visible else self._unused[side].pop()
+                for index in range(first, div_ceil(num_tokens, tokens))
+            )
+            made[kind] = GroupBlocks(group, first, ids)
+        return made
+
+    def prefilled(self, request: str, num_tokens: int, *, drop: bool = True) -> Truth:
+        """A request that all ranks of P hold."""
+        truth = Truth(self.model, num_tokens, next(self._seeds))
+        blocks = self.blocks("P", num_tokens, drop=drop)
+        for worker in self.prefill:
+            worker.cache.write(truth, blocks)
+            order = Hold(request, f"handle-{request}", num_tokens, _in_order(blocks), self.config.lease_s, 0)
+            worker.order(Orders(holds=(order,), directory=self.directory))
+        return truth
+
+    def fetched(self, request: str, num_tokens: int, known_tokens: int = 0, *, drop: bool = True) -> Blocks:
+        """Have all ranks of D fetch a request; the blocks that it gets."""
+        blocks = self.blocks("D", num_tokens, known_tokens, drop)
+        load = Load(
+            request,
+            f"handle-{request}",
+            "P",
+            "h",
+            self.prefill[0].channel.port,
+            num_tokens,
+            _in_order(blocks),
+        )
+        for worker in self.decode:
+            worker.order(Orders(loads=(load,)))
+        return blocks
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [*self.prefill, *self.decode]
+
+    def settle(self, rounds: int = 12) -> None:
+        for _ in range(rounds):
+            for worker in self.workers:
+                worker.step(self.clock.now)
+        for worker in self.workers:
+            worker.check_slots()
+
+    def run(self, seconds: float, step_s: float = 0.5) -> None:
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.now = min(end, self.clock.now + step_s)
+            self.settle()
+
+    def run_until_received(self, count: int, rounds: int = 400) -> None:
+        """Step until every rank of D has reported so many requests. No time passes."""
+        for _ in range(rounds):
+            if all(len(worker.received) >= count for worker in self.decode):
+                return
+            self.settle(1)
+        raise AssertionError([(worker.rank, worker.received) for worker in self.decode])
+
+    def assert_idle(self) -> None:
+        self.settle()
+        for worker in self.workers:
+            worker.assert_idle()
+
+
+def _in_order(blocks: Blocks) -> tuple[GroupBlocks, ...]:
+    return tuple(sorted(blocks.values(), key=lambda held: held.group))

@@ -1,0 +1,380 @@
+"""Whatever may keep a request from arriving: it is reported once, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.config import ExtraConfig
+from kvconnect.peer.messages import Written, encode
+from tests.transfer.pair import D_IDS, LAYERS, P_IDS, PAGE_BYTES, Pair, quarantined
+
+
+def test_a_failed_write_fails_the_load_and_frees_both_sides(pair):
+    pair.prefill.engine.fail_next(quiescent=True, error="the link is down")
+    pair.start()
+    pair.run()
+    assert pair.decode.failed == {"a": "the link is down"}
+    assert pair.decode.received == ["a"]
+    assert pair.prefill.sent == ["a"], "D says that it will not come again"
+    pair.assert_idle()
+
+
+def test_a_failure_that_left_writes_under_way_keeps_only_slots(pair):
+    before = pair.decode.storage.clone()
+    pair.prefill.engine.fail_next(quiescent=False, error="the library lost track")
+    pair.start()
+    pair.run()
+    assert pair.decode.failed == {"a": "the library lost track"}
+    assert pair.prefill.sent == ["a"], "what may still be read is a slot"
+    assert quarantined(pair.decode.landing) == 1, "to the other slot nothing was or will be written"
+    assert quarantined(pair.prefill.send) == 1
+    assert pair.prefill.engine.land_late() == 1
+    pair.run(ExtraConfig().quarantine_s - 1, step_s=0.5)
+    assert quarantined(pair.decode.landing) == 1
+    assert torch.equal(pair.decode.storage, before), "a late write reached a page"
+    pair.run(2)
+    pair.assert_idle()
+
+
+def test_aborting_a_load_waits_until_the_peer_has_stopped(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.abort("a")
+    pair.run(0.1)
+    pair.prefill.engine.release()
+    pair.run()
+    assert pair.decode.received == ["a"]
+    assert pair.decode.failed == {"a": "the request was aborted"}
+    assert pair.prefill.sent == ["a"]
+    pair.assert_idle()
+
+
+def test_a_client_that_leaves_is_no_failure_of_either_side(pair, caplog):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.abort("a")
+    pair.run(0.1)
+    pair.prefill.engine.release()
+    pair.run()
+    assert pair.decode.count("transfers", direction="received", outcome="aborted") == 1
+    assert pair.prefill.count("transfers", direction="sent", outcome="cancelled") == 1
+    for side, direction in ((pair.decode, "received"), (pair.prefill, "sent")):
+        assert side.count("transfers", direction=direction, outcome="failed") == 0
+    assert pair.decode.count("failures", reason="load") == pair.prefill.count("failures", reason="send") == 0
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_load_that_failed_before_its_client_left_is_a_failure(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.decode.transfers.decode.loads["a"].fail("what landed is not what was asked for")
+    pair.abort("a")
+    pair.run(0.1)
+    pair.prefill.engine.release()
+    pair.run()
+    assert pair.decode.count("transfers", direction="received", outcome="failed") == 1
+    assert pair.decode.count("transfers", direction="received", outcome="aborted") == 0
+    assert pair.decode.count("failures", reason="load") == 1
+
+
+def test_aborting_a_load_of_a_peer_out_of_reach_keeps_what_it_may_write(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.cut()
+    pair.abort("a")
+    pair.run(60 + 38, step_s=0.5)
+    assert pair.decode.received == ["a"]
+    assert quarantined(pair.decode.landing) == 2
+    pair.run(4)
+    assert quarantined(pair.decode.landing) == 0
+
+
+def test_the_prefill_side_stops_by_itself_when_the_time_it_was_given_is_over(pair):
+    pair.prefill.engine.delay_next(1000)
+    pair.start()
+    pair.prefill.transfers.prefill.sender._config = ExtraConfig(transfer_timeout_s=500, quarantine_s=500)
+    pair.run(1)
+    pair.cut()
+    pair.run(58)
+    assert pair.prefill.transfers.prefill.sender.sendings
+    pair.run(2)
+    assert not pair.prefill.transfers.prefill.sender.sendings
+
+
+def test_aborting_before_the_peer_was_met(pair):
+    pair.load("a", D_IDS)
+    pair.abort("a")
+    pair.run()
+    assert pair.decode.received == ["a"]
+    pair.abort("a")
+    pair.run()
+    assert pair.decode.received == ["a"]
+    pair.run(ExtraConfig().early_fetch_s)
+    pair.assert_idle()
+
+
+def test_a_peer_that_is_not_there(pair):
+    pair.load("a", D_IDS, port=99)
+    pair.run(0.1)
+    assert "nothing listens at h:99" in pair.decode.failed["a"]
+    pair.assert_idle()
+
+
+def test_a_peer_that_never_answers_the_greeting(pair):
+    pair.cut()
+    pair.start()
+    pair.run(4.9)
+    assert not pair.decode.received
+    pair.run(0.2)
+    assert "did not answer the greeting within 5.0 s" in pair.decode.failed["a"]
+
+
+def test_a_peer_that_falls_silent_while_it_writes(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.cut()
+    pair.run(9)
+    assert not pair.decode.received, "it may only be slow"
+    pair.run(2)
+    assert pair.decode.received == ["a"]
+    assert "silent for 10.0 s" in pair.decode.failed["a"]
+    pair.run(60 + 27, step_s=0.5)
+    assert quarantined(pair.decode.landing) == 2, "it was given 60 s, and its last write may take a while"
+    assert pair.decode.gauge("slots_quarantined") == 2
+    pair.run(4)
+    assert pair.decode.gauge("slots_quarantined") == 0
+    assert pair.decode.landing.taken == 0
+
+
+def test_a_peer_whose_process_is_gone_is_quiet_soon(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.network.kill(pair.prefill.channel.port)
+    pair.run(0.5)
+    assert pair.decode.received == ["a"]
+    assert "the peer is gone" in pair.decode.failed["a"]
+    assert quarantined(pair.decode.landing) == 2
+    pair.run(1)
+    assert pair.decode.landing.taken == 0
+
+
+def test_a_slow_peer_ends_at_the_load_deadline(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(60.2)
+    pair.prefill.engine.release()
+    pair.run(1)
+    assert pair.decode.received == ["a"]
+    assert pair.decode.failed["a"]
+    pair.run(1)
+    pair.assert_idle()
+
+
+def test_two_models_refuse_each_other_and_say_so():
+    pair = Pair(prefill_model="gqa seed 0", decode_model="gqa seed 1")
+    pair.start()
+    pair.run(0.1)
+    assert "model is gqa seed 0 on the prefill node, gqa seed 1 on" in pair.decode.failed["a"]
+    pair.run(31)
+    assert pair.prefill.sent == ["a"]
+
+
+def test_another_engine_id_than_the_request_names(pair):
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS, engine_id="Q")
+    pair.run(0.1)
+    assert "is engine P, the request names Q" in pair.decode.failed["a"]
+
+
+def test_one_flipped_byte_is_noticed(pair):
+    pair.prefill.engine.corrupt_next(100)
+    pair.start()
+    pair.run()
+    assert pair.decode.received == ["a"]
+    assert not pair.landed()
+    assert "another digest" in pair.decode.failed["a"]
+    assert pair.decode.count("failures", reason="digest") == 1
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_whatever_fails_every_request_comes_back_once_and_everything_is_forgotten(seed):
+    rng = random.Random(seed)
+    pair = Pair()
+    names = [f"r{n}" for n in range(rng.randint(1, 8))]
+    source = iter(rng.sample(range(1, 40), 16))
+    target = iter(rng.sample(range(1, 50), 16))
+    held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for name in names:
+        fault = rng.choice(["", "", "quiescent", "busy", "cut", "delay", "hold", "release"])
+        engine = pair.prefill.engine
+        match fault:
+            case "quiescent":
+                engine.fail_next(quiescent=True)
+            case "busy":
+                engine.fail_next(quiescent=False)
+            case "cut":
+                engine.cut_next(rng.randint(0, 300))
+            case "delay":
+                engine.delay_next(rng.random() * 5)
+            case "hold":
+                engine.hold()
+            case "release":
+                engine.release()
+        held[name] = ((next(source), next(source)), (next(target), next(target)))
+        late = rng.random() < 0.3
+        if not late:
+            pair.hold(name, held[name][0])
+        pair.load(name, held[name][1])
+        if rng.random() < 0.3:
+            pair.run(rng.random() * 3, step_s=0.3)
+        if late and rng.random() < 0.7:
+            pair.hold(name, held[name][0])
+        if rng.random() < 0.3:
+            pair.abort(name)
+        if rng.random() < 0.1:
+            pair.cut()
+    pair.run(3, step_s=0.5)
+    pair.mend()
+    pair.prefill.engine.release()
+    pair.run(200, step_s=2.0)
+    assert sorted(pair.decode.received) == names
+    assert len(pair.prefill.sent) == len(set(pair.prefill.sent))
+    for name in names:
+        if name not in pair.decode.failed:
+            assert pair.landed(*held[name])
+    pair.assert_idle()
+
+
+def test_slots_stay_unused_as_long_as_a_correct_peer_may_write():
+    """P goes on with what it was given time for, though nobody hears it; D must not lend before that."""
+    pair = Pair(ExtraConfig(max_inflight_bytes=PAGE_BYTES, num_slots=32), slot_bytes=PAGE_BYTES)
+    engine, wrote_at = pair.prefill.engine, []
+    submit = engine.submit
+
+    def slow_submit(batch):
+        wrote_at.append(pair.clock.now)
+        engine.delay_next(9)
+        submit(batch)
+
+    engine.submit = slow_submit
+    pair.start()
+    pair.run(1)
+    pair.cut()
+    pair.run(12)
+    assert pair.decode.received == ["a"]
+    assert quarantined(pair.decode.landing) == LAYERS * len(D_IDS)
+    for _ in range(300):
+        pair.run(0.5, step_s=0.5)
+        if not pair.decode.landing.taken:
+            break
+    assert not pair.decode.landing.taken
+    assert wrote_at[-1] < pair.clock.now - 9
+    assert len(wrote_at) > 4
+    assert not pair.decode.storage.any()
+
+
+def test_a_batch_that_the_engine_does_not_take_fails_the_fetch(pair):
+    def refuse(batch):
+        raise RuntimeError("no")
+
+    pair.prefill.engine.submit = refuse
+    pair.start()
+    pair.run()
+    assert "does not take a batch: no" in pair.decode.failed["a"]
+    assert pair.prefill.sent == ["a"]
+
+
+def test_the_answers_to_a_fetch_that_was_aborted_are_no_fault_of_the_peer(caplog):
+    """The abort crosses the peer's answer, so that the peer does not know what it is to cancel."""
+    pair = Pair()
+    late = []
+
+    def keep_first_answer(message):
+        if isinstance(message, Written) and not late:
+            late.append(message)
+            return []
+        return [message]
+
+    pair.network.taps.append(keep_first_answer)
+    pair.start()
+    pair.settle()
+    pair.abort("a")
+    pair.settle()
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
+    pair.prefill.channel.send(link, encode(late[0]))
+    pair.settle()
+    assert len(pair.network.heard(Written)) == 3
+    assert pair.decode.count("failures", reason="peer_message") == 0
+    assert "not asked" not in caplog.text
+    pair.assert_idle()
+
+
+def test_a_load_that_is_refused_before_it_is_asked_for_is_given_back_at_once():
+    pair = Pair()
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS, refusal="it is of another prompt")
+    pair.run(0.2)
+    assert pair.decode.failed == {"a": "it is of another prompt"}
+    assert pair.prefill.sent == ["a"]
+
+
+def test_a_load_that_fails_with_its_link_is_given_back_when_the_peer_is_met_again():
+    pair = Pair(ExtraConfig(lease_s=300.0, lease_max_s=300.0))
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.start("b", (11, 12, 13), (31, 32, 33))
+    pair.settle()
+    pair.cut()
+    pair.run(25)
+    assert set(pair.decode.failed) == {"a", "b"}
+    pair.prefill.engine.release()
+    pair.mend()
+    pair.run(30)
+    assert sorted(pair.prefill.sent) == ["a", "b"]
+
+
+def test_what_may_still_be_written_does_not_put_off_that_a_load_is_given_back(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.settle()
+    pair.abort("a")
+    pair.network.taps.append(lambda message: [] if isinstance(message, Written) else [message])
+    pair.settle()
+    assert pair.decode.received == ["a"]
+    assert quarantined(pair.decode.landing) == 2, "they may still be written, as far as is known"
+    assert pair.prefill.sent == ["a"]
+
+
+def test_a_request_that_is_loaded_twice_at_once_is_reported_for_its_first_load(pair):
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS)
+    pair.load("a", D_IDS)
+    pair.run()
+    assert pair.decode.received == ["a"]
+    assert pair.decode.count("failures", reason="request_in_use") == 1
+    pair.assert_idle()
+
+
+def test_an_engine_that_raises_keeps_no_load_from_its_deadline():
+    def broken():
+        raise RuntimeError("the library is in a bad state")
+
+    pair = Pair(ExtraConfig(load_timeout_s=5.0))
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(0.2)
+    pair.decode.engine.poll = broken
+    pair.run(6)
+    assert "a" in pair.decode.failed
+    assert pair.decode.count("failures", reason="internal") > 1

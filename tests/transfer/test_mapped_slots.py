@@ -1,0 +1,479 @@
+"""Landing slots of a peer of this machine: P packs into them, as memory of its own process.
+
+Both workers are in this process, where D's slots lie at two addresses: an address of D's that is written as
+it is would show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+
+from kvconnect.config import ExtraConfig
+from kvconnect.pack.packer import Packer
+from kvconnect.pack.shared_memory import SharedMemory
+from kvconnect.peer.messages import (
+    CreditGrant,
+    Fetch,
+    Grant,
+    Hello,
+    Landed,
+    Measure,
+    Measured,
+    Written,
+    encode,
+)
+from kvconnect.peer.transport import Transport
+from tests.prefill.prefills import Prefill
+from tests.transfer.kernels import SlowKernels
+from tests.transfer.pair import BLOCK_TOKENS, D_IDS, PAGE_BYTES, SLOT_BYTES, Pair, quarantined
+from tests.transfer.test_packed_hostile import change, fails_alone
+
+SOURCE = tuple(range(1, 11))
+TARGET = tuple(range(31, 21, -1))
+"""Five chunks."""
+SCRATCH_BYTES = 8 * SLOT_BYTES
+
+
+class EngineUse:
+    """What P's engine and its send slots were used for."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.batches, self.peers, self.slots = [], [], []
+        engine, pool = pair.prefill.engine, pair.prefill.send
+        engine.submit = noted(self.batches, engine.submit)
+        engine.connect = noted(self.peers, engine.connect)
+        pool.take = noted(self.slots, pool.take)
+
+    def __bool__(self) -> bool:
+        return bool(self.batches or self.peers or self.slots)
+
+
+def noted(calls, call):
+    return lambda *given: (calls.append(given), call(*given))[1]
+
+
+@pytest.fixture
+def pair():
+    return Pair(shared=True)
+
+
+def introduces(pair, **fields):
+    """D introduces itself with other words."""
+    ours = pair.decode.local.introduction
+    pair.decode.local.introduction = msgspec.structs.replace(ours, **fields)
+
+
+def shown_otherwise(pair, **fields):
+    """D's card of its memory has other words."""
+    introduces(pair, memory=msgspec.structs.replace(pair.decode.local.introduction.memory, **fields))
+
+
+def slots_of(pair):
+    """What lies in D's landing slots; a copy."""
+    return pair.decode.arenas[0]._storage.clone()
+
+
+def test_pages_are_packed_into_the_peers_slots_and_the_engine_is_not_used(pair):
+    use, before = EngineUse(pair), pair.decode.storage.clone()
+    pair.start("a", SOURCE, TARGET)
+    pair.run(0.1)
+    assert pair.landed(SOURCE, TARGET)
+    others = [block for block in range(50) if block not in TARGET]
+    assert torch.equal(pair.decode.storage[:, others], before[:, others])
+    assert not use
+    assert len(pair.network.heard(Landed)) == 5
+    assert all(landed.digest is not None for landed in pair.network.heard(Landed))
+    (found,) = pair.network.heard(Transport)
+    assert (found.lane, found.known_by) == ("shared_memory", "its landing slots are mapped")
+    for worker, direction in ((pair.prefill, "sent"), (pair.decode, "received")):
+        moved = {"direction": direction, "lane": "shared_memory"}
+        assert worker.count("transfer_bytes", **moved) == 3 * len(SOURCE) * PAGE_BYTES
+        assert worker.count("transfers", direction=direction, outcome="ok") == 1
+        assert worker.count("failures") == 0
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 6])
+def test_many_requests_land_over_a_few_slots(num_slots):
+    pair = Pair(ExtraConfig(num_slots=num_slots), prefill_blocks=120, decode_blocks=130, shared=True)
+    use, requests = EngineUse(pair), {}
+    for number in range(10):
+        source = tuple(range(1 + 10 * number, 11 + 10 * number))
+        requests[f"r{number}"] = source, tuple(block + 9 for block in reversed(source))
+        pair.start(f"r{number}", *requests[f"r{number}"])
+    pair.settle(120)
+    assert sorted(pair.decode.received) == sorted(requests)
+    assert not pair.decode.failed
+    assert all(pair.landed(*blocks) for blocks in requests.values())
+    assert not use
+    pair.assert_idle()
+
+
+def test_a_link_is_measured_by_copies_of_its_own_and_reported_with_a_rate():
+    pair = Pair(shared=True, scratch_bytes=SCRATCH_BYTES)
+    use = EngineUse(pair)
+    pair.start()
+    pair.run(0.1)
+    assert pair.landed()
+    (found,) = pair.network.heard(Transport)
+    assert found.bytes_per_s > 0
+    assert not use
+    pair.assert_idle()
+
+
+def test_who_asks_how_fast_a_link_is_has_the_engine_measured():
+    pair = Pair(shared=True, scratch_bytes=SCRATCH_BYTES)
+    pair.start()
+    pair.run(0.1)
+    use = EngineUse(pair)
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
+    pair.decode.channel.send(link.split(":", 2)[2], encode(Measure(False, 0.01)))
+    for _ in range(100_000):
+        pair.settle(1)
+        if pair.network.heard(Measured):
+            break
+    (measured,) = pair.network.heard(Measured)
+    assert (measured.error, measured.total_bytes > 0) == ("", True)
+    assert use.batches
+    pair.settle()
+    pair.assert_idle()
+
+
+def test_a_chunk_is_reported_before_the_next_is_packed_and_a_turn_packs_a_few():
+    pair = Pair(ExtraConfig(num_slots=64), prefill_blocks=120, decode_blocks=130, shared=True)
+    source, target = tuple(range(1, 61)), tuple(range(121, 61, -1))
+    happened = []
+
+    def note_landed(message):
+        if isinstance(message, Landed):
+            happened.append("reported")
+        return [message]
+
+    pair.network.taps.append(note_landed)
+    pair.start("a", source, target)
+    with mock.patch.object(Packer, "pack", noted(happened, Packer.pack)):
+        turns = []
+        for _ in range(60):
+            before = len(happened)
+            sleep_s = pair.prefill.transfers.step(pair.clock.now)
+            pair.decode.step(pair.clock.now)
+            chunks, rest = divmod(len(happened) - before, 2)
+            assert not rest
+            # The turn that begins a fetch has a look at it more.
+            assert chunks <= (4 if turns else 8), "messages are taken between turns"
+            if chunks:
+                turns.append(chunks)
+                assert sleep_s < 0.01 or sum(turns) == 30, "nobody wakes it for the rest"
+    assert happened[1::2] == ["reported"] * 30
+    assert all(one != "reported" for one in happened[::2])
+    assert sum(turns) == 30
+    pair.prefill.results.append(pair.prefill.reports.take())
+    pair.settle()
+    assert pair.landed(source, target)
+    pair.assert_idle()
+
+
+# What D may say of its memory
+
+
+def end_of(pair):
+    card = pair.decode.arenas[0].card
+    return card.address + card.length_bytes
+
+
+OUTSIDE = {
+    "before": lambda pair, foreign: pair.decode.arenas[0].card.address - SLOT_BYTES,
+    "into the beginning": lambda pair, foreign: pair.decode.arenas[0].card.address - 1,
+    "over the end": lambda pair, foreign: end_of(pair) - 768 + 1,
+    "after": lambda pair, foreign: end_of(pair),
+    "P's own memory": lambda pair, foreign: ctypes.addressof(foreign),
+    "send slots": lambda pair, foreign: pair.decode.send.slots[0].address,
+    "pages": lambda pair, foreign: pair.decode.storage.data_ptr(),
+    "far": lambda pair, foreign: 2**62 - 1,
+}
+
+
+@pytest.mark.parametrize("where", OUTSIDE)
+def test_a_slot_outside_of_the_mapping_is_refused_and_nothing_is_written(pair, where):
+    foreign = (ctypes.c_uint8 * SLOT_BYTES)()
+    address = OUTSIDE[where](pair, foreign)
+    change(pair, Fetch, grants=(Grant(address, SLOT_BYTES, 7),) * 2)
+    sent = pair.decode.arenas[1]._storage.clone()
+    fails_alone(pair, "its chunks cannot be packed")
+    (answer,) = [written for written in pair.network.heard(Written) if not written.ok]
+    assert f"bytes at {address:#x} are named, the peer's slots are the" in answer.error
+    assert answer.quiescent
+    assert not any(foreign)
+    assert torch.equal(pair.decode.arenas[1]._storage, sent)
+    assert not pair.decode.storage[:, list(D_IDS)].any()
+    assert bytes(pair.decode.arenas[0]._shared.memory[-16:]) == pair.decode.arenas[0].card.nonce
+
+
+@pytest.mark.parametrize("length_bytes", [0, 767])
+def test_a_slot_that_is_too_small_is_refused(pair, length_bytes):
+    address = pair.decode.landing.slots[0].address
+    change(pair, Fetch, grants=(Grant(address, length_bytes, 7),) * 2)
+    fails_alone(pair, f"the slot that was granted has {length_bytes}")
+
+
+def test_scratch_memory_outside_of_the_mapping_is_refused_and_nothing_is_written():
+    pair = Pair(shared=True, scratch_bytes=SCRATCH_BYTES)
+    foreign = (ctypes.c_uint8 * SCRATCH_BYTES)()
+    scratch = pair.prefill.arenas[0]
+    scratch.view(scratch.scratch_address, SCRATCH_BYTES).fill_(7)
+    introduces(pair, scratch_address=ctypes.addressof(foreign))
+    pair.start()
+    pair.run(0.1)
+    assert "are named, the peer's slots are the" in pair.decode.failed["a"]
+    assert not any(foreign)
+    assert pair.prefill.sent == ["a"]
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("machine", ["another boot pid:[4026531836]", ""])
+def test_slots_of_another_machine_are_written_by_the_engine(pair, machine):
+    use = EngineUse(pair)
+    shown_otherwise(pair, machine=machine)
+    pair.start()
+    pair.run(0.1)
+    assert pair.landed()
+    assert len(use.batches) == len(use.slots) == 2
+    assert pair.prefill.count("failures") == 0
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("side", ["P does not map", "D does not share"])
+def test_where_one_side_leaves_it_to_the_engine_that_writes(pair, side):
+    use = EngineUse(pair)
+    if side == "P does not map":
+        pair.prefill.local.maps_peers = False
+    else:
+        introduces(pair, memory=None)
+    pair.start()
+    pair.run(0.1)
+    assert pair.landed()
+    assert len(use.batches) == len(use.slots) == 2
+    assert pair.prefill.count("failures") == 0
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("fault", ["another nonce", "no descriptor", "another file", "no process", "length"])
+def test_slots_that_cannot_be_mapped_are_written_by_the_engine(pair, fault, caplog):
+    use, other = EngineUse(pair), SharedMemory(4096)
+    with open(os.devnull, "rb") as plain:
+        changes = {
+            "another nonce": {"nonce": b"0123456789abcdef"},
+            "no descriptor": {"descriptor": 2**31 - 1},
+            "another file": {"descriptor": plain.fileno()},
+            "no process": {"pid": 2**31 - 1},
+            "length": {"descriptor": other.card.descriptor},
+        }
+        shown_otherwise(pair, **changes[fault])
+        pair.start()
+        pair.run(0.1)
+    assert pair.landed()
+    assert len(use.batches) == len(use.slots) == 2
+    assert pair.prefill.count("failures", reason="shared_memory") == pair.prefill.count("failures") == 1
+    assert "are not mapped, the engine writes them" in caplog.text
+    pair.assert_idle()
+
+
+def test_a_peer_that_greets_anew_with_other_memory_is_mapped_anew(pair):
+    """D's process is another one: what it was known by before is not written any more."""
+    pair.start()
+    pair.run(0.1)
+    before = slots_of(pair)
+    fresh = Pair(shared=True).decode.arenas[0]
+    pair.network.taps.append(
+        lambda message: [
+            msgspec.structs.replace(
+                message, introduction=msgspec.structs.replace(message.introduction, memory=fresh.card)
+            )
+            if isinstance(message, Hello)
+            else message
+        ]
+    )
+    pair.decode.transfers.decode.peers.greet_anew()
+    pair.settle()
+    pair.start("b", (7, 8), (30, 31))
+    pair.settle()
+    assert "the peer's slots are the" in pair.decode.failed["b"]
+    assert torch.equal(slots_of(pair), before)
+
+
+# What lands
+
+
+def landing_view(pair, generation):
+    """D's slot that was lent under a generation."""
+    (slot,) = [slot for slot in pair.decode.landing.slots if slot.generation == generation]
+    return pair.decode.arenas[0].view(slot.address, slot.length_bytes)
+
+
+@pytest.mark.parametrize("byte", [0, 100, 767])
+def test_a_byte_that_changes_in_the_slot_fails_the_load(pair, byte):
+    flipped = []
+
+    def flip(message):
+        if isinstance(message, Landed) and message.transfer_id == 1 and not flipped:
+            flipped.append(message)
+            landing_view(pair, message.generation)[byte] ^= 0xFF
+        return [message]
+
+    pair.network.taps.append(flip)
+    fails_alone(pair, "landed with another digest than it was sent with", "digest")
+
+
+def test_a_chunk_of_another_digest_fails_the_load(pair):
+    change(pair, Landed, digest=1)
+    fails_alone(pair, "chunk 0 landed with another digest than it was sent with", "digest")
+
+
+def test_a_slot_that_was_not_written_fails_the_load(pair):
+    """P says that a chunk lies in the slot that it filled for another one."""
+    said = []
+
+    def swap(message):
+        if isinstance(message, Landed) and message.transfer_id == 1:
+            said.append(message.generation)
+            return [msgspec.structs.replace(message, generation=said[0])]
+        return [message]
+
+    pair.network.taps.append(swap)
+    fails_alone(pair, "was not granted to it, or was used already", "landing")
+
+
+# How it ends
+
+
+def half_way(pair):
+    """Two of five chunks have landed, and D's next grant is still on its way: it is returned."""
+    kept = []
+
+    def keep(message):
+        if isinstance(message, CreditGrant):
+            kept.append(message)
+            return []
+        return [message]
+
+    pair.network.taps.append(keep)
+    pair.start("a", SOURCE, TARGET)
+    pair.settle()
+    pair.network.taps.clear()
+    assert 0 < len(pair.network.heard(Landed)) < 5
+    assert kept
+    return kept[0]
+
+
+def say_to_prefill(pair, message):
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
+    pair.decode.channel.send(link.split(":", 2)[2], encode(message))
+
+
+def test_a_fetch_that_is_cancelled_half_way_is_answered_quiescent_and_later_grants_are_not_used():
+    pair = Pair(ExtraConfig(num_slots=2), shared=True)
+    use = EngineUse(pair)
+    late = half_way(pair)
+    landed = len(pair.network.heard(Landed))
+    pair.abort("a")
+    pair.settle()
+    (written,) = pair.network.heard(Written)
+    assert (written.ok, written.quiescent, written.error) == (False, True, "the peer cancelled it")
+    assert pair.decode.received == pair.prefill.sent == ["a"]
+    assert pair.decode.landing.taken == 0
+    before = slots_of(pair)
+    say_to_prefill(pair, late)
+    pair.run(1)
+    assert torch.equal(slots_of(pair), before)
+    assert len(pair.network.heard(Landed)) == landed
+    assert not use
+    pair.assert_idle()
+
+
+def test_a_cancelled_fetch_is_not_answered_while_a_slot_is_being_packed(pair):
+    with SlowKernels("source") as kernels:
+        pair.start("a", SOURCE, TARGET)
+        pair.settle()
+        assert kernels.pending
+        pair.abort("a")
+        pair.settle()
+        assert not pair.network.heard(Written), "the kernel may write D's slots"
+        assert not pair.prefill.sent, "and reads P's blocks"
+        assert pair.decode.received == ["a"]
+        assert quarantined(pair.decode.landing) == 5
+        kernels.finish()
+        pair.settle()
+    (written,) = pair.network.heard(Written)
+    assert (written.ok, written.quiescent) == (False, True)
+    assert not pair.network.heard(Landed), "what nobody waits for is not reported"
+    pair.assert_idle()
+
+
+def test_a_kernel_that_cannot_be_launched_fails_one_request(pair, monkeypatch):
+    packer = []
+
+    def fail_once(outbox):
+        monkeypatch.undo()
+        packer.append(outbox)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("kvconnect.prefill.outbox.SlotOutbox._pack_next", fail_once)
+    fails_alone(pair, "its chunks cannot be packed: out of memory")
+    assert packer
+
+
+def test_a_peer_that_falls_silent_keeps_its_slots_in_quarantine():
+    pair = Pair(ExtraConfig(num_slots=2, load_timeout_s=20), shared=True)
+    late = half_way(pair)
+    pair.cut()
+    pair.run(12, step_s=0.5)
+    assert "silent for 10.0 s" in pair.decode.failed["a"]
+    assert pair.decode.landing.taken == len(late.grants)
+    pair.run(20 + pair.config.quarantine_s, step_s=1)
+    assert pair.decode.landing.taken == 0
+
+
+def test_a_prefill_is_sent_while_it_is_computed(pair):
+    use = EngineUse(pair)
+    prefill = Prefill(pair, SOURCE, len(SOURCE) * BLOCK_TOKENS)
+    pair.load("a", TARGET)
+    pair.settle()
+    (fetch,) = pair.network.heard(Fetch)
+    ends = [max(span.stop for span in chunk.spans) for chunk in fetch.chunks]
+    for tokens in range(3, prefill.num_tokens, 3):
+        prefill.to(tokens)
+        pair.settle()
+        landed = [landed.chunk for landed in pair.network.heard(Landed)]
+        assert landed == [index for index, end in enumerate(ends) if end <= tokens]
+    prefill.hold()
+    pair.settle()
+    assert prefill.landed(TARGET)
+    assert (pair.decode.received, pair.decode.failed, pair.prefill.sent) == (["a"], {}, ["a"])
+    assert pair.prefill.count("streamed_requests") == 1
+    assert not use
+    pair.settle()
+    pair.assert_idle()
+
+
+def test_what_is_preempted_is_packed_anew(pair):
+    use = EngineUse(pair)
+    prefill = Prefill(pair, SOURCE, len(SOURCE) * BLOCK_TOKENS)
+    pair.load("a", TARGET)
+    pair.settle()
+    prefill.to(20)
+    pair.settle()
+    assert pair.network.heard(Landed)
+    prefill.lose(tuple(range(30, 20, -1)))
+    pair.settle()
+    prefill.hold()
+    pair.run(0.2)
+    assert pair.decode.failed == {}
+    assert prefill.landed(TARGET)
+    assert not use
+    pair.assert_idle()

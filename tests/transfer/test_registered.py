@@ -1,0 +1,147 @@
+"""What an engine is given: slots, and no page; and how it is given back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from kvconnect.cache.region_table import CacheTensor
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.engine.memory import MemoryEngine
+from kvconnect.errors import LocalError
+from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.pack.arena import Arena
+from kvconnect.peer.messages import CacheMeaning
+from tests.identities import named
+from tests.ports import free_port
+
+SPEC = FullAttentionSpec(16, 2, 8, torch.float16)
+
+
+class Recording(MemoryEngine):
+    def register(self, spans):
+        self.given = list(spans)
+        super().register(spans)
+
+
+def start(engine, role, **extra):
+    """A worker that serves peers, and its cache."""
+    config = parse_kv_transfer_config({"kv_role": role, "kv_connector_extra_config": extra})
+    worker = WorkerConnector(
+        config,
+        KVCacheConfig(8, (KVCacheGroup(("a",), SPEC),)),
+        {0: 16},
+        CacheMeaning(named(), None, 1),
+        registry=CollectorRegistry(),
+        engine=engine,
+    )
+    cache = torch.zeros(8, 2, 16, 2, 8, dtype=torch.float16)
+    worker.register_kv_caches({"a": CacheTensor(cache, "block plane token head content")})
+    return worker, cache
+
+
+def registered(role, **extra):
+    """The spans that a worker's engine is given, and the addresses of its cache's first and last byte."""
+    engine = Recording("127.0.0.1")
+    worker, cache = start(engine, role, **extra)
+    worker.close()
+    return engine.given, cache.data_ptr(), cache.data_ptr() + cache.numel() * 2 - 1
+
+
+class Stuck(MemoryEngine):
+    """An engine whose poll does not return until it is let go."""
+
+    def __init__(self, host):
+        super().__init__(host)
+        self.polled, self.go_on, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def poll(self):
+        self.polled.set()
+        self.go_on.wait(20)
+        return super().poll()
+
+    def close(self):
+        super().close()
+        self.closed.set()
+
+
+def test_a_thread_that_does_not_stop_is_reported_and_releases_all_when_it_does(monkeypatch, caplog):
+    monkeypatch.setattr("kvconnect.halves.transfer_worker._CLOSE_TIMEOUT_S", 0.2)
+    engine = Stuck("127.0.0.1")
+    worker, _ = start(engine, "kv_both", slot_bytes=1 << 16)
+    assert engine.polled.wait(5)
+    worker.close()
+    assert not engine.closed.is_set(), "closed under a running call"
+    assert worker._metrics.failures.values()[("close_timeout",)] == 1
+    assert "did not stop within 0.2 s" in caplog.text
+    assert "engine memory" in caplog.text
+    worker.close()
+    engine.go_on.set()
+    assert engine.closed.wait(5)
+
+
+def covers(spans, address):
+    return any(span.address <= address < span.address + span.length_bytes for span in spans)
+
+
+@pytest.mark.parametrize(("role", "arenas"), [("kv_producer", 1), ("kv_consumer", 1), ("kv_both", 2)])
+def test_slots_are_registered_and_no_page(role, arenas):
+    spans, first, last = registered(role, slot_bytes=1 << 16)
+    assert len(spans) == arenas
+    assert not covers(spans, first)
+    assert not covers(spans, last)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_the_memory_of_all_slots_lives_as_long_as_the_worker(role, monkeypatch):
+    arenas = []
+
+    class Watched(Arena):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            arenas.append(weakref.ref(self))
+
+    monkeypatch.setattr("kvconnect.transfer.local.Arena", Watched)
+    worker, _ = start(MemoryEngine("127.0.0.1"), role, slot_bytes=1 << 16)
+    gc.collect()
+    assert len(arenas) == (2 if role == "kv_both" else 1)
+    assert all(arena() is not None for arena in arenas)
+    worker.close()
+
+
+def test_slots_that_cannot_be_measured_leave_nothing_registered_and_nothing_open(monkeypatch):
+    def out_of_memory(arena):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("kvconnect.transfer.local.pack_bytes_per_s", out_of_memory)
+    engine, port = Recording("127.0.0.1"), free_port()
+    engine.given = []
+    for _ in range(2):
+        # What listens at the port was closed the first time.
+        with pytest.raises(RuntimeError, match="out of memory"):
+            start(engine, "kv_both", slot_bytes=1 << 16, port=port)
+    assert engine.given == []
+
+
+def test_a_worker_sleeps_only_once_its_thread_has_let_go(monkeypatch):
+    """A stack takes the pages away as soon as the call returns."""
+    monkeypatch.setattr("kvconnect.halves.transfer_worker._CLOSE_TIMEOUT_S", 0.3)
+    engine = Stuck("127.0.0.1")
+    worker, _ = start(engine, "kv_both", slot_bytes=1 << 16)
+    assert engine.polled.wait(5)
+    with pytest.raises(LocalError, match="cannot sleep: .* pages are still being read"):
+        worker.sleep()
+    engine.go_on.set()
+    worker.sleep()
+    worker.wake()
+    monkeypatch.setattr(worker._transfers.decode, "loads", {"a": None, "b": None})
+    with pytest.raises(LocalError, match="cannot sleep: requests are being loaded"):
+        worker.sleep()
+    monkeypatch.undo()
+    worker.close()

@@ -1,0 +1,158 @@
+"""The bookkeeping of slots: one table of legal moves, and no slot in two hands."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.errors import LocalError
+from kvconnect.transfer.slots import SLOT_TRANSITIONS, SlotEvent, SlotPool, SlotState
+
+LEGAL = {
+    ("free", "lend"): "theirs",
+    ("free", "pack"): "ours",
+    ("theirs", "landed"): "ours",
+    ("ours", "submit"): "theirs",
+    ("ours", "return"): "free",
+    ("theirs", "return"): "free",
+    ("theirs", "lose"): "quarantined",
+    ("quarantined", "return"): "free",
+}
+TAKING = (SlotEvent.LEND, SlotEvent.PACK)
+
+
+def make_pool(count=3, first_generation=10):
+    return SlotPool([4096 * (1 + index) for index in range(count)], 4096, first_generation)
+
+
+def slot_in(pool, state):
+    """A slot of the pool that is in this state."""
+    if state is SlotState.FREE:
+        return pool.slots[0]
+    slot = pool.take(SlotEvent.LEND)
+    steps = {
+        SlotState.THEIRS: (),
+        SlotState.OURS: (SlotEvent.LANDED,),
+        SlotState.QUARANTINED: (SlotEvent.LOSE,),
+    }
+    for event in steps[state]:
+        pool.move(slot, event)
+    assert slot.state is state
+    return slot
+
+
+def test_the_table_has_these_moves_and_no_others():
+    table = {
+        (state.name.lower(), event.name.lower()): after.name.lower()
+        for (state, event), after in SLOT_TRANSITIONS.items()
+    }
+    assert table == LEGAL
+
+
+@pytest.mark.parametrize("event", list(SlotEvent))
+@pytest.mark.parametrize("state", list(SlotState))
+def test_a_slot_changes_only_along_the_table(state, event):
+    pool = make_pool()
+    slot = slot_in(pool, state)
+    generation, free = slot.generation, pool.free
+    after = LEGAL.get((state.name.lower(), event.name.lower()))
+    if after is None:
+        with pytest.raises(LocalError, match=f"{state.value}, but {event.value}"):
+            pool.move(slot, event)
+        assert (slot.state, slot.generation, pool.free) == (state, generation, free)
+    elif state is not SlotState.FREE:
+        pool.move(slot, event)
+        assert slot.state.name.lower() == after
+        assert pool.free == free + (after == "free")
+
+
+@pytest.mark.parametrize("event", [event for event in SlotEvent if event not in TAKING])
+def test_a_free_slot_is_only_taken_to_be_lent_or_filled(event):
+    pool = make_pool()
+    with pytest.raises(LocalError):
+        pool.take(event)
+    assert pool.free == 3
+    assert {slot.state for slot in pool.slots} == {SlotState.FREE}
+    assert len({pool.take(SlotEvent.LEND).address for _ in range(3)}) == 3, "one was lost"
+
+
+def test_no_slot_is_given_out_twice_and_none_beyond_those_that_are():
+    pool = make_pool()
+    taken = [pool.take(event) for event in (SlotEvent.LEND, SlotEvent.PACK, SlotEvent.LEND)]
+    assert {slot.address for slot in taken} == {4096, 8192, 12288}
+    assert [slot.generation for slot in taken] == [10, 11, 12]
+    assert (pool.free, pool.taken) == (0, 3)
+    with pytest.raises(LocalError, match="all 3 slots are taken"):
+        pool.take(SlotEvent.LEND)
+    pool.move(taken[1], SlotEvent.RETURN)
+    again = pool.take(SlotEvent.LEND)
+    assert (again, again.generation) == (taken[1], 13)
+
+
+def test_a_pool_without_slots_has_none():
+    pool = SlotPool((), 0, 1)
+    assert (pool.free, pool.taken) == (0, 0)
+    with pytest.raises(LocalError, match="all 0 slots are taken"):
+        pool.take(SlotEvent.LEND)
+
+
+@pytest.mark.parametrize(("count", "most"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (8, 7)])
+def test_of_more_than_two_slots_no_holder_has_all(count, most):
+    pool = make_pool(count)
+    taken = []
+    while pool.room_for("one") > 0:
+        taken.append(pool.take(SlotEvent.LEND, "one"))
+    assert len(taken) == most
+    assert pool.room_for("other") == count - most
+    for slot in taken:
+        pool.move(slot, SlotEvent.LOSE)
+    assert pool.room_for("one") == 0, "what may still be touched counts"
+    for slot in taken:
+        pool.move(slot, SlotEvent.RETURN)
+    assert pool.room_for("one") == pool.room_for("other") == most
+    assert not pool._taken_for
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_whatever_happens_every_slot_is_in_one_place_and_no_generation_comes_twice(seed):
+    rng = random.Random(seed)
+    pool = make_pool(rng.randint(1, 5))
+    generations = []
+    for _ in range(60):
+        slot = rng.choice(pool.slots)
+        event = rng.choice(list(SlotEvent))
+        try:
+            if event in TAKING and rng.random() < 0.8:
+                generations.append(pool.take(event).generation)
+            elif slot.state is not SlotState.FREE:
+                pool.move(slot, event)
+        except LocalError:
+            pass
+        free = [slot for slot in pool.slots if slot.state is SlotState.FREE]
+        assert (pool.free, pool.taken) == (len(free), len(pool.slots) - len(free))
+        assert {id(slot) for slot in pool._free} == {id(slot) for slot in free}
+    assert generations == sorted(set(generations))
+
+
+@given(st.integers(3, 12), st.lists(st.sampled_from("abc"), max_size=40), st.randoms(use_true_random=False))
+def test_however_often_one_holder_loses_slots_some_are_left_for_others(count, holders, chance):
+    """Each in turn takes what it may have, and loses some of it."""
+    pool = make_pool(count)
+    for holder in holders:
+        taken = [pool.take(SlotEvent.LEND, holder) for _ in range(pool.room_for(holder))]
+        for slot in taken:
+            pool.move(slot, SlotEvent.LOSE if holder == "a" and chance.random() < 0.7 else SlotEvent.RETURN)
+        assert pool.room_for("b") >= 1
+    for slot in pool.slots:
+        if slot.state is SlotState.QUARANTINED:
+            pool.move(slot, SlotEvent.RETURN)
+    assert pool.room_for("a") == count - 1
+
+
+def test_how_many_slots_there_are_is_shown_beside_those_that_are_taken(pair):
+    for worker in pair.workers:
+        assert worker.gauge("slots_landing_limit") == len(worker.landing.slots)
+        assert worker.gauge("slots_send_limit") == len(worker.send.slots)

@@ -1,0 +1,252 @@
+"""Ranks of P and ranks of D that divide layers and heads in different ways: every byte lands, and no other.
+
+The whole product of topologies is long (``-m full``); outside of it every m to n of each axis meets once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from kvconnect.cache.shard import Topology
+from kvconnect.config import ExtraConfig
+from kvconnect.peer.agreement import disagreement
+from kvconnect.peer.messages import Fetch, Landed, Release
+from tests.prefill.keeping import KeepingRanks
+from tests.prefill.test_streaming_geometry import SteppedPrefill, check_landed
+from tests.transfer.pair import Clock, FakeWorker, TappedNetwork
+from tests.transfer.ranks import Ranks
+from tests.transfer.shapes import Model, same_blocks
+from tests.transfer.test_packed_geometry import move
+
+MODELS = {
+    "full": Model({"full": 4}, heads=4),
+    "latent": Model({"latent": 4}),
+    "head": Model({"full": 4}, heads=1),
+    "windows": Model({"full": 2, "window": 3}, heads=2),
+    "hybrid": Model({"full": 2, "window": 1, "latent": 1, "state": 2}, heads=4),
+}
+PIPELINES = ((0,), (0, 2), (0, 1, 3))
+TENSORS = (1, 2, 4)
+BLOCKS = (16, 64)
+
+
+def sides(num_heads: int | None):
+    """Every pair of topologies with blocks, as far as ranks can keep tokens in turns of such a length."""
+    axes = (PIPELINES, TENSORS, (1, 2), BLOCKS)
+    for p, p_tp, p_turns, p_block, d, d_tp, d_turns, d_block in itertools.product(*axes, *axes):
+        turn = p_block if p_turns < d_turns else d_block if d_turns < p_turns else 16
+        prefill, decode = Topology(p_tp, p, p_turns, turn), Topology(d_tp, d, d_turns, turn)
+        divided = [block for block, turns in ((p_block, p_turns), (d_block, d_turns)) if turns > 1]
+        if any(side.refusal(0, num_heads) for side in (prefill, decode)) or any(b % turn for b in divided):
+            continue
+        yield prefill, decode, (p_block, d_block)
+
+
+CASES = [
+    (name, *case)
+    for name, model in MODELS.items()
+    for case in sides(model.num_heads)
+    if name in ("latent", "head") or case[0].context == case[1].context == 1
+]
+SAMPLE = random.Random(11).sample(CASES, 60)
+
+
+def check(name, prefill, decode, blocks):
+    ranks = Ranks(
+        MODELS[name],
+        same_blocks(blocks[0], 16, layout="HND"),
+        same_blocks(blocks[1], 16, reverse_groups=True),
+        prefill,
+        decode,
+        ExtraConfig(num_slots=2),
+        slot_bytes=1 << 13,
+    )
+    move(ranks, num_tokens=130, known_tokens=50)
+    ranks.settle()
+    # Every rank of P is let go, also one that nobody fetches from.
+    assert [worker.sent for worker in ranks.prefill] == [["a"]] * prefill.size
+    ranks.assert_idle()
+    return ranks
+
+
+@pytest.mark.parametrize(("name", "prefill", "decode", "blocks"), SAMPLE)
+def test_any_topology_to_any_other(name, prefill, decode, blocks):
+    check(name, prefill, decode, blocks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(20))
+def test_every_topology_to_every_other(part):
+    for case in CASES[part::20]:
+        check(*case)
+
+
+def test_a_rank_without_layers_of_a_group_is_not_asked_for_it():
+    # Layers 0, 2 are full and 1, 3, 4 are windows; the last rank of P has windows only.
+    ranks = check("windows", Topology(1, (0, 3)), Topology(1), (16, 16))
+    window = ranks.decode[0].cache.group_of("window")
+    asked = [
+        {span.group for chunk in fetch.chunks for span in chunk.spans} for fetch in ranks.network.heard(Fetch)
+    ]
+    assert sorted(asked, key=len) == [{window}, {0, 1}]
+
+
+def test_a_rank_that_nobody_fetches_from_is_let_go():
+    model = MODELS["latent"]
+    ranks = Ranks(model, same_blocks(16), same_blocks(16), Topology(2, (0, 2)), Topology(1))
+    move(ranks, num_tokens=40)
+    ranks.settle()
+    assert len(ranks.network.heard(Fetch)) == 2
+    assert len(ranks.network.heard(Release)) == 2
+    assert [worker.sent for worker in ranks.prefill] == [["a"]] * 4
+
+
+def test_a_layer_that_its_rank_does_not_have_is_named():
+    ranks = Ranks(MODELS["full"], same_blocks(16), same_blocks(16), Topology(1, (0, 2)))
+    local = ranks.prefill[1].local
+    table = local.introduction.table
+    kept = tuple(region for region in table.regions if region.layer != "full.3")
+    local.introduction = replace(local.introduction, table=replace(table, regions=kept))
+    ranks.prefilled("a", 20)
+    ranks.fetched("a", 20)
+    ranks.run(1)
+    assert "layer 'full.3': the source has none of the bytes" in ranks.decode[0].failed["a"]
+
+
+def test_layers_without_numbers_are_not_divided_over_pipeline_ranks():
+    network = TappedNetwork(Clock())
+    workers = [FakeWorker("P", 9, network, ExtraConfig(), stages=stages) for stages in ((0, 1), (0,))]
+    ours, theirs = (worker.local.introduction for worker in workers)
+    assert disagreement(theirs, theirs) is None
+    for pair in ((ours, theirs), (theirs, ours)):
+        assert "layer 'layer0' has no number" in disagreement(*pair)
+
+
+@pytest.mark.parametrize("stages", [(1,), (0, 9, 3), (0, 1 << 20)])
+def test_a_peer_whose_ranks_cannot_be_is_refused_by_name(stages):
+    ranks = Ranks(MODELS["full"], same_blocks(16), same_blocks(16))
+    worker = ranks.prefill[0]
+    meaning = worker.local.introduction.meaning
+    worker.local.introduction = replace(worker.local.introduction, meaning=replace(meaning, stages=stages))
+    ranks.prefilled("a", 20)
+    ranks.fetched("a", 20)
+    ranks.run(1)
+    assert "is in no world of 1 tensor-parallel ranks" in ranks.decode[0].failed["a"]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [((0, 2), (0,)), ((0,), (0, 2)), ((0, 2), (0, 2))])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_is_kept_by_name_comes_from_all_pipeline_ranks(prefill, decode, tensor):
+    ranks = KeepingRanks(
+        MODELS["full"],
+        same_blocks(8),
+        same_blocks(32),
+        Topology(tensor, prefill),
+        Topology(3 - tensor, decode),
+    )
+    truth = ranks.keep("a", 64)
+    blocks = ranks.pull("a", 64)
+    ranks.run_until_ended()
+    assert not ranks.failed
+    assert [worker.cache.differences(truth, blocks) for worker in ranks.decode] == [[]] * len(ranks.decode)
+
+
+def in_turns(context: int, interleave: int, tensor: int = 0, stages: tuple[int, ...] = (0,)) -> Topology:
+    return Topology(tensor or context, stages, context, interleave)
+
+
+TURNS = [
+    # Equal on both sides: any blocks, and turns of any length that divides them.
+    *((in_turns(2, 1), in_turns(2, 1), blocks) for blocks in ((16, 16), (16, 64), (64, 16))),
+    (in_turns(2, 4), in_turns(2, 4), (16, 64)),
+    (in_turns(2, 16, 4, (0, 2)), in_turns(2, 16, 2), (64, 64)),
+    # On one side only, or of unlike numbers of ranks: a turn is a block of who keeps more than is shared.
+    (Topology(), in_turns(2, 16), (16, 16)),
+    (Topology(2), in_turns(2, 16), (16, 64)),
+    (in_turns(2, 16), Topology(), (16, 16)),
+    (in_turns(2, 64), Topology(1, (0, 1)), (64, 64)),
+    (in_turns(4, 16), in_turns(2, 16), (64, 16)),
+    (in_turns(2, 16), in_turns(4, 16, 4, (0, 3)), (16, 16)),
+    (in_turns(2, 16, 2, (0, 2)), in_turns(3, 16, 6), (16, 16)),
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "blocks"), TURNS)
+@pytest.mark.parametrize(("num_tokens", "known_tokens"), [(300, 0), (300, 129), (17, 0), (128, 64)])
+def test_ranks_that_keep_tokens_in_turns(prefill, decode, blocks, num_tokens, known_tokens):
+    ranks = Ranks(
+        MODELS["latent"],
+        same_blocks(blocks[0], 16),
+        same_blocks(blocks[1], 16),
+        prefill,
+        decode,
+        ExtraConfig(num_slots=2),
+        slot_bytes=1 << 10,
+    )
+    move(ranks, num_tokens, known_tokens)
+    ranks.settle()
+    assert [worker.sent for worker in ranks.prefill] == [["a"]] * prefill.size
+    ranks.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(in_turns(2, 16, 4), Topology(1)), (Topology(4), in_turns(2, 16, 4))]
+)
+def test_heads_and_turns(prefill, decode):
+    """Two heads over four ranks: two ranks have each, and take turns."""
+    shape = same_blocks(16, layout="HND")
+    ranks = Ranks(Model({"full": 3}, heads=2), shape, shape, prefill, decode)
+    move(ranks, num_tokens=130)
+    ranks.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode", "blocks", "reason"),
+    [
+        (
+            "latent",
+            in_turns(2, 16),
+            in_turns(2, 8),
+            (16, 16),
+            "is [2, 16] on the prefill node, [2, 8] on the decode node; accepted: turns of",
+        ),
+        ("latent", in_turns(2, 16), Topology(), (16, 64), "cache group 0 of 'D' has blocks of 64 tokens"),
+        ("latent", Topology(), in_turns(2, 1), (16, 16), "cache group 0 of 'P' has blocks of 16 tokens"),
+        ("windows", in_turns(2, 16, 4), Topology(), (16, 16), "layers that see all tokens"),
+        ("full", in_turns(2, 16, 4), Topology(), (16, 16), "4 heads do not have 2 ranks of each"),
+    ],
+)
+def test_turns_that_do_not_match_are_refused_with_both_numbers(model, prefill, decode, blocks, reason):
+    ranks = Ranks(MODELS[model], same_blocks(blocks[0]), same_blocks(blocks[1]), prefill, decode)
+    ranks.prefilled("a", 20)
+    ranks.fetched("a", 20)
+    ranks.run(1)
+    assert reason in ranks.decode[0].failed["a"]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_is_kept_in_turns_is_sent_once_all_of_it_is_computed(is_whole):
+    turns = in_turns(2, 16)
+    ranks = Ranks(
+        MODELS["latent"],
+        same_blocks(16),
+        same_blocks(16),
+        Topology() if is_whole else turns,
+        turns,
+        num_blocks=60,
+    )
+    prefill = SteppedPrefill(ranks, 250)
+    blocks = ranks.fetched("a", 250)
+    before = [worker.cache.outside(blocks) for worker in ranks.decode]
+    ranks.settle()
+    prefill.to(130)
+    ranks.settle(20)
+    assert not ranks.network.heard(Landed)
+    prefill.hold()
+    ranks.run_until_received(1)
+    check_landed(ranks, prefill, blocks, before)
+    ranks.assert_idle()

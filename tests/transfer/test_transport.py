@@ -1,0 +1,323 @@
+"""What carries bytes between two workers: found when they meet, reported once, and refused by settings."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from kvconnect.config import ExtraConfig
+from kvconnect.engine.base import Completion
+from kvconnect.engine.fabric import Fabric
+from kvconnect.peer.messages import Fetch
+from kvconnect.peer.transport import Transport
+from kvconnect.prefill.calibration import ProbeOutbox
+from kvconnect.prefill.link_meter import LinkMeter
+from kvconnect.transfer.link_reports import refusal
+from tests.engine.faulty_engine import FaultyEngine
+from tests.transfer.pair import SLOT_BYTES, Clock, FakeWorker, Pair
+
+MIB = 1 << 20
+SCRATCH_BYTES = 8 * SLOT_BYTES
+
+
+class LinkEngine(FaultyEngine):
+    """The double as an engine that names a lane, and takes so long for every batch."""
+
+    def __init__(self, words: str, seconds: float, clock: Clock) -> None:
+        super().__init__(clock=clock)
+        self.capabilities = replace(self.capabilities, lane=words)
+        self.seconds = seconds
+
+    def start_at(self, flight) -> float:
+        return max(super().start_at(flight), flight.submitted_at + self.seconds)
+
+
+class LinkedPair(Pair):
+    """A pair over a lane, with memory to calibrate it; ``eth7`` has a megabit a second."""
+
+    def __init__(self, words="tcp", seconds=0.05, *, prefill=None, decode=None) -> None:
+        self.words, self.seconds = words, seconds
+        super().__init__(ExtraConfig(**(decode or {})), prefill_config=ExtraConfig(**(prefill or {})))
+        self.prefill.local.fabric = Fabric(speeds={"eth7": 1})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        configs = {"P": self.prefill_config or self.config, "D": self.config}
+        self.prefill, self.decode = (
+            FakeWorker(
+                name,
+                blocks,
+                self.network,
+                configs[name],
+                scratch_bytes=SCRATCH_BYTES,
+                engine=LinkEngine(self.words, self.seconds, self.clock),
+            )
+            for name, blocks in (("P", self.prefill_blocks), ("D", self.decode_blocks))
+        )
+        self.prefill.storage.normal_()
+
+    def request(self, name: str, seconds: float = 2.0) -> None:
+        self.start(name)
+        self.run(seconds)
+
+    def return_as(self, incarnation: str) -> None:
+        """P's process is gone, and one of this name answers at its address."""
+        channel, ours = self.prefill.channel, self.prefill.local.introduction
+        self.network.kill(channel.port)
+        self.settle()
+        self.prefill.local.introduction = msgspec.structs.replace(ours, incarnation=incarnation)
+        self.network._channels[channel.port] = channel
+        self.run(30)
+
+
+def lines(caplog, words: str, level: int) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno == level and words in one.getMessage()]
+
+
+def test_both_sides_say_once_what_carries_the_bytes_and_count_them_by_it(caplog):
+    caplog.set_level(logging.INFO)
+    pair = LinkedPair("tcp/eth7")
+    for name in "abc":
+        pair.request(name, 3)
+        assert pair.landed()
+    assert pair.decode.received == list("abc")
+    (found,) = pair.network.heard(Transport)
+    assert (found.lane, found.device, found.known_by) == ("tcp", "eth7", "")
+    assert found.bytes_per_s == pytest.approx(SCRATCH_BYTES / 0.05)
+    shown = lines(
+        caplog, "tcp (eth7), at 0.000164 GB/s, 131% of the 0.000125 that it should give", logging.INFO
+    )
+    assert len(shown) == 2
+    assert any("decode node D rank 0" in line for line in shown)
+    assert any("prefill node P rank 0" in line for line in shown)
+    for worker, direction in ((pair.prefill, "sent"), (pair.decode, "received")):
+        moved = worker.count("transfer_bytes", direction=direction)
+        assert moved == worker.count("transfer_bytes", direction=direction, lane="tcp") > 0
+        rate = worker.metrics.registry.get_sample_value("kvconnect_link_bytes_per_second", {"lane": "tcp"})
+        assert rate == found.bytes_per_s
+        assert worker.count("failures") == 0
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize(("seconds", "is_slow"), [(0.08, False), (0.18, True)])
+def test_a_slow_link_is_warned_of_once_and_counted(caplog, seconds, is_slow):
+    pair = LinkedPair("tcp/eth7", seconds)
+    for name in "abc":
+        pair.request(name, 4)
+    assert pair.decode.received == list("abc")
+    # A greeting more, and with it a calibration.
+    pair.decode.transfers.decode.peers.greet_anew()
+    pair.request("d", 4)
+    assert len(pair.network.heard(Transport)) == 2
+    for worker in (pair.prefill, pair.decode):
+        assert worker.count("failures", reason="slow_link") == is_slow
+    assert len(lines(caplog, "is slow: tcp (eth7), at 4.1e-05 GB/s, 33%", logging.WARNING)) == 2 * is_slow
+
+
+REFUSALS = {
+    "require_lane": ({"require_lane": "rdma,nvlink"}, "require_lane is 'rdma,nvlink'"),
+    "min_gb_per_s": ({"min_gb_per_s": 1e-3}, "min_gb_per_s is 0.001"),
+}
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("setting", REFUSALS)
+def test_a_peer_that_is_reached_otherwise_is_refused_by_name_and_asked_at_the_breakers_pace(setting, side):
+    setting, words = REFUSALS[setting]
+    pair = LinkedPair(prefill=setting) if side == "P" else LinkedPair(decode=setting)
+    pair.request("a")
+    assert "its lane is tcp, at 0.000164 GB/s" in pair.decode.failed["a"]
+    assert words in pair.decode.failed["a"]
+    assert ("by the prefill node's settings" in pair.decode.failed["a"]) == (side == "P")
+    assert not pair.landed()
+    assert pair.prefill.count("transfers", outcome="refused") == (side == "P"), "it does not rely on D"
+    assert pair.prefill.count("transfer_bytes") == 0
+    assert pair.prefill.sent == ["a"], "what it held is free"
+    assert len(pair.network.heard(Fetch)) == 1
+    for number in range(200):
+        pair.request(f"b{number}", 0.3)
+    pair.run(10)
+    # Doubling from a quarter of a second up to ten. Those that come during a calibration wait for it.
+    assert 8 <= len(pair.network.heard(Transport)) <= 16
+    assert len(pair.network.heard(Fetch)) <= 40
+    assert all(words in pair.decode.failed[f"b{number}"] for number in range(200))
+    assert pair.decode.count("failures", reason="transport_refused") == 201
+    assert pair.decode.count("failures") == 201 + pair.decode.count("failures", reason="slow_link")
+    assert pair.decode.count("transfer_bytes") == 0
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_a_peer_whose_calibration_was_disturbed_is_refused_for_a_while_only(side):
+    setting = {"min_gb_per_s": 1e-4}
+    pair = LinkedPair(prefill=setting) if side == "P" else LinkedPair(decode=setting)
+    pair.prefill.engine.seconds = 0.3
+    pair.request("a", 6)
+    assert "min_gb_per_s" in pair.decode.failed["a"]
+    pair.prefill.engine.seconds = 0.05
+    pair.request("b", 5)
+    assert "b" in pair.decode.received
+    assert "b" not in pair.decode.failed
+    assert pair.landed()
+    pair.assert_idle()
+
+
+def test_another_process_at_the_address_of_a_refused_one_is_met_anew():
+    pair = LinkedPair(decode={"require_lane": "rdma"})
+    pair.request("a")
+    assert "require_lane" in pair.decode.failed["a"]
+    pair.prefill.engine.capabilities = replace(pair.prefill.engine.capabilities, lane="rdma mlx5_0")
+    pair.return_as("P started again")
+    pair.request("b")
+    assert "b" in pair.decode.received
+    assert "b" not in pair.decode.failed
+    assert pair.landed()
+    assert pair.decode.count("transfer_bytes", lane="rdma") > 0
+    pair.return_as("P started a third time")
+    pair.prefill.engine.capabilities = replace(pair.prefill.engine.capabilities, lane="tcp")
+    pair.request("c")
+    assert "require_lane" in pair.decode.failed["c"]
+
+
+@pytest.mark.parametrize("setting", REFUSALS)
+def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_settings(setting):
+    pair = LinkedPair(decode=REFUSALS[setting][0])
+    pair.network.taps.append(lambda message: () if isinstance(message, Transport) else (message,))
+    pair.request("a", 5)
+    assert "its lane is not reported by its release" in pair.decode.failed["a"]
+    assert REFUSALS[setting][1] in pair.decode.failed["a"]
+    pair.run(20)
+    pair.request("b", 5)
+    assert "not reported" in pair.decode.failed["b"]
+    assert pair.decode.count("failures", reason="transport_refused") == 2
+    assert pair.decode.count("transfer_bytes") == 0
+    pair.assert_idle()
+    plain = LinkedPair()
+    plain.network.taps.append(pair.network.taps[0])
+    plain.request("a", 5)
+    assert plain.landed()
+    assert "a" not in plain.decode.failed
+    assert plain.decode.count("transfer_bytes", lane="unknown") > 0
+
+
+def test_a_calibration_that_failed_refuses_for_a_while_only():
+    pair = LinkedPair(decode={"min_gb_per_s": 1e-6})
+    pair.prefill.engine.fail_next(True)
+    pair.request("a")
+    assert "at a rate that was not measured" in pair.decode.failed["a"]
+    pair.run(20)
+    pair.request("b")
+    assert "b" in pair.decode.received
+    assert "b" not in pair.decode.failed
+    assert pair.landed()
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_peer_whose_link_cannot_be_measured_is_refused(side):
+    """One side has no scratch memory."""
+    pair = LinkedPair(decode={"min_gb_per_s": 1e-6})
+    local = getattr(pair, side).local
+    local.introduction = msgspec.structs.replace(local.introduction, scratch_bytes=0)
+    pair.request("a")
+    assert "at a rate that was not measured" in pair.decode.failed["a"]
+    assert "min_gb_per_s" in pair.decode.failed["a"]
+
+
+@pytest.mark.parametrize("setting", REFUSALS)
+def test_a_link_is_measured_with_however_little_scratch_memory(setting):
+    pair = LinkedPair("UCX", decode=REFUSALS[setting][0])
+    for worker in (pair.prefill, pair.decode):
+        ours = worker.local.introduction
+        worker.local.introduction = msgspec.structs.replace(ours, scratch_bytes=64)
+    for name in ("a", "b"):
+        pair.request(name, 20)
+        assert f"{64 / 0.05 / 1e9:.3g} GB/s" in pair.decode.failed[name]
+    assert len(pair.network.heard(Transport)) == 2
+    assert pair.decode.count("failures", reason="peer_lost") == 0
+
+
+@pytest.mark.parametrize("lane", ["unknown", "tcp"])
+def test_a_lane_that_cannot_be_told_is_none_of_those_that_are_required(lane):
+    found = Transport(lane, bytes_per_s=1e9)
+    assert bool(refusal(ExtraConfig(require_lane="tcp, rdma"), found)) == (lane == "unknown")
+    assert not refusal(ExtraConfig(min_gb_per_s=1.0), found)
+    assert refusal(ExtraConfig(min_gb_per_s=1.1), found)
+    assert not refusal(ExtraConfig(), found)
+
+
+class Reported:
+    """What a meter reports: shown rates, and those to be judged."""
+
+    def __init__(self) -> None:
+        self.shown: list[float] = []
+        self.judged: list[float] = []
+
+    def show(self, found: Transport) -> None:
+        self.shown.append(found.bytes_per_s)
+
+    def measured(self, peer: str, found: Transport) -> None:
+        self.judged.append(found.bytes_per_s)
+
+
+def metered(chunks, expected=10e9):
+    """A meter that saw chunks: of so many bytes, posted and ended at these times, alone or not."""
+    reported = Reported()
+    meter = LinkMeter("D", Transport("rdma", expected_bytes_per_s=expected), reported)
+    for number, (size, began, ended, is_alone) in enumerate(chunks):
+        meter.moved(Completion(number, True, True, size, ended - began), ended, is_alone=is_alone)
+    return reported
+
+
+def test_chunks_that_follow_each_other_take_the_time_between_their_ends():
+    # Each has two more before it on its way, and comes a millisecond after the one before.
+    chunks = [(4 * MIB, n / 1000, (n + 3) / 1000, True) for n in range(16)]
+    (rate,) = metered(chunks).shown
+    assert rate == pytest.approx(64 * MIB / 0.018)
+
+
+def test_what_is_small_or_shares_the_link_measures_nothing():
+    small = [(MIB - 1, n / 1000, (n + 1) / 1000, True) for n in range(200)]
+    shared = [(4 * MIB, n / 1000, (n + 1) / 1000, False) for n in range(200)]
+    assert metered(small + shared).shown == []
+
+
+@pytest.mark.parametrize(("slow", "judged"), [(3, 0), (4, 1), (6, 3)])
+def test_a_link_is_slow_if_it_is_so_four_windows_in_a_row(slow, judged):
+    def window(at, rate):
+        return [(16 * MIB, at + n * 16 * MIB / rate, at + (n + 1) * 16 * MIB / rate, True) for n in range(4)]
+
+    windows = [window(10.0 * n, 1e9) for n in range(2)] + [window(100.0, 9e9)]
+    windows += [window(200.0 + 10 * n, 4e9) for n in range(slow)]
+    reported = metered([chunk for one in windows for chunk in one])
+    assert reported.judged == pytest.approx([4e9] * judged)
+    assert len(reported.shown) == 3 + slow - judged
+
+
+def probed(bytes_per_s: float) -> tuple[ProbeOutbox, list[int]]:
+    """A calibration over a link of this rate, and the bytes of its batches."""
+    probe, sizes = ProbeOutbox(1 << 20, 1 << 30, MIB), []
+    while (columns := probe.peek()) is not None:
+        sizes.append(int(columns[2].sum()))
+        probe.submitted(len(sizes))
+        assert probe.peek() is None, "each is alone on its way"
+        # To connect takes as long as it takes.
+        seconds = 3.0 if len(sizes) == 1 else sizes[-1] / bytes_per_s
+        probe.ended(Completion(len(sizes), True, True, sizes[-1], seconds))
+    return probe, sizes
+
+
+def test_a_calibration_connects_by_a_small_batch_and_then_fills_the_scratch_memory():
+    probe, sizes = probed(1e9)
+    assert sizes == [4096, 4096, 16384, 65536, 262144, MIB, MIB, MIB]
+    assert probe.bytes_per_s == pytest.approx(1e9)
+
+
+@pytest.mark.parametrize("rate", [3e3, 5e4, 1e6])
+def test_a_slow_link_is_measured_in_some_seconds(rate):
+    probe, sizes = probed(rate)
+    assert probe.bytes_per_s == pytest.approx(rate)
+    assert sum(sizes[1:]) / rate < 3
