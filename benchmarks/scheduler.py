@@ -24,7 +24,8 @@ from benchmarks.scheduler_offload import Keeping, Running
 from benchmarks.scheduler_watched import Watched, watch_timings
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import TransferConfig
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import Trust, build_scheduler_half
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.orders import RankAddress, Results
 from kvconnect.peer.handles import Claims, Handles
 from kvconnect.transfer.stack import StackTraits
@@ -64,15 +65,15 @@ class _Request:
     block_ids: tuple[list[int], ...] = field(default_factory=tuple)
 
 
-def half_of(role: str, stack: StackTraits | None = None) -> SchedulerConnector:
+def half_of(role: str, stack: StackTraits | None = None) -> SchedulerHalf:
     config = TransferConfig(kv_role=role, engine_id="bench")  # type: ignore[arg-type]
     group = KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))
-    half = SchedulerConnector(
+    half = build_scheduler_half(
         config,
         KVCacheConfig(1 << 20, (group,)),
         stack,
         directory=(RankAddress(0, "10.0.0.1", 5600),),
-        handles=_HANDLES,
+        trust=Trust(_HANDLES),
     )
     half.build_orders()
     return half
@@ -104,7 +105,7 @@ def asked(n: int) -> dict[str, Any]:
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"transfer-{n}"}
 
 
-def _steady(half: SchedulerConnector) -> None:
+def _steady(half: SchedulerHalf) -> None:
     """The hooks of a step in which nobody comes or goes: none of them is called per request."""
     half.build_orders()
     half.update_results(_NOTHING)

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
-from kvconnect.halves.composite import SchedulerComposite
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.node.kv_events import BlockRemoved, BlockStored
 from kvconnect.offload.events import Described, EventMaker, TierEvents
-from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadReport, Orders, Results
 from kvconnect.transfer.stack import Computed, Step
@@ -65,7 +64,7 @@ class Keeping:
         changed: int,
         *,
         has_events: bool = False,
-        transfer: SchedulerConnector | None = None,
+        transfer: SchedulerHalf | None = None,
         known: int = 64,
         num_rows: int = _NUM_ROWS,
     ) -> None:
@@ -83,7 +82,8 @@ class Keeping:
         if has_events:
             facts = {"kv_cache_spec_kind": "full_attention"}
             offload.announce(TierEvents(EventMaker(BlockStored, BlockRemoved, [facts], _describe)))
-        self.half = SchedulerComposite(transfer, offload)
+        made = transfer or SchedulerHalf()
+        self.half = SchedulerHalf(made.draft, made.prefill, made.decode, made.pulls, offload)
         self.known = [self._made(PROMPT_TOKENS) for _ in range(known)]
         # Not all of them fill a block in the same step.
         self.running = [self._made(PROMPT_TOKENS + n % BLOCK_TOKENS) for n in range(running)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from benchmarks.scheduler_offload import BLOCK_TOKENS, PROMPT_TOKENS, Keeping, Running, stored
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.metric_values import merge_changes
 from kvconnect.metrics import Metrics, OffloadMetrics
 from kvconnect.orders import Results
@@ -54,7 +54,7 @@ class Watched(Keeping):
         self,
         running: int,
         watches: tuple[str, ...],
-        transfer: SchedulerConnector,
+        transfer: SchedulerHalf,
         loaded: Callable[[int], Running],
         turns: int,
     ) -> None:

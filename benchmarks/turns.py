@@ -17,7 +17,7 @@ from benchmarks.options import option
 from benchmarks.report import Report
 from benchmarks.scheduler import asked, half_of, requests, told
 from kvconnect.config import ExtraConfig
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.orders import Await, Orders, Results
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.transfer.pair import Pair
@@ -184,7 +184,7 @@ def _announced(n: int) -> dict[str, object]:
     return params | {"transfer_id": f"transfer-{n}"}
 
 
-def _step(half: SchedulerConnector) -> Callable[[], object]:
+def _step(half: SchedulerHalf) -> Callable[[], object]:
     half.build_orders()
 
     def step() -> None:

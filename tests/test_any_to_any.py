@@ -20,7 +20,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.engine.registry import available_engines
-from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.halves.transfer_worker import TransferWorker
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders
 from kvconnect.peer.messages import CacheMeaning
 from tests.identities import named
@@ -41,7 +41,7 @@ class World:
     size: int
     block: int
     layout: str
-    workers: list[WorkerConnector] = field(default_factory=list)
+    workers: list[TransferWorker] = field(default_factory=list)
     caches: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class World:
             }
             latent = MLASpec(self.block, LATENT, torch.bfloat16)
             group = KVCacheGroup((*GQA, MLA), UniformTypeSpec({**specs, MLA: latent}))
-            worker = WorkerConnector(
+            worker = TransferWorker(
                 self.config(),
                 KVCacheConfig(NUM_BLOCKS, (group,)),
                 {0: self.block},

@@ -6,8 +6,8 @@ import ast
 import re
 from pathlib import Path
 
-from kvconnect.metrics import FAMILIES
 from kvconnect.decode.decode_side import _CAUSES
+from kvconnect.metrics import FAMILIES
 from tests import configuration_page, identity_page, metrics_page
 
 ROOT = Path(__file__).parents[1]

@@ -22,9 +22,9 @@ from kvconnect.cache.retention import Retention, joined
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.errors import LayoutError
-from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import GroupBlocks, Progress
 from kvconnect.plan.align import TableCard, card_refusal

@@ -15,7 +15,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine import interfaces
 from kvconnect.engine.registry import available_engines, create_engine
 from kvconnect.errors import ConfigError, EngineError
-from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.halves.transfer_worker import TransferWorker
 from kvconnect.peer.asking import describe
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import CacheMeaning
@@ -136,7 +136,7 @@ def test_what_another_machine_reaches_is_not_insecure_nor_without_a_key(given, m
 
 def serving(rank=0, **given):
     cache = PlainCache(8)
-    worker = WorkerConnector(
+    worker = TransferWorker(
         parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given}),
         cache.config,
         {0: BLOCK_TOKENS},

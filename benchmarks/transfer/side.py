@@ -21,7 +21,7 @@ from benchmarks.transfer.process import Side, StepFailed
 from benchmarks.transfer.receiver import Receiver
 from kvconnect.cache.identity import Identity
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.halves.transfer_worker import TransferWorker
 from kvconnect.orders import Hold, Load, Orders, Results
 from kvconnect.peer.messages import CacheMeaning
 
@@ -55,7 +55,7 @@ class WorkerSide(Side):
                 },
             }
         )
-        connector = self.connector = WorkerConnector(
+        connector = self.connector = TransferWorker(
             config,
             self.cache.config(),
             {0: settings.shape.layout.block_tokens},

@@ -106,7 +106,7 @@ class EarlyLoads:
 
 
 class DecodeRequests:
-    """What D fetches, and what it lets go of. A node that only prefills for others fetches nothing."""
+    """What D fetches, and what it lets go of."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class DecodeRequests:
         trust: PeerTrust | None,
         draft: OrdersDraft,
     ) -> None:
-        self._is_consumer, self._groups = config.is_consumer, cache_config.groups
+        self._groups = cache_config.groups
         self._stack, self._handles, self._trust, self._draft = stack, handles, trust, draft
         rank0 = draft.directory[0]
         self._own = (rank0.host, rank0.port) if config.is_producer else None
@@ -131,15 +131,8 @@ class DecodeRequests:
         self._tokenless: dict[str, tuple[RequestView, int, str]] = {}
         self._loaded: dict[str, None] = {}
 
-    def arrive(self, request: RequestView) -> None:
-        """A request with parameters has come: they may ask a node that never fetches to do so."""
-        if not self._is_consumer and transfer_params(request).get("do_remote_prefill"):
-            self._outcomes.missed()
-            self._draft.warn(
-                "wrong_role",
-                "a request asks this node to fetch its KV, and is computed here instead: kv_role is "
-                "kv_producer, that of a decode node has to be kv_consumer or kv_both",
-            )
+    def new_request(self, request: RequestView) -> None:
+        """A request with parameters has come."""
         self.share(request)
 
     def share(self, request: RequestView) -> _Share | None:
@@ -148,7 +141,7 @@ class DecodeRequests:
         Called when it arrives: requests of one handle know of each other before the first is admitted.
         """
         params = transfer_params(request)
-        if not params or not self._is_consumer:
+        if not params:
             return None
         share = self._shares.get(request.request_id)
         if share is not None or not params.get("do_remote_prefill"):
@@ -196,7 +189,9 @@ class DecodeRequests:
         share.undecided[request.request_id] = num_computed_tokens
         return count
 
-    def admitted(self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int) -> None:
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
+    ) -> None:
         """Blocks were given to a request, of the tokens that it was offered for the first so many."""
         request_id, share = request.request_id, self.share(request)
         if share is None or request_id not in share.undecided:
@@ -226,7 +221,7 @@ class DecodeRequests:
         self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
         self._tokenless[request_id] = request, request.num_tokens, handle
 
-    def finished(self, request: RequestView) -> bool:
+    def request_finished(self, request: RequestView) -> bool:
         """A request ended. Whether its load is under way: then it is ordered to end."""
         request_id, share = request.request_id, self.share(request)
         self._look_for_token(request_id)

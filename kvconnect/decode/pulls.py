@@ -114,7 +114,7 @@ class PullRequests:
         # Requests that are computed: the tokens that they have, those that were at hand, and since when.
         self._computing: dict[str, tuple[RequestView, int, int, float]] = {}
 
-    def arrive(self, request: RequestView) -> None:
+    def new_request(self, request: RequestView) -> None:
         """A request has come whose KV may be loaded."""
         params = transfer_params(request)
         if params.get("do_remote_prefill"):
@@ -154,7 +154,9 @@ class PullRequests:
         self._give_up(request_id, pull)
         return 0
 
-    def admitted(self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int) -> None:
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
+    ) -> None:
         """A request got its blocks: the first so many of the tokens that it was offered are loaded."""
         request_id, now = request.request_id, self._clock()
         pull = self._pulls.get(request_id)
@@ -189,7 +191,7 @@ class PullRequests:
         if pull is not None and pull.outcome != FAILED:
             pull.begin()
 
-    def finished(self, request_id: str) -> bool:
+    def request_finished(self, request_id: str) -> bool:
         """A request ended. Whether its load is under way: then it is ordered to end."""
         self._measure(request_id, self._clock())
         self._computing.pop(request_id, None)

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class WorkerConnector:
+class TransferWorker:
     """Holds, sends and fetches the KV of one worker.
 
     Args:

@@ -1,4 +1,4 @@
-"""The only file of the node that makes a connector: configuration in, two halves out."""
+"""What the node states of itself, for the two halves of its connector."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from typing import Any
 from kvconnect.cache.identity import Identity
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.composite import SchedulerComposite, WorkerComposite
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
-from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.halves.building import (
+    KeptBlocks,
+    KeptCache,
+    RankCache,
+    RankTraits,
+    SentCache,
+    build_scheduler_half,
+    build_worker_half,
+    configured_trust,
+)
+from kvconnect.halves.scheduler_half import SchedulerHalf
+from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.node.blocks import HASH_SCHEME
 from kvconnect.node.cache import NodeCache, parse_cache_dtype
 from kvconnect.node.models.base import Model
@@ -24,9 +33,9 @@ from kvconnect.node.request import Request
 from kvconnect.node.transfers import align_tokens
 from kvconnect.offload.events import TierEvents
 from kvconnect.offload.namespace import salted
-from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import Naming
 from kvconnect.peer.messages import CacheMeaning
@@ -84,60 +93,54 @@ def configured_connector(
         ConfigError: it is not valid, or asks for what this cache cannot do.
         EngineError: the engine is not usable on this machine.
     """
-    scheduler, worker, state = SchedulerComposite(None, None), WorkerComposite(None, None), None
     if options.kv_transfer_config is None:
-        return Connector(scheduler, worker)
+        return Connector(SchedulerHalf(), WorkerHalf())
     config = parse_kv_transfer_config(options.kv_transfer_config)
-    recomputes = config.kv_load_failure_policy == "recompute"
-    named = naming(cache.config, config.extra.offload)
+    offload, named = config.extra.offload, naming(cache.config, config.extra.offload)
+    rank = RankCache(cache.config, cache.kernel_block_sizes, cache.tensors)
+    stated = identity(options, model, named, convert_dtype=config.extra.convert_dtype)
+    kept = None
+    requirements = HitRequirements.of(
+        cache.config.groups, cache.kernel_block_sizes, align_tokens(cache.config)
+    )
+    if offload is not None:
+        kept = KeptCache(
+            rank,
+            identity(options, model, named),
+            requirements,
+            label=options.model,
+            naming=named,
+            announces=events is not None,
+        )
+    sent = SentCache(rank, CacheMeaning(stated, None, 1))
+    worker = build_worker_half(config, RankTraits(sent=sent, kept=kept))
     with contextlib.ExitStack() as opened:
         # On any failure: a folder on disk must not stay locked, nor memory be taken.
         opened.callback(worker.close)
-        if config.extra.offload is not None:
-            # First, since no peer depends on anything yet if it fails.
-            worker.offload = offload = OffloadWorker(
-                config.extra.offload,
-                cache.config,
-                cache.kernel_block_sizes,
-                identity=identity(options, model, named),
-                label=options.model,
-            )
-            offload.announces = events is not None
-            offload.register_kv_caches(cache.tensors)
-            groups = cache.config.groups
-            requirements = HitRequirements.of(groups, offload.row_bytes, align_tokens(cache.config))
-            if config.extra.engine != "none" and config.is_producer:
-                offload.name_rows(named, requirements)
-            scheduler.offload = OffloadScheduler(
-                config.extra.offload,
-                groups,
+        address, blocks = worker.address(), None
+        if worker.offload is not None:
+            blocks = KeptBlocks(
+                cache.config.groups,
                 requirements,
                 hashes=_content_hashes,
-                row_bytes=offload.row_bytes,
+                row_bytes=worker.offload.row_bytes,
+                num_ranks=1,
                 clock=time.monotonic,
+                events=events,
             )
-            if events is not None:
-                scheduler.offload.announce(events)
-            state = _state_of(scheduler.offload, offload)
-        if config.extra.engine != "none":
-            stated = identity(options, model, named, convert_dtype=config.extra.convert_dtype)
-            meaning = CacheMeaning(stated, None, 1)
-            worker.transfer = transfer = WorkerConnector(
-                config, cache.config, cache.kernel_block_sizes, meaning
-            )
-            if worker.offload is not None:
-                transfer.tiers, transfer.kept = worker.offload.tiers, worker.offload.names
-            transfer.register_kv_caches(cache.tensors)
-            scheduler.transfer = SchedulerConnector.configured(
-                config,
-                cache.config,
-                _traits(options, named, stated),
-                directory=(transfer.address(),),
-                environ=os.environ,
-                clock=time.time,
-            )
+        scheduler = build_scheduler_half(
+            config,
+            cache.config,
+            _traits(options, named, stated),
+            directory=() if address is None else (address,),
+            trust=None if address is None else configured_trust(config, os.environ, time.time),
+            kept=blocks,
+        )
         opened.pop_all()
-    return Connector(scheduler, worker, recomputes, state)
+    state = None
+    if scheduler.offload is not None and worker.offload is not None:
+        state = _state_of(scheduler.offload, worker.offload)
+    return Connector(scheduler, worker, config.kv_load_failure_policy == "recompute", state)
 
 
 def _traits(options: NodeOptions, named: Naming, stated: Identity) -> StackTraits:

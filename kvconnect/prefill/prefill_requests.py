@@ -15,7 +15,7 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.errors import PeerError
-from kvconnect.orders import GroupBlocks, Hold, Progress
+from kvconnect.orders import GroupBlocks, Hold, Progress, Results
 from kvconnect.peer.handles import MOST_TOKENS, Claims, Handles
 from kvconnect.peer.prompt_digest import PROMPT_BYTES
 from kvconnect.timeline import Moment
@@ -29,7 +29,7 @@ from kvconnect.transfer.params import (
     transfer_name,
     transfer_params,
 )
-from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, StackTraits
+from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, StackTraits, Step
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class _Places:
 
 
 class PrefillRequests:
-    """What P holds and hands out. A node that only decodes holds nothing.
+    """What P holds and hands out.
 
     A transfer id is good for one request at a time: a second one with it is computed, and holds nothing.
     Where a stack makes several requests of one, all have the same prompt, and the router is given the
@@ -104,9 +104,8 @@ class PrefillRequests:
         self._stack, self._handles, self._new_handle = stack, handles, new_handle
         self._directory = tuple(draft.directory)
         self._epoch, self._batch_secret = new_handle(), new_handle()
-        if config.is_producer:
-            # Raised now if it must be: later it would end the scheduler. With the longest that it may sign.
-            self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
+        # Raised now if it must be: later it would end the scheduler. With the longest that it may sign.
+        self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
         self._requests: dict[str, _Prefill] = {}
         self._went_on: dict[str, None] = {}
         self._places = _Places(config.extra.max_leases)
@@ -128,15 +127,9 @@ class PrefillRequests:
             return max(1, request.num_tokens - self._stack.held_back)
         return request.num_tokens
 
-    def arrive(self, request: RequestView) -> None:
+    def new_request(self, request: RequestView) -> None:
         """Take note of what is to be held, and of a router's transfer id: a peer may fetch under it early."""
         if not self._is_for_others(request):
-            if transfer_params(request).get("do_remote_decode"):
-                self._draft.warn(
-                    "wrong_role",
-                    "a request asks this node to hold its KV for another, which it does not: kv_role is "
-                    "kv_consumer, that of a prefill node has to be kv_producer or kv_both",
-                )
             return
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
@@ -169,7 +162,7 @@ class PrefillRequests:
                 prefill.is_streamed = True
                 self.due[request_id] = 0
 
-    def admitted(self, request: RequestView) -> None:
+    def update_after_alloc(self, request: RequestView) -> None:
         """Blocks were given to a request, and it begins anew with them."""
         if self._is_for_others(request):
             prefill = self._requests.setdefault(request.request_id, _Prefill())
@@ -178,7 +171,14 @@ class PrefillRequests:
             self.preempted(request.request_id)
             self.due[request.request_id] = 0 if prefill.is_streamed else prefill.num_tokens
 
-    def progress(self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None) -> None:
+    def launched(self, step: Step) -> None:
+        """The device was given this."""
+        for request_id, num_tokens, new_block_ids in step.computed:
+            self._went_on_to(request_id, num_tokens, new_block_ids)
+
+    def _went_on_to(
+        self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None
+    ) -> None:
         """A prefill has so many tokens now, and by group these blocks more than before."""
         prefill = self._requests.get(request_id)
         if prefill is None:
@@ -234,7 +234,7 @@ class PrefillRequests:
             prefill.is_stale = prefill.has_blocks
         self._answers.clear()
 
-    def finished(
+    def request_finished(
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether its blocks are held, and the parameters for D."""
@@ -264,12 +264,13 @@ class PrefillRequests:
             self._draft.withdraw(prefill.handle, reason)
         return False, params
 
-    def sent(self, request_id: str) -> None:
-        """A lease is over."""
-        if request_id in self._places.held:
-            self._draft.note(Moment.FREED, "", request_id)
-            self._places.free(request_id)
-            self._answers.pop(self._stack.parent_of(request_id), None)
+    def update_results(self, results: Results) -> None:
+        """Leases are over."""
+        for request_id in results.sent:
+            if request_id in self._places.held:
+                self._draft.note(Moment.FREED, "", request_id)
+                self._places.free(request_id)
+                self._answers.pop(self._stack.parent_of(request_id), None)
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""
@@ -281,7 +282,7 @@ class PrefillRequests:
         }
 
     def _is_for_others(self, request: RequestView) -> bool:
-        return self._config.is_producer and bool(transfer_params(request).get("do_remote_decode"))
+        return bool(transfer_params(request).get("do_remote_decode"))
 
     def _refuse_full(self) -> str:
         reason = f"max_leases is {self._config.extra.max_leases}, and that many requests wait to be fetched"

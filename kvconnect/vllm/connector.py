@@ -17,11 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvconnect.errors import ConfigError
-from kvconnect.halves.composite import SchedulerComposite, WorkerComposite
+from kvconnect.halves.scheduler_half import SchedulerHalf
+from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.orders import ABORTED, Results
 from kvconnect.vllm import settings
 from kvconnect.vllm.events import wants_events
-from kvconnect.vllm.factory import make_scheduler_half, make_worker_half
 from kvconnect.vllm.geometry import running_states, scheduler_config, transferred_groups
 from kvconnect.vllm.metadata import (
     PEER_SOURCE,
@@ -36,6 +36,7 @@ from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
 from kvconnect.vllm.steps import Recovery, Steps
+from kvconnect.vllm.traits import make_scheduler_half, make_worker_half
 from kvconnect.vllm.versions import check_vllm, warn_of_known_faults
 from kvconnect.vllm.weights import LoadedWeights, all_ranks, loaded_weights, own_rank
 from kvconnect.vllm.windows import PartlyFilled
@@ -54,7 +55,7 @@ _DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 _ZEROES_LOADS = not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
 """vLLM before 0.32 zeroes all new blocks with the step that orders a load, those of the load too."""
 
-_NOTHING_YET = SchedulerComposite(None, None)
+_NOTHING_YET = SchedulerHalf()
 
 # It may be configured by its module, and under a MultiConnector, which looks for it by name all the same.
 register()
@@ -80,7 +81,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             settings.recompute_if_alone(vllm_config, self._config)
             warn_of_known_faults(vllm_config)
         self._kept = kept_groups(kv_cache_config) if self._config.extra.offload else ()
-        self._scheduler: SchedulerComposite | None = None
+        self._scheduler: SchedulerHalf | None = None
         self._workers: dict[int, AddressMetadata] = {}
         self._early: dict[str, Request] = {}
         self._was_reset = False
@@ -88,7 +89,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._steps = Steps(zeroes_first, PartlyFilled(scheduler_config(kv_cache_config).groups))
         self._spans = Spans(time.monotonic, time.time_ns)
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
-        self._worker = WorkerComposite(None, None)
+        self._worker = WorkerHalf()
         self._own: AddressMetadata | None = None
         self._weights: LoadedWeights | None = None
         self._report = ReportMetadata(())
@@ -146,7 +147,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         half = self._half
         if self._awaits_workers:
             self._early[request.request_id] = request
-        if half.transfer and getattr(request, "resumable", False) and request.kv_transfer_params:
+        if half.draft is not None and getattr(request, "resumable", False) and request.kv_transfer_params:
             # More of its prompt comes later, and vLLM does not report when it is whole.
             logger.warning("request %s streams its input: it is neither held nor fetched", request.request_id)
             request.kv_transfer_params = None
@@ -372,13 +373,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return not wants_events(self._vllm)
 
     @property
-    def _half(self) -> SchedulerComposite:
+    def _half(self) -> SchedulerHalf:
         """The scheduler half, made at the first hook after the workers have announced themselves."""
         if self._scheduler is None and self._awaits_workers:
             return _NOTHING_YET
         return self._scheduler or self._make_half()
 
-    def _make_half(self) -> SchedulerComposite:
+    def _make_half(self) -> SchedulerHalf:
         zeroes_loads = _ZEROES_LOADS and not self._steps.is_zeroed_first
         self._scheduler = made = make_scheduler_half(
             self._vllm, self._cache, self._config, self._workers, zeroes_loads=zeroes_loads

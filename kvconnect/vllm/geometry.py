@@ -30,6 +30,7 @@ from kvconnect.cache.specs import (
     UniformTypeSpec,
 )
 from kvconnect.errors import LayoutError
+from kvconnect.halves.building import RankCache
 from kvconnect.vllm.states import Section, state_sections
 from kvconnect.vllm.values import BYTES, Quantised, is_by_block, read_quantised
 
@@ -77,6 +78,11 @@ class VllmCache:
     scales: dict[str, Scales]
     sections: dict[str, tuple[Section, ...]]
     num_ranks: int
+
+    @property
+    def registered(self) -> RankCache:
+        """What the worker half registers."""
+        return RankCache(self.config, self.kernel_block_sizes, self.tensors, self.heads, self.scales)
 
     def finest(self, counts: HeadCounts) -> int | None:
         """The finest division of any layer over ranks; None where every rank keeps the same bytes."""

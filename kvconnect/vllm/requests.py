@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvconnect.halves.composite import SchedulerComposite
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.peer.prompt_digest import digest_prompt
 from kvconnect.vllm.adapters import Adapters
 
@@ -40,7 +40,7 @@ def batch_of(request_id: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else ("", 0)
 
 
-def introduce(half: SchedulerComposite, request: Request, *, names_adapters: bool = True) -> None:
+def introduce(half: SchedulerHalf, request: Request, *, names_adapters: bool = True) -> None:
     """Make a new request known to the scheduler half.
 
     Unless it ``names_adapters`` by their contents nothing is kept that was computed with one.

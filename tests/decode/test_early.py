@@ -11,7 +11,8 @@ import torch
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.decode.decode_requests import EarlyLoads
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import build_scheduler_half
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.orders import Await, LetGo, RankAddress, Results
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 
@@ -32,7 +33,7 @@ class Request:
 def half(num_blocks: int = 13, longest: LongestRequest | None = LONGEST, **extra: Any):
     """D's scheduler half. A request of 24 tokens needs 6 of the 12 blocks."""
     config = ExtraConfig(insecure=True, **extra)
-    return SchedulerConnector(
+    return build_scheduler_half(
         TransferConfig(kv_role="kv_consumer", engine_id="D", kv_connector_extra_config=config),
         KVCacheConfig(num_blocks, (FULL,)),
         StackTraits(longest=longest),
@@ -45,7 +46,7 @@ def announced(name: str, num_tokens: int = 12) -> Request:
     return Request(name, num_tokens, params)
 
 
-def begin(connector: SchedulerConnector, request: Request) -> bool:
+def begin(connector: SchedulerHalf, request: Request) -> bool:
     """Whether a request gets blocks for its load."""
     count, _ = connector.matched_tokens(request, 0)
     if count is None:
@@ -55,7 +56,7 @@ def begin(connector: SchedulerConnector, request: Request) -> bool:
     return True
 
 
-def idle(connector: SchedulerConnector) -> bool:
+def idle(connector: SchedulerHalf) -> bool:
     return not any(connector.state().values())
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.decode.fetch_outcomes import WINDOW_S
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import RankAddress, Results
 from kvconnect.peer.handles import Handles
 from kvconnect.transfer.stack import StackTraits
@@ -40,7 +40,7 @@ def decode_node(clock):
     config = parse_kv_transfer_config({"kv_role": "kv_consumer", "engine_id": "D"})
     directory = (RankAddress(0, "10.0.0.2", 5600),)
     cache, handles = KVCacheConfig(100, (ATTENTION,)), Handles(b"what this cluster signs with", clock)
-    return SchedulerConnector(config, cache, StackTraits(), directory=directory, handles=handles)
+    return build_scheduler_half(config, cache, StackTraits(), directory=directory, trust=Trust(handles))
 
 
 def load(node, name, failure=""):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import Found, GroupBlocks, Naming, RankAddress, Results
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
@@ -34,14 +34,13 @@ class Node:
         config = parse_kv_transfer_config(
             {"kv_role": role, "engine_id": "D", "kv_connector_extra_config": given}
         )
-        self.hooks = SchedulerConnector(
+        self.hooks = build_scheduler_half(
             config,
             KVCacheConfig(100, (ATTENTION,)),
             StackTraits(clock=lambda: self.now, naming=NAMING, names=self._names),
             directory=(RankAddress(0, "10.0.0.1", 5600),),
-            handles=Handles(b"what this cluster signs with"),
-            trust=PeerTrust(AllowList(allow), 10),
             new_handle=lambda: next(self.handles),
+            trust=Trust(Handles(b"what this cluster signs with"), PeerTrust(AllowList(allow), 10)),
         )
         self.hooks.build_orders()
 
@@ -51,7 +50,9 @@ class Node:
         return [f"{prompt} {tokens} {end}".encode() for end in range(tokens, request.num_tokens + 1, tokens)]
 
     def ask(self, request, computed=0, local=0):
-        return self.hooks.pulled_tokens(request, computed, local)
+        if self.hooks.pulls is None:
+            return self.hooks.matched_tokens(request, computed)[0]
+        return self.hooks.pulls.matched_tokens(request, computed, local)
 
     def begin(self, name="a", num_tokens=100, params=None, reads=True, **asked):
         request = Request(name, num_tokens, params)
@@ -81,7 +82,7 @@ class Node:
         return self.hooks.request_finished(request, ([1, 2, 3],), delivered=delivered)
 
     def is_idle(self):
-        return not any(self.hooks.state().values()) and not self.hooks._pulls._computing
+        return not any(self.hooks.state().values()) and not (self.hooks.pulls and self.hooks.pulls._computing)
 
 
 def test_a_source_is_asked_for_what_is_not_at_hand_and_the_answer_is_loaded():
@@ -380,7 +381,7 @@ def test_a_request_that_was_loaded_says_nothing_of_how_fast_prompts_are_computed
     node.now += 0.001
     request.num_tokens += 1
     node.orders()
-    assert node.hooks._pulls._rate.tokens_per_s == 0
+    assert node.hooks.pulls._rate.tokens_per_s == 0
     assert node.begin("b", num_tokens=1000)[1] is None
 
 
@@ -465,10 +466,10 @@ def test_a_stack_that_makes_no_names_pulls_nothing():
     traits = StackTraits(clock=lambda: 0.0, naming=NAMING, names=Node._names)
     for stack in (replace(traits, naming=None), replace(traits, clock=None), replace(traits, names=None)):
         directory = (RankAddress(0, "10.0.0.1", 5600),)
-        hooks = SchedulerConnector(config, KVCacheConfig(100, (ATTENTION,)), stack, directory=directory)
+        hooks = build_scheduler_half(config, KVCacheConfig(100, (ATTENTION,)), stack, directory=directory)
         request = Request("a", 100)
         hooks.new_request(request)
-        assert hooks.pulled_tokens(request, 0, 0) == 0
+        assert hooks.pulls is None
 
 
 @given(
@@ -482,7 +483,7 @@ def test_a_stack_that_makes_no_names_pulls_nothing():
 def test_of_host_memory_and_disk_that_is_loaded_which_saves_more(here, more, here_s, read_s, local, per_s):
     """Tokens in blocks of 16. What saves nothing is not loaded."""
     node = Node(SOURCE)
-    node.hooks._pulls._rate.measured(1000, 1000 / per_s)
+    node.hooks.pulls._rate.measured(1000, 1000 / per_s)
     request, answer = node.begin(local=local * 16)
     if answer is not None:
         return

@@ -10,7 +10,7 @@ import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import build_scheduler_half
 from kvconnect.orders import Await, Orders, RankAddress, Results, Withdraw
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.handles import Claims, Handles
@@ -36,7 +36,7 @@ class Queue:
         self.pair = Pair(extra)
         self.renewed_at: list[float] = []
         self.pair.network.taps.append(self._note)
-        self.half = SchedulerConnector(
+        self.half = build_scheduler_half(
             TransferConfig(kv_role="kv_consumer", engine_id="D", kv_connector_extra_config=extra),
             KVCacheConfig(
                 50, (KVCacheGroup(("layer0",), FullAttentionSpec(BLOCK_TOKENS, 2, 4, torch.float16)),)

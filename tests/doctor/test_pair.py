@@ -25,7 +25,7 @@ from kvconnect.engine.base import Span
 from kvconnect.engine.fabric import RdmaPort
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
-from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.halves.transfer_worker import TransferWorker
 from kvconnect.orders import Orders
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.packer import Packer
@@ -55,7 +55,7 @@ class Node:
         config = read_configuration(self.given)
         for rank in range(ranks):
             cache = PlainCache(8, rank, ranks)
-            worker = WorkerConnector(
+            worker = TransferWorker(
                 config,
                 cache.config,
                 {0: BLOCK_TOKENS},

@@ -29,7 +29,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.halves.transfer_worker import TransferWorker
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders, RankAddress
 from kvconnect.peer.key_files import new_secret
 from kvconnect.peer.messages import CacheMeaning
@@ -174,7 +174,7 @@ class Node:
         for rank in range(RANKS):
             shape = (NUM_BLOCKS, BLOCK, 1, 2 * HEAD_SIZE)
             cache = {name: torch.zeros(shape, dtype=torch.bfloat16) for name in LAYERS}
-            worker = WorkerConnector(
+            worker = TransferWorker(
                 config,
                 KVCacheConfig(NUM_BLOCKS, (group,)),
                 {0: BLOCK},

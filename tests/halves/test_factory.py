@@ -8,7 +8,7 @@ from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo.http import BadAnswer, fetch_json
 from kvconnect.errors import ConfigError
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import build_scheduler_half, configured_trust
 from kvconnect.orders import RankAddress
 from kvconnect.transfer.stack import StackTraits
 from tests.halves.test_scheduler_half import ATTENTION, Request
@@ -18,13 +18,18 @@ KEY, OTHER = "ab" * 32, "cd" * 32
 
 
 def configured(role, key=KEY, now=1000.0, **extra):
-    return SchedulerConnector.configured(
+    return build_scheduler_half(
         parse_kv_transfer_config({"kv_role": role, "engine_id": role, "kv_connector_extra_config": extra}),
         KVCacheConfig(100, (ATTENTION,)),
         StackTraits(held_back=7),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
-        environ={"KVCONNECT_KEY": key} if key else {},
-        clock=lambda: now,
+        trust=configured_trust(
+            parse_kv_transfer_config(
+                {"kv_role": role, "engine_id": role, "kv_connector_extra_config": extra}
+            ),
+            {"KVCONNECT_KEY": key} if key else {},
+            lambda: now,
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
 from kvconnect.config import Limits, parse_kv_transfer_config
 from kvconnect.errors import LocalError, PeerError
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
 from kvconnect.peer.handles import Handles
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
@@ -40,14 +40,13 @@ def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, cl
     extra_config = msgspec.structs.replace(config.extra, **limits)
     config = msgspec.structs.replace(config, kv_connector_extra_config=extra_config)
     handles = iter(f"handle{n}" for n in range(1000))
-    return SchedulerConnector(
+    return build_scheduler_half(
         config,
         KVCacheConfig(100, tuple(groups)),
         StackTraits(parent_of=parent_of, clock=clock, **more),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         new_handle=lambda: next(handles),
-        handles=HANDLES,
-        trust=trust,
+        trust=Trust(HANDLES, trust),
     )
 
 
@@ -131,7 +130,7 @@ def test_what_happens_to_a_request_is_noted_with_the_orders_and_is_no_order():
     ]
     assert all(note[2] == params[HANDLE_KEY] for note in (*orders.notes, *loaded.notes, *first.notes))
     decode.request_finished(request, ([7, 8, 9],), delivered=True)
-    assert not decode._decode._tokenless
+    assert not decode.decode._tokenless
 
 
 @pytest.mark.parametrize(
@@ -311,7 +310,7 @@ def test_the_directory_is_sent_once():
     assert prefill.build_orders() == Orders(step=1, directory=(RankAddress(0, "10.0.0.1", 5600),))
     assert not prefill.build_orders()
     with pytest.raises(LocalError):
-        SchedulerConnector(
+        build_scheduler_half(
             parse_kv_transfer_config({"kv_role": "kv_both"}), KVCacheConfig(1, ()), directory=()
         )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import build_scheduler_half
 from kvconnect.orders import Orders, RankAddress, Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
 from tests.halves.test_scheduler_half import ATTENTION, HANDLES, STATE, Request, connector
@@ -172,7 +172,7 @@ def test_every_printable_ascii_text_is_a_transfer_id_that_names_no_random_handle
 
 
 def test_random_handles_are_none_of_transfer_ids():
-    made = SchedulerConnector(
+    made = build_scheduler_half(
         TransferConfig(kv_role="kv_producer", engine_id="P"),
         KVCacheConfig(9, (ATTENTION,)),
         directory=(RankAddress(0, "10.0.0.1", 5600),),

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
-from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadReport, Results

@@ -17,7 +17,7 @@ from kvconnect.cache.specs import (
     SlidingWindowSpec,
 )
 from kvconnect.offload.tier import TierUpdate
-from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadOrders, Restore, RowCopies
 from tests.caches import attention_layer, fill_random

@@ -15,7 +15,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
-from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.halves.transfer_worker import TransferWorker
 from kvconnect.offload.copies.staged import fitted_staging
 from kvconnect.pack.arena import (
     ALIGN_BYTES,
@@ -95,7 +95,7 @@ def made(role, engine):
         {"kv_role": role, "kv_connector_extra_config": {"slot_bytes": 32 * MIB, "num_slots": 6}}
     )
     spec = FullAttentionSpec(16, 2, 8, torch.float16)
-    worker = WorkerConnector(
+    worker = TransferWorker(
         config,
         KVCacheConfig(8, (KVCacheGroup(("a",), spec),)),
         {0: 16},

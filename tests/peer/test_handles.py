@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError, PeerError
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles, PeerTrust, epoch_of
@@ -152,8 +152,8 @@ def test_a_scheduler_that_starts_can_sign_a_prompt_of_any_length(length):
     """What a handle has no room for must be refused before the first request, whatever its length is."""
     config = parse_kv_transfer_config({"kv_role": "kv_producer", "engine_id": "e" * length})
     try:
-        prefill = SchedulerConnector(
-            config, CACHE, directory=(RankAddress(0, "10.0.0.1", 5600),), handles=HANDLES
+        prefill = build_scheduler_half(
+            config, CACHE, directory=(RankAddress(0, "10.0.0.1", 5600),), trust=Trust(HANDLES)
         )
     except ConfigError as error:
         assert "make handles of" in str(error)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import RankAddress, Results
 from kvconnect.peer.prompt_digest import PROMPT_BYTES, digest_prompt
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
@@ -43,12 +43,12 @@ class Request:
 
 
 def connector(role, groups=(ATTENTION,)):
-    return SchedulerConnector(
+    return build_scheduler_half(
         parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": {}}),
         KVCacheConfig(100, tuple(groups)),
         StackTraits(prompt_digest=lambda request, count: digest_prompt(request.token_ids[:count])),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
-        handles=HANDLES,
+        trust=Trust(HANDLES),
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvconnect.halves.composite import SchedulerComposite
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import KeptBlocks
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.orders import Naming
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.simulator.content import names_of
@@ -37,32 +37,31 @@ def traits_of(node: SimNode) -> StackTraits:
     return StackTraits(longest=longest, clock=node.world.clock, naming=node.naming, names=names)
 
 
-def tell_rate(transfer: SchedulerConnector, keeps: KeepPlan | None) -> None:
+def tell_rate(half: SchedulerHalf, keeps: KeepPlan | None) -> None:
     """Have a node know how fast it computes prompts: those of a simulation are too short to show it."""
-    if keeps is not None and keeps.tokens_per_s and transfer._pulls is not None:
-        transfer._pulls._rate.measured(_MANY_TOKENS, _MANY_TOKENS / keeps.tokens_per_s)
+    if keeps is not None and keeps.tokens_per_s and half.pulls is not None:
+        half.pulls._rate.measured(_MANY_TOKENS, _MANY_TOKENS / keeps.tokens_per_s)
 
 
-def offload_half(node: SimNode) -> WatchedOffload | None:
-    """The scheduler half of a node's offload, beside what its workers have."""
+def kept_blocks(node: SimNode) -> KeptBlocks | None:
+    """What a node states of the blocks that it keeps, beside what its workers have."""
     keeps, tiers = node.plan.keeps, node.workers[0].tiers
     if keeps is None or tiers is None:
         return None
-    half = WatchedOffload(
-        tiers.config,
+    return KeptBlocks(
         node.workers[0].memory.config.groups,
         make_requirements(node.workers[0]),
         hashes=partial(_names, keeps.hashing),
         row_bytes=tiers.row_bytes,
         num_ranks=node.plan.world_size,
         clock=node.world.clock,
+        make=WatchedOffload,
     )
-    return half.watch(node)
 
 
 def nothing_stays_pinned(node: SimNode) -> None:
     """When all is over, and much time has passed."""
-    half = node.connector.offload if isinstance(node.connector, SchedulerComposite) else None
+    half = node.connector.offload
     if isinstance(half, WatchedOffload) and not node.is_dead:
         half.pledges.over()
 

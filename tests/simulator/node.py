@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvconnect.config import TransferConfig
-from kvconnect.halves.composite import SchedulerComposite
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
 from kvconnect.transfer.device_steps import DeviceSteps
-from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock, Step
+from kvconnect.transfer.stack import Computed, StateBlock, Step
 from tests.simulator.blocks import Blocks
 from tests.simulator.device import Stream
-from tests.simulator.keeping import naming_of, offload_half, tell_rate, traits_of
+from tests.simulator.keeping import kept_blocks, naming_of, tell_rate, traits_of
 from tests.simulator.pace import Pace
+from tests.simulator.pledges import WatchedOffload
 from tests.simulator.pool import Pool
 from tests.simulator.reports import RankReports
 from tests.simulator.request import Request, Stage
@@ -70,20 +70,21 @@ class SimNode:
         self._states = [index for index, group in enumerate(cache.groups) if group.is_state]
         self.blocks = Blocks(self.pool, cache.groups, plan.model.reuses_prefixes)
         handles = iter(range(1 << 40))
-        offload = offload_half(self)
         if self.workers[0].tiers is not None:
             extra = msgspec.structs.replace(plan.extra, offload=self.workers[0].tiers.config)
             self.config = msgspec.structs.replace(self.config, kv_connector_extra_config=extra)
-        transfer = SchedulerConnector(
+        self.connector = build_scheduler_half(
             self.config,
             cache,
             traits_of(self),
             directory=directory,
+            trust=self._trust(),
+            kept=kept_blocks(self),
             new_handle=lambda: f"{self.name}-{next(handles)}",
-            **self._trust(),
         )
-        tell_rate(transfer, plan.keeps)
-        self.connector: SchedulerHooks = SchedulerComposite(transfer, offload)
+        tell_rate(self.connector, plan.keeps)
+        if isinstance(self.connector.offload, WatchedOffload):
+            self.connector.offload.watch(self)
         self.device = Stream(world, plan.kernel_s, self._device_moved)
         self.steps = DeviceSteps(self.device.mark)
         self.requests: dict[str, Request] = {}
@@ -101,17 +102,17 @@ class SimNode:
         self._spoilt = 0
         self.wake()
 
-    def _trust(self) -> dict[str, Any]:
+    def _trust(self) -> Trust | None:
         """How it makes and reads handles, and whom it fetches from."""
         handles, world = self.plan.handles, self.world
         if handles is None:
-            return {}
+            return None
         ahead_s = handles.skew_s[self.plan.host]
-        made = {"handles": Handles(handles.secret, lambda: world.now + ahead_s)}
+        made = Handles(handles.secret, lambda: world.now + ahead_s)
         if not handles.secret:
-            return made
+            return Trust(made)
         allowed = AllowList(handles.skew_s if handles.is_listed else ())
-        return {**made, "trust": PeerTrust(allowed, self.plan.extra.max_peers)}
+        return Trust(made, PeerTrust(allowed, self.plan.extra.max_peers))
 
     # What clients do
 

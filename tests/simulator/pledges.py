@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvconnect.offload.index.session_pins import MOST_PINNED, Pin
-from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.sessions import MOST_TTL_S
 from kvconnect.offload.tier import HOST, Content
 from kvconnect.orders import OffloadOrders

@@ -18,8 +18,8 @@ from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.rows import RowLayout, RowParts
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_for
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.offload.worker.named_rows import NamedRows
+from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload.worker.row_work import RowWork
 from kvconnect.offload.worker.tier_loop import Command
 from kvconnect.offload_config import OffloadConfig

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import PeerError
 from kvconnect.halves import transfer_worker as connector
-from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.halves.transfer_worker import TransferWorker
 from kvconnect.inspect.runner import look, run_inspect
 from kvconnect.orders import GroupBlocks, Hold, Orders
 from kvconnect.peer.asking import ask
@@ -38,7 +38,7 @@ def worker(monkeypatch):
     given = {"engine": "memory", "port": free_port(), "num_slots": 2, "slot_bytes": 1 << 16}
     config = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given})
     cache = PlainCache(8)
-    made = WorkerConnector(
+    made = TransferWorker(
         config,
         cache.config,
         {0: BLOCK_TOKENS},

@@ -15,7 +15,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import LocalError
-from kvconnect.halves.transfer_worker import WorkerConnector
+from kvconnect.halves.transfer_worker import TransferWorker
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import CacheMeaning
 from tests.identities import named
@@ -33,7 +33,7 @@ class Recording(MemoryEngine):
 def start(engine, role, **extra):
     """A worker that serves peers, and its cache."""
     config = parse_kv_transfer_config({"kv_role": role, "kv_connector_extra_config": extra})
-    worker = WorkerConnector(
+    worker = TransferWorker(
         config,
         KVCacheConfig(8, (KVCacheGroup(("a",), SPEC),)),
         {0: 16},

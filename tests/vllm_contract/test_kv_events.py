@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvconnect.node.kv_events import EventBatch, tier_events
 from kvconnect.offload.events import DEVICE, EventMaker, TierEvents
-from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.orders import OffloadReport, Results, TierChange

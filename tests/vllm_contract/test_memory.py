@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from vllm.config import CacheConfig
 
-from kvconnect.vllm.factory import still_taken_bytes
+from kvconnect.vllm.traits import still_taken_bytes
 
 GIB = 1 << 30
 

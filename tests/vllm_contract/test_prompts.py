@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import RankAddress, Results
 from kvconnect.transfer.params import HANDLE_KEY
 from kvconnect.transfer.stack import StackTraits
@@ -40,12 +40,12 @@ ON_P = {"do_remote_decode": True}
 
 
 def connector(role):
-    half = SchedulerConnector(
+    half = build_scheduler_half(
         parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": {}}),
         KVCacheConfig(1000, (ATTENTION,)),
         StackTraits(prompt_digest=digest()),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
-        handles=HANDLES,
+        trust=Trust(HANDLES),
     )
     half.build_orders()
     return half

@@ -18,8 +18,8 @@ from vllm.v1.request import Request
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.composite import SchedulerComposite
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import build_scheduler_half
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.orders import Found, Naming, RankAddress, Results
 from kvconnect.transfer.stack import StackTraits
 from kvconnect.vllm.metadata import PEER_SOURCE, ReportMetadata
@@ -112,13 +112,13 @@ def test_what_an_adapter_computed_has_no_name_for_others():
 def server():
     """A connector with a source, and its scheduler half."""
     clock = SimpleNamespace(now=10.0)
-    half = SchedulerConnector(
+    half = build_scheduler_half(
         config_of(),
         KVCacheConfig(1000, (ATTENTION,)),
         StackTraits(clock=lambda: clock.now, naming=Naming("s", 16), names=BlockNames(vllm_config(), 16)),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
     )
-    made = hooks_kit.connector(SchedulerComposite(half, None), "memory")
+    made = hooks_kit.connector(half, "memory")
     return made, clock
 
 

@@ -15,7 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.halves.composite import SchedulerComposite
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.orders import RankAddress
 from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect
@@ -29,7 +29,7 @@ KEPT, MOVED = (0,), (0, 1)
 """A cache of which one group is replayed after a hit, unless a peer sends it."""
 
 
-def connector(half: SchedulerComposite | None = None, engine: str = "none") -> KVConnect:
+def connector(half: SchedulerHalf | None = None, engine: str = "none") -> KVConnect:
     """Of both roles, without what it reads of vLLM's configuration."""
     made = object.__new__(KVConnect)
     made._config = parse_kv_transfer_config(
@@ -70,7 +70,7 @@ def arrived(stack: Stack, name: str) -> Any:
 def test_vllm_is_told_until_a_request_ends_that_its_restore_brought_no_replayed_group():
     """It asks before the blocks are given, and again once the load was reported, to replay the rest."""
     stack = stored()
-    hooks = connector(SchedulerComposite(None, stack.half))
+    hooks = connector(SchedulerHalf(offload=stack.half))
     hooks._workers = {0: AddressMetadata(0, None, {0: 64})}
     request = stack.add("again", range(64))
     assert hooks.get_num_new_matched_tokens(request, 0) == (56, True)
@@ -160,7 +160,7 @@ def test_offload_starts_beside_a_connector_with_a_handshake_in_either_order(monk
     monkeypatch.setattr(
         module,
         "make_scheduler_half",
-        lambda *given, **_: made.append(given[-1]) or SchedulerComposite(None, stack.half),
+        lambda *given, **_: made.append(given[-1]) or SchedulerHalf(offload=stack.half),
     )
     ours, theirs = connector(), Theirs()
     ours._worker, ours._own = Worker(), OWN

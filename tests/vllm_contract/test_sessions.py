@@ -12,9 +12,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from vllm.v1.request import Request, RequestStatus
 
 from kvconnect.cache.specs import KVCacheGroup
-from kvconnect.halves.composite import SchedulerComposite
-from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.half_kit import Kind
@@ -67,7 +67,7 @@ def finished(*requests: Request, rows: int = 16) -> list[dict[str, Any]]:
         row_bytes={0: 64},
         clock=lambda: 1.0,
     )
-    made, answers = hooks_kit.connector(SchedulerComposite(None, half)), []
+    made, answers = hooks_kit.connector(SchedulerHalf(offload=half)), []
     made._workers = {0: hooks_kit.OWN}
     for number, request in enumerate(requests):
         blocks = [[1 + 4 * number + at for at in range(4)]]

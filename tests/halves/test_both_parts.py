@@ -9,8 +9,9 @@ import pytest
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
-from kvconnect.halves.composite import SchedulerComposite, WorkerComposite
-from kvconnect.halves.transfer_scheduler import SchedulerConnector
+from kvconnect.halves.building import Trust, build_scheduler_half
+from kvconnect.halves.scheduler_half import SchedulerHalf
+from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.orders import (
     GroupBlocks,
     Hold,
@@ -45,13 +46,13 @@ def both(role="kv_both"):
     stack = Stack(FULL, 8, num_blocks=400, local=False, lag=0.0, cancels=0.0)
     stack.add("first", range(64))
     stack.run(everything=True)
-    transfer = SchedulerConnector(
+    transfer = build_scheduler_half(
         TransferConfig(kv_role=role, engine_id="D"),
         KVCacheConfig(400, tuple(kind.spec() for kind in FULL)),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
-        handles=HANDLES,
+        trust=Trust(HANDLES),
     )
-    half = SchedulerComposite(transfer, stack.half)
+    half = SchedulerHalf(transfer.draft, transfer.prefill, transfer.decode, transfer.pulls, stack.half)
     half.build_orders()
     return stack, half
 
@@ -118,10 +119,10 @@ def test_a_promise_of_the_tiers_ends_where_a_peer_is_asked():
     stack, half = both()
     request = request_of(stack, "r", range(64), remote(64))
     half.new_request(request)
-    half.transfer, transfer = None, half.transfer
+    half.decode, decode = None, half.decode
     assert half.matched_tokens(request, 0) == (56, True)
     assert half.is_restored("r")
-    half.transfer = transfer
+    half.decode = decode
     assert half.matched_tokens(request, 0) == (64, True)
     assert not half.is_restored("r")
     assert not stack.half.offers("r")
@@ -158,11 +159,11 @@ def test_reasons_to_count_of_both_parts_go_with_the_orders():
 
 def test_without_an_engine_or_without_offload():
     stack, half = both()
-    nothing = SchedulerComposite(None, None)
+    nothing = SchedulerHalf()
     assert nothing.matched_tokens(object(), 0) == (0, False)
     assert not nothing.build_orders()
-    only_transfer = SchedulerComposite(half.transfer, None)
-    only_offload = SchedulerComposite(None, half.offload)
+    only_transfer = SchedulerHalf(half.draft, half.prefill, half.decode)
+    only_offload = SchedulerHalf(offload=half.offload)
     for mine in (only_transfer, only_offload):
         request = request_of(stack, "r", range(64))
         mine.new_request(request, reads=False)
@@ -213,7 +214,7 @@ class Part:
 
 def test_orders_reach_the_part_that_they_are_for():
     transfer, offload = Part(), Part()
-    half = WorkerComposite(transfer, offload)
+    half = WorkerHalf(transfer, offload)
     tiers = OffloadOrders(seeks=(Seek(1, "store", 0, (b"x",)),))
     given = Orders(aborted=("r",), failures=("why",), offload=tiers)
     half.before_step(given)
@@ -228,7 +229,7 @@ def test_orders_reach_the_part_that_they_are_for():
 
 def test_without_a_transfer_part_somebody_still_counts():
     offload = Part()
-    half = WorkerComposite(None, offload)
+    half = WorkerHalf(None, offload)
     half.before_step(Orders(failures=("why",)))
     assert offload.calls == [("count_failures", ("why",))]
     assert (half.address(), half.drain()) == (None, True)
@@ -240,13 +241,13 @@ def test_results_of_both_parts_come_back_once():
     report = OffloadReport(0, stored={3: ()})
     transfer = Part(Results(sent=("a",), received=("b", "c"), failed={"c": "late"}))
     offload = Part(Results(received=("d", "e"), failed={"e": "copy"}, offload=(report,)))
-    half = WorkerComposite(transfer, offload)
+    half = WorkerHalf(transfer, offload)
     assert half.results() == Results(("a",), ("b", "c", "d", "e"), {"c": "late", "e": "copy"}, (report,))
     assert not half.results()
     transfer.next = Results(sent=("f",))
     assert half.results() == Results(sent=("f",))
-    assert not WorkerComposite(None, offload).results()
-    assert not WorkerComposite(transfer, None).results()
+    assert not WorkerHalf(None, offload).results()
+    assert not WorkerHalf(transfer, None).results()
 
 
 def test_of_a_request_that_both_parts_wait_for_the_earlier_count_is_due():
@@ -254,7 +255,7 @@ def test_of_a_request_that_both_parts_wait_for_the_earlier_count_is_due():
     request = request_of(stack, "r", range(64), {"do_remote_decode": True})
     half.new_request(request)
     half.update_after_alloc(request, IDS, 0)
-    assert half.transfer.due == {"r": 64}
+    assert half.prefill.due == {"r": 64}
     assert half.due["r"] == half.offload.due["r"] < 64
     assert half.due.keys() >= half.offload.due.keys()
 
@@ -276,7 +277,7 @@ def test_what_is_ordered_begins_before_the_launch_behind_the_snapshot_of_its_own
             return lambda *args: done.append((self.part, name))
 
     done = []
-    half = WorkerComposite(Noting("transfer"), Noting("offload"))
+    half = WorkerHalf(Noting("transfer"), Noting("offload"))
     store = Store(1, RowCopies(0, (5,), (0,)), (b"x",))
     restore = Restore("r", (RowCopies(0, (5,), (1,)),))
     load = Load("l", "h", "P", "x", 1, 4, (GroupBlocks(0, 0, (5,)),))
@@ -293,7 +294,7 @@ def test_what_is_ordered_begins_before_the_launch_behind_the_snapshot_of_its_own
 @pytest.mark.parametrize("zeroes_loads", [False, True])
 def test_a_restore_waits_for_its_step_only_where_that_zeroes_its_blocks(zeroes_loads):
     rig, given, stage = Rig(), [], ["before the step"]
-    copier, half = rig.worker._copier, WorkerComposite(None, rig.worker)
+    copier, half = rig.worker._copier, WorkerHalf(None, rig.worker)
     restore = copier.restore
     copier.mark = lambda: stage[-1]
     copier.restore = lambda copies, after: given.append(after) or restore(copies)

@@ -1,0 +1,272 @@
+"""The one place that makes the two halves: a configuration and what a stack states of itself go in.
+
+A stack states its caches, its requests and what its KV depends on; it makes no part itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from kvconnect.addresses import join_address
+from kvconnect.cache.identity import Identity
+from kvconnect.cache.region_table import CacheTensor, Scales
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup
+from kvconnect.config import TransferConfig
+from kvconnect.decode.decode_requests import DecodeRequests
+from kvconnect.decode.pulls import PullRequests
+from kvconnect.errors import LocalError
+from kvconnect.halves.scheduler_half import SchedulerHalf
+from kvconnect.halves.transfer_worker import TransferWorker
+from kvconnect.halves.worker_half import WorkerHalf
+from kvconnect.offload.events import TierEvents
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.worker.offload_worker import OffloadWorker
+from kvconnect.orders import Naming, RankAddress
+from kvconnect.peer.allow_list import AllowList
+from kvconnect.peer.bootstrap import Bootstrap
+from kvconnect.peer.handles import Handles, PeerTrust
+from kvconnect.peer.keyring import load_keyring
+from kvconnect.peer.messages import CacheMeaning
+from kvconnect.prefill.prefill_requests import PrefillRequests
+from kvconnect.transfer.orders_draft import OrdersDraft
+from kvconnect.transfer.params import SOURCES_KEY
+from kvconnect.transfer.stack import Names, StackTraits
+
+
+class Trust(NamedTuple):
+    """How handles are made and read, and which peers are fetched from: None for any that a request names."""
+
+    handles: Handles
+    peers: PeerTrust | None = None
+
+
+def configured_trust(config: TransferConfig, environ: Mapping[str, str], clock: Callable[[], float]) -> Trust:
+    """With the cluster's secret, from files or ``environ``, and the peers that the configuration allows.
+
+    Raises ``ConfigError``: keys or allowed peers are not valid.
+    """
+    keyring = load_keyring(config.extra, environ)
+    handles = Handles(keyring.handle_secret if keyring else b"", clock)
+    return Trust(handles, PeerTrust(AllowList(config.extra.allow_peers), config.extra.max_peers))
+
+
+@dataclass(frozen=True)
+class KeptBlocks:
+    """What a scheduler's stack states of the blocks that are kept below the device's memory.
+
+    ``hashes`` name the contents of a request's blocks; ``row_bytes`` are those of all ranks, by cache group.
+    What tiers get and lose is noted in ``events``. ``make`` is what owns the index.
+    """
+
+    groups: Sequence[KVCacheGroup]
+    requirements: HitRequirements
+    hashes: Names
+    row_bytes: Mapping[int, int]
+    num_ranks: int
+    clock: Callable[[], float]
+    events: TierEvents | None = None
+    make: type[OffloadScheduler] = OffloadScheduler
+
+
+def build_scheduler_half(
+    config: TransferConfig,
+    cache_config: KVCacheConfig,
+    traits: StackTraits | None = None,
+    *,
+    directory: Sequence[RankAddress] = (),
+    trust: Trust | None = None,
+    kept: KeptBlocks | None = None,
+    new_handle: Callable[[], str] = lambda: secrets.token_urlsafe(24),
+    zeroes_loads: bool = False,
+) -> SchedulerHalf:
+    """The half beside the request scheduler.
+
+    Args:
+        cache_config: only block sizes, counts and kinds of it are read.
+        directory: where the worker ranks listen; without an engine none does.
+        trust: None for handles of one process, and peers that any request may name.
+        new_handle: returns what nobody can guess.
+
+    Raises:
+        ConfigError: engine id and host are too long for a handle, or ``kept`` does not fit into memory.
+        LocalError: nobody listens, and the configuration names an engine.
+    """
+    offload = None
+    if kept is not None and config.extra.offload is not None:
+        offload = kept.make(
+            config.extra.offload,
+            kept.groups,
+            kept.requirements,
+            hashes=kept.hashes,
+            row_bytes=kept.row_bytes,
+            num_ranks=kept.num_ranks,
+            clock=kept.clock,
+        )
+        if kept.events is not None:
+            offload.announce(kept.events)
+    if config.extra.engine == "none":
+        return SchedulerHalf(offload=offload, zeroes_loads=zeroes_loads)
+    if not directory:
+        raise LocalError("the scheduler half needs the address of rank 0 at least")
+    traits, groups = traits or StackTraits(), cache_config.groups
+    # A recurrent state cannot be rolled back by the token that D computes itself.
+    has_states = any(group.is_state for group in groups)
+    traits = dataclasses.replace(traits, held_back=max(traits.held_back, int(has_states)))
+    handles, peers = trust or Trust(Handles())
+    draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
+    rank0, prefill, decode, pulls = draft.directory[0], None, None, None
+    bootstrap, offered = None, None
+    if config.is_producer:
+        prefill = PrefillRequests(config, groups, traits, handles, new_handle, draft)
+        if config.extra.offload is not None and traits.naming is not None:
+            offered = {SOURCES_KEY: [join_address(rank0.host, rank0.port)]}
+        if config.extra.bootstrap_port:
+            listens_at = config.extra.here(0).listens_at
+            bootstrap = Bootstrap(listens_at, config.extra.bootstrap_port, bootstrap_answer(rank0, handles))
+    if config.is_consumer:
+        decode = DecodeRequests(config, cache_config, traits, handles, peers, draft)
+        if traits.names and traits.naming and traits.clock:
+            pulls = PullRequests(config, groups, traits, peers, new_handle, draft)
+    return SchedulerHalf(
+        draft,
+        prefill,
+        decode,
+        pulls,
+        offload,
+        offered=offered,
+        bootstrap=bootstrap,
+        zeroes_loads=zeroes_loads,
+    )
+
+
+def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:
+    """Where Mooncake's bootstrap has an engine's id, which routers give to D as it is, is a handle of ours.
+
+    It stays good while P listens on that port, also for the process after this one.
+    """
+    engine_id = handles.introduce(rank0.host, rank0.port)
+    where = {"0": {"0": f"tcp://{rank0.host}:{rank0.port}"}}
+    return msgspec.json.encode({"0": {"engine_id": engine_id, "worker_addr": where}})
+
+
+@dataclass(frozen=True)
+class RankCache:
+    """The caches of one rank, ready to be registered.
+
+    ``kernel_block_sizes`` are tokens by cache group. ``heads`` states which of the model's heads a layer's
+    tensor holds on this rank, ``scales`` what quantised values of K and of V are to be multiplied with.
+    """
+
+    config: KVCacheConfig
+    kernel_block_sizes: Mapping[int, int]
+    tensors: Mapping[str, CacheTensor]
+    heads: Mapping[str, HeadInterval] | None = None
+    scales: Mapping[str, Scales] | None = None
+
+
+@dataclass(frozen=True)
+class KeptCache:
+    """The caches of which a rank keeps blocks below the device's memory.
+
+    ``identity`` is what their bytes depend on that only the stack knows, ``label`` how people call the model.
+    ``naming`` is how peers may ask for what is kept; None: they may not. It ``announces`` what tiers have.
+    """
+
+    cache: RankCache
+    identity: Identity
+    requirements: HitRequirements
+    label: str = ""
+    naming: Naming | None = None
+    announces: bool = False
+
+
+@dataclass(frozen=True)
+class SentCache:
+    """The caches of which a rank hands blocks over, and what peers must agree on."""
+
+    cache: RankCache
+    meaning: CacheMeaning
+
+
+@dataclass(frozen=True)
+class RankTraits:
+    """What a stack states of one rank. ``reserved_bytes`` of its device the stack is still to take."""
+
+    rank: int = 0
+    world_size: int = 1
+    reserved_bytes: int = 0
+    sent: SentCache | None = None
+    kept: KeptCache | None = None
+    registry: CollectorRegistry = field(default_factory=lambda: REGISTRY)
+
+
+def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
+    """The half beside the tensors of one rank, with its caches registered, that serves peers from now on.
+
+    Raises:
+        ConfigError: a configured folder, address, key or memory cannot be had.
+        EngineError: the engine is not usable on this machine, or refuses the memory.
+        LayoutError: a cache cannot be expressed.
+    """
+    transfer = offload = None
+    with ExitStack() as opened:
+        # First: peers that come know by then what is kept, and none depends on anything yet if it fails.
+        if (kept := traits.kept) is not None and config.extra.offload is not None:
+            offload = _open_offload(config, traits, kept, opened)
+        if (sent := traits.sent) is not None and config.extra.engine != "none":
+            cache = sent.cache
+            transfer = TransferWorker(
+                config,
+                cache.config,
+                cache.kernel_block_sizes,
+                sent.meaning,
+                rank=traits.rank,
+                registry=traits.registry,
+            )
+            if offload is not None:
+                transfer.tiers, transfer.kept = offload.tiers, offload.names
+            transfer.register_kv_caches(
+                cache.tensors, cache.heads, cache.scales, reserved_bytes=traits.reserved_bytes
+            )
+        opened.pop_all()
+    return WorkerHalf(transfer, offload)
+
+
+def _open_offload(
+    config: TransferConfig, traits: RankTraits, kept: KeptCache, opened: ExitStack
+) -> OffloadWorker:
+    assert config.extra.offload is not None
+    cache = kept.cache
+    offload = OffloadWorker(
+        config.extra.offload,
+        cache.config,
+        cache.kernel_block_sizes,
+        identity=kept.identity,
+        label=kept.label,
+        rank=traits.rank,
+        world_size=traits.world_size,
+        registry=traits.registry,
+    )
+    # On any failure: a folder on disk must not stay locked, nor memory be taken.
+    opened.callback(offload.close)
+    offload.announces = kept.announces
+    offload.register_kv_caches(
+        cache.tensors,
+        cache.heads,
+        cache.scales,
+        reserved_bytes=traits.reserved_bytes,
+        least_rows=kept.requirements.least_rows(config.extra.offload.min_tokens),
+    )
+    if kept.naming is not None and config.is_producer and config.extra.engine != "none":
+        offload.name_rows(kept.naming, kept.requirements)
+    return offload

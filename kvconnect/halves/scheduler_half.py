@@ -1,0 +1,216 @@
+"""The half that lives beside a stack's request scheduler: every hook goes to the parts that have it.
+
+It has no engine, no tensor, and no socket but that of ``Bootstrap``; no hook waits for anything. A request
+whose KV is fetched from a peer takes nothing from the tiers for that admission; what it computes or fetches
+is kept like that of any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvconnect.decode.decode_requests import DecodeRequests
+from kvconnect.decode.pulls import PullRequests
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.scheduler.sessions import RESULTS_KEY
+from kvconnect.orders import Orders, Results
+from kvconnect.peer.bootstrap import Bootstrap
+from kvconnect.prefill.prefill_requests import PrefillRequests
+from kvconnect.transfer.orders_draft import OrdersDraft
+from kvconnect.transfer.params import transfer_params
+from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, SchedulerHooks, Step
+
+PEER = "peer"
+"""What another node is called where hits are counted by where they came from."""
+
+_ROLES: Mapping[str, tuple[str, str]] = {
+    "do_remote_decode": (
+        "prefill",
+        "a request asks this node to hold its KV for another, which it does not: kv_role is "
+        "kv_consumer, that of a prefill node has to be kv_producer or kv_both",
+    ),
+    "do_remote_prefill": (
+        "decode",
+        "a request asks this node to fetch its KV, and is computed here instead: kv_role is "
+        "kv_producer, that of a decode node has to be kv_consumer or kv_both",
+    ),
+}
+
+
+class SchedulerHalf(SchedulerHooks):
+    """The parts that a configuration asks for; with none every answer is that there is nothing to do.
+
+    ``draft`` is what prefill, decode and pulls write their orders to; None where nothing is handed over.
+    ``offered`` is answered to the router of a request that was fetched here: the next turn may be computed
+    here too. ``zeroes_loads``: the stack zeroes blocks that are loaded after ``before_step`` of the load's
+    step. See ``building.build_scheduler_half``.
+    """
+
+    def __init__(
+        self,
+        draft: OrdersDraft | None = None,
+        prefill: PrefillRequests | None = None,
+        decode: DecodeRequests | None = None,
+        pulls: PullRequests | None = None,
+        offload: OffloadScheduler | None = None,
+        *,
+        offered: Mapping[str, Any] | None = None,
+        bootstrap: Bootstrap | None = None,
+        zeroes_loads: bool = False,
+    ) -> None:
+        self.draft, self.prefill, self.decode = draft, prefill, decode
+        self.pulls, self.offload = pulls, offload
+        self._offered, self._bootstrap, self._zeroes_loads = offered, bootstrap, zeroes_loads
+        self._parts = [part for part in (prefill, decode, pulls, offload) if part is not None]
+        self._update_results = self._hooks("update_results")
+        self._launched = self._hooks("launched")
+        self._ordered = self._hooks("ordered")
+
+    def _hooks(self, name: str) -> list[Callable[..., None]]:
+        """A hook of all parts that have it."""
+        return [getattr(part, name) for part in self._parts if hasattr(part, name)]
+
+    def drain(self) -> None:
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+        if self.prefill is not None:
+            self.prefill.drain()
+
+    def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
+        if self.pulls is not None and reads:
+            self.pulls.new_request(request)
+        if self.draft is not None and (params := transfer_params(request)):
+            for wanted, (part, warning) in _ROLES.items():
+                if params.get(wanted) and getattr(self, part) is None:
+                    self.draft.warn("wrong_role", warning)
+            if self.decode is not None:
+                self.decode.new_request(request)
+            if self.prefill is not None:
+                self.prefill.new_request(request)
+        if self.offload is not None:
+            self.offload.new_request(request, reads=reads, writes=writes)
+
+    def prefill_tokens(self, request: RequestView) -> int:
+        return request.num_tokens if self.prefill is None else self.prefill.prefill_tokens(request)
+
+    def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        # What a handle names is all that the request asks for. Of a tier and a peer that keeps it by name the
+        # better one counts.
+        offload = self.offload
+        if self.decode is not None:
+            count = self.decode.matched_tokens(request, num_computed_tokens)
+            if count != 0:
+                if offload is not None:
+                    offload.withdraw(request.request_id)
+                return count, bool(count)
+        local: int | None = 0
+        if offload is not None:
+            local, _ = offload.matched_tokens(request, num_computed_tokens)
+        if self.pulls is None or local is None:
+            return local, bool(local)
+        pulled = self.pulls.matched_tokens(request, num_computed_tokens, local)
+        if pulled == 0:
+            return local, bool(local)
+        if pulled is not None and offload is not None:
+            offload.withdraw(request.request_id)
+        return pulled, bool(pulled)
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
+    ) -> None:
+        offload, is_restored = self.offload, False
+        if offload is not None:
+            is_restored = self.draft is None or offload.offers(request.request_id)
+            offload.update_after_alloc(request, block_ids, num_external_tokens if is_restored else 0)
+        fetched_tokens = 0 if is_restored else num_external_tokens
+        if self.prefill is not None:
+            self.prefill.update_after_alloc(request)
+        if self.decode is not None:
+            self.decode.update_after_alloc(request, block_ids, fetched_tokens)
+        if self.pulls is not None:
+            self.pulls.update_after_alloc(request, block_ids, fetched_tokens)
+
+    def checkpoints(self, request: RequestView) -> Sequence[int]:
+        return () if self.offload is None else self.offload.checkpoints(request)
+
+    @property
+    def due(self) -> Mapping[str, int]:
+        sent = {} if self.prefill is None else self.prefill.due
+        kept = {} if self.offload is None else self.offload.due
+        if not kept or not sent:
+            return kept or sent
+        return {**kept, **{name: min(due, kept.get(name, due)) for name, due in sent.items()}}
+
+    def launched(self, step: Step) -> None:
+        for launched in self._launched:
+            launched(step)
+
+    def overwritten(self, block_ids: Collection[int]) -> None:
+        if self.offload is not None:
+            self.offload.overwritten(block_ids)
+
+    def preempted(self, request_id: str) -> None:
+        for preempted in self._hooks("preempted"):
+            preempted(request_id)
+
+    def is_restored(self, request_id: str) -> bool:
+        return self.offload is not None and self.offload.is_restored(request_id)
+
+    def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
+        """Of so many tokens that a request takes, how many come from which tier, or from a peer."""
+        if self.offload is not None and self.offload.is_restored(request_id):
+            return self.offload.sources(request_id, num_external_tokens)
+        return {PEER: num_external_tokens} if num_external_tokens else {}
+
+    def build_orders(self) -> Orders:
+        for ordered in self._ordered:
+            ordered()
+        orders = Orders() if self.draft is None else self.draft.take()
+        if self._zeroes_loads:
+            orders = msgspec.structs.replace(orders, zeroes_loads=True)
+        if self.offload is None:
+            return orders
+        offload, failures = self.offload.build_orders(), self.offload.host.take_failures()
+        if offload or failures:
+            orders = msgspec.structs.replace(orders, offload=offload, failures=orders.failures + failures)
+        return orders
+
+    def request_finished(
+        self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        done = None if self.offload is None else self.offload.request_finished(request, block_ids)
+        is_loading = self.decode is not None and self.decode.request_finished(request)
+        if self.pulls is not None:
+            is_loading |= self.pulls.request_finished(request.request_id)
+        is_held, params, asked = False, None, transfer_params(request)
+        if self.prefill is not None:
+            is_held, params = self.prefill.request_finished(
+                request, block_ids, delivered=delivered and not is_loading
+            )
+        if self._offered and params is None and delivered and asked.get("do_remote_prefill"):
+            params = dict(self._offered)
+        if isinstance(told := asked.get(RESULTS_KEY), dict):
+            # What came of the hints at the prefill node, as a router hands it on.
+            done = {**(done or {}), "prefill": told}
+        return is_held, {**(params or {}), RESULTS_KEY: done} if done and delivered else params
+
+    def update_results(self, results: Results) -> None:
+        for update_results in self._update_results:
+            update_results(results)
+
+    def reset(self) -> None:
+        for reset in self._hooks("reset"):
+            reset()
+
+    def take_events(self) -> Sequence[Any]:
+        return () if self.offload is None else self.offload.take_events()
+
+    @property
+    def pending(self) -> bool:
+        return self.offload is not None and self.offload.pending
+
+    def state(self) -> dict[str, int]:
+        return {name: count for part in self._parts for name, count in part.state().items()}

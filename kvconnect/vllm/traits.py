@@ -1,0 +1,209 @@
+"""What vLLM states of itself to the two halves: of its configuration, and of what its workers announced."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvconnect.config import TransferConfig
+from kvconnect.errors import ConfigError
+from kvconnect.halves.building import (
+    KeptBlocks,
+    KeptCache,
+    RankTraits,
+    SentCache,
+    build_scheduler_half,
+    build_worker_half,
+    configured_trust,
+)
+from kvconnect.halves.scheduler_half import SchedulerHalf
+from kvconnect.halves.worker_half import WorkerHalf
+from kvconnect.offload.events import TierEvents
+from kvconnect.orders import Naming
+from kvconnect.peer.messages import CacheMeaning
+from kvconnect.transfer.stack import LongestRequest, StackTraits
+from kvconnect.vllm import settings
+from kvconnect.vllm.adapters import Adapters
+from kvconnect.vllm.events import event_maker, wants_events
+from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
+from kvconnect.vllm.metadata import AddressMetadata
+from kvconnect.vllm.offload import (
+    BlockHashes,
+    BlockNames,
+    draft_groups,
+    hash_block_tokens,
+    hit_requirements,
+    kept_config,
+    naming,
+)
+from kvconnect.vllm.ranks import context_ranks, finest, head_counts, stage_ranks, topology
+from kvconnect.vllm.requests import batch_of, parent_of, prompt_digest
+from kvconnect.vllm.stated_identity import Stated
+from kvconnect.vllm.values import attention_layers
+from kvconnect.vllm.weights import LoadedWeights
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+
+def make_scheduler_half(
+    vllm_config: VllmConfig,
+    kv_cache_config: Any,
+    config: TransferConfig,
+    workers: Mapping[int, AddressMetadata],
+    *,
+    zeroes_loads: bool,
+) -> SchedulerHalf:
+    """The scheduler half, once the workers have announced themselves."""
+    adapters = Adapters()
+    return build_scheduler_half(
+        config,
+        scheduler_config(kv_cache_config, context_ranks(vllm_config)),
+        _request_traits(vllm_config, kv_cache_config, config, workers, adapters),
+        directory=tuple(meta.address for meta in workers.values() if meta.address is not None),
+        trust=configured_trust(config, os.environ, time.time) if config.extra.engine != "none" else None,
+        kept=_kept_blocks(vllm_config, kv_cache_config, workers, adapters) if config.extra.offload else None,
+        zeroes_loads=zeroes_loads,
+    )
+
+
+def _request_traits(
+    vllm_config: VllmConfig,
+    kv_cache_config: Any,
+    config: TransferConfig,
+    workers: Mapping[int, AddressMetadata],
+    adapters: Adapters,
+) -> StackTraits:
+    named = None
+    if config.extra.engine != "none":
+        named = settings.usable_naming(
+            vllm_config, config, naming(vllm_config, kv_cache_config, config.extra.offload)
+        )
+    return StackTraits(
+        # vLLM before 0.31 does not state how far ahead; it would be 1, as several modules are refused.
+        held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
+        parent_of=parent_of,
+        batch_of=batch_of,
+        prompt_digest=functools.partial(prompt_digest, adapters=adapters),
+        clock=time.monotonic,
+        longest=LongestRequest(
+            vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
+        ),
+        # The same on all ranks: one that listens nowhere has none.
+        identity_marks=next((meta.identity_marks for meta in workers.values()), b""),
+        naming=named,
+        names=BlockNames(vllm_config, named.tokens) if named is not None else None,
+    )
+
+
+def _kept_blocks(
+    vllm_config: VllmConfig, kv_cache_config: Any, workers: Mapping[int, AddressMetadata], adapters: Adapters
+) -> KeptBlocks:
+    parallel, announces = vllm_config.parallel_config, wants_events(vllm_config)
+    return KeptBlocks(
+        scheduler_config(kept_config(kv_cache_config)).groups,
+        hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
+        hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config), None if announces else adapters),
+        row_bytes=_same_rows(workers),
+        # vLLM's world may have all data-parallel engines.
+        num_ranks=parallel.pipeline_parallel_size * stage_ranks(vllm_config),
+        clock=time.monotonic,
+        events=TierEvents(event_maker(kv_cache_config)) if announces else None,
+    )
+
+
+def make_worker_half(
+    vllm_config: VllmConfig,
+    kv_cache_config: Any,
+    config: TransferConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    rank: int,
+    weights: LoadedWeights,
+) -> WorkerHalf:
+    """The worker half, with the caches registered."""
+    ranks, extra = topology(vllm_config, rank, kv_caches), config.extra
+    described = functools.partial(
+        worker_cache,
+        kv_caches=kv_caches,
+        tensor_rank=rank % ranks.tensor,
+        num_ranks=ranks.tensor,
+        head_counts=head_counts(vllm_config),
+        layers=attention_layers(vllm_config),
+    )
+    stated = Stated(vllm_config, kv_cache_config, kv_caches, weights)
+    # Before anything is taken: what is ours is none of vLLM's share.
+    reserved_bytes = still_taken_bytes(vllm_config, next(iter(kv_caches.values())).device)
+    kept = sent = None
+    if extra.offload is not None:
+        # What comes back to the same rank is bytes: nothing of it is converted.
+        cache = described(kept_config(kv_cache_config))
+        kept = KeptCache(
+            cache.registered,
+            stated.identity(cache, extra.offload),
+            hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
+            label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
+            naming=_peers_names(vllm_config, kv_cache_config, config),
+            announces=wants_events(vllm_config) and rank == 0,
+        )
+    if extra.engine != "none":
+        cache = described(kv_cache_config, convert_dtype=extra.convert_dtype)
+        lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+        meaning = CacheMeaning(
+            stated.identity(cache, extra.offload, convert_dtype=extra.convert_dtype),
+            num_heads=finest(vllm_config, cache),
+            tensor=ranks.tensor,
+            stages=ranks.stages,
+            context=ranks.context,
+            interleave=ranks.interleave,
+            held_back=held_back(kv_cache_config, lookahead),
+            draft_from=head_counts(vllm_config).num_layers,
+        )
+        sent = SentCache(cache.registered, meaning)
+    return build_worker_half(config, RankTraits(rank, ranks.size, reserved_bytes, sent, kept))
+
+
+def _peers_names(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> Naming | None:
+    """How peers may ask for what is kept."""
+    named = naming(vllm_config, kv_cache_config, config.extra.offload)
+    if named is None and config.is_producer and config.extra.engine != "none":
+        logger.info(
+            "what is kept in host memory is not sent to peers: vLLM's block hashes begin with a number of "
+            "each process's own, or not all of its cache is kept under them. Set PYTHONHASHSEED to the same "
+            "number on all servers"
+        )
+    return named
+
+
+def still_taken_bytes(vllm_config: VllmConfig, device: torch.device) -> int:
+    """What vLLM may yet take of a device by its own setting, for activations and graphs; 0 beside no GPU.
+
+    vLLM makes the worker's connector after it has measured the device and sized the cache, and asks none for
+    a share: slots live outside of ``gpu_memory_utilization``. Where the cache's size was given in bytes the
+    setting does not bound the rest, and the caches that are there may have passed it.
+    """
+    if device.type != "cuda":
+        return 0
+    _, total_bytes = torch.cuda.mem_get_info(device)
+    share_bytes: int = math.ceil(total_bytes * vllm_config.cache_config.gpu_memory_utilization)
+    return max(0, share_bytes - int(torch.cuda.memory_reserved(device)))
+
+
+def _same_rows(workers: Mapping[int, AddressMetadata]) -> dict[int, int]:
+    """The rows of all ranks, which the scheduler numbers once. Raises ``ConfigError``: they differ."""
+    rows = {rank: meta.row_bytes for rank, meta in sorted(workers.items())}
+    first = next(iter(rows.values()), {})
+    if not first or any(other != first for other in rows.values()):
+        raise ConfigError(
+            f"offload needs equal rows on all ranks; by rank and cache group they are {rows} bytes"
+        )
+    return dict(first)
