@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvconnect.halves.composite import PEER
+from kvconnect.halves.scheduler_half import PEER
 from kvconnect.offload.tier import DISK, HOST, STORE
 from kvconnect.orders import Found, OffloadReport, Orders, RankAddress
 
