@@ -5,6 +5,8 @@ Every error that reaches a user names the field, the value and what would have b
 
 from __future__ import annotations
 
+from kvconnect.outcome import Cause, Reason
+
 
 class KVConnectError(Exception):
     """Base of all errors that kvconnect raises on purpose."""
@@ -23,7 +25,16 @@ class LocalError(KVConnectError):
 
 
 class PeerError(KVConnectError):
-    """The other side broke the protocol, refused, or left."""
+    """The other side broke the protocol, refused, or left; ``cause``: see ``Reason``."""
+
+    def __init__(self, text: str, cause: Cause = Cause.PROTOCOL) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+    @property
+    def reason(self) -> Reason:
+        """What travels to the peer."""
+        return self.cause(str(self))
 
 
 class EngineError(KVConnectError):

@@ -11,14 +11,12 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import astuple
 
+from kvconnect.outcome import Reason
 from kvconnect.timeline import Record
 
 # Bounds of what a peer may send. They hold where a message is read; our own values are within them.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
-
-ABORTED = "the request was aborted"
-"""Why a load ended whose client left: nothing to warn of."""
 
 
 class _Parts(msgspec.Struct, frozen=True):
@@ -66,7 +64,7 @@ class Withdraw(msgspec.Struct, frozen=True):
     """Nothing will be held under this handle: fetches that wait for it fail with ``reason``."""
 
     handle: str
-    reason: str
+    reason: Reason
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -136,7 +134,7 @@ class Found(msgspec.Struct, frozen=True):
     disk_tokens: int = 0
     disk_s: float = 0.0
     naming: Naming | None = None
-    error: str = ""
+    error: Reason | None = None
     is_busy: bool = False
 
 
@@ -144,7 +142,7 @@ class Load(msgspec.Struct, frozen=True):
     """Fetch these blocks from a peer, then report the request received or failed.
 
     ``num_tokens`` is what the peer must hold, no more and no less. An empty ``engine_id`` is any engine at
-    the address. With a ``refusal`` nothing is fetched, and the request is reported failed with that text.
+    the address. With a ``refusal`` nothing is fetched, and the request is reported failed for that.
     With a ``prefix`` it is fetched by these names; the handle is this load's own, and stands for no lease.
     """
 
@@ -155,7 +153,7 @@ class Load(msgspec.Struct, frozen=True):
     port: int
     num_tokens: int
     groups: tuple[GroupBlocks, ...]
-    refusal: str = ""
+    refusal: Reason | None = None
     prefix: Prefix | None = None
 
 
@@ -346,7 +344,7 @@ class Results(_Parts, frozen=True):
 
     sent: tuple[str, ...] = ()
     received: tuple[str, ...] = ()
-    failed: Mapping[str, str] = {}
+    failed: Mapping[str, Reason] = {}
     offload: tuple[OffloadReport, ...] = ()
     settled: tuple[str, ...] = ()
     found: tuple[Found, ...] = ()

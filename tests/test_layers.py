@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "kvconnect"
 BASE = {
     *("arithmetic", "errors", "addresses", "engine_names", "reading", "config", "metrics", "orders"),
-    *("packages", "rank_config", "offload_config", "showing", "timeline", "metric_values"),
+    *("packages", "rank_config", "offload_config", "showing", "timeline", "metric_values", "outcome"),
 }
 # A folder imports only from those before it.
 ORDER = [

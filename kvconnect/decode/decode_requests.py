@@ -14,8 +14,8 @@ from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.decode.fetch_outcomes import FetchOutcomes
 from kvconnect.orders import Await, LetGo, Load, Results
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import Handles, PeerTrust
-from kvconnect.peer.messages import OTHER_IDENTITY
 from kvconnect.timeline import Moment
 from kvconnect.transfer.orders_draft import OrdersDraft, blocks_of
 from kvconnect.transfer.params import (
@@ -44,7 +44,7 @@ class _Share:
     loader: str = ""
     is_spent: bool = False
     is_cancelled: bool = False
-    failure: str = ""
+    failure: Reason | None = None
     is_asked: bool = False
     is_settled: bool = False
 
@@ -118,6 +118,7 @@ class DecodeRequests:
         draft: OrdersDraft,
     ) -> None:
         self._groups = cache_config.groups
+        self._recomputes = config.kv_load_failure_policy == "recompute"
         self._stack, self._handles, self._trust, self._draft = stack, handles, trust, draft
         rank0 = draft.directory[0]
         self._own = (rank0.host, rank0.port) if config.is_producer else None
@@ -180,6 +181,8 @@ class DecodeRequests:
         if share.remote.peer[1:] == self._own:
             # Prefilled here, and so in this node's own prefix cache; no engine reaches itself.
             return 0
+        if share.remote.refusal is not None and self._recomputes:
+            return 0
         # After a failure every sibling orders a load, which can only be refused: whether it is computed then
         # is for the serving stack's policy to decide.
         if share.is_spent and not (share.loader or share.failure):
@@ -210,7 +213,9 @@ class DecodeRequests:
             # Two were offered the load before either got its blocks, or the one that fetched has failed.
             # Without the handle: a worker lets go of what it could not load, and this is another's.
             handle = ""
-            refusal = share.failure or "another request of this node has fetched under its handle"
+            refusal = share.failure or Cause.FETCHED_BEFORE(
+                "another request of this node has fetched under its handle"
+            )
         else:
             if remote.is_announced and not share.is_settled:
                 self._early.begin(request_id, request.num_tokens)
@@ -260,11 +265,11 @@ class DecodeRequests:
             self._draft.note(Moment.LOADED, share.remote.handle, request_id, request_id not in results.failed)
             share.loader = ""
             failure = results.failed.get(request_id)
-            if not failure:
+            if failure is None:
                 self._outcomes.got()
             elif not share.is_cancelled:
                 self._outcomes.missed()
-                share.failure = f"the request that fetched for this one failed: {failure}"
+                share.failure = failure.after("the request that fetched for this one failed: ")
             self._forget_if_over(share)
         for handle in results.settled:
             share = self._by_handle.get(handle)
@@ -326,38 +331,41 @@ class DecodeRequests:
             if differ := marks_differ(self._stack.identity_marks, remote.identity):
                 self._draft.warn(
                     "other_identity",
-                    f"{OTHER_IDENTITY}: %s differ between the prefill node that made a request's handle and "
-                    "this one, which computes it; `kvconnect doctor --peer` of the two names the values",
+                    "KV means something else there: %s differ between the prefill node that made a "
+                    "request's handle and this one, which computes it; `kvconnect doctor --peer` of the two "
+                    "names the values",
                     ", ".join(differ),
                 )
             else:
                 self._draft.warn(
                     "prompt_differs", "a request has the handle of another prompt, and is computed"
                 )
-        elif remote.refusal:
-            self._draft.failures.append("parameters_refused")
-        elif self._trust is not None:
+        elif not remote.refusal and self._trust is not None:
             refusal = self._trust.refusal(remote.host, remote.port, vouched=remote.vouched)
-            if refusal:
-                self._draft.failures.append("peer_not_trusted")
-                return RemotePrefill(refusal=refusal)
+            if refusal is not None:
+                remote = RemotePrefill(refusal=refusal)
+        if remote.refusal is not None and self._recomputes:
+            # Nothing is fetched, and vLLM would count what it is offered as a hit.
+            self._outcomes.missed()
+            cause = remote.refusal.cause.value
+            self._draft.warn(cause, "a request is computed here: %s", remote.refusal)
         return remote
 
-    def _refusal(self, remote: RemotePrefill, wanted: int, taken: int, offered: int) -> str:
-        """Why a load is not fetched, or nothing. The KV of another prompt is worse than none."""
+    def _refusal(self, remote: RemotePrefill, wanted: int, taken: int, offered: int) -> Reason | None:
+        """Why a load is not fetched, or None. The KV of another prompt is worse than none."""
         if remote.refusal:
             return remote.refusal
         # Where its length was not given, P compares.
         if remote.num_tokens not in (0, max(1, wanted)):
-            return (
+            return Cause.OTHER_PROMPT(
                 f"kv_transfer_params.remote_num_tokens is {remote.num_tokens}, this prompt needs "
                 f"{max(1, wanted)}: they are not of this prompt, or the two nodes run different models"
             )
         # A peer holds windows and states as they are after the last token of all that it holds.
         is_whole = all(group.retention.sees_all for group in self._groups)
         if taken == offered or (taken < offered and is_whole):
-            return ""
-        return (
+            return None
+        return Cause.BLOCKS(
             f"blocks were given for {taken} of the {offered} tokens that were offered; accepted: all of them"
             + ", or fewer" * is_whole
         )

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
-from kvconnect.decode.peers import Peers, RankLink
+from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.decode.renewals import Renewals
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Await, Find, LetGo, Load, Orders
+from kvconnect.outcome import Cause, Outcome, Reason
 from kvconnect.peer.channel import Arrival, Channel, LinkLost
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
-    OTHER_IDENTITY,
-    OTHER_PROMPT,
-    OTHER_WEIGHTS,
     Accepted,
     CreditRequest,
     Landed,
@@ -37,7 +35,7 @@ from kvconnect.peer.transport import Transport
 from kvconnect.timeline import Moment
 from kvconnect.transfer.device_steps import Finished
 from kvconnect.transfer.error_counting import count_error
-from kvconnect.transfer.link_reports import REFUSED, Transports, refusal
+from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.reports import Reports
 from kvconnect.transfer.timers import Timers
@@ -45,14 +43,9 @@ from kvconnect.transfer.transfer_thread import TransferPart, each
 
 logger = logging.getLogger(__name__)
 
-_CAUSES = {
-    OTHER_WEIGHTS: "other_weights",
-    OTHER_IDENTITY: "other_identity",
-    OTHER_PROMPT: "prompt_differs",
-    REFUSED: "transport_refused",
-}
-"""Failures that the operator has to end, by what their text has; all others are counted as a failed load."""
-
+_MOST_OUTCOMES = 1024
+_SERVER_LOST_S = 1.0
+"""By then the connections to all ranks of a server that died are lost."""
 _AGAIN_S = 1.0
 """When a load over which we met an error of our own is looked after again."""
 
@@ -75,6 +68,8 @@ class DecodeSide(TransferPart):
         timers: Timers,
     ) -> None:
         self.loads: dict[str, LoadRecord] = {}
+        self.outcomes: deque[Outcome] = deque(maxlen=_MOST_OUTCOMES)
+        """What became of the last loads."""
         self.peers = Peers(config, channel, local, metrics, randomness, timers, self._handle)
         self.renewals = Renewals(config, self.peers, metrics, reports.settled, timers)
         self.rank_fetches = RankFetches(config, self.peers, local, metrics, timers)
@@ -149,7 +144,7 @@ class DecodeSide(TransferPart):
     def replace_weights(self, now: float) -> None:
         """Our introduction has changed: what is being loaded belongs to other weights than ours."""
         for load in self.loads.values():
-            load.fail("our weights were replaced while it was being loaded")
+            load.fail(Cause.REPLACED("our weights were replaced while it was being loaded"))
         # Its fetches are cancelled before peers are greeted anew.
         self._look_after_all(now)
         self.peers.greet_anew()
@@ -184,11 +179,11 @@ class DecodeSide(TransferPart):
         if link is None:
             return
         if lost.reason:
-            reason = f"cannot talk to {link.address}: {lost.reason}"
+            reason = Cause.OUT_OF_REACH(f"cannot talk to {link.address}: {lost.reason}")
         elif lost.loss is PeerLoss.PROCESS_GONE:
-            reason = f"nothing listens at {link.address}, the peer is gone"
+            reason = Cause.LOST(f"nothing listens at {link.address}, the peer is gone")
         else:
-            reason = f"the connection to {link.address} was lost"
+            reason = Cause.LOST(f"the connection to {link.address} was lost")
         self._lose(link, lost.loss, reason, now)
 
     def advance(self, now: float) -> bool:
@@ -223,7 +218,7 @@ class DecodeSide(TransferPart):
 
     def _look_again(self, load: LoadRecord, now: float) -> None:
         if now >= load.deadline:
-            load.fail(f"it did not arrive within {self._config.load_timeout_s} s")
+            load.fail(Cause.TIMEOUT(f"it did not arrive within {self._config.load_timeout_s} s"))
         load.touch()
 
     def _look_after_all(self, now: float) -> None:
@@ -288,6 +283,8 @@ class DecodeSide(TransferPart):
         if reason:
             self._lose(link, PeerLoss.UNUSABLE, reason, now)
             return
+        peer = link.peer
+        peer.is_whole = peer.is_whole or link.rank == 0
         if not link.was_met:
             link.was_met = True
             logger.info(
@@ -313,11 +310,13 @@ class DecodeSide(TransferPart):
         link.found = found
         report = self._transports.met if is_first else self._transports.measured
         report(f"prefill node {theirs.engine_id} rank {link.rank} at {link.address}", found)
-        by_peer = found.refusal and f"by the prefill node's settings {found.refusal}"
+        by_peer = None
+        if found.refusal:
+            by_peer = Cause.LANE_REFUSED(f"by the prefill node's settings {found.refusal}")
         self._judge(link, by_peer or refusal(self._config, found), now)
         self.finds.changed()
 
-    def _judge(self, link: RankLink, reason: str, now: float) -> None:
+    def _judge(self, link: RankLink, reason: Reason | None, now: float) -> None:
         """What carries a peer's bytes is accepted or, with a reason, refused."""
         peer = link.peer
         if link.refusal and peer.lanes.refusal(now):
@@ -331,10 +330,12 @@ class DecodeSide(TransferPart):
             self._look_after_all(now)
         self.peers.judge(link, reason, now)
 
-    def _lose(self, link: RankLink, loss: PeerLoss, reason: str, now: float) -> None:
+    def _lose(self, link: RankLink, loss: PeerLoss, reason: Reason, now: float) -> None:
         """A connection is over: what hangs on it fails, or is asked for again, as ``LOSS_RULES`` has it."""
         peer, rank, rule = link.peer, link.rank, LOSS_RULES[loss]
-        self._metrics.failures.labels("peer_lost").inc()
+        if peer.is_whole:
+            peer.is_whole = False
+            self._count_lost(peer, now)
         logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
         self.peers.drop(link, now)
         self.finds.lost(link.name, reason)
@@ -361,6 +362,21 @@ class DecodeSide(TransferPart):
             for load in loads:
                 if load.is_to_ask and not load.error:
                     load.fail(reason)
+
+    def _count_lost(self, peer: Peer, now: float) -> None:
+        """Count one lost server, however many ranks it has, and we: our rank 0 does, for all.
+
+        Another rank of ours counts a connection that only it has lost, which shows a moment later.
+        """
+        if self._local.introduction.rank == 0:
+            self._metrics.failures.labels("peer_lost").inc()
+            return
+
+        def count(now: float) -> None:
+            if peer.is_ready:
+                self._metrics.failures.labels("peer_lost").inc()
+
+        self._timers.timer(count).at(now + _SERVER_LOST_S)
 
     def _end_writes(self, loss: PeerLoss, link: RankLink, now: float, incarnation: str = "") -> None:
         """When writes over past connections to a rank end, but for those to ``incarnation``."""
@@ -412,8 +428,18 @@ class DecodeSide(TransferPart):
             del self._by_peer[load.peer]
         load.timer.cancel()
         self.renewals.loaded(load)
+        engine_id, host, port = load.peer
+        outcome = Outcome(
+            request_id,
+            f"{engine_id or 'an engine'} at {host}:{port}",
+            "lease" if load.order.prefix is None else "name",
+            load.order.num_tokens,
+            sum(total_bytes for total_bytes, _ in load.moved.values()),
+            now - load.ordered_at,
+            load.error,
+        )
         try:
-            self._count(load, now)
+            self._count(outcome, load)
             self._metrics.loads.set(len(self.loads))
         finally:
             if load.is_ragged:
@@ -423,21 +449,19 @@ class DecodeSide(TransferPart):
             self._metrics.timeline.note(
                 Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
             )
-        if load.error:
-            level = logging.DEBUG if load.aborted else logging.WARNING
-            logger.log(level, "request %s was not loaded: %s", request_id, load.error)
+        logger.log(logging.WARNING if outcome.label == "failed" else logging.DEBUG, "%s", outcome)
 
-    def _count(self, load: LoadRecord, now: float) -> None:
+    def _count(self, outcome: Outcome, load: LoadRecord) -> None:
         """A request that was fetched is over."""
-        metrics, outcome = self._metrics, "aborted" if load.aborted else "failed" if load.error else "ok"
-        metrics.transfers.labels("received", outcome).inc()
-        if load.error:
-            if not load.aborted:
-                causes = (label for text, label in _CAUSES.items() if text in load.error)
-                metrics.failures.labels(next(causes, "load" if load.order.prefix is None else "pull")).inc()
+        metrics, reason = self._metrics, outcome.reason
+        self.outcomes.append(outcome)
+        metrics.transfers.labels("received", outcome.label).inc()
+        if reason is not None:
+            if reason.cause is not Cause.ABORTED:
+                metrics.failures.labels(reason.cause.value).inc()
             return
         for lane, (total_bytes, copies) in load.moved.items():
             metrics.transfer_bytes.labels("received", lane).inc(total_bytes)
             metrics.copies.labels("received").inc(copies)
         metrics.transfer_seconds.labels("received").inc(load.seconds)
-        metrics.load_seconds.observe(now - load.ordered_at)
+        metrics.load_seconds.observe(outcome.seconds)

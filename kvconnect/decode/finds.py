@@ -17,6 +17,7 @@ from kvconnect.decode.loads import PeerKey
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Find, Found, Prefix
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import FindPrefix, PrefixFound
 from kvconnect.transfer.timers import Timers
 
@@ -89,7 +90,7 @@ class Finds:
             if asked.answer is not None:
                 self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)
             elif now >= asked.deadline:
-                self._end(number, error=f"it did not answer within {self._config.find_s} s")
+                self._end(number, error=Cause.TIMEOUT(f"it did not answer within {self._config.find_s} s"))
             elif not asked.link:
                 self._try(number, asked, now)
         self._timer.at(min((asked.deadline for asked in self._asked.values()), default=math.inf))
@@ -114,7 +115,7 @@ class Finds:
         if problem:
             self._metrics.failures.labels("peer_message").inc()
             logger.warning("peer %s: %s", asked.peer, problem)
-        error = problem or message.error
+        error = Cause.PROTOCOL(problem) if problem else message.error
         if error or max(message.num_tokens, message.disk_tokens) <= asked.order.prefix.start_tokens:
             self._end(message.number, error=error, is_busy=message.is_busy)
         else:
@@ -122,7 +123,7 @@ class Finds:
             asked.deadline = min(asked.deadline, now + _RATE_SHARE * self._config.find_s)
             self.changed()
 
-    def lost(self, link: str, reason: str) -> None:
+    def lost(self, link: str, reason: Reason) -> None:
         """A connection is over: what was asked over it is not answered."""
         for number in [number for number, asked in self._asked.items() if asked.link == link]:
             self._end(number, error=reason)
@@ -140,7 +141,7 @@ class Finds:
                 return
             path = self._path(peer.links[0])
             if isinstance(path, str):
-                self._end(number, error=f"nothing can be fetched: {path}")
+                self._end(number, error=Cause.OTHER_LAYOUT(f"nothing can be fetched: {path}"))
                 return
             asked.link = peer.links[0].name
             self._peers.send(asked.link, FindPrefix(number, order.prefix, order.max_tokens))
@@ -166,7 +167,7 @@ class Finds:
         self,
         number: int,
         found: _Counts = (0, 0.0, 0, 0.0),
-        error: str = "",
+        error: Reason | None = None,
         *,
         is_busy: bool = False,
     ) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvconnect.metrics import Metrics
+from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
@@ -68,7 +69,7 @@ class Landing:
     unpacking: deque[_Unpacking] = field(default_factory=deque)
     committed: int = 0
     landed_bytes: int = 0
-    error: str = ""
+    error: Reason | None = None
     closed: bool = False
 
     @functools.cached_property
@@ -81,7 +82,7 @@ class Landing:
         """How many chunks are not in their pages, as they should be."""
         return len(self.staged) - self.committed
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: Reason) -> None:
         """What landed cannot be used. The first reason is the one that is reported."""
         self.error = self.error or reason
         self.changed()
@@ -224,8 +225,8 @@ class LandingBay:
                 # Any error, a device out of memory included, loses only this request.
                 logger.exception("a chunk could not be unpacked")
                 self._pool.move(slot, SlotEvent.RETURN)
-                self._metrics.failures.labels("landing").inc()
-                landing.fail(f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}")
+                text = f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
+                landing.fail(Cause.LANDING(text))
                 continue
             expected = message.digest if self._check_digest else None
             landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
@@ -313,8 +314,8 @@ class LandingBay:
             landing.committed += 1
             landing.landed_bytes += landing.staged[unpacked.chunk].total_bytes
             return
-        self._metrics.failures.labels("digest").inc()
-        landing.fail(f"chunk {unpacked.chunk} landed with another digest than it was sent with")
+        text = f"chunk {unpacked.chunk} landed with another digest than it was sent with"
+        landing.fail(Cause.DIGEST(text))
 
     def _lend(self, landing: Landing) -> Grant:
         slot = self._pool.take(SlotEvent.LEND, landing.holder)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvconnect.decode.landing import Landing
-from kvconnect.orders import ABORTED, Load
+from kvconnect.orders import Load
+from kvconnect.outcome import Cause, Reason
 from kvconnect.transfer.state_machine import next_state
 from kvconnect.transfer.timers import Timer
 
@@ -44,6 +45,8 @@ RANK_FETCH_TRANSITIONS: dict[tuple[RankFetchState, RankFetchEvent], RankFetchSta
     (RankFetchState.ASKED, RankFetchEvent.REPEAT): RankFetchState.MEETING,
     (RankFetchState.ASKED, RankFetchEvent.FAIL): RankFetchState.FAILED,
 }
+
+OTHER_EPOCH = Cause.EPOCH("the peer holds something else under this handle than before")
 
 _WAITING = (RankFetchState.MEETING, RankFetchState.ASKED)
 
@@ -98,8 +101,8 @@ class LoadRecord:
     its turn; ``fetches`` is empty until the ranks of its peer are known;
     ``met_again`` once the peer had forgotten us and was greeted anew; ``given_back`` once its failure was
     reported to the peer; ``moved`` are bytes and chunks by lane. ``epochs`` are those of its
-    leases by rank, as far as known, renewed at ``renew_at``. ``aborted``: it ended only because its client
-    left. ``is_ragged``: see ``Results``. ``changed`` is called with it when something is to be done about it.
+    leases by rank, as far as known, renewed at ``renew_at``. ``is_ragged``: see ``Results``. ``changed`` is
+    called with it when something is to be done about it.
     """
 
     order: Load
@@ -113,12 +116,11 @@ class LoadRecord:
     met_again: bool = False
     given_back: bool = False
     fetches: dict[int, RankFetch] = field(default_factory=dict)
-    error: str = ""
+    error: Reason | None = None
     moved: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
     epochs: dict[int, int] = field(default_factory=dict)
     renew_at: float = math.inf
-    aborted: bool = False
     is_ragged: bool = False
 
     @property
@@ -145,7 +147,7 @@ class LoadRecord:
         """A rank of its peer, or the peer for its ranks, is still to be asked."""
         return not self.fetches or any(map(self.is_to_ask_of, self.fetches))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: Reason) -> None:
         """It will not be loaded. The first reason is the one that is reported."""
         self.error = self.error or reason
         self.touch()
@@ -156,8 +158,7 @@ class LoadRecord:
 
     def abort(self) -> None:
         """Its client left. That is no failure, unless it had failed before."""
-        self.aborted = self.aborted or not self.error
-        self.fail(ABORTED)
+        self.fail(Cause.ABORTED("the request was aborted"))
 
     @property
     def over(self) -> bool:

@@ -19,6 +19,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import PeerKey
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
+from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.agreement import fills_windows, target_share
 from kvconnect.peer.allow_list import AllowList, same_host
@@ -66,7 +67,7 @@ class RankLink:
     was_met: bool = False
     share: Share = WHOLE
     found: Transport | None = None
-    refusal: str = ""
+    refusal: Reason | None = None
     is_ragged: bool = False
     asked: set[int] = field(default_factory=set)
 
@@ -84,6 +85,7 @@ class Peer:
     are handles that will not be fetched; ``releases`` the same per rank, once the ranks are known.
     ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that was last done. ``was_met``
     as long as it is to be met again after that; ``is_warm`` where an operator wants it met in any case.
+    ``is_whole`` until a connection to it is lost.
     ``last_loss`` is when and how a connection to it was lost last, and why.
     ``lanes`` is open while a rank of it is reached otherwise than settings want, and ``breaker`` while it is
     not reached: to greet it resets that one alone. ``timer`` is armed while it is to be met again.
@@ -105,11 +107,12 @@ class Peer:
     lease_s: float = 0.0
     was_met: bool = False
     is_warm: bool = False
-    last_loss: tuple[float, PeerLoss, str] | None = None
+    is_whole: bool = True
+    last_loss: tuple[float, PeerLoss, Reason] | None = None
 
-    def refusal(self, now: float) -> str:
-        """Why there is no use in asking it anything now, or nothing."""
-        return self.breaker.refusal(now) or (self.lanes.reason if self.lanes.refusal(now) else "")
+    def refusal(self, now: float) -> Reason | None:
+        """Why there is no use in asking it anything now, or None."""
+        return self.breaker.refusal(now) or (self.lanes.reason if self.lanes.refusal(now) else None)
 
     @property
     def address(self) -> str:
@@ -217,10 +220,10 @@ class Peers:
         peer.is_warm = True
         self._plan_meeting(peer, now)
 
-    def refusal(self, key: PeerKey, now: float) -> str:
-        """Why there is no use in asking a peer anything now, or nothing."""
+    def refusal(self, key: PeerKey, now: float) -> Reason | None:
+        """Why there is no use in asking a peer anything now, or None."""
         peer = self.peers.get(key)
-        return peer.refusal(now) if peer is not None else ""
+        return peer.refusal(now) if peer is not None else None
 
     def lane(self, link: str) -> str:
         """What carries bytes to us over the connection of this name."""
@@ -274,8 +277,8 @@ class Peers:
                 break
         return link if link is not None and link.is_ready else None
 
-    def meet(self, link: RankLink, ready: Ready, now: float) -> str:
-        """A rank has introduced itself. Why it is unusable, or nothing."""
+    def meet(self, link: RankLink, ready: Ready, now: float) -> Reason | None:
+        """A rank has introduced itself. Why it is unusable, or None."""
         peer, introduction = link.peer, ready.peer
         engine_id, host, port = peer.key
         for what, named, found in (
@@ -284,15 +287,14 @@ class Peers:
         ):
             # A request that names no engine means whichever answers at its address.
             if named != found and named != "":
-                return f"{host}:{port} is {what} {found}, the request names {named}"
+                return Cause.NOT_HELD(f"{host}:{port} is {what} {found}, the request names {named}")
         if link.rank == 0:
             topology = introduction.meaning.topology
             if not {address.rank for address in ready.directory} >= set(range(1, topology.size)):
                 # Its scheduler has not sent it the addresses of its other ranks yet. It will soon.
-                return "the peer does not know its own ranks yet"
+                return Cause.OUT_OF_REACH("the peer does not know its own ranks yet")
             if refusal := self._foreign_rank(host, ready.directory):
-                self._metrics.failures.labels("peer_not_trusted").inc()
-                return refusal
+                return Cause.NOT_TRUSTED(refusal)
             peer.directory, peer.lease_s, peer.was_met = ready.directory, ready.lease_s, True
             _match_ranks(peer, link.session.ours, topology)
         link.share = target_share(introduction, link.session.ours)
@@ -300,7 +302,7 @@ class Peers:
         link.is_ragged = not fills_windows(introduction, link.session.ours)
         peer.breaker.met()
         self._send_releases(peer, now)
-        return ""
+        return None
 
     def _foreign_rank(self, host: str, directory: Sequence[RankAddress]) -> str:
         """Why the directory of a peer at ``host`` is not believed, or nothing: it leads to other hosts."""
@@ -346,7 +348,7 @@ class Peers:
             link.session.greet_anew(self._local.introduce())
             self.flush(link)
 
-    def judge(self, link: RankLink, refusal: str, now: float) -> None:
+    def judge(self, link: RankLink, refusal: Reason | None, now: float) -> None:
         """What carries a rank's bytes is accepted or, with a reason, refused.
 
         Then the peer is left alone for a while, and measures the link again: what disturbed it may be over.
@@ -359,7 +361,7 @@ class Peers:
         elif not any(other.refusal for other in link.peer.links.values()):
             link.peer.lanes.met()
 
-    def failed(self, peer: Peer, reason: str, now: float) -> None:
+    def failed(self, peer: Peer, reason: Reason, now: float) -> None:
         """A peer could not be reached, or is unusable: it is left alone for a while."""
         peer.breaker.failed(reason, self._config.retry_max_s, self._randomness, now)
         self._plan_meeting(peer, now)

@@ -18,6 +18,7 @@ from kvconnect.config import TransferConfig
 from kvconnect.decode.sources import SLOW_REST_S, Address, PrefillRate, Sources, is_worth_it
 from kvconnect.errors import PeerError
 from kvconnect.orders import MAX_NAMES, Find, Found, Load, Naming, Prefix, Results
+from kvconnect.outcome import Cause
 from kvconnect.peer.handles import PeerTrust
 from kvconnect.timeline import Moment
 from kvconnect.transfer.orders_draft import OrdersDraft, blocks_of
@@ -172,7 +173,9 @@ class PullRequests:
         first, handle = pull.computed, self._new_handle()
         end, tokens = first + num_external_tokens, pull.prefix.naming.tokens
         offered = pull.found.num_tokens
-        refusal = "" if end == offered else f"blocks were given for {end} of {offered} tokens"
+        refusal = None
+        if end != offered:
+            refusal = Cause.BLOCKS(f"blocks were given for {end} of {offered} tokens")
         prefix = Prefix(pull.prefix.naming, first // tokens * tokens, pull.prefix.names)
         groups = blocks_of(self._groups, block_ids, first, end)
         self._draft.loads.append(
@@ -238,7 +241,7 @@ class PullRequests:
         refusal = self._trust.refusal(*address, vouched=False)
         if refusal:
             self._draft.failures.append("peer_not_trusted")
-        return not refusal
+        return refusal is None
 
     def _most_tokens(self, request: RequestView) -> int:
         """What can be used: the last token is computed here in any case."""
@@ -319,7 +322,7 @@ class PullRequests:
             # It answers others.
             self._drop(found.request_id, pull, UNANSWERED)
         elif found.error:
-            self._unanswered(found.request_id, pull, found.error, now)
+            self._unanswered(found.request_id, pull, str(found.error), now)
         elif max(found.num_tokens, found.disk_tokens) <= prefix.start_tokens:
             self._sources.miss(source, pull.key, now)
             self._drop(found.request_id, pull, MISSED)

@@ -13,11 +13,12 @@ from collections.abc import Container
 
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.landing import LandingBay
-from kvconnect.decode.loads import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
+from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, RankFetch, RankFetchEvent, RankFetchState
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
     Accepted,
@@ -71,15 +72,15 @@ class RankFetches:
         try:
             chunks, grants = self._open(fetch, link, transfer_id)
         except LayoutError as error:
-            load.fail(str(error))
+            load.fail(Cause.OTHER_LAYOUT(str(error)))
             return
         except LocalError as error:
-            load.fail(f"it cannot be fetched: {error}")
+            load.fail(Cause.INTERNAL(f"it cannot be fetched: {error}"))
             return
         except Exception as error:
             # What one request meets must not end what others asked for.
             logger.exception("request %s could not be asked for", order.request_id)
-            load.fail(f"it could not be planned: {type(error).__name__}: {error}")
+            load.fail(Cause.INTERNAL(f"it could not be planned: {type(error).__name__}: {error}"))
             return
         fetch.move(RankFetchEvent.ASK)
         fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
@@ -166,8 +167,7 @@ class RankFetches:
 
     def _accepted(self, fetch: RankFetch, epoch: int) -> None:
         if fetch.load.epochs.get(fetch.rank, epoch) != epoch:
-            self._metrics.failures.labels("epoch").inc()
-            fetch.load.fail("the peer holds something else under this handle than before")
+            fetch.load.fail(OTHER_EPOCH)
         fetch.epoch = epoch
 
     def _landed(self, fetch: RankFetch, message: Landed) -> None:
@@ -177,8 +177,7 @@ class RankFetches:
             return
         reason = self.bay.landed(fetch.landing, message)
         if reason:
-            self._metrics.failures.labels("landing").inc()
-            fetch.load.fail(f"what landed is not what was asked for: {reason}")
+            fetch.load.fail(Cause.LANDING(f"what landed is not what was asked for: {reason}"))
 
     def _written(self, fetch: RankFetch, written: Written, now: float) -> None:
         self._note(fetch, Moment.ANSWER_RECEIVED, written.ok)
@@ -203,7 +202,7 @@ class RankFetches:
             load.epochs.pop(fetch.rank, None)
             self._leave(fetch, RankFetchEvent.REPEAT, now)
             return
-        load.fail(written.error or "the peer gave no reason")
+        load.fail(written.error or Cause.PROTOCOL("the peer gave no reason"))
         self._end(fetch, until, now, written.unsettled)
 
     def _all_written(self, fetch: RankFetch, written: Written, now: float) -> None:
@@ -211,8 +210,8 @@ class RankFetches:
         load = fetch.load
         # No epoch was reported if no chunk has landed, which fails by itself.
         if written.epoch != fetch.epoch and fetch.epoch:
-            self._metrics.failures.labels("epoch").inc()
-            load.fail("what was written is not of the lease under which the peer accepted the fetch")
+            text = "what was written is not of the lease under which the peer accepted the fetch"
+            load.fail(Cause.EPOCH(text))
             self._end(fetch, None, now)
             return
         moved = load.moved.setdefault(self._peers.lane(fetch.link), [0, 0])
@@ -246,7 +245,8 @@ class RankFetches:
         # A fetch of nothing has no landing.
         missing = landing.missing if landing is not None else 0
         if missing or load.error:
-            load.fail(f"the peer says that all is written, but {missing} chunks did not land")
+            text = f"the peer says that all is written, but {missing} chunks did not land"
+            load.fail(Cause.LANDING(text))
             self._leave(fetch, RankFetchEvent.FAIL, now)
         else:
             self._leave(fetch, RankFetchEvent.LAND, now)
@@ -298,7 +298,7 @@ class RankFetches:
 
     # Peers that are lost
 
-    def lose(self, link: str, loss: PeerLoss, reason: str, now: float) -> bool:
+    def lose(self, link: str, loss: PeerLoss, reason: Reason, now: float) -> bool:
         """The connection over which a rank was asked is over. Whether something is to be asked for again."""
         is_any_again = False
         for fetch in list(self._asked.values()):

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.config import ExtraConfig
-from kvconnect.decode.loads import LoadRecord, PeerKey
+from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, PeerKey
 from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Await
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
 from kvconnect.transfer.timers import Timer, Timers
 
@@ -36,7 +37,7 @@ class Awaited:
     since: float
     renew_at: float = math.inf
     epochs: dict[int, int] = field(default_factory=dict)
-    error: str = ""
+    error: Reason | None = None
     reports: bool = False
     is_to_ask = True
 
@@ -48,7 +49,7 @@ class Awaited:
         """See ``LoadRecord``."""
         return True
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: Reason) -> None:
         """Nothing can be loaded under it. The first reason counts."""
         self.error = self.error or reason
 
@@ -179,7 +180,7 @@ class Renewals:
             wanted.renew_at = math.inf
             self._unplanned.append(wanted)
 
-    def failed(self, key: PeerKey, reason: str, now: float) -> None:
+    def failed(self, key: PeerKey, reason: Reason, now: float) -> None:
         """A peer is out of reach, or unusable: what it does not hold yet, and is asked for, is lost."""
         account = self._accounts.get(key)
         for awaited in list(account.kept) if account is not None else ():
@@ -234,11 +235,9 @@ class Renewals:
         }
         for handle, epoch in renewed.epochs:
             if handle in found and found[handle].epochs.setdefault(rank, epoch) != epoch:
-                self._metrics.failures.labels("epoch").inc()
-                found[handle].fail("the peer holds something else under this handle than before")
+                found[handle].fail(OTHER_EPOCH)
         for handle, reason in renewed.over:
             if handle in found:
-                self._metrics.failures.labels("lease_over").inc()
                 found[handle].fail(reason)
         for handle in renewed.unknown:
             # A load asks by itself, and is answered.
@@ -250,8 +249,7 @@ class Renewals:
     def _not_held_yet(self, awaited: Awaited, now: float) -> None:
         until = awaited.since + self._config.early_fetch_s
         if now >= until:
-            self._metrics.failures.labels("lease_over").inc()
-            awaited.fail("no request is held under this handle")
+            awaited.fail(Cause.NOT_HELD("no request is held under this handle"))
         else:
             awaited.renew_at = min(awaited.renew_at, max(until, now + _PACE_S))
             self._accounts[awaited.peer].timer.by(awaited.renew_at)
@@ -267,7 +265,7 @@ class Renewals:
         longest_s = self._config.lease_max_s
         for awaited in account.kept:
             if isinstance(awaited, Awaited) and awaited.reports and now >= awaited.since + longest_s:
-                awaited.fail(f"it was not held within {longest_s} s, which is lease_max_s")
+                awaited.fail(Cause.TIMEOUT(f"it was not held within {longest_s} s, which is lease_max_s"))
                 self._report_if_settled(awaited, now)
 
     def _reach(self, awaited: Awaited, now: float) -> None:

@@ -174,7 +174,7 @@ class _Asking:
                 for event in self._session.receive(arrival.data, now):
                     match event:
                         case Ended() | Misused():
-                            raise PeerError(event.reason)
+                            raise PeerError(event.reason.text)
                         case Received(message=Landed(length_bytes=length)) if unpacking is not None:
                             unpacking.landed_bytes += length
                         case Ready() | Received(message=Measured()) if isinstance(event, kind):

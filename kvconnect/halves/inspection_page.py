@@ -84,7 +84,7 @@ def _lease(lease: Lease, now: float) -> LeaseView:
     return LeaseView(
         digest=digest(lease.handle),
         request_id=hold.request_id[:MOST_TEXT] if hold is not None else "",
-        state=lease.revoked or state,
+        state=lease.revoked.text if lease.revoked is not None else state,
         tokens=lease.num_tokens,
         blocks=sum(map(len, ids)),
         renewed_by=len(lease.renewers),
@@ -143,7 +143,7 @@ def _source(peer: Peer, now: float) -> PeerView:
         met="" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
         failures=breaker.failures,
         rate="; ".join({str(link.found): None for link in peer.links.values() if link.found})[:MOST_TEXT],
-        refusal=peer.refusal(now)[:MOST_TEXT],
+        refusal=str(peer.refusal(now) or "")[:MOST_TEXT],
         retry_s=max(0.0, breaker.retry_at - now) if breaker.failures else 0.0,
         loss="" if kind is None else f"{kind.name.lower()}: {reason}"[:MOST_TEXT],
         loss_age_s=now - at,

@@ -9,8 +9,8 @@ from kvconnect.config import ExtraConfig
 from kvconnect.decode.decode_side import DecodeSide
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.channel import Channel
-from kvconnect.peer.messages import OTHER_WEIGHTS
 from kvconnect.prefill.prefill_side import PrefillSide
 from kvconnect.transfer.error_counting import count_error
 from kvconnect.transfer.inbound_peers import InboundPeers
@@ -18,6 +18,8 @@ from kvconnect.transfer.local import Local
 from kvconnect.transfer.reports import Reports
 from kvconnect.transfer.timers import Timers
 from kvconnect.transfer.transfer_thread import TransferThread
+
+_OTHER_WEIGHTS = Cause.OTHER_WEIGHTS("peer has other weights than those that it was computed with")
 
 
 class WorkerTransfers(TransferThread):
@@ -61,14 +63,14 @@ class WorkerTransfers(TransferThread):
         def replace(now: float) -> None:
             self.local.replace_weights(weights)
             if self.prefill is not None:
-                self.prefill.replace_weights(f"{OTHER_WEIGHTS} than those that it was computed with", now)
+                self.prefill.replace_weights(_OTHER_WEIGHTS, now)
             self.inbound_peers.introduce_anew()
             if self.decode is not None:
                 self.decode.replace_weights(now)
 
         self.call(replace)
 
-    def drain(self, drained: Callable[[], None], reason: str, drain_s: float) -> None:
+    def drain(self, drained: Callable[[], None], reason: Reason, drain_s: float) -> None:
         """Begin no lease until ``wake``; ``drained`` is called, on this thread, once none is left."""
         prefill = self.prefill
         self.call(lambda now: prefill.drain(drained, reason, drain_s, now) if prefill else drained())

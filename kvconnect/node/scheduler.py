@@ -342,4 +342,4 @@ class Scheduler:
                 self._begin_anew(request)
                 self.waiting.appendleft(request)
             else:
-                self._fail(request, Failure(502, problem, "kv_load_error"))
+                self._fail(request, Failure(502, problem.text, "kv_load_error"))

@@ -11,6 +11,7 @@ from typing import Any
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.node.request import Request, Step
 from kvconnect.orders import Results
+from kvconnect.outcome import Reason
 from kvconnect.transfer import stack
 from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock
 
@@ -85,7 +86,7 @@ class Transfers:
             self.unsent[request.request_id] = request
         return not keep, params
 
-    def settle(self, results: Results) -> tuple[list[Request], list[tuple[Request, str | None]]]:
+    def settle(self, results: Results) -> tuple[list[Request], list[tuple[Request, Reason | None]]]:
         """Requests whose blocks are free now, and loads that ended: those that failed, with the reason."""
         self.hooks.update_results(results)
         freed, ended, unknown = [], [], []

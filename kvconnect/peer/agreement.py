@@ -8,14 +8,15 @@ import msgspec
 
 from kvconnect.cache.identity import differences, shown, weights_differ
 from kvconnect.cache.shard import layer_number, shared_tokens
-from kvconnect.peer.messages import OTHER_IDENTITY, OTHER_WEIGHTS, CacheMeaning, Introduction
+from kvconnect.outcome import Cause, Reason
+from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import WHOLE, Share
 
 _MOST_GROUPS = 256
 
 
-def disagreement(prefill: Introduction, decode: Introduction) -> str | None:
+def disagreement(prefill: Introduction, decode: Introduction) -> Reason | None:
     """Why two workers cannot work together, naming all that differs with both values; None if they can.
 
     The tables themselves are compared when they are lined up.
@@ -28,8 +29,10 @@ def disagreement(prefill: Introduction, decode: Introduction) -> str | None:
         ("engine", prefill.engine, decode.engine),
     ):
         if of_prefill != of_decode:
-            return f"{what} is {of_prefill!r} on the prefill node, {of_decode!r} on the decode node"
-    return (
+            return Cause.OTHER_LAYOUT(
+                f"{what} is {of_prefill!r} on the prefill node, {of_decode!r} on the decode node"
+            )
+    unlike = (
         card_refusal(prefill.table)
         or card_refusal(decode.table)
         or rank_refusal(prefill)
@@ -37,20 +40,21 @@ def disagreement(prefill: Introduction, decode: Introduction) -> str | None:
         or _unnumbered(prefill, decode)
         or _unlike_turns(prefill, decode)
     )
+    return Cause.OTHER_LAYOUT(unlike) if unlike else None
 
 
-def other_identity(prefill: CacheMeaning, decode: CacheMeaning) -> str | None:
+def other_identity(prefill: CacheMeaning, decode: CacheMeaning) -> Reason | None:
     """Why KV of one side means nothing to the other; None if it means the same."""
     found = differences(prefill.identity, decode.identity)
     if len(found) == len(weights_differ(prefill.identity.weights, decode.identity.weights)):
         return other_weights(prefill, decode)
-    return f"{OTHER_IDENTITY}: {shown(found)}"
+    return Cause.OTHER_IDENTITY(f"KV means something else there: {shown(found)}")
 
 
-def other_weights(prefill: CacheMeaning, decode: CacheMeaning) -> str | None:
+def other_weights(prefill: CacheMeaning, decode: CacheMeaning) -> Reason | None:
     """Why KV of one side's weights, which may be replaced, is useless to the other; None if it is not."""
     found = weights_differ(prefill.identity.weights, decode.identity.weights)
-    return f"{OTHER_WEIGHTS}: {shown(found)}" if found else None
+    return Cause.OTHER_WEIGHTS(f"peer has other weights: {shown(found)}") if found else None
 
 
 def rank_refusal(rank: Introduction) -> str | None:

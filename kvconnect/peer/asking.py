@@ -85,6 +85,6 @@ def _exchange(channel: Channel, address: tuple[str, int], question: Question, ex
                     return Reply(data, asked_at, time.time())
                 case Answer(number=number, error=error) if number == question.number:
                     raise PeerError(f"{shown} cannot answer: {error}")
-                case Refused(reason=reason) | Bad(reason=reason):
-                    raise PeerError(f"{shown} runs a release that answers no such question: {reason}")
+                case Refused() | Bad() as refused:
+                    raise PeerError(f"{shown} runs a release that answers no such question: {refused.reason}")
     raise PeerError(f"{shown} did not answer within {extra.peer_timeout_s:g} s")

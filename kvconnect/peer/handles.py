@@ -17,6 +17,7 @@ import msgspec
 
 from kvconnect.addresses import is_loopback
 from kvconnect.errors import ConfigError, PeerError
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.messages import LONGEST_HANDLE
 from kvconnect.peer.prompt_digest import PROMPT_BYTES
@@ -123,22 +124,22 @@ class PeerTrust:
         self._max_named = max_named
         self._named: dict[tuple[str, int], None] = {}
 
-    def refusal(self, host: str, port: int, *, vouched: bool) -> str:
+    def refusal(self, host: str, port: int, *, vouched: bool) -> Reason | None:
         """Why an address must not be connected to, or nothing. ``vouched``: by a signed handle, no client."""
         where = f"kv_transfer_params.remote_host and remote_port are {host}:{port}"
         if self._allowed:
             if self._allowed.allows(host, port):
-                return ""
-            return f"{where}, which kv_connector_extra_config.allow_peers does not have"
+                return None
+            return Cause.NOT_TRUSTED(f"{where}, which kv_connector_extra_config.allow_peers does not have")
         if vouched:
             self._named.pop((host, port), None)
             self._named[host, port] = None
             if len(self._named) > self._max_named:
                 del self._named[next(iter(self._named))]
-            return ""
+            return None
         if (host, port) in self._named or is_loopback(host):
-            return ""
-        return (
+            return None
+        return Cause.NOT_TRUSTED(
             f"{where}, which no signed handle has named; accepted: peers of a handle, and those in "
             "kv_connector_extra_config.allow_peers"
         )

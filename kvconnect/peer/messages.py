@@ -13,6 +13,7 @@ from kvconnect.cache.identity import Identity
 from kvconnect.cache.shard import Topology
 from kvconnect.errors import PeerError
 from kvconnect.orders import Count, Naming, Prefix, RankAddress
+from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.shared_memory import SharedMemoryCard
 from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableCard
@@ -42,17 +43,8 @@ class Side(enum.Enum):
     PREFILL = "prefill"
 
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
-
-OTHER_WEIGHTS = "peer has other weights"
-"""What every refusal for that reason states, as while servers are updated one by one."""
-
-OTHER_IDENTITY = "KV means something else there"
-"""What every refusal states where an entry of the identity differs that is not the weights."""
-
-OTHER_PROMPT = "the transfer was announced with another prompt"
-"""Likewise, where a router's transfer id is known, and not of the prompt that is asked for."""
 
 
 class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
@@ -130,10 +122,20 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """P to D: they do not; the reason is for D's operator."""
+    """P to D: they do not; ``text`` is for D's operator, ``cause`` the value of a ``Cause``.
+
+    Of any protocol version: one before 8 sends no cause, and one after ours perhaps another.
+    """
 
     version: int
-    reason: str
+    text: str
+    cause: str = Cause.OTHER_RELEASE.value
+
+    @property
+    def reason(self) -> Reason:
+        """Why they do not agree."""
+        known = self.cause in Cause._value2member_map_
+        return (Cause(self.cause) if known else Cause.OTHER_RELEASE)(self.text)
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -235,7 +237,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     total_bytes: Bytes
     copies: Count
     seconds: float
-    error: str
+    error: Reason | None
     again: bool = False
     epoch: Epoch = 0
     unsettled: Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_CHUNKS)] | None = None
@@ -271,7 +273,7 @@ class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
     """
 
     epochs: Annotated[tuple[tuple[str, Epoch], ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
-    over: Annotated[tuple[tuple[str, str], ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
+    over: Annotated[tuple[tuple[str, Reason], ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
     unknown: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
 
 
@@ -300,7 +302,7 @@ class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="found"):
     disk_tokens: Count = 0
     disk_bytes: Bytes = 0
     disk_s: float = 0.0
-    error: str = ""
+    error: Reason | None = None
     is_busy: bool = False
 
 
@@ -380,7 +382,8 @@ def decode(side: Side, frame: bytes, max_bytes: int) -> ToPrefill | ToDecode:
         message: ToPrefill | ToDecode = _decoders[side].decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         if version := _other_version(frame):
-            raise PeerError(f"protocol version is {version}, accepted: {PROTOCOL_VERSION}") from error
+            text = f"protocol version is {version}, accepted: {PROTOCOL_VERSION}"
+            raise PeerError(text, Cause.OTHER_RELEASE) from error
         raise PeerError(f"a message that cannot be read: {error}") from error
     return message
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError, PeerError
 from kvconnect.orders import RankAddress
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.agreement import disagreement
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import (
@@ -103,7 +104,7 @@ class Ready:
 class Ended:
     """The conversation is over; ``reason`` is for the operator."""
 
-    reason: str
+    reason: Reason
     loss: PeerLoss = PeerLoss.UNUSABLE
 
 
@@ -118,7 +119,7 @@ class Received:
 class Misused:
     """The other side sent something that was dropped and answered; for the log and a counter."""
 
-    reason: str
+    reason: Reason
 
 
 Event = Ready | Ended | Received | Misused
@@ -182,10 +183,10 @@ class Session:
         elif self._owed_since is None:
             self._owed_since = self._asked_at = now
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: Reason) -> None:
         """P ends the conversation, and sends D the reason."""
         self.state = State.ENDED
-        self._push(Refused(PROTOCOL_VERSION, reason))
+        self._push(Refused(PROTOCOL_VERSION, reason.text, reason.cause.value))
 
     def outgoing(self) -> list[bytes]:
         """The frames to send now, in order. Each is given out once."""
@@ -199,7 +200,7 @@ class Session:
         try:
             message = decode(self.side, frame, self._limits.max_message_bytes)
         except PeerError as error:
-            return self._misused(str(error))
+            return self._misused(error.reason)
         after = TRANSITIONS.get((self.side, self.state, type(message)))
         if after is None:
             return self._illegal(message)
@@ -211,17 +212,17 @@ class Session:
                 return self._hello(message, now)
             case Welcome():
                 return self._welcome(message, after)
-            case Refused(reason=reason):
+            case Refused() as refused:
                 self.state = after
                 # What was asked before we greeted anew may go on: the refusal is only of the new greeting.
                 is_of_greeting = self.peer is not None and self._unanswered_greetings > 0
                 loss = PeerLoss.UNUSABLE if is_of_greeting else PeerLoss.TOLD_TO_STOP
-                return [Ended(f"the peer refused: {reason}", loss)]
+                return [Ended(refused.reason.after("the peer refused: "), loss)]
             case Bad(reason=reason):
                 self.state = after
                 if after is State.ENDED:
-                    return [Ended(f"the peer could not read our greeting: {reason}")]
-                return [Misused(f"the peer could not use a message of ours: {reason}")]
+                    return [Ended(Cause.OTHER_RELEASE(f"the peer could not read our greeting: {reason}"))]
+                return [Misused(Cause.PROTOCOL(f"the peer could not use a message of ours: {reason}"))]
             case _:
                 self.state = after
                 return [Received(message)]
@@ -236,7 +237,7 @@ class Session:
                 reason = f"the peer did not answer the greeting within {self._limits.handshake_timeout_s} s"
             else:
                 reason = f"the peer has been silent for {self._limits.peer_timeout_s} s"
-            return [Ended(reason, PeerLoss.SILENT)]
+            return [Ended(Cause.OUT_OF_REACH(reason), PeerLoss.SILENT)]
         if now >= ask_at:
             if self._owed_since is not None:
                 self._asked_at = now
@@ -266,7 +267,7 @@ class Session:
         refusal = _refusal(hello.version, self.ours, hello.introduction)
         if refusal:
             self.refuse(refusal)
-            return [Ended(f"refused a peer: {refusal}")]
+            return [Ended(refusal.after("refused a peer: "))]
         self.state = State.READY
         self.peer = hello.introduction
         self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory, self._limits.lease_s, now))
@@ -283,22 +284,22 @@ class Session:
         return [Ready(welcome.introduction, welcome.directory, welcome.lease_s, welcome.clock_s)]
 
     def _illegal(self, message: Message) -> list[Event]:
-        reason = f"{type(message).__name__} is not expected in state {self.state.value}"
+        reason = Cause.PROTOCOL(f"{type(message).__name__} is not expected in state {self.state.value}")
         if self.side is Side.PREFILL and self.state is State.NEW:
             # We may have forgotten a peer that still believes in us: only ending it makes it greet anew.
-            self.refuse(f"{reason}; the first message is Hello")
+            self.refuse(Cause.LOST(f"{reason}; the first message is Hello"))
             return [Misused(reason), Ended(reason)]
         return self._misused(reason)
 
-    def _misused(self, reason: str) -> list[Event]:
-        self._push(Bad(reason))
+    def _misused(self, reason: Reason) -> list[Event]:
+        self._push(Bad(reason.text))
         return [Misused(reason)]
 
     def _push(self, message: Message) -> None:
         self._outgoing.append(encode(message))
 
 
-def _refusal(version: int, prefill: Introduction, decode: Introduction) -> str | None:
+def _refusal(version: int, prefill: Introduction, decode: Introduction) -> Reason | None:
     if version != PROTOCOL_VERSION:
-        return f"protocol version is {version}, accepted: {PROTOCOL_VERSION}"
+        return Cause.OTHER_RELEASE(f"protocol version is {version}, accepted: {PROTOCOL_VERSION}")
     return disagreement(prefill, decode)

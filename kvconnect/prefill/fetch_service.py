@@ -18,6 +18,7 @@ import msgspec
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import Metrics
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.agreement import other_weights
 from kvconnect.peer.messages import (
     Accepted,
@@ -139,12 +140,14 @@ class FetchService:
             return
         try:
             self._begin(inbound, inbound.session.peer, pending, now)
-        except (PeerError, LayoutError) as error:
-            self._refuse(pending, str(error))
+        except PeerError as error:
+            self._refuse(pending, error.reason)
+        except LayoutError as error:
+            self._refuse(pending, Cause.OTHER_LAYOUT(str(error)))
         except Exception as error:
             # What a peer asks for must not end what others asked for.
             logger.exception("a fetch of %s could not be planned", pending.link)
-            self._refuse(pending, f"it could not be planned: {type(error).__name__}")
+            self._refuse(pending, Cause.INTERNAL(f"it could not be planned: {type(error).__name__}"))
 
     def _begin(self, inbound: InboundPeer, peer: Introduction, pending: PendingFetch, now: float) -> None:
         """Begin a fetch, or leave it pending.
@@ -156,7 +159,7 @@ class FetchService:
         fetch = pending.fetch
         if refusal := other_weights(inbound.session.ours.meaning, peer.meaning):
             # It greeted us before we replaced ours.
-            raise PeerError(refusal)
+            raise PeerError(refusal.text, refusal.cause)
         if (held := self._book.leases.get(fetch.handle)) is not None:
             # What we stood still for too long to end in time serves no load any more.
             self._book.end_if_due(held, now)
@@ -170,7 +173,7 @@ class FetchService:
             self._wait(pending, now, is_served=True)
             return
         if path.meter is not None and path.meter.found.refusal:
-            raise PeerError(path.meter.found.refusal)
+            raise PeerError(path.meter.found.refusal, Cause.LANE_REFUSED)
         if streamed and not path.streams:
             self._wait(pending, now)
             return
@@ -189,7 +192,7 @@ class FetchService:
             self._inbound_peers.send(key[0], Accepted(fetch.transfer_id, sending.epoch))
             self._request_credit(sending, spared)
 
-    def cancel(self, key: TransferKey, reason: str) -> None:
+    def cancel(self, key: TransferKey, reason: Reason) -> None:
         """End a fetch early, whether it is served or pending."""
         early = self.pending.find(key)
         if early is not None:
@@ -203,9 +206,9 @@ class FetchService:
         known = sending is not None or self.pending.find(key) is not None
         if sending is not None and not sending.error:
             sending.cancelled = True
-        self.cancel(key, "the peer cancelled it")
+        self.cancel(key, Cause.ABORTED("the peer cancelled it"))
         if not known and now >= self.not_quiescent.get(key, 0.0):
-            self._answer_failure(key, "it is not known")
+            self._answer_failure(key, Cause.NOT_HELD("it is not known"))
 
     def granted(self, key: TransferKey, granted: CreditGrant) -> None:
         """A peer lends more slots for a fetch, which may have no use for them yet."""
@@ -256,7 +259,7 @@ class FetchService:
         """
         fetch = pending.fetch
         if refusal := self.pending.admit(pending, now, is_served=is_served):
-            raise PeerError(refusal)
+            raise PeerError(refusal.text, refusal.cause)
         if fetch.chunks and not pending.has_waited:
             request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
             self._inbound_peers.send(pending.link, request)
@@ -271,9 +274,10 @@ class FetchService:
             raise PeerError(f"transfer {fetch.transfer_id} is under way already")
         if fetch.num_tokens != source.num_tokens:
             # Of another prompt, or of a node that counts differently: part of it is worse than none.
-            raise PeerError(f"{fetch.num_tokens} tokens are wanted, {source.num_tokens} are held")
+            text = f"{fetch.num_tokens} tokens are wanted, {source.num_tokens} are held"
+            raise PeerError(text, Cause.OTHER_PROMPT)
         if any(self.sender.sendings[other].consumer == consumer for other in source.sending):
-            raise PeerError("this rank is being sent this request")
+            raise PeerError("this rank is being sent this request", Cause.FETCHED_BEFORE)
         source.claim(consumer, fetch.consumers)
 
     def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
@@ -307,18 +311,20 @@ class FetchService:
         what = parcel.chunk, parcel.grant.generation, parcel.length_bytes, parcel.ticket.digest
         self._inbound_peers.send(sending.key[0], Landed(sending.key[1], *what, sending.epoch))
 
-    def look_at(self, inbound: InboundPeer, link: str, now: float) -> str:
-        """A peer asks what there is: it is sent how fast its link is, too. Why it cannot be, or nothing.
+    def look_at(self, inbound: InboundPeer, link: str, now: float) -> Reason | None:
+        """A peer asks what there is: it is sent how fast its link is, too. Why it cannot be, or None.
 
         A link whose calibration was cut short is calibrated again: what is not measured is not worth a load.
         """
         try:
             path = self._measured_path(inbound, link, now)
-        except (PeerError, LayoutError) as error:
-            return str(error)
+        except PeerError as error:
+            return error.reason
+        except LayoutError as error:
+            return Cause.OTHER_LAYOUT(str(error))
         if path is not None:
             self._calibrate_if_due(path, link, now)
-        return ""
+        return None
 
     def _measured_path(self, inbound: InboundPeer, link: str, now: float) -> SendPath | None:
         """``SendPaths.path_to``; None until it was found out once how fast that is: its fetches wait."""
@@ -344,7 +350,8 @@ class FetchService:
         """Report, once a connection, what carries bytes to a peer, and whether our settings refuse that."""
         peer = inbound.session.peer
         if path.meter is None and peer is not None:
-            found = msgspec.structs.replace(path.found, refusal=refusal(self._config, path.found))
+            refused = refusal(self._config, path.found)
+            found = msgspec.structs.replace(path.found, refusal=str(refused or ""))
             who = f"decode node {peer.engine_id} rank {peer.rank} at {inbound.host}"
             path.meter = LinkMeter(who, found, self._transports)
             self._transports.met(who, found)
@@ -372,7 +379,7 @@ class FetchService:
         lease = sending.lease
         if lease is None or sending.consumer is None:
             if sending.key[1] == MEASUREMENT:
-                measured = Measured(sending.total_bytes, sending.seconds, sending.error)
+                measured = Measured(sending.total_bytes, sending.seconds, str(sending.error or ""))
                 self._inbound_peers.send(sending.key[0], measured)
                 return
             inbound = self._inbound_peers.get(sending.key[0])
@@ -380,11 +387,11 @@ class FetchService:
             if inbound is not None and path is not None and path.probe is sending.outbox:
                 probe, config = path.probe, self._config
                 found = found_by(probe, self._local, path.traffic, inbound.host, config.host)
-                path.calibrated(sending.error, found, self._metrics)
+                path.calibrated(str(sending.error or ""), found, self._metrics)
                 if probe.is_whole:
                     path.calibrations.met()
                 else:
-                    reason = sending.error or "a batch was slow"
+                    reason = sending.error or Cause.ENGINE("a batch was slow")
                     path.calibrations.failed(reason, config.retry_max_s, self._randomness, now)
                 self.pending.touch_link(sending.key[0])
                 if not any(link == sending.key[0] for link, _ in self.pending.fetches):
@@ -425,12 +432,12 @@ class FetchService:
         handle = sending.lease.handle if sending.lease is not None else ""
         self._metrics.timeline.note(moment, number, handle=handle, transfer_id=sending.key[1])
 
-    def _refuse(self, pending: PendingFetch, reason: str) -> None:
+    def _refuse(self, pending: PendingFetch, reason: Reason) -> None:
         self._metrics.transfers.labels("sent", "refused").inc()
         logger.warning("a fetch of %s was refused: %s", pending.link, reason)
         self._answer_failure(pending.key, reason)
 
-    def _answer_failure(self, key: TransferKey, reason: str) -> None:
+    def _answer_failure(self, key: TransferKey, reason: Reason) -> None:
         self._inbound_peers.send(key[0], Written(key[1], False, True, 0, 0, 0.0, reason))
 
 

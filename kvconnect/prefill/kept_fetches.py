@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvconnect.errors import PeerError
 from kvconnect.orders import MAX_NAMES, Hold
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.agreement import other_weights
 from kvconnect.peer.messages import FindPrefix, PrefixFound
 from kvconnect.prefill.leases import Lease
@@ -15,9 +16,9 @@ from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.transfer.inbound_peers import InboundPeer
 from kvconnect.transfer.kept import KeptByName
 
-EVICTED = "it was evicted from host memory while it was sent"
-TOO_MANY = "it was asked for more names than one peer may have looked up"
-_NOTHING = "this node keeps nothing under names for peers"
+EVICTED = Cause.EVICTED("it was evicted from host memory while it was sent")
+TOO_MANY = Cause.BUSY("it was asked for more names than one peer may have looked up")
+_NOTHING = Cause.NOT_HELD("this node keeps nothing under names for peers")
 
 
 _NAMES_PER_S = 200_000
@@ -45,13 +46,13 @@ def found_for(
     names: NameAllowance,
     kept: KeptByName | None,
     asked: FindPrefix,
-    refusal: str,
+    refusal: Reason | None,
     now: float,
 ) -> PrefixFound | None:
     """The answer to a question, which names why nothing is given where that is not for lack of the names."""
     if (peer := inbound.session.peer) is None:
         return None
-    refusal = refusal or other_weights(inbound.session.ours.meaning, peer.meaning) or ""
+    refusal = refusal or other_weights(inbound.session.ours.meaning, peer.meaning)
     if kept is None or refusal:
         return PrefixFound(asked.number, error=refusal or _NOTHING)
     # Those before the first that is wanted are not looked up.
@@ -70,7 +71,7 @@ def lease_by_name(kept: KeptByName | None, early: PendingFetch, epoch: int) -> L
     fetch, lease = early.fetch, early.lease
     assert fetch.prefix is not None
     if kept is None:
-        raise PeerError(_NOTHING)
+        raise PeerError(_NOTHING.text, _NOTHING.cause)
     if lease is None and (found := kept.hold(fetch.prefix, fetch.num_tokens)) is not None:
         num_tokens, name = fetch.num_tokens, f"for {fetch.num_tokens} tokens by name"
         hold = Hold(name, fetch.handle, num_tokens, found.groups, lease_s=0.0, step=0)
@@ -80,5 +81,5 @@ def lease_by_name(kept: KeptByName | None, early: PendingFetch, epoch: int) -> L
         )
         lease.is_intact = found.is_intact
     if lease is None or not lease.is_intact():
-        raise PeerError(f"not all of {fetch.num_tokens} tokens is kept under these names")
+        raise PeerError(f"not all of {fetch.num_tokens} tokens is kept under these names", Cause.EVICTED)
     return lease if lease.is_computed() else None

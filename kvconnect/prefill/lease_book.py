@@ -14,6 +14,7 @@ from collections.abc import Callable
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold, Progress
+from kvconnect.outcome import Cause, Reason
 from kvconnect.prefill.leases import Consumer, Lease
 from kvconnect.transfer.timers import Timers
 
@@ -32,7 +33,7 @@ class LeaseBook:
     def __init__(
         self,
         config: ExtraConfig,
-        ended: Callable[[Lease, str], None],
+        ended: Callable[[Lease, Reason], None],
         metrics: Metrics,
         randomness: random.Random,
         replay: int,
@@ -94,14 +95,14 @@ class LeaseBook:
         self._metrics.leases.set(len(self.leases))
         return lease, difference
 
-    def renew(self, lease: Lease, engine_id: str, link: str, now: float) -> str:
+    def renew(self, lease: Lease, engine_id: str, link: str, now: float) -> Reason | None:
         """A peer will still fetch what is held. Why that is void, or nothing."""
         if lease.owner not in (None, engine_id):
-            return "another engine has fetched this request"
+            return Cause.FETCHED_BEFORE("another engine has fetched this request")
         lease.renewers.add(link)
         if lease.hold is not None:
             lease.expires_at = max(lease.expires_at, min(now + lease.hold.lease_s, lease.last_until))
-        return ""
+        return None
 
     def release(self, lease: Lease, consumer: Consumer, consumers: int, now: float) -> None:
         """A rank will not fetch what is held. Others than those of the engine that fetches do not count."""
@@ -122,23 +123,25 @@ class LeaseBook:
                 lease.timer.at(due_at)
             return
         if lease.satisfied:
-            self._end(lease, "every rank that wanted it was served", now)
+            self._end(lease, Cause.FETCHED_BEFORE("every rank that wanted it was served"), now)
         else:
             self._metrics.failures.labels("lease_expired").inc()
-            reason = lease.revoked or f"its lease of {order.lease_s} s is over"
+            reason = lease.revoked or Cause.LEASE_OVER(f"its lease of {order.lease_s} s is over")
             if not lease.revoked and lease.renewers and lease.expires_at >= lease.last_until:
-                reason = f"it was held for {self._config.lease_max_s} s, which is lease_max_s"
+                reason = Cause.LEASE_OVER(
+                    f"it was held for {self._config.lease_max_s} s, which is lease_max_s"
+                )
             logger.warning("%s was not fetched, its blocks are freed: %s", lease, reason)
             self._end(lease, reason, now)
 
-    def revoke(self, reason: str, now: float) -> None:
+    def revoke(self, reason: Reason, now: float) -> None:
         """End all that no sending reads, whichever peer wants it. What is being read ends when that does."""
         for lease in list(self.leases.values()):
             lease.expires_at, lease.last_until, lease.revoked = 0.0, 0.0, reason
             if not lease.sending:
                 self._end(lease, reason, now)
 
-    def _end(self, lease: Lease, reason: str, now: float) -> None:
+    def _end(self, lease: Lease, reason: Reason, now: float) -> None:
         del self.leases[lease.handle]
         if lease.timer is not None:
             lease.timer.cancel()

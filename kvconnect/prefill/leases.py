@@ -13,6 +13,7 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks, Hold, Progress
+from kvconnect.outcome import Cause, Reason
 from kvconnect.transfer.kept import Kept
 from kvconnect.transfer.timers import Timer
 
@@ -55,7 +56,7 @@ class Lease:
     expires_at: float = 0.0
     last_until: float = 0.0
     renewers: set[str] = field(default_factory=set)
-    revoked: str = ""
+    revoked: Reason | None = None
     replay: int = 1
     is_intact: Callable[[], bool] = lambda: True
     kept: Kept | None = None
@@ -71,9 +72,9 @@ class Lease:
             PeerError: it has no right to.
         """
         if self.owner not in (None, consumer[0]):
-            raise PeerError("another engine has fetched this request")
+            raise PeerError("another engine has fetched this request", Cause.FETCHED_BEFORE)
         if consumer in self.served or consumer in self.released:
-            raise PeerError("this rank has had this request")
+            raise PeerError("this rank has had this request", Cause.FETCHED_BEFORE)
         self.owner, self.consumers = consumer[0], consumers
 
     @property

@@ -16,8 +16,9 @@ import msgspec
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import epoch_of
-from kvconnect.peer.messages import OTHER_PROMPT, Fetch
+from kvconnect.peer.messages import Fetch
 from kvconnect.plan.chunks import Chunker
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
 from kvconnect.transfer.params import announced_id
@@ -131,7 +132,7 @@ class PendingFetches:
         # Those that something happened to, and those whose device or disk is asked at every turn.
         self._touched: dict[TransferKey, None] = {}
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
-        self._over: OrderedDict[str, str] = OrderedDict()
+        self._over: OrderedDict[str, Reason] = OrderedDict()
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
         self._announced: tuple[float, set[str]] = (-1.0, set())
@@ -181,7 +182,7 @@ class PendingFetches:
         self.expected.add(handle)
         return True
 
-    def end(self, handle: str, reason: str) -> None:
+    def end(self, handle: str, reason: Reason) -> None:
         """Nothing will come of a handle, or nothing more."""
         self.expected.discard(handle)
         self._take_refusal(handle)
@@ -214,8 +215,8 @@ class PendingFetches:
             release.timer.cancel()
         return release
 
-    def admit(self, early: PendingFetch, now: float, *, is_served: bool = False) -> str:
-        """Let a fetch wait, without its slots. Why it cannot, or nothing.
+    def admit(self, early: PendingFetch, now: float, *, is_served: bool = False) -> Reason | None:
+        """Let a fetch wait, without its slots. Why it cannot, or None.
 
         ``is_served``: what it asks for is there, its link is not.
         """
@@ -225,26 +226,30 @@ class PendingFetches:
             return self._over[handle]
         # All handles of our scheduler name one start, but for transfer ids, which name none.
         if not is_known and self._epoch and epoch_of(handle) not in ("", self._epoch):
-            return "the handle is of an earlier start of this node, which holds nothing of that any more"
+            return Cause.NOT_HELD(
+                "the handle is of an earlier start of this node, which holds nothing of that any more"
+            )
         if now >= (early.deadline if is_known else self._deadline(early)):
             if is_known:
-                return "the KV was not complete in the time that the fetch gives"
+                return Cause.TIMEOUT("the KV was not complete in the time that the fetch gives")
             if self._is_of_other_prompt(handle, now):
-                return f"no request is held under this handle: {OTHER_PROMPT}"
-            return "no request is held under this handle"
+                return Cause.OTHER_PROMPT(
+                    "no request is held under this handle: the transfer was announced with another prompt"
+                )
+            return Cause.NOT_HELD("no request is held under this handle")
         if len(self.fetches) >= self._capacity:
-            return f"{len(self.fetches)} fetches wait already"
+            return Cause.BUSY(f"{len(self.fetches)} fetches wait already")
         key = early.key
         if key in self.fetches:
-            return f"transfer {key[1]} waits already"
+            return Cause.PROTOCOL(f"transfer {key[1]} waits already")
         fetch = msgspec.structs.replace(early.fetch, grants=()) if early.fetch.grants else early.fetch
         timer = self._timers.timer(lambda now: self.touch_fetch(key))
         self.fetches[key] = replace(early, fetch=fetch, has_waited=True, timer=timer)
         self._by_handle.setdefault(handle, {})[key] = None
         self._touched[key] = None
-        return ""
+        return None
 
-    def reason(self, handle: str) -> str | None:
+    def reason(self, handle: str) -> Reason | None:
         """Why nothing is held under a handle any more; None if that is not so, or not known."""
         return self._over.get(handle)
 

@@ -16,6 +16,7 @@ from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks, Hold, Progress, Results
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import MOST_TOKENS, Claims, Handles
 from kvconnect.peer.prompt_digest import PROMPT_BYTES
 from kvconnect.timeline import Moment
@@ -247,15 +248,18 @@ class PrefillRequests:
             # What the workers do not know of it yet is void.
             self._draft.preempted.remove(prefill.handle)
         parent = self._stack.parent_of(request_id)
-        params, reason = None, "the prefill was aborted, or failed"
+        params, reason = None, Cause.PREFILL_ENDED("the prefill was aborted, or failed")
         if prefill.is_stale:
-            reason = "the prefill began before the caches were reset"
+            reason = Cause.REPLACED("the prefill began before the caches were reset")
         elif delivered:
             if (answer := self._answers.get(parent)) is not None:
                 params = dict(answer)
             else:
-                params, reason = self._hold(request, block_ids, prefill)
-                if params is not None:
+                held = self._hold(request, block_ids, prefill)
+                if isinstance(held, Reason):
+                    reason = held
+                else:
+                    params = held
                     self._places.hold(request_id, prefill.handle)
                     self._answers[parent] = dict(params)
                     return True, params
@@ -284,26 +288,28 @@ class PrefillRequests:
     def _is_for_others(self, request: RequestView) -> bool:
         return bool(transfer_params(request).get("do_remote_decode"))
 
-    def _refuse_full(self) -> str:
-        reason = f"max_leases is {self._config.extra.max_leases}, and that many requests wait to be fetched"
+    def _refuse_full(self) -> Reason:
+        reason = Cause.BUSY(
+            f"max_leases is {self._config.extra.max_leases}, and that many requests wait to be fetched"
+        )
         self._draft.warn("max_leases", "%s: more are answered without KV until some are", reason)
         return reason
 
     def _hold(
         self, request: RequestView, block_ids: BlockIdsByGroup, prefill: _Prefill
-    ) -> tuple[dict[str, Any] | None, str]:
-        """Hold a request: the parameters for D, or None and why it is not held."""
+    ) -> dict[str, Any] | Reason:
+        """Hold a request: the parameters for D, or why it is not held."""
         # The last sampled token has no KV yet.
         num_tokens, extra, handle = request.num_tokens - 1, self._config.extra, prefill.handle
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
-            return None, "the prompt left none"
+            return Cause.NOT_HELD("the prompt left none")
         if self._draining:
-            return None, "the prefill node is stopping"
+            return Cause.STOPPING("the prefill node is stopping")
         if not handle and self._places.are_taken:
-            return None, self._refuse_full()
+            return self._refuse_full()
         transfer_id = self._named(request)[0].get(TRANSFER_KEY)
         if transfer_id is not None and not handle:
-            return None, "its transfer id was refused"
+            return Cause.PARAMETERS("its transfer id was refused")
         prompt = self._stack.prompt_digest(request, num_tokens) or b""
         token = self._sign(transfer_name(handle) if handle else self._new_handle(), num_tokens, prompt)
         groups = blocks_of(self._groups, block_ids, 0, num_tokens)
@@ -331,7 +337,7 @@ class PrefillRequests:
             params[TRANSFER_KEY] = transfer_id
         elif batch and not number and self._takes_all_of(batch):
             params[BATCH_KEY] = self._batch_id(batch)
-        return params, ""
+        return params
 
     def _takes_all_of(self, batch: str) -> bool:
         """Whether the later prompts of a batch are held: those that have come, and those that still may."""

@@ -16,6 +16,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold, Orders, Progress, Withdraw
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import (
     MAX_HANDLES,
     Cancel,
@@ -45,8 +46,9 @@ from kvconnect.transfer.transfer_thread import TransferPart, each
 
 logger = logging.getLogger(__name__)
 
-STOPPING = "the prefill node is stopping"
-ASLEEP = "the node sleeps, and keeps no KV meanwhile"
+STOPPING = Cause.STOPPING("the prefill node is stopping")
+_PREEMPTED = Cause.PREFILL_ENDED("the prefill was preempted")
+ASLEEP = Cause.STOPPING("the node sleeps, and keeps no KV meanwhile")
 
 
 class PrefillSide(TransferPart):
@@ -83,7 +85,7 @@ class PrefillSide(TransferPart):
         self._local = local
         self._reports = reports
         self._metrics = metrics
-        self._draining = ""
+        self._draining: Reason | None = None
         self._drain_until = math.inf
         self._giving_up = timers.timer(self._give_up)
         self._drained: Callable[[], None] | None = None
@@ -118,10 +120,10 @@ class PrefillSide(TransferPart):
             return
         if not self.book.progress(order, is_computed):
             logger.error("the progress of prefill %s does not follow from what is known of it", order.handle)
-            self.preempted(order.handle, "the prefill's blocks are not known")
+            self.preempted(order.handle, Cause.INTERNAL("the prefill's blocks are not known"))
         self.fetches.went_on(self.book.streaming.get(order.handle), order.handle)
 
-    def preempted(self, handle: str, reason: str = "the prefill was preempted") -> None:
+    def preempted(self, handle: str, reason: Reason = _PREEMPTED) -> None:
         """A prefill lost its blocks: nothing that was sent of it counts."""
         self._cut_short(self.book.lose_blocks(handle), reason, again=True)
 
@@ -141,7 +143,7 @@ class PrefillSide(TransferPart):
         self._metrics.timeline.note(Moment.HELD, handle=order.handle, request_id=order.request_id)
         self._metrics.streamed_bytes.inc(sum(self.sender.sendings[key].total_bytes for key in lease.sending))
         if difference:
-            self._cut_short(lease, difference, again=True)
+            self._cut_short(lease, Cause.EPOCH(difference), again=True)
         self.fetches.went_on(lease, order.handle)
         early = self.pending.hold(order.handle)
         if early is not None and lease.owner in (None, early.owner):
@@ -154,12 +156,12 @@ class PrefillSide(TransferPart):
         if now >= self._drain_until:
             self._give_up(now)
 
-    def _cut_short(self, lease: Lease | None, reason: str, *, again: bool) -> None:
+    def _cut_short(self, lease: Lease | None, reason: Reason, *, again: bool) -> None:
         """Cancel what is being sent of a prefill, which is stale; ``again``: until it is computed anew."""
         for key in lease.sending if lease is not None else ():
             self.sender.cancel(key, reason, again=again)
 
-    def drain(self, drained: Callable[[], None], reason: str, drain_s: float, now: float) -> None:
+    def drain(self, drained: Callable[[], None], reason: Reason, drain_s: float, now: float) -> None:
         """Begin no lease any more; ``drained`` is called once nothing is held, sent, or waited for.
 
         What is held may be fetched for ``drain_s``; then peers that still count on something get a message.
@@ -175,10 +177,10 @@ class PrefillSide(TransferPart):
 
     def wake(self) -> None:
         """Pages are there again. What was given up is not."""
-        self._draining, self._drain_until = "", math.inf
+        self._draining, self._drain_until = None, math.inf
         self._giving_up.cancel()
 
-    def replace_weights(self, reason: str, now: float) -> None:
+    def replace_weights(self, reason: Reason, now: float) -> None:
         """What is held, and what is being computed, belongs to other weights than those that we have now.
 
         What is being sent goes on: it goes to a peer that had the same, and fails it if it has others now.
@@ -228,7 +230,7 @@ class PrefillSide(TransferPart):
                     inbound.session.send(answer)
             case Measure() if self._draining:
                 # Its pages may be unmapped.
-                inbound.session.send(Measured(0, 0.0, self._draining))
+                inbound.session.send(Measured(0, 0.0, str(self._draining)))
             case Measure():
                 self.fetches.measure(link, message, now)
 
@@ -249,9 +251,10 @@ class PrefillSide(TransferPart):
 
     def _give_up(self, now: float) -> None:
         """The time to drain is over: what is held is given up, and so is what is sent or waited for."""
+        reason = self._draining or STOPPING
         for key in (*self.sender.sendings, *self.pending.fetches):
-            self.fetches.cancel(key, self._draining)
-        self.book.revoke(self._draining, now)
+            self.fetches.cancel(key, reason)
+        self.book.revoke(reason, now)
 
     def state(self) -> dict[str, int]:
         """Counts of what is held and under way. All zero when idle."""
@@ -280,13 +283,13 @@ class PrefillSide(TransferPart):
     def _renewed(self, handles: Sequence[str], engine_id: str, link: str, now: float) -> Renewed:
         """A peer will still fetch these, as soon as it is their turn: what is so of each."""
         epochs: list[tuple[str, int]] = []
-        over: list[tuple[str, str]] = []
+        over: list[tuple[str, Reason]] = []
         unknown: list[str] = []
         for handle in dict.fromkeys(handles[:MAX_HANDLES]):
             lease = self.leases.get(handle)
             reason = self.pending.reason(handle) if lease is None else None
             if lease is not None:
-                reason = self.book.renew(lease, engine_id, link, now) or None
+                reason = self.book.renew(lease, engine_id, link, now)
             if reason is not None:
                 over.append((handle, reason))
             elif lease is not None:
@@ -297,25 +300,25 @@ class PrefillSide(TransferPart):
                     unknown.append(handle)
         return Renewed(tuple(epochs), tuple(over), tuple(unknown))
 
-    def _lease_ended(self, lease: Lease, reason: str) -> None:
+    def _lease_ended(self, lease: Lease, reason: Reason) -> None:
         """A lease is over: peers that still count on it get a message."""
-        text = f"the request is no longer held: {reason}"
-        self.pending.end(lease.handle, text)
+        over = reason.after("the request is no longer held: ")
+        self.pending.end(lease.handle, over)
         if lease.hold is not None:
             self._reports.sent(lease.hold.request_id)
             self._metrics.timeline.note(
                 Moment.LEASE_ENDED, handle=lease.handle, request_id=lease.hold.request_id
             )
         if not lease.satisfied:
-            self._report_over(lease.handle, text, lease.renewers)
+            self._report_over(lease.handle, over, lease.renewers)
 
-    def _void(self, handle: str, reason: str) -> None:
+    def _void(self, handle: str, reason: Reason) -> None:
         """Nothing is held under a handle, nor will be: what is being sent of its prefill is stale."""
         self.pending.end(handle, reason)
         self._cut_short(self.book.streaming.pop(handle, None), reason, again=False)
         self._report_over(handle, reason, self.pending.watchers(handle))
 
-    def _report_over(self, handle: str, reason: str, links: set[str]) -> None:
+    def _report_over(self, handle: str, reason: Reason, links: set[str]) -> None:
         # In an order of their own, so that two runs of one simulated seed are one.
         for link in sorted(links):
             self.inbound_peers.send(link, Renewed(over=((handle, reason),)))

@@ -19,6 +19,7 @@ from kvconnect.engine.adapter import card_host
 from kvconnect.engine.lanes import Lane, Traffic, lane_of
 from kvconnect.errors import EngineError, LayoutError, PeerError
 from kvconnect.metrics import Metrics
+from kvconnect.outcome import Cause
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import MappedMemory, this_machine
 from kvconnect.peer.agreement import source_share
@@ -210,7 +211,7 @@ class SendPaths:
             try:
                 self._local.engine.connect(path.name, peer.engine_card)
             except EngineError as error:
-                raise PeerError(f"the engine cannot reach the peer: {error}") from error
+                raise PeerError(f"the engine cannot reach the peer: {error}", Cause.ENGINE) from error
             self._connected[path.name] = None
         self._connected.move_to_end(path.name)
         if len(self._connected) > self._config.max_peers:
@@ -229,7 +230,8 @@ class SendPaths:
         self._metrics.failures.labels("peer_not_trusted").inc()
         raise PeerError(
             f"the engine card of {owner_name(peer)} names host {named[:256]!r}, its connection comes from "
-            f"{inbound.host}; accepted: that address, and hosts in kv_connector_extra_config.allow_peers"
+            f"{inbound.host}; accepted: that address, and hosts in kv_connector_extra_config.allow_peers",
+            Cause.NOT_TRUSTED,
         )
 
     def _disconnect_idle(self, in_use: Container[str]) -> None:

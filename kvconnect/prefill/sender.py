@@ -16,6 +16,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Batch, Completion
 from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import Metrics
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import Written
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter
@@ -52,7 +53,7 @@ class Sending:
     last_ended_at: float = 0.0
     moving_since: float = 0.0
     moving_s: float = 0.0
-    error: str = ""
+    error: Reason | None = None
     again: bool = False
     cancelled: bool = False
     quiescent: bool = True
@@ -61,7 +62,7 @@ class Sending:
     meter: LinkMeter | None = None
     timer: Timer | None = None
 
-    def stop(self, reason: str, *, again: bool = False) -> None:
+    def stop(self, reason: Reason, *, again: bool = False) -> None:
         """Let it end early, once nothing reads its blocks. The first reason is the one that is reported."""
         if not self.error:
             self.error, self.again = reason, again
@@ -159,13 +160,13 @@ class Sender:
         """Begin to submit what its outbox gives."""
         self.sendings[sending.key] = self._active[sending.key] = sending
         sending.timer = self._timers.timer(
-            lambda now: self.cancel(sending.key, "the time that the peer gave is over")
+            lambda now: self.cancel(sending.key, Cause.TIMEOUT("the time that the peer gave is over"))
         )
         sending.timer.at(sending.deadline)
         # The device begins now rather than when everything else that has arrived was looked at.
         self._advance(sending, sending.started_at)
 
-    def cancel(self, key: TransferKey, reason: str, *, again: bool = False) -> None:
+    def cancel(self, key: TransferKey, reason: Reason, *, again: bool = False) -> None:
         """Ask for an early end. The sending is over once nothing reads its blocks any more.
 
         ``again``: the peer is to fetch it anew.
@@ -191,7 +192,7 @@ class Sender:
             sending.total_bytes += completion.total_bytes
         else:
             sending.quiescent &= completion.quiescent
-            sending.stop(completion.error or "the engine gave no reason")
+            sending.stop(Cause.ENGINE(completion.error or "the engine gave no reason"))
         if parcel is not None and parcel.slot is not None and not completion.quiescent:
             until = now + self._config.quarantine_s
             self._lost.append((until, parcel.slot))
@@ -242,7 +243,7 @@ class Sender:
             # counted once: a device that failed fails at every look.
             if not isinstance(error, (LayoutError, PeerError)) and not sending.error:
                 count_error(self._metrics, error, f"transfer {sending.key[1]}")
-            sending.stop(f"its chunks cannot be packed: {error}")
+            sending.stop(Cause.ENGINE(f"its chunks cannot be packed: {error}"))
 
     def _settle(self, now: float) -> None:
         while self._lost and self._lost[0][0] <= now:
@@ -288,7 +289,7 @@ class Sender:
         except Exception as error:
             # This batch will never be answered, so the fetch must not pass for done.
             logger.exception("a batch to %s could not be submitted", sending.peer)
-            sending.stop(f"the engine does not take a batch: {error}")
+            sending.stop(Cause.ENGINE(f"the engine does not take a batch: {error}"))
             return False
         sending.outbox.submitted(batch.batch_id)
         if not sending.in_flight:

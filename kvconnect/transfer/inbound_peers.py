@@ -15,6 +15,7 @@ from typing import Protocol
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
+from kvconnect.outcome import Cause
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (
     MAX_HANDLES,
@@ -40,7 +41,7 @@ from kvconnect.transfer.topics import Topics
 
 logger = logging.getLogger(__name__)
 
-NO_PREFILL = "this node hands out no KV: its kv_role is kv_consumer"
+NO_PREFILL = Cause.WRONG_ROLE("this node hands out no KV: its kv_role is kv_consumer")
 
 
 @dataclass
@@ -98,7 +99,7 @@ class NoService:
             case FindPrefix():
                 self._send(link, PrefixFound(message.number, error=NO_PREFILL))
             case Measure():
-                self._send(link, Measured(0, 0.0, NO_PREFILL))
+                self._send(link, Measured(0, 0.0, NO_PREFILL.text))
             case Renew():
                 self._send(
                     link, Renewed(over=tuple((one, NO_PREFILL) for one in message.handles[:MAX_HANDLES]))

@@ -11,23 +11,22 @@ from collections import OrderedDict
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.lanes import LEAST_SHARE
 from kvconnect.metrics import Metrics
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-REFUSED = "the peer is refused"
-"""What every failure for that reason states."""
 
-
-def refusal(config: ExtraConfig, found: Transport | None) -> str:
-    """Why a peer that is reached like this, None for not reported, may not be used; empty if it may."""
+def refusal(config: ExtraConfig, found: Transport | None) -> Reason | None:
+    """Why a peer that is reached like this, None for not reported, may not be used; None if it may."""
     lane, bytes_per_s = ("unknown", 0.0) if found is None else (found.lane, found.bytes_per_s)
-    shown = f"{REFUSED}: its lane is {found or 'not reported by its release'}, and kv_connector_extra_config"
+    shown = f"the peer is refused: its lane is {found or 'not reported by its release'}, and "
+    shown += "kv_connector_extra_config"
     if not config.allows_lane(lane):
-        return f"{shown}.require_lane is {config.require_lane!r}"
+        return Cause.LANE_REFUSED(f"{shown}.require_lane is {config.require_lane!r}")
     if bytes_per_s < config.min_gb_per_s * 1e9:
-        return f"{shown}.min_gb_per_s is {config.min_gb_per_s:g}"
-    return ""
+        return Cause.LANE_REFUSED(f"{shown}.min_gb_per_s is {config.min_gb_per_s:g}")
+    return None
 
 
 class Transports:

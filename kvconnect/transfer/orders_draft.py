@@ -21,6 +21,7 @@ from kvconnect.orders import (
     RankAddress,
     Withdraw,
 )
+from kvconnect.outcome import Reason
 from kvconnect.timeline import Record
 from kvconnect.transfer.stack import BlockIdsByGroup
 
@@ -56,12 +57,12 @@ class OrdersDraft:
         self.step = 0
         self._logged: set[str] = set()
 
-    def withdraw(self, handle: str, reason: str) -> None:
+    def withdraw(self, handle: str, reason: Reason) -> None:
         """Nothing is held under this handle."""
         # Carried out before what is expected: an id that is withdrawn may be used again in the same step.
         if handle in self.expected:
             self.expected.remove(handle)
-        self.withdrawn.append(Withdraw(handle, f"no KV comes under this handle: {reason}"))
+        self.withdrawn.append(Withdraw(handle, reason.after("no KV comes under this handle: ")))
 
     def note(self, event: str, handle: str, request_id: str, number: int = 0) -> None:
         """Record what happens now, for the timeline of rank 0."""

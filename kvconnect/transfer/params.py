@@ -15,6 +15,7 @@ import msgspec
 
 from kvconnect.addresses import split_address
 from kvconnect.errors import PeerError
+from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import Claims, Handles, Host, NumTokens, Port
 from kvconnect.peer.messages import LONGEST_HANDLE
 from kvconnect.peer.prompt_digest import PROMPT_BYTES
@@ -83,7 +84,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     vouched: bool = False
     is_of_other_prompt: bool = False
     identity: bytes = b""
-    refusal: str = ""
+    refusal: Reason | None = None
     is_announced: bool = False
     duplicate: str = ""
 
@@ -132,7 +133,7 @@ def read_remote_prefill(
             return _batched(params, handles, prompt)
         return _held(params, handles, prompt)
     except PeerError as error:
-        return RemotePrefill(refusal=str(error))
+        return RemotePrefill(refusal=Cause.PARAMETERS(str(error)))
 
 
 def read_sources(params: Mapping[str, Any]) -> list[tuple[str, int]]:

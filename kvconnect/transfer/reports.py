@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvconnect.orders import Found, Results
+from kvconnect.outcome import Reason
 
 
 class Reports:
@@ -14,14 +15,14 @@ class Reports:
     def __init__(self, rank: int) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._rank = rank
-        self._ended: deque[tuple[str, str, str]] = deque()
+        self._ended: deque[tuple[str, str, Reason | None]] = deque()
         self._found: deque[Found] = deque()
 
     def sent(self, request_id: str) -> None:
         """No peer reads the blocks of a held request any more."""
         self._add("sent", request_id)
 
-    def received(self, request_id: str, error: str) -> None:
+    def received(self, request_id: str, error: Reason | None) -> None:
         """No peer writes to the blocks of a loaded request any more; ``error`` states why it failed."""
         self._add("received", request_id, error)
 
@@ -51,12 +52,12 @@ class Reports:
         return Results(
             sent=tuple(name for what, name, _ in ended if what == "sent"),
             received=tuple(name for what, name, _ in ended if what == "received"),
-            failed={name: error for _, name, error in ended if error},
+            failed={name: error for _, name, error in ended if error is not None},
             settled=tuple(name for what, name, _ in ended if what == "settled"),
             found=tuple(self._found.popleft() for _ in range(len(self._found))),
             ragged=tuple(name for what, name, _ in ended if what == "ragged"),
         )
 
-    def _add(self, what: str, name: str, error: str = "") -> None:
+    def _add(self, what: str, name: str, error: Reason | None = None) -> None:
         self._ended.append((what, name, error))
         self.wake()

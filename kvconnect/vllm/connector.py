@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvconnect.errors import ConfigError
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.orders import ABORTED, Results
+from kvconnect.orders import Results
+from kvconnect.outcome import Cause
 from kvconnect.vllm import settings
 from kvconnect.vllm.events import wants_events
 from kvconnect.vllm.geometry import running_states, scheduler_config, transferred_groups
@@ -55,6 +56,7 @@ _DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 _ZEROES_LOADS = not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
 """vLLM before 0.32 zeroes all new blocks with the step that orders a load, those of the load too."""
 
+_UNKNOWN = Cause.INTERNAL("a worker has logged why")
 _NOTHING_YET = SchedulerHalf()
 
 # It may be configured by its module, and under a MultiConnector, which looks for it by name all the same.
@@ -220,7 +222,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             Results(
                 sent=tuple(connector_output.finished_sending or ()),
                 received=tuple(connector_output.finished_recving or ()),
-                failed=dict.fromkeys(connector_output.failed_recving or (), "see the workers' log"),
+                failed={
+                    **dict.fromkeys(connector_output.failed_recving or (), _UNKNOWN),
+                    **dict(report.failed),
+                },
                 offload=report.reports,
                 settled=report.settled,
                 found=report.found,
@@ -339,10 +344,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests sent, received and failed since the last call."""
         results = self._worker.results()
-        for request_id, reason in results.failed.items():
-            level = logging.DEBUG if reason == ABORTED else logging.WARNING
-            logger.log(level, "the KV of request %s could not be loaded: %s", request_id, reason)
-        report = ReportMetadata(results.offload, (), results.settled, results.found, results.ragged)
+        failed = tuple(results.failed.items())
+        report = ReportMetadata(results.offload, (), results.settled, results.found, results.ragged, failed)
         self._report = self._report.aggregate(report)
         return base.KVConnectorTransferResults(
             finished_sending=set(results.sent),

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvconnect.halves.scheduler_half import PEER
 from kvconnect.offload.tier import DISK, HOST, STORE
 from kvconnect.orders import Found, OffloadReport, Orders, RankAddress
+from kvconnect.outcome import Reason
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -63,16 +64,17 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What ranks report of tiers, workers that were asked of themselves, and what is known of peers' KV."""
+    """What ranks report of tiers, of themselves where asked, of peers' KV, and why loads have failed."""
 
     reports: tuple[OffloadReport, ...]
     addresses: tuple[AddressMetadata, ...] = ()
     settled: tuple[str, ...] = ()
     found: tuple[Found, ...] = ()
     ragged: tuple[str, ...] = ()
+    failed: tuple[tuple[str, Reason], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.reports or self.addresses or self.settled or self.found or self.ragged)
+        return any((self.reports, self.addresses, self.settled, self.found, self.ragged, self.failed))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """With the reports of other ranks. What is not ours is left out."""
@@ -84,6 +86,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
             self.settled + other.settled,
             self.found + other.found,
             self.ragged + other.ragged,
+            self.failed + other.failed,
         )
 
 

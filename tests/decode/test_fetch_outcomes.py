@@ -11,6 +11,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.decode.fetch_outcomes import WINDOW_S
 from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import RankAddress, Results
+from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Handles
 from kvconnect.transfer.stack import StackTraits
 from tests.halves.test_scheduler_half import ATTENTION, Request, connector, prefilled
@@ -49,7 +50,7 @@ def load(node, name, failure=""):
     count, _ = node.matched_tokens(request, 0)
     node.update_after_alloc(request, ([1, 2, 3],), count)
     node.build_orders()
-    node.update_results(Results(received=(name,), failed={name: failure} if failure else {}))
+    node.update_results(Results(received=(name,), failed={name: Cause.LOST(failure)} if failure else {}))
     node.request_finished(request, ([1, 2, 3],), delivered=True)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import Find, Naming, Orders, Prefix
+from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
 from kvconnect.peer.channel import Frame
 from kvconnect.peer.transport import Transport
@@ -43,7 +44,13 @@ class KeepingPair(Pair):
                 if self.rate is not None:
                     self.tell(Transport("tcp", bytes_per_s=self.rate))
                 if self.answer is not None:
-                    self.tell(m.PrefixFound(number, *self.answer[:2], error=self.answer[2]))
+                    self.tell(
+                        m.PrefixFound(
+                            number,
+                            *self.answer[:2],
+                            error=Cause.BUSY(self.answer[2]) if self.answer[2] else None,
+                        )
+                    )
                 return []
             case m.Fetch(prefix=Prefix()):
                 return [msgspec.structs.replace(message, prefix=None, handle="handle-kept")]
@@ -75,7 +82,7 @@ def test_a_peer_is_met_and_asked_and_its_answer_is_reported_once():
     (asked,) = pair.network.heard(m.FindPrefix)
     assert (asked.prefix, asked.max_tokens) == (PREFIX, TOKENS)
     (found,) = pair.found
-    assert (found.request_id, found.num_tokens, found.seconds, found.error) == ("a", TOKENS, 1.0, "")
+    assert (found.request_id, found.num_tokens, found.seconds, found.error) == ("a", TOKENS, 1.0, None)
     assert not len(pair.decode.transfers.decode.finds)
     pair.assert_idle()
 
@@ -119,7 +126,7 @@ def test_nothing_is_found_over_a_link_that_settings_refuse():
     pair = keeping(min_gb_per_s=1.0)
     pair.find()
     pair.run(0.1)
-    assert "min_gb_per_s is 1" in pair.found[0].error
+    assert "min_gb_per_s is 1" in pair.found[0].error.text
 
 
 def test_a_source_is_to_measure_its_link_when_it_is_met():
@@ -142,7 +149,7 @@ def test_a_peer_with_other_names_is_not_asked_and_its_naming_is_reported(theirs)
     pair.run(0.2)
     assert not pair.network.heard(m.FindPrefix)
     (found,) = pair.found
-    assert (found.num_tokens, found.naming, found.error) == (0, theirs, "")
+    assert (found.num_tokens, found.naming, found.error) == (0, theirs, None)
 
 
 def test_a_peer_whose_cache_cannot_be_matched_with_ours_is_not_asked():
@@ -152,7 +159,7 @@ def test_a_peer_whose_cache_cannot_be_matched_with_ours_is_not_asked():
     pair.find()
     pair.run(0.2)
     assert not pair.network.heard(m.FindPrefix)
-    assert pair.found[0].error == "nothing can be fetched: the decode node has no slots"
+    assert pair.found[0].error.text == "nothing can be fetched: the decode node has no slots"
 
 
 def test_a_peer_that_does_not_answer_is_not_waited_for():
@@ -162,7 +169,7 @@ def test_a_peer_that_does_not_answer_is_not_waited_for():
     pair.run(0.45)
     assert not pair.found
     pair.run(0.1)
-    assert "did not answer within 0.5 s" in pair.found[0].error
+    assert "did not answer within 0.5 s" in pair.found[0].error.text
     pair.tell(m.PrefixFound(1, TOKENS, 1))
     pair.run(0.1)
     assert len(pair.found) == 1, "what comes too late is no second report"
@@ -202,7 +209,7 @@ def test_what_is_at_hand_already_is_nothing_found():
     pair.answer = (BLOCK_TOKENS, 1, "")
     pair.find(prefix=Prefix(NAMING, BLOCK_TOKENS, NAMES))
     pair.run(0.2)
-    assert (pair.found[0].num_tokens, pair.found[0].error) == (0, "")
+    assert (pair.found[0].num_tokens, pair.found[0].error) == (0, None)
 
 
 def test_only_rank_0_asks():
@@ -234,7 +241,7 @@ def test_a_load_by_name_that_fails_lets_go_of_nothing_and_is_counted_as_a_pull()
     assert "a" in pair.decode.failed
     assert not pair.network.heard(m.Release)
     assert not pair.network.heard(m.Renew)
-    assert pair.decode.count("failures", reason="pull") == 1
+    assert pair.decode.count("failures", reason="not_held") == 1
     assert pair.decode.count("failures", reason="load") == 0
 
 
@@ -260,7 +267,7 @@ def test_what_a_peer_has_on_disk_is_reported_with_the_time_of_disk_and_link():
     pair.run(0.1)
     found = pair.found[-1]
     seconds = 1.5 + 2 * 4000 / pair.rate
-    assert (found.num_tokens, found.disk_tokens, found.disk_s, found.error) == (0, TOKENS, seconds, "")
+    assert (found.num_tokens, found.disk_tokens, found.disk_s, found.error) == (0, TOKENS, seconds, None)
 
 
 @pytest.mark.parametrize(

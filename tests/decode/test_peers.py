@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvconnect.config import ExtraConfig
+from kvconnect.outcome import Cause
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Alive, Hello, StillAlive
@@ -254,7 +255,7 @@ def test_a_warm_peer_that_came_back_under_another_name_is_met_again():
 def test_a_load_that_comes_to_nothing_when_its_turn_comes_is_reported_in_the_same_step(monkeypatch):
     pair = Pair()
     # The connection breaks between the order and its turn: nothing is left that would wake anybody.
-    reasons = iter(["", "the peer is out of reach"])
+    reasons = iter([None, Cause.OUT_OF_REACH("the peer is out of reach")])
     monkeypatch.setattr(pair.decode.transfers.decode.peers, "refusal", lambda key, now: next(reasons))
     pair.load("a", D_IDS)
     pair.decode.step(pair.clock.now)

@@ -16,6 +16,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import Found, GroupBlocks, Naming, RankAddress, Results
+from kvconnect.outcome import Cause
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
 from kvconnect.transfer.stack import StackTraits
@@ -100,7 +101,7 @@ def test_a_source_is_asked_for_what_is_not_at_hand_and_the_answer_is_loaded():
     orders = node.orders()
     (load,) = orders.loads
     assert (load.handle, load.host, load.port, load.num_tokens) == ("handle2", "10.0.0.9", 5600, 64)
-    assert (load.engine_id, load.refusal) == ("", "")
+    assert (load.engine_id, load.refusal) == ("", None)
     assert load.groups == (GroupBlocks(0, 1, (2, 3, 4)),)
     assert load.prefix == find.prefix
     node.hooks.update_results(Results(received=("a",)))
@@ -364,7 +365,7 @@ def test_a_request_that_shares_its_beginning_waits_for_the_other_a_while():
 def test_a_load_that_failed_is_computed_and_not_pulled_again():
     node = Node(SOURCE)
     request, _ = node.load()
-    node.hooks.update_results(Results(received=("a",), failed={"a": "evicted"}))
+    node.hooks.update_results(Results(received=("a",), failed={"a": Cause.EVICTED("evicted")}))
     node.hooks.preempted("a")
     assert node.ask(request) == 0
     assert node.orders().pulls == (("failed", 0),)
@@ -408,7 +409,9 @@ def test_a_request_that_ends_at_any_stage_leaves_nothing(stage):
         assert node.end(request) == (False, None), "what it computed is not whole"
         assert node.hooks.state()["pulling"] == 1
         assert node.orders().aborted == ("a",)
-        node.hooks.update_results(Results(received=("a",), failed={"a": "the request was aborted"}))
+        node.hooks.update_results(
+            Results(received=("a",), failed={"a": Cause.EVICTED("the request was aborted")})
+        )
     assert node.orders().pulls == (("aborted", 0),)
     assert node.is_idle()
 
@@ -418,7 +421,7 @@ def test_blocks_for_another_number_of_tokens_are_refused():
     request, count = node.offer()
     node.hooks.update_after_alloc(request, ([1, 2, 3],), count - 16)
     (load,) = node.orders().loads
-    assert "80 of 96" in load.refusal
+    assert "80 of 96" in load.refusal.text
 
 
 def test_what_was_found_before_caches_were_reset_is_not_loaded():

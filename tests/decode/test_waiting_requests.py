@@ -12,6 +12,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.halves.building import build_scheduler_half
 from kvconnect.orders import Await, Orders, RankAddress, Results, Withdraw
+from kvconnect.outcome import Cause
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.handles import Claims, Handles
 from kvconnect.peer.loss import PeerLoss
@@ -287,7 +288,9 @@ def test_what_is_held_already_is_settled_when_it_is_asked_for():
 
 def test_p_says_at_once_that_nothing_comes_of_a_prefill():
     pair = asked_for(Queue())
-    pair.prefill.transfers.order(Orders(withdrawn=(Withdraw("transfer:t", "it was aborted"),)), lambda: True)
+    pair.prefill.transfers.order(
+        Orders(withdrawn=(Withdraw("transfer:t", Cause.PREFILL_ENDED("it was aborted")),)), lambda: True
+    )
     pair.run(0.1)
     assert settled(pair) == ["transfer:t"]
     pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")

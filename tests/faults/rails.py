@@ -231,7 +231,9 @@ class Node:
         """What each rank has reported by request: nothing, or why it failed."""
         for rank, worker in enumerate(self._workers):
             results = worker.results()
-            self._ended[rank] |= dict.fromkeys((*results.received, *results.sent), "") | dict(results.failed)
+            self._ended[rank] |= dict.fromkeys((*results.received, *results.sent), "") | {
+                name: why.text for name, why in results.failed.items()
+            }
         return self._ended
 
     def same(self, name: str) -> list[bool]:

@@ -137,7 +137,7 @@ class Stage:
             "kvconnect.cli",
             "kvconnect.node.serve",
             "kvconnect.router.app",
-            "kvconnect.halves.transfer_scheduler",
+            "kvconnect.halves.scheduler_half",
             "kvconnect.halves.transfer_worker",
         )
         self.side_ports: dict[str, int] = {}

@@ -16,6 +16,7 @@ from kvconnect.config import Limits, parse_kv_transfer_config
 from kvconnect.errors import LocalError, PeerError
 from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
+from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Handles
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
 from kvconnect.transfer.stack import Computed, StackTraits, Step
@@ -67,7 +68,9 @@ def test_a_node_that_is_drained_holds_nothing_and_withdraws_what_it_promised():
         assert prefill.request_finished(request, ([1, 2, 3],), delivered=True) == (False, None)
     orders = prefill.build_orders()
     assert not orders.holds
-    assert ["the prefill node is stopping" in withdrawn.reason for withdrawn in orders.withdrawn] == [True]
+    assert ["the prefill node is stopping" in withdrawn.reason.text for withdrawn in orders.withdrawn] == [
+        True
+    ]
     assert not any(prefill.state().values())
 
 
@@ -167,7 +170,7 @@ def test_a_load_asks_for_what_is_not_there_yet():
     assert decode.matched_tokens(request, 0) == (0, False), "never twice, also after a preemption"
     (load,) = decode.build_orders().loads
     assert load.groups == (GroupBlocks(0, 1, (8, 9)),)
-    assert (load.num_tokens, load.host, load.port, load.refusal) == (40, "10.0.0.1", 5600, "")
+    assert (load.num_tokens, load.host, load.port, load.refusal) == (40, "10.0.0.1", 5600, None)
     decode.update_after_alloc(request, ([7, 8, 9, 10],), 0)
     assert not decode.build_orders()
     decode.update_results(Results(received=("d",)))
@@ -192,7 +195,7 @@ def test_a_stack_that_takes_fewer_tokens_than_offered_gets_the_first_of_them(com
     decode.update_after_alloc(request, ([7, 8, 9, 10],), taken)
     (load,) = decode.build_orders().loads
     assert load.groups == (loaded,)
-    assert (load.num_tokens, load.refusal) == (40, ""), "of all that the peer holds"
+    assert (load.num_tokens, load.refusal) == (40, None), "of all that the peer holds"
 
 
 @pytest.mark.parametrize("group", [STATE, WINDOW])
@@ -205,7 +208,7 @@ def test_fewer_tokens_than_offered_of_windows_and_states_are_refused(group):
     count, _ = decode.matched_tokens(request, 0)
     decode.update_after_alloc(request, blocks, 16)
     (load,) = decode.build_orders().loads
-    assert f"16 of the {count} tokens that were offered" in load.refusal
+    assert f"16 of the {count} tokens that were offered" in load.refusal.text
 
 
 def test_more_tokens_than_offered_are_refused():
@@ -215,7 +218,7 @@ def test_more_tokens_than_offered_are_refused():
     assert decode.matched_tokens(request, 16) == (24, True)
     decode.update_after_alloc(request, ([7, 8, 9],), 40)
     (load,) = decode.build_orders().loads
-    assert "40 of the 24 tokens that were offered" in load.refusal
+    assert "40 of the 24 tokens that were offered" in load.refusal.text
 
 
 def test_a_full_local_hit_lets_the_peer_go():
@@ -265,7 +268,7 @@ def test_an_abort_during_the_load_is_told_to_the_worker():
     orders = decode.build_orders()
     assert orders.aborted == ("d",)
     assert not orders.let_go
-    decode.update_results(Results(received=("d",), failed={"d": "aborted"}))
+    decode.update_results(Results(received=("d",), failed={"d": Cause.LOST("aborted")}))
     assert set(decode.state().values()) == {0}
 
 
@@ -283,7 +286,7 @@ def test_models_with_state_stop_one_token_earlier():
     decode.update_after_alloc(request, ([9], [7, 8, 6]), 39)
     (load,) = decode.build_orders().loads
     assert load.groups == (GroupBlocks(0, 0, (9,)), GroupBlocks(1, 0, (7, 8, 6)))
-    assert load.refusal == ""
+    assert load.refusal is None
 
 
 def test_the_kv_of_another_prompt_is_refused():
@@ -291,7 +294,7 @@ def test_the_kv_of_another_prompt_is_refused():
     decode = connector("kv_consumer")
     decode.update_after_alloc(Request("d", 55, params), ([7, 8, 9, 10],), 55)
     (load,) = decode.build_orders().loads
-    assert "remote_num_tokens is 40, this prompt needs 55" in load.refusal
+    assert "remote_num_tokens is 40, this prompt needs 55" in load.refusal.text
 
 
 def test_leases_have_a_bound():
@@ -344,8 +347,8 @@ def test_parameters_of_no_use_are_refused_with_the_field_and_the_value(change, m
     decode = connector("kv_consumer")
     decode.update_after_alloc(Request("d", 40, {**params, **change}), ([7, 8, 9],), 40)
     (load,) = decode.build_orders().loads
-    assert match in load.refusal
-    assert len(load.refusal) < 300
+    assert match in load.refusal.text
+    assert len(load.refusal.text) < 300
 
 
 @pytest.mark.parametrize("said", [{"remote_host": "prefill-0.prefill"}, {"remote_port": 5601}])
@@ -354,7 +357,7 @@ def test_an_address_beside_the_handle_is_not_connected_to(said):
     decode = connector("kv_consumer")
     decode.update_after_alloc(Request("d", 40, {**params, **said}), ([7, 8, 9],), 40)
     (load,) = decode.build_orders().loads
-    assert (load.host, load.port, load.refusal) == ("10.0.0.1", 5600, "")
+    assert (load.host, load.port, load.refusal) == ("10.0.0.1", 5600, None)
 
 
 @pytest.mark.parametrize("key", ["remote_engine_id", "remote_host", "remote_port", "remote_num_tokens"])
@@ -363,7 +366,7 @@ def test_what_stands_in_the_handle_need_not_stand_beside_it(key):
     decode = connector("kv_consumer")
     decode.update_after_alloc(Request("d", 40, {**params, key: None}), ([7, 8, 9],), 40)
     (load,) = decode.build_orders().loads
-    assert (load.engine_id, load.host, load.port, load.refusal) == ("P", "10.0.0.1", 5600, "")
+    assert (load.engine_id, load.host, load.port, load.refusal) == ("P", "10.0.0.1", 5600, None)
 
 
 @given(
@@ -427,7 +430,7 @@ def test_a_prefill_that_has_blocks_when_caches_are_reset_is_not_held(begins):
     kept, params = prefill.request_finished(request, ([1, 2, 3],), delivered=True)
     assert kept == (params is not None) == (begins != "before")
     withdrawn = prefill.build_orders().withdrawn
-    assert [order.reason for order in withdrawn] == (
+    assert [order.reason.text for order in withdrawn] == (
         [] if kept else ["no KV comes under this handle: the prefill began before the caches were reset"]
     )
     prefill.update_results(Results(sent=("p",)))

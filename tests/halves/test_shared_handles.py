@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.orders import Results
+from kvconnect.outcome import Cause
 from kvconnect.transfer.params import HANDLE_KEY
 from tests.halves.test_scheduler_half import Request, connector, prefilled
 
@@ -63,7 +64,7 @@ def test_a_first_child_that_is_aborted_leaves_the_others_to_compute():
     end(decode, first, delivered=False)
     assert decode.build_orders().aborted == ("0_d",)
     assert decode.matched_tokens(second, 0) == (None, False), "its blocks are not quiescent yet"
-    decode.update_results(Results(received=("0_d",), failed={"0_d": "the request was aborted"}))
+    decode.update_results(Results(received=("0_d",), failed={"0_d": Cause.LOST("the request was aborted")}))
     assert decode.matched_tokens(second, 0) == (0, False)
     decode.update_after_alloc(second, BLOCKS, 0)
     assert decode.matched_tokens(third, 0) == (0, False)
@@ -79,18 +80,20 @@ def test_a_first_child_that_fails_fails_the_others_for_the_same_reason(ended):
     load(decode, first)
     if ended == "before":
         end(decode, first, delivered=False)
-    decode.update_results(Results(received=("0_d",), failed={"0_d": "the link is down"}))
+    decode.update_results(Results(received=("0_d",), failed={"0_d": Cause.LOST("the link is down")}))
     if ended == "after":
         assert decode.matched_tokens(first, 0) == (0, False), "recomputed here"
     decode.build_orders()
     for child in (second, third):
         refused = load(decode, child)
-        assert (refused.handle, refused.refusal) == (
+        assert (refused.handle, refused.refusal.text) == (
             "",
             "the request that fetched for this one failed: the link is down",
         )
     for child in (second, third):
-        decode.update_results(Results(received=(child.request_id,), failed={child.request_id: "refused"}))
+        decode.update_results(
+            Results(received=(child.request_id,), failed={child.request_id: Cause.LOST("refused")})
+        )
         assert decode.matched_tokens(child, 0) == (0, False), "recomputed here"
     end(decode, *([first] if ended == "after" else []), second, third)
     assert not decode.build_orders().let_go
@@ -100,7 +103,7 @@ def test_a_first_child_that_fails_fails_the_others_for_the_same_reason(ended):
 def test_a_child_that_has_all_of_it_does_not_fail_with_the_first():
     decode, (first, second, _) = children()
     load(decode, first)
-    decode.update_results(Results(received=("0_d",), failed={"0_d": "the link is down"}))
+    decode.update_results(Results(received=("0_d",), failed={"0_d": Cause.LOST("the link is down")}))
     assert decode.matched_tokens(second, 40) == (0, False)
 
 
@@ -169,7 +172,7 @@ def test_two_that_were_promised_the_load_before_either_got_blocks_are_told_apart
         decode.update_after_alloc(child, BLOCKS, 40)
     one, two = decode.build_orders().loads
     assert not one.refusal
-    assert "another request of this node" in two.refusal
+    assert "another request of this node" in two.refusal.text
     assert (bool(one.handle), two.handle) == (True, ""), "the worker lets go of what a load fails for"
     decode.update_results(Results(received=("1_d",), failed={"1_d": two.refusal}))
     assert decode.matched_tokens(third, 0) == (None, False), "the first still loads"

@@ -76,14 +76,14 @@ def test_d_needs_neither_a_handle_nor_a_count_nor_an_engine(remote_engine_id):
     decode.update_after_alloc(request, ([7, 8, 9],), 24)
     (load,) = decode.build_orders().loads
     engine_id = "P" if remote_engine_id == "P" else ""
-    assert (load.handle, load.engine_id, load.num_tokens, load.refusal) == (HANDLE, engine_id, 40, "")
+    assert (load.handle, load.engine_id, load.num_tokens, load.refusal) == (HANDLE, engine_id, 40, None)
 
 
 def test_a_count_that_is_told_all_the_same_is_checked():
     decode = connector("kv_consumer")
     decode.update_after_alloc(Request("d", 40, {**ON_D, "remote_num_tokens": 41}), ([7, 8, 9],), 40)
     (load,) = decode.build_orders().loads
-    assert "remote_num_tokens is 41, this prompt needs 40" in load.refusal
+    assert "remote_num_tokens is 41, this prompt needs 40" in load.refusal.text
 
 
 @pytest.mark.parametrize(("groups", "held_back"), [((ATTENTION,), 0), ((STATE, ATTENTION), 1)])
@@ -105,7 +105,7 @@ def test_both_sides_name_the_same_handle_and_the_same_count(groups, held_back, l
         return
     decode.update_after_alloc(told, blocks, count)
     (load,) = decode.build_orders().loads
-    assert (load.handle, load.num_tokens, load.refusal) == (hold.handle, hold.num_tokens, "")
+    assert (load.handle, load.num_tokens, load.refusal) == (hold.handle, hold.num_tokens, None)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_p_says_when_a_transfer_will_never_come(blocks, num_tokens, delivered, w
     assert finish(prefill, request, blocks, delivered=delivered) == (False, None)
     (withdrawn,) = prefill.build_orders().withdrawn
     assert withdrawn.handle == HANDLE
-    assert why in withdrawn.reason
+    assert why in withdrawn.reason.text
     assert idle(prefill)
 
 
@@ -155,15 +155,15 @@ def test_a_transfer_id_of_no_use_is_refused_on_both_sides(transfer_id, caplog):
     decode = connector("kv_consumer")
     decode.update_after_alloc(Request("d", 40, {**ON_D, TRANSFER_KEY: transfer_id}), ([7, 8, 9],), 40)
     (load,) = decode.build_orders().loads
-    assert "kv_transfer_params.transfer_id" in load.refusal
-    assert len(load.refusal) < 300
+    assert "kv_transfer_params.transfer_id" in load.refusal.text
+    assert len(load.refusal.text) < 300
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=512))
 def test_every_printable_ascii_text_is_a_transfer_id_that_names_no_random_handle(text):
     handle = read_transfer_id({TRANSFER_KEY: text})
     remote = read_remote_prefill({**ON_D, TRANSFER_KEY: text}, HANDLES)
-    assert (remote.handle, remote.refusal) == (handle, "")
+    assert (remote.handle, remote.refusal) == (handle, None)
     assert ":" in handle
     prefill = connector("kv_producer")
     request = arrived(prefill, params={**ON_P, TRANSFER_KEY: text})
@@ -215,7 +215,7 @@ def test_transfers_under_way_are_bounded():
     orders = prefill.build_orders()
     assert len(orders.expected) == 2
     assert [withdrawn.handle for withdrawn in orders.withdrawn] == ["transfer:t2", "transfer:t3"]
-    assert "max_leases is 2" in orders.withdrawn[0].reason
+    assert "max_leases is 2" in orders.withdrawn[0].reason.text
     assert orders.failures == ("max_leases", "max_leases")
     assert [finish(prefill, request)[0] for request in requests] == [True, True, False, False]
     prefill.update_results(Results(sent=("p0", "p1")))

@@ -21,6 +21,7 @@ from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Output, Request
 from kvconnect.node.serve import build_engine
 from kvconnect.orders import LetGo, Orders, Results
+from kvconnect.outcome import Cause
 from kvconnect.runner_kit.block_table import expand_block_ids
 from tests.node.flex_attention import flex_backend
 
@@ -262,7 +263,7 @@ class CopyConnector:
         for name in pending:
             self.received.append(name)
             if self.fail_with is not None:
-                self.failed[name] = self.fail_with
+                self.failed[name] = Cause.LOST(self.fail_with)
             elif self.peer is not None:
                 self._copy(name)
         if pending:

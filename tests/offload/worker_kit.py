@@ -106,7 +106,7 @@ class Rig:
         self.received += results.received
         for request, reason in results.failed.items():
             assert request not in self.failed
-            self.failed[request] = reason
+            self.failed[request] = reason.text
         for report in results.offload:
             self.changes += report.changes
             self.cleared = report.cleared

@@ -17,6 +17,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import RankAddress
+from kvconnect.outcome import Cause
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles, PeerTrust, epoch_of
 from kvconnect.transfer.params import HANDLE_KEY, PEER_KEY, TRANSFER_KEY, read_remote_prefill
@@ -184,14 +185,14 @@ def test_a_handle_that_was_signed_for_one_transfer_id_is_none_for_another():
     assert read_remote_prefill(params, HANDLES).handle == "transfer:t-1"
     for other in ("t-2", None, 7):
         refusal = read_remote_prefill({**params, TRANSFER_KEY: other}, HANDLES).refusal
-        assert "kv_transfer_params.transfer_id is" in refusal
+        assert "kv_transfer_params.transfer_id is" in refusal.text
 
 
 def refused(trust, **change):
     """Why a request with a signed handle, changed, may not be fetched by a D that trusts so."""
     _, _, params = prefilled()
     remote = read_remote_prefill({**params, **change}, HANDLES)
-    return remote.refusal or trust.refusal(remote.host, remote.port, vouched=remote.vouched)
+    return str(remote.refusal or trust.refusal(remote.host, remote.port, vouched=remote.vouched) or "")
 
 
 ANNOUNCED = {
@@ -215,7 +216,7 @@ def test_a_transfer_id_alone_is_fetched_from_loopback_and_from_who_a_handle_name
 def test_what_handles_named_is_bounded():
     trust = PeerTrust(AllowList(()), 4)
     for port in range(1, 100):
-        assert trust.refusal("10.0.0.1", port, vouched=True) == ""
+        assert trust.refusal("10.0.0.1", port, vouched=True) is None
     known = [port for port in range(1, 100) if not trust.refusal("10.0.0.1", port, vouched=False)]
     assert known == [96, 97, 98, 99]
 
@@ -226,14 +227,14 @@ def test_a_router_vouches_for_an_address_with_an_older_handle():
     later = Handles(HANDLES._secret, lambda: 1e9)
     announced = {**ANNOUNCED, PEER_KEY: params[HANDLE_KEY]}
     remote = read_remote_prefill(announced, later)
-    assert trust.refusal(remote.host, remote.port, vouched=remote.vouched) == ""
+    assert trust.refusal(remote.host, remote.port, vouched=remote.vouched) is None
     assert (
         "remote_port is 5601, its handle says 5600"
-        in read_remote_prefill({**announced, "remote_port": 5601}, later).refusal
+        in read_remote_prefill({**announced, "remote_port": 5601}, later).refusal.text
     )
     assert (
         "kvconnect_peer is of no use"
-        in read_remote_prefill({**announced, PEER_KEY: "s3.AAAA"}, later).refusal
+        in read_remote_prefill({**announced, PEER_KEY: "s3.AAAA"}, later).refusal.text
     )
 
 
@@ -252,9 +253,10 @@ def test_a_refused_address_fails_the_load_by_policy_and_is_counted():
     half.update_after_alloc(request, ([7, 8, 9],), 40)
     orders = half.build_orders()
     (load,) = orders.loads
-    assert "allow_peers" in load.refusal
+    assert "allow_peers" in load.refusal.text
     assert (load.host, load.port, load.handle) == ("", 0, "")
-    assert orders.failures == ("peer_not_trusted",)
+    assert load.refusal.cause is Cause.NOT_TRUSTED, "the worker counts it, once"
+    assert not orders.failures
 
 
 def test_unsigned_handles_vouch_for_nothing():
@@ -263,4 +265,4 @@ def test_unsigned_handles_vouch_for_nothing():
     remote = read_remote_prefill({"do_remote_prefill": True, HANDLE_KEY: unsigned.make(CLAIM)}, unsigned)
     assert not remote.vouched
     trust = PeerTrust(AllowList(config.extra.allow_peers), 4)
-    assert "no signed handle" in trust.refusal(remote.host, remote.port, vouched=remote.vouched)
+    assert "no signed handle" in trust.refusal(remote.host, remote.port, vouched=remote.vouched).text

@@ -16,6 +16,7 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.config import LaneKind
 from kvconnect.errors import PeerError
 from kvconnect.orders import MAX_NAMES, Naming, Prefix, RankAddress
+from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.shared_memory import SharedMemoryCard
 from kvconnect.peer import messages as m
 from kvconnect.plan.align import TableCard
@@ -114,6 +115,7 @@ def several(strategy):
     return st.lists(strategy, max_size=3).map(tuple)
 
 
+reasons = st.builds(Reason, st.sampled_from(Cause), texts)
 messages = st.one_of(
     st.builds(m.Hello, counts, introductions),
     st.builds(
@@ -124,7 +126,7 @@ messages = st.one_of(
         seconds,
         seconds,
     ),
-    st.builds(m.Refused, counts, texts),
+    st.builds(m.Refused, counts, texts, texts),
     st.builds(
         m.Fetch,
         transfer_ids,
@@ -138,16 +140,30 @@ messages = st.one_of(
         st.none() | prefixes,
     ),
     st.builds(m.FindPrefix, counts, prefixes, counts),
-    st.builds(m.PrefixFound, counts, counts, sizes, counts, sizes, st.floats(allow_nan=False), texts),
+    st.builds(
+        m.PrefixFound, counts, counts, sizes, counts, sizes, st.floats(allow_nan=False), st.none() | reasons
+    ),
     st.builds(m.CreditGrant, transfer_ids, several(grants)),
     st.builds(m.Accepted, transfer_ids, sizes),
     st.builds(m.CreditRequest, transfer_ids, counts, several(positive)),
     st.builds(m.Renew, several(texts)),
-    st.builds(m.Renewed, several(st.tuples(texts, sizes)), several(st.tuples(texts, texts)), several(texts)),
+    st.builds(
+        m.Renewed, several(st.tuples(texts, sizes)), several(st.tuples(texts, reasons)), several(texts)
+    ),
     st.builds(m.Landed, transfer_ids, counts, positive, sizes, st.none() | st.integers(0, 2**64 - 1), sizes),
     st.builds(
         m.Written,
-        *(transfer_ids, st.booleans(), st.booleans(), sizes, counts, seconds, texts, st.booleans(), sizes),
+        *(
+            transfer_ids,
+            st.booleans(),
+            st.booleans(),
+            sizes,
+            counts,
+            seconds,
+            st.none() | reasons,
+            st.booleans(),
+            sizes,
+        ),
     ),
     st.builds(m.Cancel, transfer_ids),
     st.builds(m.Release, texts, st.integers(1, 256)),
@@ -211,7 +227,7 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
             "97a97472616e73706f7274a3746370a26c6fa86f62736572766564cb41d65a0bc0000000cb0000000000000000a26e6f",
         ),
         (m.Bad("x"), "92a3626164a178"),
-        (m.Refused(2, "no"), "93a77265667573656402a26e6f"),
+        (m.Refused(2, "no", "peer_busy"), "94a77265667573656402a26e6fa9706565725f62757379"),
         (
             m.Fetch(1, "h", 10, 1, 30.0),
             "9aa5666574636801a1680a01cb403e0000000000009090cb7ff0000000000000c0",
@@ -226,28 +242,34 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
             "9aa5666574636801a1681001cb403e0000000000009090cb7ff0000000000000939 2a1731000 91c402016e",
         ),
         (m.FindPrefix(3, PREFIX, 48), "94a466696e6403939 2a1731000 91c402016e30"),
-        (m.PrefixFound(3, 16, 64, 32, 96, 0.5, "e"), "99a5666f756e640310402060cb3fe0000000000000a165c2"),
+        (
+            m.PrefixFound(3, 16, 64, 32, 96, 0.5, Cause.BUSY("e")),
+            "99a5666f756e640310402060cb3fe000000000000092a9706565725f62757379a165c2",
+        ),
         (m.CreditGrant(3, (GRANT,)), "93a76772616e746564039193cd1000cd200007"),
         (m.Accepted(3, 9), "93a861636365707465640309"),
         (m.CreditRequest(3, 2, (7,)), "94a677616e74656403029107"),
         (m.Renew(("h",)), "92a572656e657791a168"),
-        (m.Renewed((("h", 9),), (("i", "no"),), ("j",)), "94a772656e657765649192a168099192a169a26e6f91a16a"),
+        (
+            m.Renewed((("h", 9),), (("i", Cause.LOST("no")),), ("j",)),
+            "94a772656e657765649192a168099192a16992ae6c6f73745f776974685f70656572a26e6f91a16a",
+        ),
         (m.Landed(3, 1, 7, 4096, 2**64 - 1, 9), "97a66c616e646564030107cd1000cfffffffffffffffff09"),
         (m.Landed(3, 1, 7, 4096, None), "97a66c616e646564030107cd1000c000"),
-        (m.Written(1, True, True, 5, 1, 0.5, ""), "9ba77772697474656e01c3c30501cb3fe0000000000000a0c200c0"),
+        (m.Written(1, True, True, 5, 1, 0.5, None), "9ba77772697474656e01c3c30501cb3fe0000000000000c0c200c0"),
         (
-            m.Written(1, False, True, 5, 1, 0.5, "no", again=True, epoch=9),
-            "9ba77772697474656e01c2c30501cb3fe0000000000000a26e6fc309c0",
+            m.Written(1, False, True, 5, 1, 0.5, Cause.PROTOCOL("no"), again=True, epoch=9),
+            "9ba77772697474656e01c2c30501cb3fe000000000000092a870726f746f636f6ca26e6fc309c0",
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else "",
 )
-def test_the_wire_format_of_version_7_does_not_change_by_accident(message, frame):
-    assert m.PROTOCOL_VERSION == 7
+def test_the_wire_format_of_version_8_does_not_change_by_accident(message, frame):
+    assert m.PROTOCOL_VERSION == 8
     assert m.encode(message).hex() == frame.replace(" ", "")
 
 
-def test_a_greeting_of_version_7_has_its_fields_in_this_order():
+def test_a_greeting_of_version_8_has_its_fields_in_this_order():
     meaning = m.CacheMeaning(named("model", "1f"), 8, 2)
     axes = PageAxes(1, 2, 16, 4, 128, 64, 4)
     region = Region("l", 0, 0, HeadInterval(0, 2), "int8", 4096, 4, 128, 128, axes)
@@ -255,8 +277,8 @@ def test_a_greeting_of_version_7_has_its_fields_in_this_order():
     ours = m.Introduction(
         "D", "1", 1, meaning, "memory", b"card", table, 1 << 20, 8192, 64, 256, Naming("s", 16), MEMORY
     )
-    read = msgspec.msgpack.decode(m.encode(m.Hello(7, ours)))
-    assert read[:2] == ["hello", 7]
+    read = msgspec.msgpack.decode(m.encode(m.Hello(8, ours)))
+    assert read[:2] == ["hello", 8]
     entries = {"model": {"": "model"}, "weights": {"files": "1f"}}
     assert read[2][:6] == ["D", "1", 1, [[entries], 8, 2, 0, [0], 1, 1, 0], "memory", b"card"]
     (row,), geometry = read[2][6]
@@ -296,7 +318,7 @@ def test_a_card_of_shared_memory_that_no_node_makes_is_not_read(changes):
 def test_a_greeting_of_another_version_is_refused_for_that_whatever_it_has(side):
     short = ["D", "1", 0, ["model", 8, 2], "memory", b"card", [[], []]]
     tag = "hello" if side is m.Side.PREFILL else "welcome"
-    with pytest.raises(PeerError, match="protocol version is 6, accepted: 7"):
+    with pytest.raises(PeerError, match="protocol version is 6, accepted: 8"):
         m.decode(side, msgspec.msgpack.encode([tag, 6, short]), LIMIT)
 
 
@@ -335,9 +357,9 @@ def test_numbers_that_a_prefill_node_must_not_hear_are_not_read(message):
 @pytest.mark.parametrize(
     "message",
     [
-        m.Written(1, True, True, -1, 1, 0.1, ""),
-        m.Written(1, True, True, 1, -1, 0.1, ""),
-        m.Written(1, True, True, 2**62, 1, 0.1, ""),
+        m.Written(1, True, True, -1, 1, 0.1, None),
+        m.Written(1, True, True, 1, -1, 0.1, None),
+        m.Written(1, True, True, 2**62, 1, 0.1, None),
         m.Landed(1, -1, 1, 1, None),
         m.Landed(1, 2**31, 1, 1, None),
         m.Landed(1, 0, 0, 1, None),

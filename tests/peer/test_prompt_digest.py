@@ -122,7 +122,7 @@ def test_a_long_prompt_is_named_in_a_moment():
 def test_a_handle_of_its_own_prompt_is_fetched():
     params, hold = prefilled(A)
     (load,) = loads(connector("kv_consumer"), Request("a", A, params))
-    assert (load.handle, load.refusal) == (hold.handle, "")
+    assert (load.handle, load.refusal) == (hold.handle, None)
 
 
 @pytest.mark.parametrize("first", ["right", "wrong"])
@@ -133,7 +133,7 @@ def test_two_prompts_with_the_handle_of_one(first, other):
     decode = connector("kv_consumer")
     a, b = Request("a", A, params), Request("b", other, dict(params))
     ordered = loads(decode, *((a, b) if first == "right" else (b, a)))
-    assert [(load.request_id, load.handle, load.refusal) for load in ordered] == [("a", hold.handle, "")]
+    assert [(load.request_id, load.handle, load.refusal) for load in ordered] == [("a", hold.handle, None)]
     decode.update_results(Results(received=("a",)))
     for request in (a, b):
         assert decode.matched_tokens(request, 0) == (0, False)
@@ -175,7 +175,7 @@ def test_a_transfer_id_names_one_prompt():
     }
     for params in (announced, answer):
         (load,) = loads(connector("kv_consumer"), Request("a", A, dict(params)))
-        assert (load.handle, load.refusal) == (hold.handle, "")
+        assert (load.handle, load.refusal) == (hold.handle, None)
     (load,) = loads(connector("kv_consumer"), Request("b", B, announced))
     assert load.handle != hold.handle, "P holds nothing under what D calls it"
     assert not loads(connector("kv_consumer"), Request("b", B, answer))

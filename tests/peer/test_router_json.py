@@ -229,7 +229,7 @@ def test_d_fetches_what_p_holds(router: Router, carry: Callable[[Any], Any]) -> 
     decode.update_after_alloc(received, ([21, 22, 23],), 40)
     (hold,) = prefill.build_orders().holds
     (load,) = decode.build_orders().loads
-    assert load.refusal == ""
+    assert load.refusal is None
     assert (load.handle, load.num_tokens) == (hold.handle, hold.num_tokens)
     assert (load.host, load.port) == ("10.0.0.1", 5600)
     assert load.engine_id in ("P", "" if not router.sequential else "P")
@@ -257,7 +257,7 @@ def test_two_requests_on_their_way_at_once_are_not_mixed_up(router: Router) -> N
         body = over_json(router.to_decode(over_json(CLIENT), answers[n]))
         decode.update_after_alloc(Request(f"d{n}", 40 + n, body["kv_transfer_params"]), ([1, 2, 3],), 40 + n)
         (load,) = decode.build_orders().loads
-        assert (load.handle, load.refusal) == (holds[n].handle, "")
+        assert (load.handle, load.refusal) == (holds[n].handle, None)
 
 
 def test_the_answer_of_p_is_plain_json_with_lists_of_block_ids_by_group() -> None:

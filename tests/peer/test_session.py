@@ -13,6 +13,7 @@ from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError
 from kvconnect.orders import RankAddress
+from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.session import TRANSITIONS, Ended, Misused, Ready, Received, Session, Side, State
@@ -99,7 +100,7 @@ def test_a_peer_that_disagrees_is_refused_with_both_values(difference, match):
     decode.greet(0)
     (ended,) = talk(decode, prefill)[Side.DECODE]
     assert isinstance(ended, Ended)
-    assert match in ended.reason
+    assert match in ended.reason.text
     assert (decode.state, prefill.state) == (State.ENDED, State.ENDED)
 
 
@@ -121,7 +122,7 @@ def test_a_table_that_no_cache_can_have_is_refused_before_it_is_used(card):
     hostile = msgspec.structs.replace(introduction("D"), table=card)
     (ended,) = prefill.receive(m.encode(m.Hello(m.PROTOCOL_VERSION, hostile)), 0)
     assert isinstance(ended, Ended)
-    assert "table" in ended.reason
+    assert "table" in ended.reason.text
 
 
 def test_numbers_out_of_bounds_are_not_read():
@@ -134,7 +135,7 @@ def test_numbers_out_of_bounds_are_not_read():
 
 def test_answers_out_of_bounds_are_not_read():
     decode, _ = ready_pair()
-    for answer in (m.Written(1, True, True, -1, 1, 0.1, ""), m.Landed(1, 0, 0, 64, None)):
+    for answer in (m.Written(1, True, True, -1, 1, 0.1, None), m.Landed(1, 0, 0, 64, None)):
         (event,) = decode.receive(m.encode(answer), 0)
         assert isinstance(event, Misused)
     hostile = session(Side.DECODE, engine_id="D")
@@ -181,8 +182,8 @@ def test_a_refusal_stops_what_was_asked_unless_it_may_be_of_a_later_greeting(gre
         decode.greet_anew(decode.ours)
     if answered:
         talk(decode, prefill)
-    (ended,) = decode.receive(m.encode(m.Refused(m.PROTOCOL_VERSION, "too many peers")), 0.0)
-    assert ended == Ended("the peer refused: too many peers", loss)
+    (ended,) = decode.receive(m.encode(m.Refused(m.PROTOCOL_VERSION, "too many peers", "peer_busy")), 0.0)
+    assert ended == Ended(Cause.BUSY("the peer refused: too many peers"), loss)
 
 
 def test_silence_is_noticed_where_nothing_is_owed():
@@ -202,7 +203,7 @@ def test_silence_is_noticed_where_nothing_is_owed():
 def test_another_protocol_version_is_refused():
     prefill = session(Side.PREFILL)
     (ended,) = prefill.receive(m.encode(m.Hello(99, introduction("D"))), 0)
-    assert "protocol version is 99, accepted: 7" in ended.reason
+    assert "protocol version is 99, accepted: 8" in ended.reason.text
 
 
 @pytest.mark.parametrize("message", [FETCH, m.CreditGrant(1, (GRANT,)), m.Cancel(1), m.Release("h", 1)])
@@ -215,7 +216,7 @@ def test_what_is_asked_passes_once_ready(message):
 
 @pytest.mark.parametrize(
     "message",
-    [m.Accepted(1, 9), m.Landed(1, 0, 7, 64, 2**64 - 1), m.Written(1, True, True, 5, 1, 0.1, "")],
+    [m.Accepted(1, 9), m.Landed(1, 0, 7, 64, 2**64 - 1), m.Written(1, True, True, 5, 1, 0.1, None)],
 )
 def test_what_is_answered_passes_once_ready(message):
     decode, prefill = ready_pair()
@@ -241,7 +242,7 @@ ALL_MESSAGES = [
     m.CreditGrant(1, (GRANT,)),
     m.Accepted(1, 9),
     m.Landed(1, 0, 7, 64, None),
-    m.Written(1, True, True, 5, 1, 0.1, ""),
+    m.Written(1, True, True, 5, 1, 0.1, None),
     m.Cancel(1),
     m.Release("h", 1),
     m.Alive(),
@@ -289,7 +290,7 @@ def test_a_flipped_byte_never_raises(message, at, value):
 def test_frames_beyond_the_limit_are_not_read():
     _, prefill = ready_pair()
     (event,) = prefill.receive(b"\0" * ((1 << 16) + 1), 0)
-    assert "65537 bytes, max_message_bytes is 65536" in event.reason
+    assert "65537 bytes, max_message_bytes is 65536" in event.reason.text
 
 
 def test_bad_is_never_answered():
@@ -305,7 +306,7 @@ def test_a_greeting_without_an_answer_ends():
     assert decode.tick(14.9) == []
     assert decode.next_tick() == 15
     (ended,) = decode.tick(15)
-    assert "5 s" in ended.reason
+    assert "5 s" in ended.reason.text
 
 
 def test_silence_counts_only_while_an_answer_is_owed():
@@ -317,7 +318,7 @@ def test_silence_counts_only_while_an_answer_is_owed():
     (frame,) = decode.outgoing()
     assert prefill.receive(frame, 1002) == [Received(m.Alive())]
     (ended,) = decode.tick(1008)
-    assert "silent for 8 s" in ended.reason
+    assert "silent for 8 s" in ended.reason.text
 
 
 def test_an_answer_to_the_question_keeps_the_peer():

@@ -6,6 +6,7 @@ import torch
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.orders import GroupBlocks, Hold, Orders, Progress, Withdraw
+from kvconnect.outcome import Cause
 from tests.transfer.pair import BLOCK_TOKENS, HEADS, LAYERS, Pair
 
 
@@ -56,7 +57,7 @@ class Prefill:
         self.source, self.computed, self.told = source, 0, 0
 
     def withdraw(self, reason: str = "the prefill was aborted") -> None:
-        self.order(withdrawn=(Withdraw(self.handle, reason),))
+        self.order(withdrawn=(Withdraw(self.handle, Cause.PREFILL_ENDED(reason)),))
 
     def hold(self, request: str = "a", ready=lambda: True, **changes) -> None:
         """The last token is computed, and the request held."""

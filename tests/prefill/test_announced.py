@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import LetGo, Orders, Withdraw
+from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Claims, Handles
-from kvconnect.peer.messages import OTHER_PROMPT
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
 HANDLE = "handle-a"
@@ -22,7 +22,9 @@ def expect(pair, handle=HANDLE):
 
 
 def withdraw(pair, handle=HANDLE, reason="the prefill was aborted"):
-    pair.prefill.transfers.order(Orders(withdrawn=(Withdraw(handle, reason),)), lambda: True)
+    pair.prefill.transfers.order(
+        Orders(withdrawn=(Withdraw(handle, Cause.PREFILL_ENDED(reason)),)), lambda: True
+    )
 
 
 def let_go(pair, handle=HANDLE, engine_id="P"):
@@ -76,7 +78,7 @@ def test_a_transfer_that_was_announced_with_another_prompt_fails_under_that_name
     pair.run(ExtraConfig().early_fetch_s / 2)
     assert not pair.decode.received, "one id may be of several prompts"
     pair.run(ExtraConfig().early_fetch_s)
-    assert OTHER_PROMPT in pair.decode.failed["a"]
+    assert "announced with another prompt" in pair.decode.failed["a"]
     failures = pair.decode.metrics.failures.values()
     assert (failures.get(("prompt_differs",)), failures.get(("load",))) == (1, None)
 
@@ -166,7 +168,7 @@ def test_one_step_may_withdraw_expect_and_hold_a_handle(pair):
     expect(pair)
     pair.load("a", D_IDS)
     pair.run(1)
-    orders = Orders(withdrawn=(Withdraw(HANDLE, "aborted"),), expected=(HANDLE,))
+    orders = Orders(withdrawn=(Withdraw(HANDLE, Cause.PREFILL_ENDED("aborted")),), expected=(HANDLE,))
     pair.prefill.transfers.order(orders, lambda: True)
     pair.run(8)
     assert not pair.decode.received, "it is expected anew"

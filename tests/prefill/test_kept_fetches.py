@@ -14,6 +14,7 @@ from kvconnect.orders import MAX_NAMES, Find, Naming, Orders
 from kvconnect.peer import messages as m
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.prefill.kept_fetches import _NAMES_PER_S, NameAllowance
+from kvconnect.prefill.prefill_side import STOPPING
 from kvconnect.transfer.slots import SlotPool
 from tests.prefill.keeping import KeepingRanks
 from tests.transfer.shapes import Model, same_blocks
@@ -212,7 +213,7 @@ def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
     (names,) = ranks.prefill[0].transfers.prefill._allowances.values()
     names._left = -1e9
     refused = ask(ranks, prefix)
-    assert "more names than one peer may" in refused.error
+    assert "more names than one peer may" in refused.error.text
     assert refused.is_busy
     ranks.assert_idle()
 
@@ -286,8 +287,8 @@ def test_a_prefill_node_that_stops_is_asked_in_vain():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
-    ranks.prefill[0].transfers.drain(lambda: None, "the prefill node is stopping", 30.0)
-    assert "stopping" in ask(ranks, ranks.prefix("a", 64)).error
+    ranks.prefill[0].transfers.drain(lambda: None, STOPPING, 30.0)
+    assert "stopping" in ask(ranks, ranks.prefix("a", 64)).error.text
 
 
 def test_a_peer_with_other_weights_is_asked_in_vain():
@@ -295,7 +296,7 @@ def test_a_peer_with_other_weights_is_asked_in_vain():
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
     ranks.prefill[0].transfers.replace_weights({"files": "new"})
-    assert "weights" in ask(ranks, ranks.prefix("a", 64)).error
+    assert "weights" in ask(ranks, ranks.prefix("a", 64)).error.text
     ranks.pull("a", 64)
     ranks.run_until_ended()
     assert "weights" in ranks.failed[0]

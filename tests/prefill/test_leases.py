@@ -7,6 +7,7 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import Orders, Withdraw
+from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Accepted, Landed, Renew, Renewed, Written
 from tests.prefill.prefills import Prefill
 from tests.transfer.pair import D_IDS, P_IDS, Pair
@@ -102,7 +103,7 @@ def test_another_engine_cannot_renew_what_one_is_fetching():
     before = lease.expires_at
     assert pair.prefill.transfers.prefill.book.renew(lease, "X", "in:9", pair.clock.now + 1)
     assert lease.expires_at == before
-    assert pair.prefill.transfers.prefill.book.renew(lease, "D", "in:9", pair.clock.now + 1) == ""
+    assert pair.prefill.transfers.prefill.book.renew(lease, "D", "in:9", pair.clock.now + 1) is None
     assert lease.expires_at > before
 
 
@@ -180,6 +181,8 @@ def test_what_is_withdrawn_is_over_for_those_who_renew():
     pair = queued(load_timeout_s=60.0, transfer_timeout_s=60.0, quarantine_s=60.0)
     pair.load("early", (40,))
     pair.run(0.2)
-    pair.prefill.transfers.order(Orders(withdrawn=(Withdraw("handle-early", "it was aborted"),)))
+    pair.prefill.transfers.order(
+        Orders(withdrawn=(Withdraw("handle-early", Cause.PREFILL_ENDED("it was aborted")),))
+    )
     pair.run(1.5)
     assert "it was aborted" in pair.decode.failed["early"]

@@ -50,7 +50,7 @@ def test_what_is_held_is_given_up_and_whoever_asks_is_told_why(pair):
     assert not pair.prefill.transfers.prefill.leases
     pair.load("b", OTHER[1])
     pair.run(0.2)
-    assert ASLEEP in pair.decode.failed["b"], "and not only when the time for early fetches is over"
+    assert ASLEEP.text in pair.decode.failed["b"], "and not only when the time for early fetches is over"
     pair.prefill.transfers.wake()
     pair.run(0.1)
     goes_on(pair)
@@ -66,7 +66,7 @@ def test_what_is_being_sent_is_cut_short(pair):
     pair.run(0.5)
     assert told == [0]
     assert not pair.prefill.transfers.prefill.sender.sendings
-    assert ASLEEP in pair.decode.failed["a"]
+    assert ASLEEP.text in pair.decode.failed["a"]
     pair.prefill.engine.release()
     pair.prefill.transfers.wake()
     goes_on(pair)
@@ -81,7 +81,7 @@ def test_a_prefill_that_is_streamed_is_void_and_computed_anew_after_it(pair):
     told = sleeping(pair)
     pair.run(0.5)
     assert told == [0]
-    assert ASLEEP in pair.decode.failed["a"]
+    assert ASLEEP.text in pair.decode.failed["a"]
     prefill.noise()
     pair.prefill.transfers.wake()
     prefill.lose((11, 12, 13))
@@ -98,7 +98,7 @@ def test_a_prefill_that_is_announced_meanwhile_is_refused_and_one_after_it_is_no
     pair.load("a", D_IDS)
     pair.run(0.5)
     assert told == [0]
-    assert ASLEEP in pair.decode.failed["a"]
+    assert ASLEEP.text in pair.decode.failed["a"]
     pair.prefill.transfers.wake()
     goes_on(pair)
 
@@ -135,5 +135,5 @@ def test_nothing_is_measured_while_it_sleeps(pair, monkeypatch):
         tool.send("p", encode(message))
         pair.run(0.2)
     (measured,) = pair.network.heard(Measured)
-    assert (measured.total_bytes, measured.error) == (0, ASLEEP)
+    assert (measured.total_bytes, measured.error) == (0, ASLEEP.text)
     assert not packed

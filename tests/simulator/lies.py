@@ -13,6 +13,7 @@ from collections import deque
 import msgspec
 
 from kvconnect.errors import PeerError
+from kvconnect.outcome import Cause
 from kvconnect.peer.messages import (
     Accepted,
     Alive,
@@ -121,7 +122,7 @@ class Liar:
         """Say for a long time that what a peer asked for is not quiescent yet."""
         if not isinstance(message, Landed | Accepted | Written):
             return []
-        frame = encode(Written(message.transfer_id, False, False, 0, 0, 0.0, "a lie"))
+        frame = encode(Written(message.transfer_id, False, False, 0, 0, 0.0, Cause.PROTOCOL("a lie")))
         return [(_NAGS_EVERY_S * number, frame) for number in range(_NAGS)]
 
     def _lie(self, message: Message, to_decode: bool) -> bytes:
@@ -154,11 +155,20 @@ class Liar:
         spared = tuple(self._near(generation) or 1 for _ in range(4))
         return rng.choice(
             (
-                Written(number, True, True, 0, 0, 0.0, "", epoch=epoch),
-                Written(number, False, rng.random() < 0.5, 0, 0, 0.0, "a lie", again=rng.random() < 0.5),
+                Written(number, True, True, 0, 0, 0.0, None, epoch=epoch),
+                Written(
+                    number,
+                    False,
+                    rng.random() < 0.5,
+                    0,
+                    0,
+                    0.0,
+                    Cause.PROTOCOL("a lie"),
+                    again=rng.random() < 0.5,
+                ),
                 Accepted(number, self._near(epoch)),
                 CreditRequest(number, rng.randrange(9), spared),
-                Renewed(over=((rng.choice(self._handles), "a lie"),)),
+                Renewed(over=((rng.choice(self._handles), Cause.PROTOCOL("a lie")),)),
                 Renewed(epochs=tuple((handle, self._near(epoch)) for handle in self._handles)),
                 StillAlive(),
                 Transport("tcp", "a lie", bytes_per_s=1.0),

@@ -16,6 +16,7 @@ import msgspec
 from kvconnect.config import TransferConfig
 from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.orders import RankAddress
+from kvconnect.outcome import Reason
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
 from kvconnect.transfer.device_steps import DeviceSteps
@@ -366,7 +367,7 @@ class SimNode:
         for name in results.received:
             self._received(name, results.failed.get(name))
 
-    def _received(self, name: str, failure: str | None) -> None:
+    def _received(self, name: str, failure: Reason | None) -> None:
         request = self.abandoned.pop(name, None)
         if request is not None:
             self.blocks.free(request)
@@ -378,11 +379,11 @@ class SimNode:
             self.blocks.remember(request)
             self.waiting.appendleft(request)
         elif self.plan.recomputes:
-            self.checks.load_failed(self, request, failure)
+            self.checks.load_failed(self, request, failure.text)
             self._begin_anew(request)
         else:
-            self.checks.load_failed(self, request, failure)
-            self._end(request, "failed", failure)
+            self.checks.load_failed(self, request, failure.text)
+            self._end(request, "failed", failure.text)
 
     def _spoil(self, blocks: Any) -> None:
         """Blocks change hands: what was in them is gone."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvconnect.orders import Found, OffloadReport, Results
+from kvconnect.outcome import Reason
 
 
 class RankReports:
@@ -14,7 +15,7 @@ class RankReports:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._said: Counter[tuple[str, str]] = Counter()
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, Reason] = {}
 
     def take(self, reports: Iterable[Results]) -> Results:
         """Add what was reported. What is over at every rank by now; failed, if it failed at one."""

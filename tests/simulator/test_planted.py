@@ -15,6 +15,7 @@ from kvconnect.decode.decode_side import DecodeSide
 from kvconnect.decode.landing import LandingBay
 from kvconnect.decode.loads import RankFetch, RankFetchState
 from kvconnect.decode.rank_fetches import RankFetches
+from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Handles
 from kvconnect.prefill.fetch_service import FetchService
 from kvconnect.prefill.lease_book import LeaseBook
@@ -261,7 +262,9 @@ def waits_too_long(patch):
 
 def refuses_whoever_comes_early(patch):
     """P has no patience with a fetch that comes before its request is held."""
-    patch.setattr(PendingFetches, "admit", lambda self, early, now, is_served=False: "it is not held")
+    patch.setattr(
+        PendingFetches, "admit", lambda self, early, now, is_served=False: Cause.NOT_HELD("it is not held")
+    )
 
 
 def begins_early_without_a_bound(patch):

@@ -218,7 +218,7 @@ class FakeWorker:
 
     @property
     def failed(self) -> dict[str, str]:
-        return {key: why for results in self.results for key, why in results.failed.items()}
+        return {key: why.text for results in self.results for key, why in results.failed.items()}
 
     def count(self, name: str, **labels: str) -> float:
         """The sum over all labels that are not given."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
+from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Written, encode
 from tests.transfer.pair import D_IDS, LAYERS, P_IDS, PAGE_BYTES, Pair, quarantined
 
@@ -66,7 +67,9 @@ def test_a_client_that_leaves_is_no_failure_of_either_side(pair, caplog):
     assert pair.prefill.count("transfers", direction="sent", outcome="cancelled") == 1
     for side, direction in ((pair.decode, "received"), (pair.prefill, "sent")):
         assert side.count("transfers", direction=direction, outcome="failed") == 0
-    assert pair.decode.count("failures", reason="load") == pair.prefill.count("failures", reason="send") == 0
+    assert (
+        pair.decode.count("failures", reason="landing") == pair.prefill.count("failures", reason="send") == 0
+    )
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -74,14 +77,14 @@ def test_a_load_that_failed_before_its_client_left_is_a_failure(pair):
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)
-    pair.decode.transfers.decode.loads["a"].fail("what landed is not what was asked for")
+    pair.decode.transfers.decode.loads["a"].fail(Cause.LANDING("what landed is not what was asked for"))
     pair.abort("a")
     pair.run(0.1)
     pair.prefill.engine.release()
     pair.run()
     assert pair.decode.count("transfers", direction="received", outcome="failed") == 1
     assert pair.decode.count("transfers", direction="received", outcome="aborted") == 0
-    assert pair.decode.count("failures", reason="load") == 1
+    assert pair.decode.count("failures", reason="landing") == 1
 
 
 def test_aborting_a_load_of_a_peer_out_of_reach_keeps_what_it_may_write(pair):
@@ -323,7 +326,7 @@ def test_the_answers_to_a_fetch_that_was_aborted_are_no_fault_of_the_peer(caplog
 def test_a_load_that_is_refused_before_it_is_asked_for_is_given_back_at_once():
     pair = Pair()
     pair.hold("a", P_IDS)
-    pair.load("a", D_IDS, refusal="it is of another prompt")
+    pair.load("a", D_IDS, refusal=Cause.OTHER_PROMPT("it is of another prompt"))
     pair.run(0.2)
     assert pair.decode.failed == {"a": "it is of another prompt"}
     assert pair.prefill.sent == ["a"]

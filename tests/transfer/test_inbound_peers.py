@@ -63,7 +63,7 @@ def test_a_node_that_only_decodes_refuses_a_fetch_at_once(asked):
     load = Load("a", "handle-a", "D", "h", pair.decode.channel.port, 12, (GroupBlocks(0, 0, D_IDS),))
     asking.transfers.order(Orders(loads=(load,)))
     pair.run(1)
-    assert asking.failed == {"a": NO_PREFILL}
+    assert asking.failed == {"a": NO_PREFILL.text}
     pair.assert_idle()
 
 
@@ -79,7 +79,7 @@ def test_a_node_that_only_decodes_keeps_nothing_for_a_request_that_waits(asked):
     ("message", "answer"),
     [
         (FindPrefix(7, Prefix(Naming("sha", 4), 0, (b"a",)), 4), PrefixFound(7, error=NO_PREFILL)),
-        (Measure(False, 1.0), Measured(0, 0.0, NO_PREFILL)),
+        (Measure(False, 1.0), Measured(0, 0.0, NO_PREFILL.text)),
     ],
 )
 def test_a_node_that_only_decodes_refuses_what_a_tool_or_a_stranger_asks(asked, message, answer):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvconnect.config import ExtraConfig
+from kvconnect.outcome import Cause
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import SharedMemory
 from kvconnect.peer.messages import (
@@ -207,7 +208,7 @@ def test_a_slot_outside_of_the_mapping_is_refused_and_nothing_is_written(pair, w
     sent = pair.decode.arenas[1]._storage.clone()
     fails_alone(pair, "its chunks cannot be packed")
     (answer,) = [written for written in pair.network.heard(Written) if not written.ok]
-    assert f"bytes at {address:#x} are named, the peer's slots are the" in answer.error
+    assert f"bytes at {address:#x} are named, the peer's slots are the" in answer.error.text
     assert answer.quiescent
     assert not any(foreign)
     assert torch.equal(pair.decode.arenas[1]._storage, sent)
@@ -384,7 +385,11 @@ def test_a_fetch_that_is_cancelled_half_way_is_answered_quiescent_and_later_gran
     pair.abort("a")
     pair.settle()
     (written,) = pair.network.heard(Written)
-    assert (written.ok, written.quiescent, written.error) == (False, True, "the peer cancelled it")
+    assert (written.ok, written.quiescent, written.error) == (
+        False,
+        True,
+        Cause.ABORTED("the peer cancelled it"),
+    )
     assert pair.decode.received == pair.prefill.sent == ["a"]
     assert pair.decode.landing.taken == 0
     before = slots_of(pair)

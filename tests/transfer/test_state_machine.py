@@ -17,6 +17,7 @@ from kvconnect.decode.loads import (
 )
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Load
+from kvconnect.outcome import Cause
 from kvconnect.prefill.leases import Lease
 from kvconnect.prefill.outbox import BatchOutbox
 from kvconnect.prefill.sender import Sending
@@ -185,9 +186,9 @@ class TestBreaker:
 
     def test_loads_are_refused_for_a_reason_but_not_while_the_peer_is_being_tried(self):
         breaker = Breaker()
-        assert breaker.refusal(0.0) == ""
-        breaker.failed("nothing listens", 10.0, random.Random(1), 0.0)
-        assert "it was tried just now: nothing listens" in breaker.refusal(0.01)
-        assert breaker.refusal(1.0) == "", "whoever comes next may try"
+        assert breaker.refusal(0.0) is None
+        breaker.failed(Cause.LOST("nothing listens"), 10.0, random.Random(1), 0.0)
+        assert "it was tried just now: nothing listens" in breaker.refusal(0.01).text
+        assert breaker.refusal(1.0) is None, "whoever comes next may try"
         breaker.tried()
-        assert breaker.refusal(1.0) == "", "a load waits for what comes of it"
+        assert breaker.refusal(1.0) is None, "a load waits for what comes of it"

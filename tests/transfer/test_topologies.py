@@ -123,7 +123,7 @@ def test_layers_without_numbers_are_not_divided_over_pipeline_ranks():
     ours, theirs = (worker.local.introduction for worker in workers)
     assert disagreement(theirs, theirs) is None
     for pair in ((ours, theirs), (theirs, ours)):
-        assert "layer 'layer0' has no number" in disagreement(*pair)
+        assert "layer 'layer0' has no number" in disagreement(*pair).text
 
 
 @pytest.mark.parametrize("stages", [(1,), (0, 9, 3), (0, 1 << 20)])

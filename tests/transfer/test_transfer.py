@@ -9,6 +9,7 @@ import torch
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, LetGo, Orders
+from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Landed
 from tests.transfer.pair import BLOCK_TOKENS, D_IDS, P_IDS, PAGE_BYTES, Pair
 
@@ -152,7 +153,7 @@ def test_letting_go_frees_the_lease_at_once(pair):
 
 
 def test_a_refused_order_is_reported_and_never_sent(pair):
-    pair.load("a", D_IDS, "", refusal="kv_transfer_params.remote_port is 'x'")
+    pair.load("a", D_IDS, "", refusal=Cause.PARAMETERS("kv_transfer_params.remote_port is 'x'"))
     pair.run()
     assert pair.decode.failed == {"a": "kv_transfer_params.remote_port is 'x'"}
     assert not pair.decode.transfers.decode.peers

@@ -19,7 +19,6 @@ from vllm.v1.request import Request
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.halves.building import build_scheduler_half
-from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.orders import Found, Naming, RankAddress, Results
 from kvconnect.transfer.stack import StackTraits
 from kvconnect.vllm.metadata import PEER_SOURCE, ReportMetadata

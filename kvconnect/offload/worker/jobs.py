@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, RowCopies, TierChange
+from kvconnect.outcome import Cause, Reason
 
 if TYPE_CHECKING:
     from kvconnect.offload.worker.named_rows import NamedRows
@@ -98,7 +99,7 @@ class Jobs:
     def _start_anew(self) -> None:
         self._named: dict[Report, dict[int, tuple[bytes, ...]]] = {report: {} for report in Report}
         self._received: list[str] = []
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, Reason] = {}
 
     def on_results(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -155,7 +156,8 @@ class Jobs:
         if isinstance(job.key, str):
             self._received.append(job.key)
             if error:
-                self._failed[job.key] = error
+                self._failed[job.key] = Cause.RESTORE(error)
+                logger.warning("the KV of request %s could not be restored: %s", job.key, error)
         elif job.key is not None:
             self._named[report][job.key] = named
         if not job.owed:
