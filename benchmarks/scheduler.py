@@ -22,12 +22,13 @@ from benchmarks.options import option
 from benchmarks.report import Report
 from benchmarks.scheduler_offload import Keeping, Running
 from benchmarks.scheduler_watched import Watched, watch_timings
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.halves.scheduler_half import SchedulerHalf
-from kvconnect.orders import RankAddress, Results
 from kvconnect.peer.handles import Claims, Handles
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.stack import StackTraits
 
 _WARM_UP = 0.1

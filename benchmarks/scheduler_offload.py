@@ -20,7 +20,7 @@ from kvconnect.offload.events import Described, EventMaker, TierEvents
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import OffloadReport, Orders, Results
+from kvconnect.transfer.orders import OffloadReport, Orders, Results
 from kvconnect.transfer.stack import Computed, Step
 
 BLOCK_TOKENS = 16

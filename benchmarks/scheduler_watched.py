@@ -18,9 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.scheduler_offload import BLOCK_TOKENS, PROMPT_TOKENS, Keeping, Running, stored
 from kvconnect.halves.scheduler_half import SchedulerHalf
-from kvconnect.metric_values import merge_changes
-from kvconnect.metrics import Metrics, OffloadMetrics
-from kvconnect.orders import Results
+from kvconnect.metrics import Metrics, OffloadMetrics, merge_changes
+from kvconnect.transfer.orders import Results
 
 _WARM_UP_TURNS = 2
 _STEPS = 16

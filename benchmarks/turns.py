@@ -18,7 +18,7 @@ from benchmarks.report import Report
 from benchmarks.scheduler import asked, half_of, requests, told
 from kvconnect.config import ExtraConfig
 from kvconnect.halves.scheduler_half import SchedulerHalf
-from kvconnect.orders import Await, Orders, Results
+from kvconnect.transfer.orders import Await, Orders, Results
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.transfer.pair import Pair
 

@@ -7,6 +7,9 @@ import ctypes
 import ipaddress
 import socket
 import struct
+from typing import Annotated
+
+import msgspec
 
 from kvconnect.errors import ConfigError
 
@@ -112,3 +115,11 @@ def own_address(host: str, port: int) -> str:
             probe.connect((host, port))
             return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+class RankAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where one worker rank listens for peers."""
+
+    rank: int
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]

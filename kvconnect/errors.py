@@ -24,6 +24,10 @@ class LocalError(KVConnectError):
     """The caller misused an interface: a bug on our side of the link."""
 
 
+class IllegalTransition(LocalError):
+    """An event that cannot happen in the state of its record, which is as it was."""
+
+
 class PeerError(KVConnectError):
     """The other side broke the protocol, refused, or left; ``cause``: see ``Reason``."""
 

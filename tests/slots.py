@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, RequestCutter
 from kvconnect.plan.wire import align_wire
 

@@ -20,9 +20,10 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.engine.registry import available_engines
-from kvconnect.halves.transfer_worker import TransferWorker
-from kvconnect.orders import GroupBlocks, Hold, Load, Orders
+from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.peer.messages import CacheMeaning
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Hold, Load, Orders
 from tests.identities import named
 
 HEADS, HEAD_SIZE, LATENT, TOKENS, NUM_BLOCKS = 6, 16, 40, 300, 64

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kvconnect.addresses import RankAddress
 from kvconnect.demo.children import COMMAND
 from kvconnect.inspect.runner import as_json
 from kvconnect.inspect.tables import WIDTH, tables
-from kvconnect.orders import RankAddress
 from kvconnect.peer.description import Description
 from kvconnect.peer.inspection import Inspection, LeaseView, LoadView, PeerView, RecordView, SlotsView
 from tests.ports import free_port

@@ -26,9 +26,10 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import GroupBlocks, Progress
 from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.leases import Lease
+from kvconnect.transfer.orders import Progress
 from kvconnect.transfer.stack import Computed, Step
 from tests.caches import attention_layer, block_values, fill_random
 from tests.identities import named

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvconnect.demo.http import parse_metrics
-from kvconnect.metric_values import merge_changes
-from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics, summarize
+from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics, merge_changes, summarize
 
 PARTS = (Metrics, OffloadMetrics)
 GAUGES = [family for family in Metrics.declared() if family.kind == "gauge"]

@@ -15,7 +15,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine import interfaces
 from kvconnect.engine.registry import available_engines, create_engine
 from kvconnect.errors import ConfigError, EngineError
-from kvconnect.halves.transfer_worker import TransferWorker
+from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.peer.asking import describe
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import CacheMeaning

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.addresses import RankAddress
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
-from kvconnect.orders import RankAddress
 from kvconnect.peer.asking import Reply
 from kvconnect.peer.timeline_page import write_page
 from kvconnect.timeline import Moment, Timeline

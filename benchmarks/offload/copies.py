@@ -20,8 +20,8 @@ from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
-from kvconnect.orders import RowCopies
 from kvconnect.pack.lanes import Column
+from kvconnect.transfer.orders import RowCopies
 
 _TOKENS = 16
 _REPEATS = 7

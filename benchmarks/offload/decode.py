@@ -26,7 +26,7 @@ from kvconnect.errors import EngineError
 from kvconnect.offload.copies.copier import Copier, CopyTicket, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
-from kvconnect.orders import RowCopies
+from kvconnect.transfer.orders import RowCopies
 
 # Directions of copies: out (True) and back (False).
 _FLOWS = {"out": (True,), "back": (False,), "both": (True, False)}

@@ -16,7 +16,7 @@ from benchmarks.device import wait_for_device
 from benchmarks.transfer.cases import VALUE_BYTES, CacheShape
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.orders import GroupBlocks
+from kvconnect.plan.blocks import GroupBlocks
 
 Digests = NDArray[np.int64]
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvconnect.addresses import RankAddress
 from kvconnect.errors import ConfigError
-from kvconnect.orders import RankAddress
 
 VALUE_BYTES = 2
 """The caches keep bfloat16."""

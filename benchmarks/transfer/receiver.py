@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.transfer.process import StepFailed
-from kvconnect.orders import Load, Orders, Results
+from kvconnect.transfer.orders import Load, Orders, Results
 
 
 class Receiver:

@@ -21,9 +21,9 @@ from benchmarks.transfer.process import Side, StepFailed
 from benchmarks.transfer.receiver import Receiver
 from kvconnect.cache.identity import Identity
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.transfer_worker import TransferWorker
-from kvconnect.orders import Hold, Load, Orders, Results
+from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.peer.messages import CacheMeaning
+from kvconnect.transfer.orders import Hold, Load, Orders, Results
 
 _POLL_S = 0.0005
 

@@ -235,3 +235,31 @@ def _cut(text: str) -> str:
     if len(text) <= _LONGEST_TEXT:
         return text
     return f"{text[:_SHOWN_TEXT]}... ({hashlib.blake2b(text.encode(), digest_size=16).hexdigest()})"
+
+
+class Naming(msgspec.Struct, frozen=True, array_like=True):
+    """How names of KV are made: ``hashing`` by what function and seed, one for every so many ``tokens``.
+
+    Names compare only where both are equal.
+    """
+
+    hashing: Annotated[str, msgspec.Meta(max_length=256)]
+    tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**20)]
+
+
+MAX_NAMES = 1 << 16
+"""Most names of one prefix: a million tokens in blocks of 16."""
+
+
+class Prefix(msgspec.Struct, frozen=True, array_like=True):
+    """The first tokens of a prompt by name: ``names[i]`` covers all up to ``(i + 1) * naming.tokens``.
+
+    The first ``start_tokens``, at the end of a name, are not wanted.
+    """
+
+    naming: Naming
+    start_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    names: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)], ...],
+        msgspec.Meta(max_length=MAX_NAMES),
+    ]

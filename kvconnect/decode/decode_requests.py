@@ -7,24 +7,60 @@ cache. Pure bookkeeping, empty when idle: a handle is forgotten with the last re
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvconnect.cache.identity import marks_differ
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
-from kvconnect.decode.fetch_outcomes import FetchOutcomes
-from kvconnect.orders import Await, LetGo, Load, Results
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import Handles, PeerTrust
+from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.timeline import Moment
-from kvconnect.transfer.orders_draft import OrdersDraft, blocks_of
+from kvconnect.transfer.orders import Await, LetGo, Load, OrdersDraft, Results, blocks_of
 from kvconnect.transfer.params import (
     MOST_LATER_PROMPTS,
     RemotePrefill,
     read_remote_prefill,
     transfer_params,
 )
-from kvconnect.transfer.stack import BlockIdsByGroup, LongestRequest, RequestView, StackTraits
+from kvconnect.transfer.stack import LongestRequest, RequestView, StackTraits
+
+logger = logging.getLogger(__name__)
+
+WINDOW_S = 60.0
+
+
+class FetchOutcomes:
+    """Requests that asked for KV in the current minute: those that got it, and those that did not."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_at = clock()
+        self._got = self._missed = 0
+
+    def got(self) -> None:
+        """The KV of a request arrived."""
+        self._judge()
+        self._got += 1
+
+    def missed(self) -> None:
+        """A request is computed here, or fails, though it asked for KV."""
+        self._judge()
+        self._missed += 1
+
+    def _judge(self) -> None:
+        now = self._clock()
+        if now - self._began_at < WINDOW_S:
+            return
+        if self._missed and not self._got:
+            logger.warning(
+                "none of the %d requests that asked for KV within a minute got it: their prompts were "
+                "computed here, or they failed; kvconnect_failures counts the reasons",
+                self._missed,
+            )
+        self._began_at, self._got, self._missed = now, 0, 0
 
 
 @dataclass(eq=False)

@@ -17,8 +17,7 @@ from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchStat
 from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.decode.renewals import Renewals
-from kvconnect.metrics import Metrics
-from kvconnect.orders import Await, Find, LetGo, Load, Orders
+from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause, Outcome, Reason
 from kvconnect.peer.channel import Arrival, Channel, LinkLost
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
@@ -33,13 +32,11 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.peer.transport import Transport
 from kvconnect.timeline import Moment
-from kvconnect.transfer.device_steps import Finished
-from kvconnect.transfer.error_counting import count_error
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.local import Local
-from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders, Reports
 from kvconnect.transfer.timers import Timers
-from kvconnect.transfer.transfer_thread import TransferPart, each
+from kvconnect.transfer.transfer_thread import Finished, TransferPart, each
 
 logger = logging.getLogger(__name__)
 

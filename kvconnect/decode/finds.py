@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvconnect.cache.identity import Prefix
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import PeerKey
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Find, Found, Prefix
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import FindPrefix, PrefixFound
+from kvconnect.transfer.orders import Find, Found
 from kvconnect.transfer.timers import Timers
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvconnect.decode.landing import Landing
-from kvconnect.orders import Load
 from kvconnect.outcome import Cause, Reason
-from kvconnect.transfer.state_machine import next_state
+from kvconnect.transfer.orders import Load
+from kvconnect.transfer.slots import next_state
 from kvconnect.transfer.timers import Timer
 
 

@@ -13,12 +13,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.addresses import is_address, join_address, split_address
+from kvconnect.addresses import RankAddress, is_address, join_address, split_address
 from kvconnect.cache.shard import Topology, consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import PeerKey
 from kvconnect.metrics import Metrics
-from kvconnect.orders import RankAddress
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.agreement import fills_windows, target_share

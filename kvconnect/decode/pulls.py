@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from kvconnect.cache.identity import MAX_NAMES, Naming, Prefix
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.decode.sources import SLOW_REST_S, Address, PrefillRate, Sources, is_worth_it
 from kvconnect.errors import PeerError
-from kvconnect.orders import MAX_NAMES, Find, Found, Load, Naming, Prefix, Results
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import PeerTrust
+from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.timeline import Moment
-from kvconnect.transfer.orders_draft import OrdersDraft, blocks_of
+from kvconnect.transfer.orders import Find, Found, Load, OrdersDraft, Results, blocks_of
 from kvconnect.transfer.params import read_sources, transfer_params
-from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, StackTraits
+from kvconnect.transfer.stack import RequestView, StackTraits
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, RankFetch, RankFetch
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.metrics import Metrics
-from kvconnect.orders import GroupBlocks
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
@@ -29,6 +28,7 @@ from kvconnect.peer.messages import (
     Landed,
     Written,
 )
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
 from kvconnect.transfer.local import Local

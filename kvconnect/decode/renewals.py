@@ -14,9 +14,9 @@ from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, PeerKey
 from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Await
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
+from kvconnect.transfer.orders import Await
 from kvconnect.transfer.timers import Timer, Timers
 
 _SHORTEST_S, _LONGEST_S = 0.05, 30.0

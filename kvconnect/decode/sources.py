@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
 from kvconnect.addresses import split_address
-from kvconnect.orders import Naming
+from kvconnect.cache.identity import Naming
 
 Address = tuple[str, int]
 K = TypeVar("K", bound=Hashable)

@@ -30,7 +30,7 @@ from kvconnect.explain.cache_file import (
     StateLayers,
     TokenLayers,
 )
-from kvconnect.orders import GroupBlocks
+from kvconnect.plan.blocks import GroupBlocks
 
 _AXES = {
     "nhd": "block {} token head content",

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvconnect.addresses import join_address
-from kvconnect.cache.identity import Identity
+from kvconnect.addresses import RankAddress, join_address
+from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.region_table import CacheTensor, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup
@@ -25,20 +25,18 @@ from kvconnect.decode.decode_requests import DecodeRequests
 from kvconnect.decode.pulls import PullRequests
 from kvconnect.errors import LocalError
 from kvconnect.halves.scheduler_half import SchedulerHalf
-from kvconnect.halves.transfer_worker import TransferWorker
-from kvconnect.halves.worker_half import WorkerHalf
+from kvconnect.halves.worker_half import TransferWorker, WorkerHalf
 from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
-from kvconnect.orders import Naming, RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.peer.handles import Handles, PeerTrust
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.prefill.prefill_requests import PrefillRequests
-from kvconnect.transfer.orders_draft import OrdersDraft
+from kvconnect.transfer.orders import OrdersDraft
 from kvconnect.transfer.params import SOURCES_KEY
 from kvconnect.transfer.stack import Names, StackTraits
 

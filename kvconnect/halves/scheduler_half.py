@@ -16,12 +16,12 @@ from kvconnect.decode.decode_requests import DecodeRequests
 from kvconnect.decode.pulls import PullRequests
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.sessions import RESULTS_KEY
-from kvconnect.orders import Orders, Results
 from kvconnect.peer.bootstrap import Bootstrap
+from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.prefill.prefill_requests import PrefillRequests
-from kvconnect.transfer.orders_draft import OrdersDraft
+from kvconnect.transfer.orders import Orders, OrdersDraft, Results
 from kvconnect.transfer.params import transfer_params
-from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, SchedulerHooks, Step
+from kvconnect.transfer.stack import RequestView, SchedulerHooks, Step
 
 PEER = "peer"
 """What another node is called where hits are counted by where they came from."""

@@ -2,18 +2,368 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
+import torch
+from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvconnect.cache.region_table import RegionTable
+from kvconnect.addresses import RankAddress
+from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.config import TransferConfig
+from kvconnect.engine.base import Engine
+from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
-from kvconnect.halves.transfer_worker import TransferWorker
-from kvconnect.metric_values import Changes, merge_changes
+from kvconnect.halves.inspection_page import write_inspection
+from kvconnect.halves.worker_transfers import WorkerTransfers
+from kvconnect.metrics import Changes, Metrics, merge_changes
 from kvconnect.offload.worker.offload_worker import OffloadWorker
-from kvconnect.orders import OffloadOrders, Orders, RankAddress, Results
+from kvconnect.packages import package_versions
+from kvconnect.peer import description, inspection, timeline_page
+from kvconnect.peer.allow_list import AllowList
+from kvconnect.peer.keyring import load_keyring
+from kvconnect.peer.messages import CacheMeaning, Introduction
+from kvconnect.peer.zmq_channel import ZmqChannel
+from kvconnect.plan.align import TableCard
+from kvconnect.prefill.prefill_side import ASLEEP, STOPPING
+from kvconnect.rank_config import place_of
+from kvconnect.runner_kit.kernel_blocks import sync_block_size
+from kvconnect.transfer.kept import KeptByName
+from kvconnect.transfer.local import open_local
+from kvconnect.transfer.orders import OffloadOrders, Orders, Reports, Results
 from kvconnect.transfer.stack import WorkerHooks
+from kvconnect.transfer.transfer_thread import DeviceSteps, Finished, always
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class TransferWorker:
+    """Holds, sends and fetches the KV of one worker.
+
+    Args:
+        config: the parsed ``kv_transfer_config``.
+        cache_config: this worker's own cache configuration.
+        kernel_block_sizes: tokens of a kernel block, per group index.
+        meaning: what peers must agree on.
+        rank: number of this worker in its node; what ``ranks`` sets for it counts.
+        registry: where the metrics are exported.
+        engine: an engine to use in place of the configured one.
+
+    Raises ``ConfigError``: the kernel block is larger than a group's block, the side channel has no address
+    or keys, or cannot listen; ``EngineError``: the engine is not usable on this machine.
+    """
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        cache_config: KVCacheConfig,
+        kernel_block_sizes: Mapping[int, int],
+        meaning: CacheMeaning,
+        *,
+        rank: int = 0,
+        registry: CollectorRegistry = REGISTRY,
+        engine: Engine | None = None,
+    ) -> None:
+        # Before anything is opened: errors in the keys, and in what this machine is to have, come first.
+        keyring, allowed = load_keyring(config.extra, os.environ), AllowList(config.extra.allow_peers)
+        extra = config.extra.here(rank)
+        self._config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
+        self._cache_config = cache_config
+        self._rank = rank
+        self._meaning = meaning
+        # Everything built from here on, the region table first, is in kernel blocks.
+        self.kernel_block_sizes = {
+            group: sync_block_size(cache_config.groups[group].block_size, kernel)
+            for group, kernel in kernel_block_sizes.items()
+        }
+        self._engine = engine or create_engine(
+            extra.engine,
+            host=extra.host,
+            protocol=extra.protocol,
+            options=extra.all_engine_options,
+        )
+        self._channel = ZmqChannel(
+            extra,
+            extra.port + rank if extra.port else 0,
+            keyring,
+            allowed,
+            lambda reason: self._metrics.failures.labels(reason).inc(),
+        )
+        self._metrics = Metrics(registry)
+        self._reports = Reports(rank)
+        self._transfers: WorkerTransfers | None = None
+        self._steps = DeviceSteps(self._record)
+        self._is_closed = False
+        self.tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict
+        """What is kept below the device, by tier; for who asks. Not slow, and for any thread."""
+        self.kept: KeptByName | None = None
+        """What peers may ask for by name. Set before caches are registered."""
+        logger.info(
+            "%s %s rank %d: engine %s, side channel on %s, port %d",
+            config.kv_role,
+            config.engine_id,
+            rank,
+            self._engine.capabilities,
+            place_of(extra.host, extra.bind, extra.device_name),
+            self._channel.port,
+        )
+        logger.info("side channel: %s", keyring.describe() if keyring else "insecure, as configured")
+
+    @property
+    def engine_name(self) -> str:
+        """The engine that is used, also where the configuration names ``auto``."""
+        return self._engine.capabilities.name
+
+    @property
+    def table(self) -> RegionTable:
+        """What was registered. Raises ``LocalError``: nothing was."""
+        if self._transfers is None:
+            raise LocalError("register_kv_caches was not called")
+        return self._transfers.local.table
+
+    @property
+    def identity_marks(self) -> bytes:
+        """``Identity.marks`` of its KV."""
+        return self._meaning.identity.marks
+
+    def address(self) -> RankAddress:
+        """Where this worker listens for peers."""
+        return RankAddress(self._rank, self._config.extra.host, self._channel.port)
+
+    def register_kv_caches(
+        self,
+        tensors: Mapping[str, CacheTensor],
+        heads: Mapping[str, HeadInterval] | None = None,
+        scales: Mapping[str, Scales] | None = None,
+        *,
+        reserved_bytes: int = 0,
+    ) -> None:
+        """Describe the caches, register them with the engine in one call, and begin to serve peers.
+
+        ``heads`` states which of the model's heads a layer's tensor holds on this rank, ``scales`` what its
+        quantised values are to be multiplied with: of K and of V, 1 by default. ``reserved_bytes``
+        of the device's free memory are not for slots: the serving stack is still to take them. An error, but
+        for that of a second call, closes the connector: a stack may drop what it could not set up, and
+        ZeroMQ's context waits for ever if it is collected before its sockets.
+
+        Raises ``LayoutError``: a cache cannot be expressed; ``ConfigError``: the device has no room for the
+        fewest slots; ``EngineError``: the engine refuses the memory; ``LocalError``: it was done before.
+        """
+        if self._transfers is not None:
+            raise LocalError("register_kv_caches was called twice")
+        try:
+            self._register(tensors, heads, scales, reserved_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _register(
+        self,
+        tensors: Mapping[str, CacheTensor],
+        heads: Mapping[str, HeadInterval] | None,
+        scales: Mapping[str, Scales] | None,
+        reserved_bytes: int,
+    ) -> None:
+        table = RegionTable.build(self._cache_config, self.kernel_block_sizes, tensors, heads, scales)
+        # The tensors must outlive the registration, also where the serving stack drops its own.
+        self._tensors = dict(tensors)
+        introduction = Introduction(
+            engine_id=self._config.engine_id,
+            incarnation=uuid.uuid4().hex,
+            rank=self._rank,
+            meaning=self._meaning,
+            engine=self.engine_name,
+            engine_card=b"",
+            table=TableCard.of(table),
+        )
+        device = next(iter(tensors.values())).tensor.device
+        config, extra = self._config, self._config.extra
+        local = open_local(
+            self._config, self._engine, introduction, table, device, reserved_bytes, self._metrics
+        )
+        if self.kept is not None:
+            local.keep(self.kept)
+        self._transfers = WorkerTransfers(
+            extra,
+            self._channel,
+            local,
+            self._reports,
+            self._metrics,
+            is_producer=config.is_producer,
+            is_consumer=config.is_consumer,
+        )
+        topics, timeline = self._transfers.inbound_peers.topics, self._metrics.timeline
+        # Reading the versions of packages takes milliseconds, and files: not on the transfer thread.
+        topics.add(description.TOPIC, functools.partial(self._describe, package_versions()))
+        topics.add(
+            timeline_page.TOPIC,
+            functools.partial(timeline_page.write_page, timeline, self._config.engine_id, self._rank),
+        )
+        topics.add(inspection.TOPIC, self._inspect)
+        self._transfers.start(self._release)
+
+    def replace_weights(self, weights: Mapping[str, str]) -> None:
+        """The model runs with other weights from now on: what is held or being loaded is void.
+
+        Before ``start`` of the first orders whose KV belongs to the new ones.
+        """
+        self._metrics.failures.labels("weights_replaced").inc()
+        if self._transfers is None:
+            self._meaning = self._meaning.with_weights(weights)
+        else:
+            self._transfers.replace_weights(weights)
+
+    def before_step(self, orders: Orders) -> None:
+        """Mark where the step of these orders begins on the device; before its kernels are launched.
+
+        What is held is computed in a step, the orders of which do not name it.
+        """
+        if self._config.is_producer:
+            self._steps.begin(orders.step)
+
+    def start(self, orders: Orders) -> None:
+        """Take one step's orders; never waits.
+
+        What the device was given so far may use the blocks that are to be filled, and nothing later.
+        """
+        if self._rank == 0:
+            self._metrics.timeline.take(orders.notes)
+        if not orders:
+            return
+        if self._transfers is None:
+            raise LocalError("orders came before register_kv_caches was called")
+        self._transfers.order(orders, self._steps.finished)
+
+    def results(self) -> Results:
+        """What ended since the last call. Every ordered request comes back exactly once."""
+        return self._reports.take()
+
+    def changes(self) -> Changes | None:
+        """What the metrics have grown by since the last call, or None. Quick when that is nothing."""
+        return self._metrics.changes()
+
+    def on_results(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, from another thread, whenever results are waiting."""
+        self._reports.wake = wake
+
+    def state(self) -> dict[str, Any]:
+        """Counts of what is held and under way, for people and tests. All zero when idle."""
+        if self._transfers is None:
+            return {"engine": self.engine_name}
+        return {"engine": self.engine_name, **self._transfers.state()}
+
+    def _describe(self, versions: dict[str, str], argument: str) -> bytes:
+        """On the transfer thread."""
+        assert self._transfers is not None, "it is asked once peers are served"
+        extra, local = self._config.extra, self._transfers.local
+        return msgspec.msgpack.encode(
+            description.Description(
+                clock_s=time.time(),
+                role=self._config.kv_role,
+                lane=self._engine.capabilities.lane,
+                lease_s=extra.lease_s,
+                versions=versions,
+                directory=self._transfers.inbound_peers.directory,
+                introduced=description.introduced(local.introduce()),
+            )
+        )
+
+    def _inspect(self, argument: str) -> bytes:
+        """On the transfer thread."""
+        assert self._transfers is not None, "it is asked once peers are served"
+        counts = {name: count for name, count in self.state().items() if name != "engine"}
+        extra, timeline = self._config.extra, self._metrics.timeline
+        return write_inspection(self._transfers, extra, timeline, counts, self.tiers(), argument)
+
+    def know_ranks(self, directory: Iterable[RankAddress]) -> None:
+        """Where all ranks of this node listen; where its stack does not know, the first orders bring it."""
+        if self._transfers is not None:
+            self._transfers.know_ranks(directory)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Begin no lease any more, and wait until everything that is held was fetched, or is given up.
+
+        What is not fetched within ``drain_s`` is given up, and the peers that count on it get a message. Not
+        for a hook: it waits, for ``drain_s`` and a little more unless ``timeout_s`` is given. Results
+        are to be taken meanwhile. False: not everything ended in that time.
+        """
+        if self._transfers is None:
+            return True
+        drained, drain_s = threading.Event(), self._config.extra.drain_s
+        if held := self._transfers.state().get("leases"):
+            most_s = drain_s if timeout_s is None else min(drain_s, timeout_s)
+            logger.info("%d requests are held for peers, which may fetch them for %g s more", held, most_s)
+        self._transfers.drain(drained.set, STOPPING, drain_s)
+        return drained.wait(drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
+
+    def sleep(self) -> None:
+        """Wait until nothing reads or writes pages, and see that nothing does until ``wake``. Idempotent.
+
+        Peers stay connected, and get a refusal with the reason. Raises ``LocalError``: something still does
+        after 5 s, or a load is under way, and it goes on as before.
+        """
+        if self._transfers is None:
+            return
+        asleep = threading.Event()
+        self._transfers.drain(asleep.set, ASLEEP, 0.0)
+        if asleep.wait(_CLOSE_TIMEOUT_S) and not self._transfers.state().get("loads"):
+            return
+        self.wake()
+        raise LocalError("the node cannot sleep: requests are being loaded, or pages are still being read")
+
+    def wake(self) -> None:
+        """Pages are back at their addresses, with any content."""
+        if self._transfers is not None:
+            self._transfers.wake()
+
+    def close(self) -> None:
+        """Stop the thread, which releases the engine and the side channel when it ends. Idempotent.
+
+        Waits 5 s at most. A thread that takes longer, in a call of the engine, releases them whenever that
+        returns: what is open until then is logged, and counted as ``close_timeout``.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._transfers is None:
+            self._release()
+        elif not self._transfers.stop(_CLOSE_TIMEOUT_S):
+            self._metrics.failures.labels("close_timeout").inc()
+            logger.error(
+                "the transfer thread did not stop within %s s. Open until it does: the registered memory of "
+                "engine %s, the side channel on port %d, and %s",
+                _CLOSE_TIMEOUT_S,
+                self.engine_name,
+                self._channel.port,
+                ", ".join(f"{count} {what}" for what, count in self.state().items() if what != "engine"),
+            )
+
+    def _release(self) -> None:
+        """Close what was opened, each also where another fails to."""
+        with ExitStack() as opened:
+            opened.callback(self._metrics.retire)
+            opened.callback(self._channel.close)
+            opened.callback(self._engine.close)
+
+    def _record(self) -> Finished:
+        """Whether the device has finished what was launched so far: engines do not follow its streams."""
+        if self._transfers is None or self._transfers.local.stream is None:
+            return always
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.query
 
 
 class WorkerHalf(WorkerHooks):

@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 
+from kvconnect.addresses import RankAddress
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.decode_side import DecodeSide
-from kvconnect.metrics import Metrics
-from kvconnect.orders import RankAddress
+from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.channel import Channel
 from kvconnect.prefill.prefill_side import PrefillSide
-from kvconnect.transfer.error_counting import count_error
 from kvconnect.transfer.inbound_peers import InboundPeers
 from kvconnect.transfer.local import Local
-from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.orders import Reports
 from kvconnect.transfer.timers import Timers
 from kvconnect.transfer.transfer_thread import TransferThread
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvconnect.cache.identity import Identity
+from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.halves.building import (
@@ -37,9 +37,8 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import Naming
+from kvconnect.peer.handles import digest_prompt
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.peer.prompt_digest import digest_prompt
 from kvconnect.transfer.stack import LongestRequest, RequestView, SchedulerHooks, StackTraits, WorkerHooks
 
 _TRIES = 5

@@ -19,8 +19,8 @@ from kvconnect.cache.specs import (
 )
 from kvconnect.node.request import Request
 from kvconnect.offload.events import Described, EventMaker, TierEvents, last_64_bits
-from kvconnect.orders import Count
 from kvconnect.peer.feed import Feed
+from kvconnect.plan.blocks import Count
 from kvconnect.reading import json_object, read_struct
 
 _KINDS = {

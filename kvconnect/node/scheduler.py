@@ -15,7 +15,7 @@ from kvconnect.node.blocks import BlockManager, Hit
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Chunk, Failure, Output, Request, RequestState, Step
 from kvconnect.node.transfers import Transfers
-from kvconnect.orders import Results
+from kvconnect.transfer.orders import Results
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.node.request import Request, Step
-from kvconnect.orders import Results
 from kvconnect.outcome import Reason
 from kvconnect.transfer import stack
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock
 
 logger = logging.getLogger(__name__)

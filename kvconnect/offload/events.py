@@ -17,7 +17,7 @@ import msgspec
 from kvconnect.errors import LocalError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.tier import DISK, HOST, STORE
-from kvconnect.orders import CHANGES_AT_ONCE
+from kvconnect.transfer.orders import CHANGES_AT_ONCE
 
 DEVICE = "device"
 """What the tier above host memory is called."""

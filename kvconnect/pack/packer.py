@@ -15,13 +15,12 @@ import torch
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError
-from kvconnect.orders import GroupBlocks
 from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
 from kvconnect.pack.lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.numpy_mover import NumpyMover
 from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.blocks import page_ids
+from kvconnect.plan.blocks import GroupBlocks, page_ids
 from kvconnect.plan.chunks import Chunk, Chunker, check_held
 from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds

@@ -7,8 +7,8 @@ from typing import TypeVar
 import msgspec
 
 from kvconnect import __version__
+from kvconnect.addresses import RankAddress
 from kvconnect.errors import PeerError
-from kvconnect.orders import RankAddress
 from kvconnect.peer.messages import PROTOCOL_VERSION, Introduction
 
 TOPIC = "description"

@@ -9,14 +9,15 @@ from typing import Annotated
 
 import msgspec
 
-from kvconnect.cache.identity import Identity
+from kvconnect.addresses import RankAddress
+from kvconnect.cache.identity import Identity, Naming, Prefix
 from kvconnect.cache.shard import Topology
 from kvconnect.errors import PeerError
-from kvconnect.orders import Count, Naming, Prefix, RankAddress
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.shared_memory import SharedMemoryCard
 from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import Count
 from kvconnect.plan.chunks import Chunk
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=256)]

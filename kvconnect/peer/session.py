@@ -10,9 +10,9 @@ import enum
 import math
 from dataclasses import dataclass
 
+from kvconnect.addresses import RankAddress
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError, PeerError
-from kvconnect.orders import RankAddress
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.agreement import disagreement
 from kvconnect.peer.loss import PeerLoss

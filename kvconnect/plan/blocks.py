@@ -7,15 +7,36 @@ kernel blocks, so that logical sizes may differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.shard import Residue, SharedTokens
-from kvconnect.orders import GroupBlocks
 from kvconnect.runner_kit.block_table import BlockIds, expand_block_ids
+
+# Bounds of what a peer may send. They hold where a message is read; our own values are within them.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+
+
+BlockIdsByGroup = Sequence[Sequence[int]]
+"""Block ids by cache group and position in the sequence; 0 where a position has no block."""
+
+
+class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """The logical blocks of one request in one cache group, by position in the sequence.
+
+    ``block_ids[i]`` holds the tokens from ``(first_block + i) * block_size``; 0 is the null block, of a
+    position that is not kept or not wanted. A state group has one id, of the state after the last token.
+    """
+
+    group: Index
+    first_block: Count
+    block_ids: tuple[Count, ...]
+
 
 NULL_BLOCK = 0
 

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import LayoutError
-from kvconnect.orders import Count, GroupBlocks, Index
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.blocks import NULL_BLOCK, first_needed
+from kvconnect.plan.blocks import NULL_BLOCK, Count, GroupBlocks, Index, first_needed
 from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds
 

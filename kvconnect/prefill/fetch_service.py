@@ -17,7 +17,7 @@ import msgspec
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LayoutError, PeerError
-from kvconnect.metrics import Metrics
+from kvconnect.metrics import ErrorsCounted, Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.agreement import other_weights
 from kvconnect.peer.messages import (
@@ -33,17 +33,14 @@ from kvconnect.peer.messages import (
     Written,
 )
 from kvconnect.prefill.kept_fetches import EVICTED, lease_by_name
-from kvconnect.prefill.lease_book import LeaseBook
-from kvconnect.prefill.leases import Consumer, Lease, TransferKey
+from kvconnect.prefill.leases import Consumer, Lease, LeaseBook, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter, found_by
 from kvconnect.prefill.measuring import LEAST_PAUSE_S, LONGEST_S, MEASUREMENT, measuring_outbox
-from kvconnect.prefill.outbox import Parcel, SlotOutbox
+from kvconnect.prefill.outbox import ChunkSupply, Parcel, SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks, check_fetch
 from kvconnect.prefill.send_path import SendPath, SendPaths
 from kvconnect.prefill.sender import Sender, Sending
-from kvconnect.prefill.supply import ChunkSupply
 from kvconnect.timeline import Moment
-from kvconnect.transfer.error_counting import ErrorsCounted
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.local import Local

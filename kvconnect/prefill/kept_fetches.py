@@ -6,8 +6,8 @@ they are read, and what was sent of them counts only if they did not. Owned by t
 
 from __future__ import annotations
 
+from kvconnect.cache.identity import MAX_NAMES
 from kvconnect.errors import PeerError
-from kvconnect.orders import MAX_NAMES, Hold
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.agreement import other_weights
 from kvconnect.peer.messages import FindPrefix, PrefixFound
@@ -15,6 +15,7 @@ from kvconnect.prefill.leases import Lease
 from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.transfer.inbound_peers import InboundPeer
 from kvconnect.transfer.kept import KeptByName
+from kvconnect.transfer.orders import Hold
 
 EVICTED = Cause.EVICTED("it was evicted from host memory while it was sent")
 TOO_MANY = Cause.BUSY("it was asked for more names than one peer may have looked up")

@@ -16,14 +16,13 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
-from kvconnect.orders import GroupBlocks
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant, Introduction, Measure
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import TokenSpan
-from kvconnect.prefill.outbox import BatchOutbox, Columns, Outbox, Parcel, SlotOutbox
+from kvconnect.prefill.outbox import BatchOutbox, ChunkSupply, Columns, Outbox, Parcel, SlotOutbox
 from kvconnect.prefill.send_path import SendPath
-from kvconnect.prefill.supply import ChunkSupply
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.slots import SlotEvent
 

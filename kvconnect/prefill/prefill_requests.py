@@ -15,12 +15,11 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.errors import PeerError
-from kvconnect.orders import GroupBlocks, Hold, Progress, Results
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.handles import MOST_TOKENS, Claims, Handles
-from kvconnect.peer.prompt_digest import PROMPT_BYTES
+from kvconnect.peer.handles import MOST_TOKENS, PROMPT_BYTES, Claims, Handles
+from kvconnect.plan.blocks import BlockIdsByGroup, GroupBlocks
 from kvconnect.timeline import Moment
-from kvconnect.transfer.orders_draft import OrdersDraft, blocks_of
+from kvconnect.transfer.orders import Hold, OrdersDraft, Progress, Results, blocks_of
 from kvconnect.transfer.params import (
     BATCH_KEY,
     HANDLE_KEY,
@@ -30,7 +29,7 @@ from kvconnect.transfer.params import (
     transfer_name,
     transfer_params,
 )
-from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, StackTraits, Step
+from kvconnect.transfer.stack import RequestView, StackTraits, Step
 
 
 @dataclass(eq=False)

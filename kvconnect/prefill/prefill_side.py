@@ -15,7 +15,6 @@ from typing import ClassVar
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Hold, Orders, Progress, Withdraw
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import (
     MAX_HANDLES,
@@ -33,16 +32,14 @@ from kvconnect.peer.messages import (
 )
 from kvconnect.prefill.fetch_service import FetchService
 from kvconnect.prefill.kept_fetches import NameAllowance, found_for
-from kvconnect.prefill.lease_book import LeaseBook
-from kvconnect.prefill.leases import Lease
+from kvconnect.prefill.leases import Lease, LeaseBook
 from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
-from kvconnect.transfer.device_steps import Finished
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers
 from kvconnect.transfer.local import Local
-from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.orders import Hold, Orders, Progress, Reports, Withdraw
 from kvconnect.transfer.timers import Timers
-from kvconnect.transfer.transfer_thread import TransferPart, each
+from kvconnect.transfer.transfer_thread import Finished, TransferPart, each
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Batch, Completion
 from kvconnect.errors import LayoutError, PeerError
-from kvconnect.metrics import Metrics
+from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import Written
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter
 from kvconnect.prefill.outbox import Outbox, Parcel, SlotOutbox
-from kvconnect.transfer.error_counting import count_error
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.slots import Slot, SlotEvent
 from kvconnect.transfer.timers import Timer, Timers

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvconnect.addresses import RankAddress
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
-from kvconnect.orders import RankAddress
 from kvconnect.outcome import Cause
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (

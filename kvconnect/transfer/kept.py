@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.orders import GroupBlocks, Naming, Prefix
 from kvconnect.pack.lanes import Column
+from kvconnect.plan.blocks import GroupBlocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,6 @@ from kvconnect.engine.fabric import Fabric, look_at_fabric
 from kvconnect.engine.lanes import Traffic, look_at_traffic
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.metrics import Metrics
-from kvconnect.orders import GroupBlocks
 from kvconnect.pack.arena import (
     ALIGN_BYTES,
     Arena,
@@ -35,6 +34,7 @@ from kvconnect.pack.packer import Packer, chosen_kernels
 from kvconnect.peer.agreement import wanted_card
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import ORDERS, Wire, align_wire
 from kvconnect.transfer.kept import KeptByName

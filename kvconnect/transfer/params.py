@@ -16,9 +16,8 @@ import msgspec
 from kvconnect.addresses import split_address
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.handles import Claims, Handles, Host, NumTokens, Port
+from kvconnect.peer.handles import PROMPT_BYTES, Claims, Handles, Host, NumTokens, Port
 from kvconnect.peer.messages import LONGEST_HANDLE
-from kvconnect.peer.prompt_digest import PROMPT_BYTES
 from kvconnect.transfer.stack import RequestView
 
 HANDLE_KEY = "kvconnect_handle"

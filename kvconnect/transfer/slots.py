@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from kvconnect.errors import LocalError
-from kvconnect.transfer.state_machine import next_state
+from kvconnect.errors import IllegalTransition, LocalError
+
+S = TypeVar("S", bound=enum.Enum)
+E = TypeVar("E", bound=enum.Enum)
+
+
+def next_state(transitions: Mapping[tuple[S, E], S], state: S, event: E, who: str) -> S:
+    """The state after an event, or an ``IllegalTransition`` that names ``who``, the state and the event."""
+    after = transitions.get((state, event))
+    if after is None:
+        raise IllegalTransition(f"{who}: {state.value}, but {event.value}")
+    return after
 
 
 class SlotState(enum.Enum):

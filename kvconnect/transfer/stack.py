@@ -27,11 +27,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from kvconnect.metric_values import Changes
-from kvconnect.orders import Naming, Orders, Results
-
-BlockIdsByGroup = Sequence[Sequence[int]]
-"""Block ids by cache group and position in the sequence; 0 where a position has no block."""
+from kvconnect.cache.identity import Naming
+from kvconnect.metrics import Changes
+from kvconnect.plan.blocks import BlockIdsByGroup
+from kvconnect.transfer.orders import Orders, Results
 
 
 class RequestView(Protocol):

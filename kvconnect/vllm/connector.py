@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvconnect.errors import ConfigError
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.orders import Results
 from kvconnect.outcome import Cause
+from kvconnect.transfer.orders import Results
 from kvconnect.vllm import settings
 from kvconnect.vllm.events import wants_events
 from kvconnect.vllm.geometry import running_states, scheduler_config, transferred_groups

@@ -12,10 +12,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvconnect.addresses import RankAddress
 from kvconnect.halves.scheduler_half import PEER
 from kvconnect.offload.tier import DISK, HOST, STORE
-from kvconnect.orders import Found, OffloadReport, Orders, RankAddress
 from kvconnect.outcome import Reason
+from kvconnect.transfer.orders import Found, OffloadReport, Orders
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconnect.halves.scheduler_half import SchedulerHalf
-from kvconnect.peer.prompt_digest import digest_prompt
+from kvconnect.peer.handles import digest_prompt
 from kvconnect.vllm.adapters import Adapters
 
 if TYPE_CHECKING:

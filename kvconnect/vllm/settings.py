@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import torch
 
+from kvconnect.cache.identity import Naming
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.orders import Naming
 from kvconnect.vllm.geometry import group_spec, scheduler_config
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 from kvconnect.vllm.plugin import OURS

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvconnect.metric_values import Changes
-from kvconnect.metrics import FAMILIES, PREFIX, summarize
+from kvconnect.metrics import FAMILIES, PREFIX, Changes, summarize
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

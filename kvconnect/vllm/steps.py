@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvconnect.orders import OffloadReport
+from kvconnect.transfer.orders import OffloadReport
 from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock, Step
 from kvconnect.vllm.windows import PartlyFilled
 

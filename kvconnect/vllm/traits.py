@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvconnect.cache.identity import Naming
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import (
@@ -26,7 +27,6 @@ from kvconnect.halves.building import (
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.offload.events import TierEvents
-from kvconnect.orders import Naming
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings

@@ -27,7 +27,7 @@ from benchmarks.transfer.cases import Layout, Layouts
 from benchmarks.transfer.process import StepFailed
 from benchmarks.transfer.receiver import Receiver
 from kvconnect.errors import ConfigError
-from kvconnect.orders import Load, Results
+from kvconnect.transfer.orders import Load, Results
 from tests.benchmarks.sides_here import PairHere
 
 CPUS = ("cpu", "cpu")

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.decode.decode_requests import EarlyLoads
 from kvconnect.halves.building import build_scheduler_half
 from kvconnect.halves.scheduler_half import SchedulerHalf
-from kvconnect.orders import Await, LetGo, RankAddress, Results
+from kvconnect.transfer.orders import Await, LetGo, Results
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 
 FULL = KVCacheGroup(("f",), FullAttentionSpec(4, 1, 4, torch.float16))

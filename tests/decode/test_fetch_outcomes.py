@@ -6,13 +6,14 @@ import logging
 
 import pytest
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.decode.fetch_outcomes import WINDOW_S
+from kvconnect.decode.decode_requests import WINDOW_S
 from kvconnect.halves.building import Trust, build_scheduler_half
-from kvconnect.orders import RankAddress, Results
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Handles
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.stack import StackTraits
 from tests.halves.test_scheduler_half import ATTENTION, Request, connector, prefilled
 

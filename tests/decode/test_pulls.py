@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.addresses import RankAddress
+from kvconnect.cache.identity import Naming
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import Trust, build_scheduler_half
-from kvconnect.orders import Found, GroupBlocks, Naming, RankAddress, Results
 from kvconnect.outcome import Cause
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Found, Results
 from kvconnect.transfer.stack import StackTraits
 from tests.halves.test_scheduler_half import ATTENTION, Request, prefilled
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.cache.identity import Naming
 from kvconnect.decode.sources import MISS_S, SLOW_REST_S, PrefillRate, Sources, is_worth_it
-from kvconnect.orders import Naming
 
 OURS = Naming("s", 16)
 A, B, C, D, E = (("10.0.0.9", 5600 + number) for number in range(5))

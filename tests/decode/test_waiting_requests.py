@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.halves.building import build_scheduler_half
-from kvconnect.orders import Await, Orders, RankAddress, Results, Withdraw
 from kvconnect.outcome import Cause
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.handles import Claims, Handles
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Message, Release, Renew
+from kvconnect.transfer.orders import Await, Orders, Results, Withdraw
 from tests.transfer.pair import BLOCK_TOKENS, Pair
 
 LEASE_S = 4.0

@@ -25,8 +25,7 @@ from kvconnect.engine.base import Span
 from kvconnect.engine.fabric import RdmaPort
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
-from kvconnect.halves.transfer_worker import TransferWorker
-from kvconnect.orders import Orders
+from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.packer import Packer
 from kvconnect.peer import messages
@@ -36,6 +35,7 @@ from kvconnect.peer.key_files import new_secret
 from kvconnect.peer.keyring import load_keyring, new_key_pair
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning
 from kvconnect.peer.session import Ready, Received
+from kvconnect.transfer.orders import Orders
 from kvconnect.vllm.configuration import read_configuration
 from tests.doctor.kit import QUICK, configured, failures, found
 from tests.identities import named

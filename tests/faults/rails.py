@@ -23,16 +23,18 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, UniformTypeSpec
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.halves.transfer_worker import TransferWorker
-from kvconnect.orders import GroupBlocks, Hold, Load, Orders, RankAddress
+from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.peer.key_files import new_secret
 from kvconnect.peer.messages import CacheMeaning
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Hold, Load, Orders
 from tests.faults.links import run_ip, unusable
 from tests.identities import named
 from tests.ports import free_port

@@ -138,7 +138,7 @@ class Stage:
             "kvconnect.node.serve",
             "kvconnect.router.app",
             "kvconnect.halves.scheduler_half",
-            "kvconnect.halves.transfer_worker",
+            "kvconnect.halves.worker_half",
         )
         self.side_ports: dict[str, int] = {}
         self.prefills = [self._node("prefill", *one) for one in enumerate(options.prefills)]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvconnect.orders import Results
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.params import BATCH_KEY, HANDLE_KEY, TRANSFER_KEY
 from tests.halves.test_scheduler_half import Request, connector
 

@@ -6,27 +6,27 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
 from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.orders import (
-    GroupBlocks,
+from kvconnect.peer.handles import Claims, Handles
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import (
     Hold,
     Load,
     OffloadOrders,
     OffloadReport,
     Orders,
-    RankAddress,
     Restore,
     Results,
     RowCopies,
     Seek,
     Store,
 )
-from kvconnect.peer.handles import Claims, Handles
 from kvconnect.transfer.stack import Computed, StateBlock, Step
 from tests.offload.half_kit import Kind, Stack
 from tests.offload.worker_kit import Rig

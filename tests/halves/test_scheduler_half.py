@@ -11,13 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
 from kvconnect.config import Limits, parse_kv_transfer_config
 from kvconnect.errors import LocalError, PeerError
 from kvconnect.halves.building import Trust, build_scheduler_half
-from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Handles
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Orders, Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
 from kvconnect.transfer.stack import Computed, StackTraits, Step
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.orders import Results
 from kvconnect.outcome import Cause
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.params import HANDLE_KEY
 from tests.halves.test_scheduler_half import Request, connector, prefilled
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.halves.building import build_scheduler_half
-from kvconnect.orders import Orders, RankAddress, Results
+from kvconnect.transfer.orders import Orders, Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
 from tests.halves.test_scheduler_half import ATTENTION, HANDLES, STATE, Request, connector
 

@@ -20,9 +20,9 @@ from kvconnect.node.models.base import CacheLayout, CacheSizing, Model
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Output, Request
 from kvconnect.node.serve import build_engine
-from kvconnect.orders import LetGo, Orders, Results
 from kvconnect.outcome import Cause
 from kvconnect.runner_kit.block_table import expand_block_ids
+from kvconnect.transfer.orders import LetGo, Orders, Results
 from tests.node.flex_attention import flex_backend
 
 torch.set_num_threads(1)

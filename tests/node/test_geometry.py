@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from kvconnect.cache.identity import Naming
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
 from kvconnect.node.cache import CACHE_DTYPES, NodeCache
@@ -12,7 +13,6 @@ from kvconnect.node.connector import identity
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing
 from kvconnect.node.options import NodeOptions
-from kvconnect.orders import Naming
 from kvconnect.runner_kit.attention_groups import GraphSupport
 from tests.node.node_harness import MODEL_NAMES, CopyConnector, make_client, make_prompt
 

@@ -5,7 +5,7 @@ A row that somebody may write to is busy, and nobody may read it or be given it.
 
 from __future__ import annotations
 
-from kvconnect.orders import OffloadReport, Results, TierChange
+from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 
 GARBAGE = "garbage"
 

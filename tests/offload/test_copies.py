@@ -14,7 +14,7 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout, RowParts
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
-from kvconnect.orders import RowCopies
+from kvconnect.transfer.orders import RowCopies
 from tests.caches import overlaid_groups
 from tests.offload.rows_by_hand import Image, copy_back, copy_out, rows_of
 from tests.offload.slow_device import PlainLauncher, SlowDevice

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.cache.identity import Prefix
 from kvconnect.errors import PeerError
 from kvconnect.offload.worker.named_rows import NamedRows
-from kvconnect.orders import Prefix
 from tests.offload.test_named_rows import NAMING, TOKENS, Named, content, name_of, names, prompts
 from tests.offload.worker_kit import Double
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.offload.index.lower_index import LowerIndex
-from kvconnect.orders import TierChange
+from kvconnect.transfer.orders import TierChange
 
 HASHES = [bytes([n]) * 32 for n in range(12)]
 some = st.lists(st.sampled_from(HASHES), max_size=12).map(tuple)

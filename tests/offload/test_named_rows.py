@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.orders import Fetch, Naming, Prefix, RowCopies, Store
+from kvconnect.transfer.orders import Fetch, RowCopies, Store
 from tests.offload.worker_kit import Double, Rig, caches
 
 NAMING = Naming("test", 4)

@@ -15,7 +15,7 @@ from kvconnect.errors import ConfigError, EngineError, LayoutError, LocalError
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.rows import GroupRows, RowLayout, RowParts, row_table
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass, plan_arena
-from kvconnect.orders import RowCopies
+from kvconnect.transfer.orders import RowCopies
 from tests.offload.rows_by_hand import rows_of as rows_by_hand
 from tests.pack.sides import NUM_BLOCKS, Side, models, shapes
 

@@ -8,7 +8,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.scheduler.host import JobKind
-from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
+from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, StateBlock, Step
 from tests.offload.event_replay import Plain, Removed
 from tests.offload.half_kit import Kind, Req, Stack

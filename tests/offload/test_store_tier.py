@@ -18,7 +18,7 @@ from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.store.tier import _Item, open_store_tier
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import Fetch, Seek, Store
+from kvconnect.transfer.orders import Fetch, Seek, Store
 from tests.offload.store_master import StoreMaster, master_binary
 from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, some_rows
 from tests.offload.worker_kit import NUM_GROUPS, Rig, copies

@@ -15,7 +15,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import OffloadReport, Results
+from kvconnect.transfer.orders import OffloadReport, Results
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.index_kit import check_index
 

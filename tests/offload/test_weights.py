@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.orders import Fetch, Store
+from kvconnect.transfer.orders import Fetch, Store
 from tests.offload.worker_kit import Double, Rig, copies
 
 HASHES = (b"hash1", b"hash2")

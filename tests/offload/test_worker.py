@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.disk.survey import cache_folders, look
-from kvconnect.orders import Fetch, OffloadOrders, Restore, Results, Seek, Store
+from kvconnect.transfer.orders import Fetch, OffloadOrders, Restore, Results, Seek, Store
 from tests.offload.rows_by_hand import rows_of
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.tier import lower_tier_names
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import CHANGES_AT_ONCE, Fetch, Restore, Seek, Store, TierChange
+from kvconnect.transfer.orders import CHANGES_AT_ONCE, Fetch, Restore, Seek, Store, TierChange
 from tests.offload.memory_tier import MemoryTier
 from tests.offload.rows_by_hand import rows_of
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Double, Rig, copies

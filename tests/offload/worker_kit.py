@@ -19,7 +19,7 @@ from kvconnect.cache.specs import (
 from kvconnect.offload.tier import TierUpdate
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import OffloadOrders, Restore, RowCopies
+from kvconnect.transfer.orders import OffloadOrders, Restore, RowCopies
 from tests.caches import attention_layer, fill_random
 from tests.identities import named
 from tests.offload.rows_by_hand import Image

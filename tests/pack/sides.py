@@ -24,9 +24,9 @@ from kvconnect.cache.specs import (
     StateSpec,
     UniformTypeSpec,
 )
-from kvconnect.orders import GroupBlocks
 from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk
 from tests.caches import attention_layer, fill_random
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks
 from kvconnect.errors import LayoutError
-from kvconnect.orders import GroupBlocks
 from kvconnect.pack import numpy_mover
 from kvconnect.pack.packer import Packer
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 from tests.pack.sides import (

@@ -15,7 +15,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
-from kvconnect.halves.transfer_worker import TransferWorker
+from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.offload.copies.staged import fitted_staging
 from kvconnect.pack.arena import (
     ALIGN_BYTES,

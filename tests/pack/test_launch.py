@@ -9,9 +9,9 @@ import torch
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 from tests.pack.sides import DEVICE

@@ -12,7 +12,7 @@ import ctypes, mmap, sys
 import msgspec, numpy as np, torch
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup, SlidingWindowSpec
-from kvconnect.orders import GroupBlocks
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan

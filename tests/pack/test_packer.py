@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks
 from kvconnect.errors import ConfigError, LayoutError, LocalError
-from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 from tests.pack.sides import (

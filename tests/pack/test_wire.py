@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError, LocalError
-from kvconnect.orders import GroupBlocks
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import ALIGN_BYTES, Chunk, Chunker, TokenSpan, wanted_spans
 from kvconnect.plan.wire import Wire, WireStream, align_wire
 from tests.pack.sides import Layer, Model, Shape, Side

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.halves.building import Trust, build_scheduler_half
-from kvconnect.orders import RankAddress
 from kvconnect.outcome import Cause
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles, PeerTrust, epoch_of

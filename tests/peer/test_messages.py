@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.cache.identity import Identity
+from kvconnect.addresses import RankAddress
+from kvconnect.cache.identity import MAX_NAMES, Identity, Naming, Prefix
 from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.config import LaneKind
 from kvconnect.errors import PeerError
-from kvconnect.orders import MAX_NAMES, Naming, Prefix, RankAddress
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.shared_memory import SharedMemoryCard
 from kvconnect.peer import messages as m

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.halves.building import Trust, build_scheduler_half
-from kvconnect.orders import RankAddress, Results
-from kvconnect.peer.prompt_digest import PROMPT_BYTES, digest_prompt
+from kvconnect.peer.handles import PROMPT_BYTES, digest_prompt
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
 from kvconnect.transfer.stack import StackTraits
 from tests.halves.test_scheduler_half import ATTENTION, HANDLES, STATE

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvconnect.orders import Results
+from kvconnect.transfer.orders import Results
 from tests.halves.test_scheduler_half import ATTENTION, HANDLES, Request, connector
 
 CLIENT = {

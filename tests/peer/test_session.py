@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError
-from kvconnect.orders import RankAddress
 from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
 from kvconnect.peer.loss import PeerLoss

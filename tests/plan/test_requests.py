@@ -15,7 +15,7 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks
 from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
 from kvconnect.errors import LayoutError
-from kvconnect.orders import GroupBlocks
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunker, RequestCutter
 from kvconnect.plan.wire import align_wire
 from tests.caches import attention_layer, block_values, fill_random

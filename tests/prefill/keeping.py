@@ -6,6 +6,7 @@ import itertools
 import math
 
 from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import make_copier
 from kvconnect.offload.copies.rows import RowLayout
@@ -13,7 +14,8 @@ from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.jobs import Jobs, Report
 from kvconnect.offload.worker.named_rows import NamedRows
-from kvconnect.orders import GroupBlocks, Load, Naming, Orders, Prefix, RowCopies
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Load, Orders, RowCopies
 from tests.transfer.ranks import Blocks, Ranks
 from tests.transfer.shapes import Truth
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.orders import GroupBlocks, Hold, Orders, Progress, Withdraw
 from kvconnect.outcome import Cause
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Hold, Orders, Progress, Withdraw
 from tests.transfer.pair import BLOCK_TOKENS, HEADS, LAYERS, Pair
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import LetGo, Orders, Withdraw
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Claims, Handles
+from kvconnect.transfer.orders import LetGo, Orders, Withdraw
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
 HANDLE = "handle-a"

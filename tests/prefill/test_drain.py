@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import Orders
 from kvconnect.prefill.prefill_side import STOPPING
+from kvconnect.transfer.orders import Orders
 from tests.prefill.prefills import Prefill
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 

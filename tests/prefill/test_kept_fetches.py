@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.orders import MAX_NAMES, Find, Naming, Orders
+from kvconnect.cache.identity import MAX_NAMES, Naming
 from kvconnect.peer import messages as m
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.prefill.kept_fetches import _NAMES_PER_S, NameAllowance
 from kvconnect.prefill.prefill_side import STOPPING
+from kvconnect.transfer.orders import Find, Orders
 from kvconnect.transfer.slots import SlotPool
 from tests.prefill.keeping import KeepingRanks
 from tests.transfer.shapes import Model, same_blocks

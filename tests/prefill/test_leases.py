@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import Orders, Withdraw
 from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Accepted, Landed, Renew, Renewed, Written
+from kvconnect.transfer.orders import Orders, Withdraw
 from tests.prefill.prefills import Prefill
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 

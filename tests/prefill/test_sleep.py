@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import Orders
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import PROTOCOL_VERSION, Hello, Measure, Measured, encode
 from kvconnect.prefill.prefill_side import ASLEEP
+from kvconnect.transfer.orders import Orders
 from tests.prefill.prefills import Prefill
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 

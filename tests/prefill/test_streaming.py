@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.rank_fetches import MOST_REPEATS
-from kvconnect.orders import GroupBlocks, LetGo, Orders
 from kvconnect.peer.messages import Fetch, Landed, Written
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.prefill.outbox import SlotOutbox
+from kvconnect.transfer.orders import LetGo, Orders
 from tests.prefill.prefills import Prefill
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import BLOCK_TOKENS, Pair

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import GroupBlocks, Hold, Orders, Progress
 from kvconnect.peer.messages import Landed
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan
 from kvconnect.plan.wire import Wire, WireStream
 from kvconnect.prefill.leases import Lease
-from kvconnect.prefill.supply import ChunkSupply
+from kvconnect.prefill.outbox import ChunkSupply
+from kvconnect.transfer.orders import Hold, Orders, Progress
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, Truth, kind_of, same_blocks
 from tests.transfer.test_packed_geometry import models, shapes, topologies

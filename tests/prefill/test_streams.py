@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
-from kvconnect.orders import GroupBlocks, Progress
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Progress
 from kvconnect.transfer.params import TRANSFER_KEY
 from kvconnect.transfer.stack import Computed, Step
 from tests.halves.test_scheduler_half import ATTENTION, STATE, Request, connector

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvconnect.orders import Hold, Load
+from kvconnect.transfer.orders import Hold, Load
 
 if TYPE_CHECKING:
     from tests.simulator.node import SimNode

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvconnect.engine.base import Batch
 from kvconnect.engine.memory import MemoryEngine
-from kvconnect.orders import Found, GroupBlocks, Hold, Load, Orders, Results
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Found, Hold, Load, Orders, Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
 from kvconnect.transfer.slots import SlotState
 from tests.simulator.books import Asked, Books, Exceptions, Owed, left_at

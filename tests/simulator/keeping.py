@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvconnect.cache.identity import Naming
 from kvconnect.halves.building import KeptBlocks
 from kvconnect.halves.scheduler_half import SchedulerHalf
-from kvconnect.orders import Naming
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.simulator.content import names_of
 from tests.simulator.pledges import WatchedOffload

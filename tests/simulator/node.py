@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvconnect.addresses import RankAddress
 from kvconnect.config import TransferConfig
 from kvconnect.halves.building import Trust, build_scheduler_half
-from kvconnect.orders import RankAddress
 from kvconnect.outcome import Reason
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
-from kvconnect.transfer.device_steps import DeviceSteps
 from kvconnect.transfer.stack import Computed, StateBlock, Step
+from kvconnect.transfer.transfer_thread import DeviceSteps
 from tests.simulator.blocks import Blocks
 from tests.simulator.device import Stream
 from tests.simulator.keeping import kept_blocks, naming_of, tell_rate, traits_of

@@ -18,8 +18,9 @@ from kvconnect.offload.index.session_pins import MOST_PINNED, Pin
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.sessions import MOST_TTL_S
 from kvconnect.offload.tier import HOST, Content
-from kvconnect.orders import OffloadOrders
-from kvconnect.transfer.stack import BlockIdsByGroup, RequestView
+from kvconnect.plan.blocks import BlockIdsByGroup
+from kvconnect.transfer.orders import OffloadOrders
+from kvconnect.transfer.stack import RequestView
 from tests.simulator.content import Prompt, names_of
 from tests.simulator.request import Request
 from tests.simulator.scenario import SessionPlan

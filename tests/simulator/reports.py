@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvconnect.orders import Found, OffloadReport, Results
 from kvconnect.outcome import Reason
+from kvconnect.transfer.orders import Found, OffloadReport, Results
 
 
 class RankReports:

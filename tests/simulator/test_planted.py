@@ -18,16 +18,15 @@ from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Handles
 from kvconnect.prefill.fetch_service import FetchService
-from kvconnect.prefill.lease_book import LeaseBook
-from kvconnect.prefill.leases import Lease
+from kvconnect.prefill.leases import Lease, LeaseBook
 from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetches
 from kvconnect.prefill.prefill_side import PrefillSide
 from kvconnect.prefill.sender import Sender
 from kvconnect.transfer.breaker import Breaker
-from kvconnect.transfer.device_steps import DeviceSteps
-from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.orders import Reports
 from kvconnect.transfer.slots import SlotEvent, SlotPool
+from kvconnect.transfer.transfer_thread import DeviceSteps
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
 from tests.simulator.run import run_seed

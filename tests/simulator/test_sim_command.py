@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.orders import Reports
 from tests.simulator.__main__ import app
 
 

@@ -17,14 +17,13 @@ from prometheus_client import CollectorRegistry
 from kvconnect.engine.base import Span
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Orders, Results
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import STOPPING
-from kvconnect.transfer.device_steps import Finished
-from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.orders import Orders, Reports, Results
 from kvconnect.transfer.slots import SlotPool
+from kvconnect.transfer.transfer_thread import Finished
 from tests.identities import named
 from tests.simulator.channel import SimChannel
 from tests.simulator.device import SimLocal, Stream

@@ -21,7 +21,6 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Span
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
-from kvconnect.orders import GroupBlocks, Hold, Load, Orders, Results
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import (
     CacheMeaning,
@@ -32,9 +31,10 @@ from kvconnect.peer.messages import (
     encode,
 )
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.transfer.local import Local
-from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.orders import Hold, Load, Orders, Reports, Results
 from kvconnect.transfer.slots import SlotPool, SlotState
 from tests.engine.faulty_engine import FaultyEngine
 from tests.identities import named

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 
+from kvconnect.addresses import RankAddress
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.shard import Topology, shard_heads
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import GroupBlocks, Hold, Load, Orders, RankAddress
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Hold, Load, Orders
 from tests.transfer.pair import SLOT_BYTES, Clock, FakeWorker, TappedNetwork
 from tests.transfer.shapes import Model, Shape, ShapedCache, Truth
 

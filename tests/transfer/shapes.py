@@ -24,7 +24,7 @@ from kvconnect.cache.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
-from kvconnect.orders import GroupBlocks
+from kvconnect.plan.blocks import GroupBlocks
 from tests.caches import attention_layer, fill_random
 
 DTYPE = torch.float16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.orders import GroupBlocks
 from kvconnect.peer.messages import Cancel, Written, encode
+from kvconnect.plan.blocks import GroupBlocks
 from tests.transfer.pair import D_IDS, P_IDS
 
 

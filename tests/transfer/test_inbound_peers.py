@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Await, GroupBlocks, Load, Naming, Orders, Prefix
 from kvconnect.peer.messages import FindPrefix, Measure, Measured, PrefixFound
 from kvconnect.peer.session import Ready
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.inbound_peers import NO_PREFILL, InboundPeers
+from kvconnect.transfer.orders import Await, Load, Orders
 from kvconnect.transfer.timers import Timers
 from tests.transfer.pair import D_IDS, FakeWorker, Pair
 

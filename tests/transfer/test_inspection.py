@@ -8,11 +8,12 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.halves.inspection_page import write_inspection
-from kvconnect.orders import GroupBlocks, Hold, Orders
 from kvconnect.peer.description import read_answer
 from kvconnect.peer.inspection import MOST_PER_PAGE, Inspection
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.timeline_page import digest
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Hold, Orders
 from tests.transfer.pair import LAYERS, PAGE_BYTES, Pair
 
 

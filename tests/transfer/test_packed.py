@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import GroupBlocks
 from kvconnect.peer.messages import Fetch, Hello, Landed, Written
+from kvconnect.plan.blocks import GroupBlocks
 from tests.transfer.pair import D_IDS, P_IDS, PAGE_BYTES, Pair
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, same_blocks

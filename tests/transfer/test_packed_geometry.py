@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.shard import Topology
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import GroupBlocks, Hold, Orders
 from kvconnect.peer.messages import Fetch, Written
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Hold, Orders
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import KINDS, LAYOUTS, Model, Shape, same_blocks
 

@@ -7,9 +7,10 @@ from unittest import mock
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import GroupBlocks, Load, Orders
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CreditGrant, Fetch, Landed
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Load, Orders
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import Pair, quarantined
 

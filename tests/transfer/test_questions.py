@@ -13,15 +13,16 @@ from prometheus_client import CollectorRegistry
 
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import PeerError
-from kvconnect.halves import transfer_worker as connector
-from kvconnect.halves.transfer_worker import TransferWorker
+from kvconnect.halves import worker_half as connector
+from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.inspect.runner import look, run_inspect
-from kvconnect.orders import GroupBlocks, Hold, Orders
 from kvconnect.peer.asking import ask
 from kvconnect.peer.description import TOPIC, Description, read_answer
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning, Question
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.timeline import Moment
+from kvconnect.transfer.orders import Hold, Orders
 from kvconnect.transfer.timers import Timers
 from kvconnect.transfer.topics import Topics
 from tests.identities import named

@@ -15,7 +15,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import LocalError
-from kvconnect.halves.transfer_worker import TransferWorker
+from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import CacheMeaning
 from tests.identities import named
@@ -72,7 +72,7 @@ class Stuck(MemoryEngine):
 
 
 def test_a_thread_that_does_not_stop_is_reported_and_releases_all_when_it_does(monkeypatch, caplog):
-    monkeypatch.setattr("kvconnect.halves.transfer_worker._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvconnect.halves.worker_half._CLOSE_TIMEOUT_S", 0.2)
     engine = Stuck("127.0.0.1")
     worker, _ = start(engine, "kv_both", slot_bytes=1 << 16)
     assert engine.polled.wait(5)
@@ -131,7 +131,7 @@ def test_slots_that_cannot_be_measured_leave_nothing_registered_and_nothing_open
 
 def test_a_worker_sleeps_only_once_its_thread_has_let_go(monkeypatch):
     """A stack takes the pages away as soon as the call returns."""
-    monkeypatch.setattr("kvconnect.halves.transfer_worker._CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kvconnect.halves.worker_half._CLOSE_TIMEOUT_S", 0.3)
     engine = Stuck("127.0.0.1")
     worker, _ = start(engine, "kv_both", slot_bytes=1 << 16)
     assert engine.polled.wait(5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.transfer.reports import Reports
+from kvconnect.transfer.orders import Reports
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])

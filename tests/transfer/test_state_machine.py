@@ -15,16 +15,15 @@ from kvconnect.decode.loads import (
     RankFetchEvent,
     RankFetchState,
 )
-from kvconnect.metrics import Metrics
-from kvconnect.orders import Load
+from kvconnect.errors import IllegalTransition
+from kvconnect.metrics import ErrorsCounted, Metrics
 from kvconnect.outcome import Cause
 from kvconnect.prefill.leases import Lease
 from kvconnect.prefill.outbox import BatchOutbox
 from kvconnect.prefill.sender import Sending
 from kvconnect.transfer.breaker import Breaker
-from kvconnect.transfer.error_counting import ErrorsCounted
+from kvconnect.transfer.orders import Load
 from kvconnect.transfer.slots import SLOT_TRANSITIONS, SlotEvent, SlotPool, SlotState
-from kvconnect.transfer.state_machine import IllegalTransition
 from tests.transfer.pair import Pair
 
 

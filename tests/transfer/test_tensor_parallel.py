@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.orders import Load, Orders
+from kvconnect.transfer.orders import Load, Orders
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, same_blocks

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import GroupBlocks, LetGo, Orders
 from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Landed
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import LetGo, Orders
 from tests.transfer.pair import BLOCK_TOKENS, D_IDS, P_IDS, PAGE_BYTES, Pair
 
 

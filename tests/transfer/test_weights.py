@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import Orders
+from kvconnect.transfer.orders import Orders
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
 OTHER = (11, 12, 13), (31, 32, 33)

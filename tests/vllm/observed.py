@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from kvconnect.orders import GroupBlocks
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill import prefill_side
 from kvconnect.vllm.connector import KVConnect as Observed
 from kvconnect.vllm.connector import OrdersMetadata

@@ -19,8 +19,8 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.retention import Window
 from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
-from kvconnect.orders import GroupBlocks
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.wire import align_wire
 from kvconnect.vllm.geometry import (
     HeadCounts,

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import Topology, partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
-from kvconnect.orders import GroupBlocks
 from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.wire import align_wire
 from kvconnect.vllm.geometry import HeadCounts, worker_cache
 from kvconnect.vllm.stated_identity import _states

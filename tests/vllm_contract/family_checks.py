@@ -18,9 +18,10 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
-from kvconnect.orders import GroupBlocks, RowCopies
 from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.wire import ORDERS, align_wire
+from kvconnect.transfer.orders import RowCopies
 from kvconnect.vllm.geometry import VllmCache, worker_cache
 from kvconnect.vllm.ranks import head_counts
 from kvconnect.vllm.values import attention_layers

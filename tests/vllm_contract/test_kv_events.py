@@ -30,7 +30,7 @@ from kvconnect.offload.events import DEVICE, EventMaker, TierEvents
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import OffloadReport, Results, TierChange
+from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, Step
 from kvconnect.vllm.events import describe, event_maker
 from kvconnect.vllm.geometry import scheduler_config

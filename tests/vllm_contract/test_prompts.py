@@ -18,10 +18,11 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.halves.building import Trust, build_scheduler_half
-from kvconnect.orders import RankAddress, Results
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.params import HANDLE_KEY
 from kvconnect.transfer.stack import StackTraits
 from kvconnect.vllm.adapters import Adapters

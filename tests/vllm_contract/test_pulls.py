@@ -16,10 +16,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvconnect.addresses import RankAddress
+from kvconnect.cache.identity import Naming
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.halves.building import build_scheduler_half
-from kvconnect.orders import Found, Naming, RankAddress, Results
+from kvconnect.transfer.orders import Found, Results
 from kvconnect.transfer.stack import StackTraits
 from kvconnect.vllm.metadata import PEER_SOURCE, ReportMetadata
 from kvconnect.vllm.offload import BlockNames, naming

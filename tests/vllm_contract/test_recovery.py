@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvconnect.offload.disk.row_files import RowFiles
-from kvconnect.orders import OffloadReport, TierChange
+from kvconnect.transfer.orders import OffloadReport, TierChange
 from kvconnect.vllm.steps import WAIT_S, Recovery
 from tests.offload.disk_kit import open_driver, open_tier
 from tests.offload.tier_suite import some_rows

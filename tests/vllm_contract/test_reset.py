@@ -11,7 +11,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvconnect.orders import GroupBlocks, Hold, Load, OffloadOrders, Orders, Seek
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Hold, Load, OffloadOrders, Orders, Seek
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import OrdersMetadata
 from kvconnect.vllm.spans import Spans

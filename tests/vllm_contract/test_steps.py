@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.orders import GroupBlocks, Progress
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Progress
 from kvconnect.transfer.params import TRANSFER_KEY
 from kvconnect.vllm.steps import Steps
 from tests.halves.test_scheduler_half import Request, connector

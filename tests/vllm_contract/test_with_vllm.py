@@ -36,9 +36,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvconnect.errors import ConfigError
-from kvconnect.metric_values import Changes, merge_changes
-from kvconnect.metrics import FAMILIES, Metrics, OffloadMetrics
-from kvconnect.orders import OffloadReport, TierChange
+from kvconnect.metrics import FAMILIES, Changes, Metrics, OffloadMetrics, merge_changes
+from kvconnect.transfer.orders import OffloadReport, TierChange
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import PEER_SOURCE, AddressMetadata, ReportMetadata, hit_sources
 from kvconnect.vllm.stats import TransferStats

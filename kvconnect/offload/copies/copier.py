@@ -16,9 +16,9 @@ from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.rows import RowLayout, RowParts, page_numbers
 from kvconnect.offload.index.budgets import ArenaPlan
-from kvconnect.orders import RowCopies
 from kvconnect.pack.batches import ChunkLayout, StagedChunk
 from kvconnect.pack.numpy_mover import NumpyMover
+from kvconnect.transfer.orders import RowCopies
 
 logger = logging.getLogger(__name__)
 

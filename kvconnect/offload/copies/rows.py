@@ -18,9 +18,9 @@ from kvconnect.cache.region_table import Region, RegionTable, Storage
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.index.budgets import ROW_ALIGN_BYTES
-from kvconnect.orders import RowCopies
 from kvconnect.pack.batches import Move, PageRange
 from kvconnect.pack.lanes import Column, Lanes, flat_lane, join_lanes
+from kvconnect.transfer.orders import RowCopies
 
 
 class RowLane(NamedTuple):

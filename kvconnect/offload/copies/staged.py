@@ -18,11 +18,11 @@ from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket, failure, logger
 from kvconnect.offload.copies.cuda_device import CudaDevice, CudaQueue
 from kvconnect.offload.copies.rows import Piece, RowLayout, RowParts
-from kvconnect.orders import RowCopies
 from kvconnect.pack.arena import spare_bytes
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.launcher import Launcher
 from kvconnect.pack.numbers import NumberBuffer
+from kvconnect.transfer.orders import RowCopies
 
 _MOST_STAGING_BYTES = 512 << 20
 _LEAST_STAGING_BYTES = 16 << 20

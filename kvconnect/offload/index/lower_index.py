@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from kvconnect.offload.events import TierEvents
-from kvconnect.orders import TierChange
+from kvconnect.transfer.orders import TierChange
 
 
 class LowerIndex:

@@ -18,7 +18,7 @@ from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.scheduler.requests import Pins
-from kvconnect.orders import OffloadReport
+from kvconnect.transfer.orders import OffloadReport
 from kvconnect.transfer.stack import RequestView
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,9 @@ from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import DISK, HOST, lower_tier_names
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import OffloadOrders, OffloadReport, Results
-from kvconnect.transfer.stack import BlockIdsByGroup, RequestView, Step
+from kvconnect.plan.blocks import BlockIdsByGroup
+from kvconnect.transfer.orders import OffloadOrders, OffloadReport, Results
+from kvconnect.transfer.stack import RequestView, Step
 
 # So many restores may fail one after the other before none is promised for a while.
 _MOST_FAILURES, _PAUSE_S = 3, 30.0

@@ -15,7 +15,7 @@ from kvconnect.offload.scheduler.host import Host, Job, JobKind
 from kvconnect.offload.scheduler.requests import Lookup, OffloadRequest, Pins
 from kvconnect.offload.tier import SOUGHT, Content, lower_tier_names
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import Fetch, Restore, RowCopies, Seek
+from kvconnect.transfer.orders import Fetch, Restore, RowCopies, Seek
 
 _NEGATIVE_TTL_S = 0.05
 """How long a lookup without a hit is not repeated, while other requests store what might help."""

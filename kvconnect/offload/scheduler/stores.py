@@ -17,8 +17,9 @@ from kvconnect.offload.scheduler.host import Host, Job, JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.tier import HOST
-from kvconnect.orders import RowCopies, Store
-from kvconnect.transfer.stack import BlockIdsByGroup, StateBlock
+from kvconnect.plan.blocks import BlockIdsByGroup
+from kvconnect.transfer.orders import RowCopies, Store
+from kvconnect.transfer.stack import StateBlock
 
 MOST_AT_ONCE = 1024
 """Blocks of one group that one call looks at; of a long prefix that was there before the rest comes later."""

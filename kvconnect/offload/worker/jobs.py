@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, RowCopies, TierChange
 from kvconnect.outcome import Cause, Reason
+from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadReport, Results, RowCopies, TierChange
 
 if TYPE_CHECKING:
     from kvconnect.offload.worker.named_rows import NamedRows

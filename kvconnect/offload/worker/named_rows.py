@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.offload.copies.arena import RowArena
@@ -23,9 +24,10 @@ from kvconnect.offload.copies.rows import row_table
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import DISK, Content
 from kvconnect.offload.worker.jobs import Job, Jobs, Report
-from kvconnect.orders import GroupBlocks, Naming, Prefix, RowCopies
 from kvconnect.pack.lanes import Column
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.kept import Kept, Stock
+from kvconnect.transfer.orders import RowCopies
 
 if TYPE_CHECKING:
     from kvconnect.offload.worker.tier_loop import TierLoop

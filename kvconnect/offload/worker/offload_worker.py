@@ -16,13 +16,12 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvconnect.cache.identity import Identity
+from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.errors import EngineError, LayoutError, LocalError
-from kvconnect.metric_values import Changes
-from kvconnect.metrics import OffloadMetrics
+from kvconnect.metrics import Changes, OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
@@ -33,8 +32,8 @@ from kvconnect.offload.worker.jobs import Jobs, Report
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.tier_loop import Command, TierLoop
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.orders import Naming, OffloadOrders, Results, RowCopies
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
+from kvconnect.transfer.orders import OffloadOrders, Results, RowCopies
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.tier import DISK, Content, LowerTier, TierRow, TierUpdate
 from kvconnect.offload.worker.jobs import Job, Jobs, Report
-from kvconnect.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
+from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -5,18 +5,22 @@ These values cross process borders in some serving stacks: plain, picklable, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import msgspec
 from msgspec.structs import astuple
 
+from kvconnect.addresses import RankAddress
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.identity import Naming, Prefix
+from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.outcome import Reason
+from kvconnect.plan.blocks import BlockIdsByGroup, Count, GroupBlocks, Index
 from kvconnect.timeline import Record
-
-# Bounds of what a peer may send. They hold where a message is read; our own values are within them.
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 
 
 class _Parts(msgspec.Struct, frozen=True):
@@ -24,26 +28,6 @@ class _Parts(msgspec.Struct, frozen=True):
 
     def __bool__(self) -> bool:
         return any(astuple(self))
-
-
-class RankAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where one worker rank listens for peers."""
-
-    rank: int
-    host: str
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
-
-
-class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """The logical blocks of one request in one cache group, by position in the sequence.
-
-    ``block_ids[i]`` holds the tokens from ``(first_block + i) * block_size``; 0 is the null block, of a
-    position that is not kept or not wanted. A state group has one id, of the state after the last token.
-    """
-
-    group: Index
-    first_block: Count
-    block_ids: tuple[Count, ...]
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -79,34 +63,6 @@ class Hold(msgspec.Struct, frozen=True):
     groups: tuple[GroupBlocks, ...]
     lease_s: float
     step: int
-
-
-class Naming(msgspec.Struct, frozen=True, array_like=True):
-    """How names of KV are made: ``hashing`` by what function and seed, one for every so many ``tokens``.
-
-    Names compare only where both are equal.
-    """
-
-    hashing: Annotated[str, msgspec.Meta(max_length=256)]
-    tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**20)]
-
-
-MAX_NAMES = 1 << 16
-"""Most names of one prefix: a million tokens in blocks of 16."""
-
-
-class Prefix(msgspec.Struct, frozen=True, array_like=True):
-    """The first tokens of a prompt by name: ``names[i]`` covers all up to ``(i + 1) * naming.tokens``.
-
-    The first ``start_tokens``, at the end of a name, are not wanted.
-    """
-
-    naming: Naming
-    start_tokens: Count
-    names: Annotated[
-        tuple[Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)], ...],
-        msgspec.Meta(max_length=MAX_NAMES),
-    ]
 
 
 class Find(msgspec.Struct, frozen=True):
@@ -349,3 +305,138 @@ class Results(_Parts, frozen=True):
     settled: tuple[str, ...] = ()
     found: tuple[Found, ...] = ()
     ragged: tuple[str, ...] = ()
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class OrdersDraft:
+    """Orders in the making, named as in ``Orders``; ``awaited`` by handle, since each replaces the last.
+
+    ``step`` is that of the orders taken last, with which the device was given everything known so far.
+    """
+
+    directory: list[RankAddress]
+    clock: InitVar[Callable[[], float] | None] = None
+    notes: list[Record] = field(default_factory=list)
+    holds: list[Hold] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    let_go: list[LetGo] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)
+    withdrawn: list[Withdraw] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+    awaited: dict[str, Await] = field(default_factory=dict)
+    finds: list[Find] = field(default_factory=list)
+    pulls: list[tuple[str, int]] = field(default_factory=list)
+
+    def __post_init__(self, clock: Callable[[], float] | None) -> None:
+        self._parts = dict(vars(self))
+        self._clock = clock
+        self.step = 0
+        self._logged: set[str] = set()
+
+    def withdraw(self, handle: str, reason: Reason) -> None:
+        """Nothing is held under this handle."""
+        # Carried out before what is expected: an id that is withdrawn may be used again in the same step.
+        if handle in self.expected:
+            self.expected.remove(handle)
+        self.withdrawn.append(Withdraw(handle, reason.after("no KV comes under this handle: ")))
+
+    def note(self, event: str, handle: str, request_id: str, number: int = 0) -> None:
+        """Record what happens now, for the timeline of rank 0."""
+        if self._clock is not None:
+            self.notes.append((self._clock(), event, handle, request_id, 0, number))
+
+    def warn(self, reason: str, text: str, *values: object) -> None:
+        """Count a failure, and log the first of its reason."""
+        self.failures.append(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.warning(
+                text + " (further ones are only counted, as failures with reason %s)", *values, reason
+            )
+
+    def take(self) -> Orders:
+        """The orders since the last call."""
+        taken: dict[str, Any] = {name: tuple(part) for name, part in self._parts.items() if part}
+        if self.awaited:
+            taken["awaited"] = tuple(self.awaited.values())
+        for part in self._parts.values():
+            part.clear()
+        self.step += 1
+        return Orders(step=self.step, **taken)
+
+
+def blocks_of(
+    groups: Sequence[KVCacheGroup], block_ids: BlockIdsByGroup, first_token: int, end_token: int
+) -> tuple[GroupBlocks, ...]:
+    """The blocks of every group that hold tokens ``first_token`` to ``end_token - 1``."""
+    made = []
+    for index, (group, ids) in enumerate(zip(groups, block_ids, strict=True)):
+        if not group.has_cache:
+            continue
+        if group.is_state:
+            made.append(GroupBlocks(index, 0, tuple(ids[-1:])))
+            continue
+        first = first_token // group.block_size
+        end = div_ceil(end_token, group.block_size)
+        made.append(GroupBlocks(index, first, tuple(ids[first:end])))
+    return tuple(made)
+
+
+class Reports:
+    """Requests and handles that are over, until they are taken. ``wake`` is called for each of them."""
+
+    def __init__(self, rank: int) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._rank = rank
+        self._ended: deque[tuple[str, str, Reason | None]] = deque()
+        self._found: deque[Found] = deque()
+
+    def sent(self, request_id: str) -> None:
+        """No peer reads the blocks of a held request any more."""
+        self._add("sent", request_id)
+
+    def received(self, request_id: str, error: Reason | None) -> None:
+        """No peer writes to the blocks of a loaded request any more; ``error`` states why it failed."""
+        self._add("received", request_id, error)
+
+    def settled(self, handle: str) -> None:
+        """The peer holds what is awaited, or never will: rank 0 reports it for all ranks."""
+        if self._rank == 0:
+            self._add("settled", handle)
+
+    def ragged(self, request_id: str) -> None:
+        """A request that is received next may have blocks of windows that are not full.
+
+        Every rank reports it: a pipeline rank knows of the windows of its own layers alone.
+        """
+        self._add("ragged", request_id)
+
+    def found(self, found: Found) -> None:
+        """What came of asking a peer for KV by name."""
+        self._found.append(found)
+        self.wake()
+
+    def take(self) -> Results:
+        """What was reported since the last call."""
+        if not self._ended and not self._found:
+            return Results()
+        # No lock: the other thread appends meanwhile.
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        return Results(
+            sent=tuple(name for what, name, _ in ended if what == "sent"),
+            received=tuple(name for what, name, _ in ended if what == "received"),
+            failed={name: error for _, name, error in ended if error is not None},
+            settled=tuple(name for what, name, _ in ended if what == "settled"),
+            found=tuple(self._found.popleft() for _ in range(len(self._found))),
+            ragged=tuple(name for what, name, _ in ended if what == "ragged"),
+        )
+
+    def _add(self, what: str, name: str, error: Reason | None = None) -> None:
+        self._ended.append((what, name, error))
+        self.wake()
