@@ -118,13 +118,6 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float
     reason: Reason | None = None
 
-    @property
-    def label(self) -> str:
-        """What metrics call it."""
-        if self.reason is None:
-            return "ok"
-        return "aborted" if self.reason.cause is Cause.ABORTED else "failed"
-
     def __str__(self) -> str:
         took = f"after {self.seconds * 1e3:.1f} ms"
         if self.reason is None:

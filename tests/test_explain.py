@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvconnect import cli
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import ConfigError
 from kvconnect.explain.cache_file import parse_cache
 from kvconnect.explain.report import make_report

@@ -18,7 +18,7 @@ from torch.nn import functional
 from benchmarks.node.decode import Decoder
 from benchmarks.node.model import DTYPE, BenchModel, layer_pages
 from benchmarks.transfer.cache import BenchCache
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import CacheLayout, CacheSizing
 from kvconnect.node.request import Chunk, Step

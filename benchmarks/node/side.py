@@ -17,7 +17,7 @@ from benchmarks.transfer.cases import Round, WorkerAddress
 from benchmarks.transfer.process import StepFailed
 from benchmarks.transfer.receiver import Receiver
 from benchmarks.transfer.side import WorkerSide
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.pack.arena import auto_slot_bytes
 
 _NAP_S = 0.0005

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.node.model import BenchModel
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.node.attention import AttentionPages, Segment, StepContext
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import ModelOutput

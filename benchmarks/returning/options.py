@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.node.options import ModelOptions
 from benchmarks.options import option
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 
 BLOCK_TOKENS = 16
 _SUITED_TOKENS = {"cuda": 16384, "cpu": 2048}

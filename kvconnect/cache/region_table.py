@@ -17,11 +17,10 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from kvconnect.arithmetic import div_exact
 from kvconnect.cache.coverage import check_overlays, check_pages_apart
 from kvconnect.cache.retention import Retention, parse
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec, div_exact
 from kvconnect.errors import LayoutError
 
 AXES = ("plane", "block", "head", "token", "content")

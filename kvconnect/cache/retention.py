@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import LayoutError
 
 _MOST = 2**31
@@ -61,7 +60,7 @@ class Retention(ABC):
     def blocks(self, num_tokens: int, block_tokens: int, replay: int = 0) -> tuple[range, ...]:
         """The positions of blocks that hold something of ``kept``."""
         kept = self.kept(num_tokens, replay) if replay else self.seen(num_tokens)
-        made = [range(part.start // block_tokens, div_ceil(part.stop, block_tokens)) for part in kept]
+        made = [range(part.start // block_tokens, -(-part.stop // block_tokens)) for part in kept]
         return tuple(made) if len(made) < 2 else joined(made)
 
     def num_freed(self, num_tokens: int, block_tokens: int) -> int:
@@ -87,13 +86,13 @@ class Retention(ABC):
         *before, last = self.seen(self.widest(num_tokens)) or (range(num_tokens, num_tokens),)
         parts = (*before, range(last.start, last.stop + step_tokens))
         # Plus one: what is seen may begin inside a block.
-        count = sum(div_ceil(len(part), block_tokens) + 1 for part in parts)
-        return min(count, div_ceil(num_tokens, block_tokens))
+        count = sum(-(-len(part) // block_tokens) + 1 for part in parts)
+        return min(count, -(-num_tokens // block_tokens))
 
     def most_blocks_at_end(self, num_tokens: int, block_tokens: int) -> int:
         """The most blocks that are seen from the end of a block; where all are, from ``num_tokens``."""
         position = num_tokens if self.sees_all else self.widest(_MOST)
-        return sum(div_ceil(len(part), block_tokens) for part in self.seen(position))
+        return sum(-(-len(part) // block_tokens) for part in self.seen(position))
 
     @property
     def text(self) -> str:

@@ -13,9 +13,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.retention import FULL, Chunked, Retention, State, Window
 from kvconnect.errors import LayoutError
+
+
+def div_exact(dividend: int, divisor: int) -> int:
+    """``dividend / divisor``. Raises ``ValueError`` where there is a remainder, which would be a bug."""
+    quotient, remainder = divmod(dividend, divisor)
+    if remainder:
+        raise ValueError(f"{dividend} is not a multiple of {divisor}")
+    return quotient
+
+
+def div_ceil(dividend: int, divisor: int) -> int:
+    """``dividend / divisor`` rounded up."""
+    return -(-dividend // divisor)
 
 
 def _positive(owner: str, **fields: int) -> None:
@@ -228,17 +240,17 @@ class KVCacheGroup:
         """Which tokens the group's layers see."""
         return next((spec.retention for _, spec in self.layer_specs()), FULL)
 
-    @property
+    @functools.cached_property
     def block_size(self) -> int:
         """Tokens per logical block."""
         return self.spec.block_size
 
-    @property
+    @functools.cached_property
     def is_state(self) -> bool:
         """Every layer of the group keeps recurrent state."""
         return not self.retention.by_position
 
-    @property
+    @functools.cached_property
     def has_cache(self) -> bool:
         """False for encoder-only layers."""
         return not isinstance(self.spec, EncoderOnlySpec)
@@ -251,6 +263,8 @@ class KVCacheGroup:
         """Blocks that a request of so many tokens can hold at once; see ``Retention.most_blocks``."""
         if not self.retention.by_position:
             return 1
+        if self.retention.sees_all:
+            return div_ceil(num_tokens, self.block_size)
         return self.retention.most_blocks(num_tokens, self.block_size, step_tokens)
 
     def spec_of(self, layer_name: str) -> LayerSpec:

@@ -191,7 +191,8 @@ class DecodeSide(TransferPart):
         self._admit(now)
         self._look_after_all(now)
         self.renewals.plan(now)
-        self.finds.advance(now)
+        if self.finds.has_changed:
+            self.finds.advance(now)
         self.peers.forget_idle(self._peers_in_use)
         self._metrics.loads.set(len(self.loads))
         self._metrics.loads_waiting.set(len(self._queue))
@@ -426,6 +427,8 @@ class DecodeSide(TransferPart):
         load.timer.cancel()
         self.renewals.loaded(load)
         engine_id, host, port = load.peer
+        failed = "aborted" if load.error is not None and load.error.cause is Cause.ABORTED else "failed"
+        label = "ok" if load.error is None else failed
         outcome = Outcome(
             request_id,
             f"{engine_id or 'an engine'} at {host}:{port}",
@@ -436,7 +439,7 @@ class DecodeSide(TransferPart):
             load.error,
         )
         try:
-            self._count(outcome, load)
+            self._count(outcome, load, label)
             self._metrics.loads.set(len(self.loads))
         finally:
             if load.is_ragged:
@@ -446,13 +449,13 @@ class DecodeSide(TransferPart):
             self._metrics.timeline.note(
                 Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
             )
-        logger.log(logging.WARNING if outcome.label == "failed" else logging.DEBUG, "%s", outcome)
+        logger.log(logging.WARNING if label == "failed" else logging.DEBUG, "%s", outcome)
 
-    def _count(self, outcome: Outcome, load: LoadRecord) -> None:
+    def _count(self, outcome: Outcome, load: LoadRecord, label: str) -> None:
         """A request that was fetched is over."""
         metrics, reason = self._metrics, outcome.reason
         self.outcomes.append(outcome)
-        metrics.transfers.labels("received", outcome.label).inc()
+        metrics.transfers.labels("received", label).inc()
         if reason is not None:
             if reason.cause is not Cause.ABORTED:
                 metrics.failures.labels(reason.cause.value).inc()

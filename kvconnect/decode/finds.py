@@ -63,7 +63,8 @@ class Finds:
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
         self._timer = timers.timer(lambda now: self.changed())
-        self._has_changed = False
+        self.has_changed = False
+        """Questions may go on."""
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -80,13 +81,11 @@ class Finds:
 
     def changed(self) -> None:
         """A peer was met or lost, or its link is measured: questions may go on."""
-        self._has_changed = True
+        self.has_changed = True
 
     def advance(self, now: float) -> None:
         """Ask peers that were met meanwhile, and wait no longer for those that are late."""
-        if not self._has_changed:
-            return
-        self._has_changed = False
+        self.has_changed = False
         for number, asked in list(self._asked.items()):
             if asked.answer is not None:
                 self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)

@@ -111,6 +111,8 @@ class Peer:
 
     def refusal(self, now: float) -> Reason | None:
         """Why there is no use in asking it anything now, or None."""
+        if not self.breaker.failures and not self.lanes.failures:
+            return None
         return self.breaker.refusal(now) or (self.lanes.reason if self.lanes.refusal(now) else None)
 
     @property

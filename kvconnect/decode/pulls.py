@@ -109,8 +109,10 @@ class PullRequests:
         own = draft.directory[0]
         self._sources = Sources(config.extra.sources, (own.host, own.port))
         self._rate = PrefillRate()
-        self._pulls: dict[str, _Pull] = {}
-        self._loading: dict[str, _Loading] = {}
+        self.has_sources = bool(self._sources.configured)
+        self.requests: dict[str, _Pull] = {}
+        """Those that may be pulled: without any, and with nothing ``loading``, no hook has anything to do."""
+        self.loading: dict[str, _Loading] = {}
         # By the first name that is wanted, the request that asks for it or loads it.
         self._under_way: dict[bytes, str] = {}
         # Requests that are computed: the tokens that they have, those that were at hand, and since when.
@@ -127,7 +129,7 @@ class PullRequests:
             self._draft.warn("parameters_refused", "%s; its KV is asked of no peer", error)
             named = []
         if sources := self._sources.chosen(named):
-            self._pulls[request.request_id] = pull = _Pull(sources)
+            self.requests[request.request_id] = pull = _Pull(sources)
             pull.begin()
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int, local_tokens: int) -> int | None:
@@ -135,7 +137,7 @@ class PullRequests:
 
         None: ask again, it is asked. The same until the request is admitted.
         """
-        pull = self._pulls.get(request.request_id)
+        pull = self.requests.get(request.request_id)
         if pull is None or pull.is_over:
             return 0
         now, request_id = self._clock(), request.request_id
@@ -161,7 +163,7 @@ class PullRequests:
     ) -> None:
         """A request got its blocks: the first so many of the tokens that it was offered are loaded."""
         request_id, now = request.request_id, self._clock()
-        pull = self._pulls.get(request_id)
+        pull = self.requests.get(request_id)
         if pull is None or pull.found is None or num_external_tokens <= 0:
             if pull is not None:
                 self._give_up(request_id, pull)
@@ -184,14 +186,14 @@ class PullRequests:
         )
         self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
         gain = num_external_tokens - pull.local
-        self._loading[request_id] = _Loading(pull.asked, pull.key, handle, num_external_tokens, gain, now)
+        self.loading[request_id] = _Loading(pull.asked, pull.key, handle, num_external_tokens, gain, now)
         pull.outcome = LOADED
         pull.end()
 
     def preempted(self, request_id: str) -> None:
         """A request lost its blocks, and begins anew: it may be pulled, unless that failed."""
         self._computing.pop(request_id, None)
-        pull = self._pulls.get(request_id)
+        pull = self.requests.get(request_id)
         if pull is not None and pull.outcome != FAILED:
             pull.begin()
 
@@ -199,13 +201,13 @@ class PullRequests:
         """A request ended. Whether its load is under way: then it is ordered to end."""
         self._measure(request_id, self._clock())
         self._computing.pop(request_id, None)
-        pull = self._pulls.pop(request_id, None)
+        pull = self.requests.pop(request_id, None)
         if pull is not None and not pull.is_over:
             self._drop(request_id, pull, ABORTED)
             self._give_up(request_id, pull)
-        if request_id in self._loading:
+        if request_id in self.loading:
             self._draft.aborted.append(request_id)
-        return request_id in self._loading
+        return request_id in self.loading
 
     def ordered(self) -> None:
         """The draft is about to be taken."""
@@ -215,26 +217,26 @@ class PullRequests:
 
     def reset(self) -> None:
         """What was found may be of other weights."""
-        for request_id, pull in self._pulls.items():
+        for request_id, pull in self.requests.items():
             if not pull.is_over:
                 self._drop(request_id, pull, ABORTED)
                 self._give_up(request_id, pull)
 
     def update_results(self, results: Results) -> None:
         """What the workers reported."""
-        now = self._clock() if results.found or self._loading else 0.0
+        now = self._clock() if results.found or self.loading else 0.0
         for found in results.found:
-            pull = self._pulls.get(found.request_id)
+            pull = self.requests.get(found.request_id)
             if pull is not None and pull.prefix is not None and pull.found is None:
                 self._answered(found, pull, now)
-        for request_id in results.received if self._loading else ():
-            loading = self._loading.pop(request_id, None)
+        for request_id in results.received if self.loading else ():
+            loading = self.loading.pop(request_id, None)
             if loading is not None:
                 self._loaded(request_id, loading, request_id not in results.failed, now)
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""
-        return {"pulling": len(self._loading), "pulls": len(self._pulls) + len(self._under_way)}
+        return {"pulling": len(self.loading), "pulls": len(self.requests) + len(self._under_way)}
 
     def _is_trusted(self, address: Address) -> bool:
         if address in self._sources.configured or self._trust is None:
@@ -340,7 +342,7 @@ class PullRequests:
     def _loaded(self, request_id: str, loading: _Loading, ok: bool, now: float) -> None:
         self._leave(request_id, loading.key)
         self._draft.note(Moment.LOADED, loading.handle, request_id, ok)
-        pull = self._pulls.get(request_id)
+        pull = self.requests.get(request_id)
         if pull is None:
             self._count(request_id, ABORTED)
         elif ok:

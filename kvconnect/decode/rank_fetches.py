@@ -113,7 +113,7 @@ class RankFetches:
         if isinstance(packed, str):
             raise LayoutError(f"it cannot be fetched: {packed}")
         cutter, packer = packed
-        groups, num_tokens = link.share.of(order.groups), link.share.tokens.count(order.num_tokens)
+        groups, num_tokens = link.share.of(order.groups), link.share.count(order.num_tokens)
         chunks = cutter.cut(groups, num_tokens)
         if not chunks:
             return (), ()

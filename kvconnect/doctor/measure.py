@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
+from kvconnect.cache.specs import div_ceil
 from kvconnect.doctor.facts import Facts
 from kvconnect.doctor.findings import Finding, warning, warning_if
 from kvconnect.engine.base import Engine, Span

@@ -92,7 +92,7 @@ class MemoryEngine(Adapter):
     def poll(self) -> list[Completion]:
         for flight in list(self._flights.values()):
             self._advance(flight)
-        return self._take_finished()
+        return self._take_finished() if self._finished else []
 
     def _shut_down(self) -> None:
         with _engines_lock:

@@ -221,7 +221,7 @@ class MooncakeEngine(Adapter):
         for job in list(self._flights.values()):
             if now >= job.overdue_at:
                 self._overdue(job, now)
-        return self._take_finished()
+        return self._take_finished() if self._finished else []
 
     def _shut_down(self) -> None:
         """What the library does not let go of in time is not quiescent; its thread ends by itself."""

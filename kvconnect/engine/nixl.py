@@ -187,7 +187,7 @@ class NixlEngine(Adapter):
                 self._advance(flight, now)
             if self._stuck:
                 self._stuck = [handle for handle in self._stuck if not released(handle)]
-        return self._take_finished()
+        return self._take_finished() if self._finished else []
 
     def cancel(self, batch_id: int) -> None:
         """Let a batch end as a failure: as soon as its transfers have, which takes milliseconds.

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconnect.arithmetic import div_ceil, div_exact
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import (
@@ -20,6 +19,8 @@ from kvconnect.cache.specs import (
     MLASpec,
     SlidingWindowSpec,
     StateSpec,
+    div_ceil,
+    div_exact,
 )
 from kvconnect.errors import ConfigError
 from kvconnect.explain.cache_file import (

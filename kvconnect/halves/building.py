@@ -6,7 +6,6 @@ A stack states its caches, its requests and what its KV depends on; it makes no 
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.bootstrap import Bootstrap
-from kvconnect.peer.handles import Handles, PeerTrust
+from kvconnect.peer.handles import Handles, PeerTrust, new_handle
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.prefill.prefill_requests import PrefillRequests
@@ -84,7 +83,7 @@ def build_scheduler_half(
     directory: Sequence[RankAddress] = (),
     trust: Trust | None = None,
     kept: KeptBlocks | None = None,
-    new_handle: Callable[[], str] = lambda: secrets.token_urlsafe(24),
+    new_handle: Callable[[], str] = new_handle,
     zeroes_loads: bool = False,
 ) -> SchedulerHalf:
     """The half beside the request scheduler.

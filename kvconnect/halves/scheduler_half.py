@@ -20,7 +20,7 @@ from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import Orders, OrdersDraft, Results
-from kvconnect.transfer.params import transfer_params
+from kvconnect.transfer.params import SOURCES_KEY, transfer_params
 from kvconnect.transfer.stack import RequestView, SchedulerHooks, Step
 
 PEER = "peer"
@@ -65,13 +65,11 @@ class SchedulerHalf(SchedulerHooks):
         self.pulls, self.offload = pulls, offload
         self._offered, self._bootstrap, self._zeroes_loads = offered, bootstrap, zeroes_loads
         self._parts = [part for part in (prefill, decode, pulls, offload) if part is not None]
-        self._update_results = self._hooks("update_results")
-        self._launched = self._hooks("launched")
-        self._ordered = self._hooks("ordered")
-
-    def _hooks(self, name: str) -> list[Callable[..., None]]:
-        """A hook of all parts that have it."""
-        return [getattr(part, name) for part in self._parts if hasattr(part, name)]
+        # Few requests name a source: the hooks of pulls are called while there is one that does.
+        others = [part for part in self._parts if part is not pulls]
+        self._update_results = _hooks(others, "update_results")
+        self._launched = _hooks(others, "launched")
+        self._ordered = _hooks(others, "ordered")
 
     def drain(self) -> None:
         if self._bootstrap is not None:
@@ -80,9 +78,10 @@ class SchedulerHalf(SchedulerHooks):
             self.prefill.drain()
 
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
-        if self.pulls is not None and reads:
+        params = transfer_params(request)
+        if self.pulls is not None and reads and (self.pulls.has_sources or SOURCES_KEY in params):
             self.pulls.new_request(request)
-        if self.draft is not None and (params := transfer_params(request)):
+        if self.draft is not None and params:
             for wanted, (part, warning) in _ROLES.items():
                 if params.get(wanted) and getattr(self, part) is None:
                     self.draft.warn("wrong_role", warning)
@@ -109,7 +108,7 @@ class SchedulerHalf(SchedulerHooks):
         local: int | None = 0
         if offload is not None:
             local, _ = offload.matched_tokens(request, num_computed_tokens)
-        if self.pulls is None or local is None:
+        if self.pulls is None or local is None or not self.pulls.requests:
             return local, bool(local)
         pulled = self.pulls.matched_tokens(request, num_computed_tokens, local)
         if pulled == 0:
@@ -130,7 +129,7 @@ class SchedulerHalf(SchedulerHooks):
             self.prefill.update_after_alloc(request)
         if self.decode is not None:
             self.decode.update_after_alloc(request, block_ids, fetched_tokens)
-        if self.pulls is not None:
+        if self.pulls is not None and self.pulls.requests:
             self.pulls.update_after_alloc(request, block_ids, fetched_tokens)
 
     def checkpoints(self, request: RequestView) -> Sequence[int]:
@@ -153,7 +152,7 @@ class SchedulerHalf(SchedulerHooks):
             self.offload.overwritten(block_ids)
 
     def preempted(self, request_id: str) -> None:
-        for preempted in self._hooks("preempted"):
+        for preempted in _hooks(self._parts, "preempted"):
             preempted(request_id)
 
     def is_restored(self, request_id: str) -> bool:
@@ -168,6 +167,8 @@ class SchedulerHalf(SchedulerHooks):
     def build_orders(self) -> Orders:
         for ordered in self._ordered:
             ordered()
+        if self.pulls is not None and self.pulls.requests:
+            self.pulls.ordered()
         orders = Orders() if self.draft is None else self.draft.take()
         if self._zeroes_loads:
             orders = msgspec.structs.replace(orders, zeroes_loads=True)
@@ -183,7 +184,7 @@ class SchedulerHalf(SchedulerHooks):
     ) -> tuple[bool, dict[str, Any] | None]:
         done = None if self.offload is None else self.offload.request_finished(request, block_ids)
         is_loading = self.decode is not None and self.decode.request_finished(request)
-        if self.pulls is not None:
+        if self.pulls is not None and self.pulls.requests:
             is_loading |= self.pulls.request_finished(request.request_id)
         is_held, params, asked = False, None, transfer_params(request)
         if self.prefill is not None:
@@ -200,9 +201,11 @@ class SchedulerHalf(SchedulerHooks):
     def update_results(self, results: Results) -> None:
         for update_results in self._update_results:
             update_results(results)
+        if self.pulls is not None and (self.pulls.requests or self.pulls.loading):
+            self.pulls.update_results(results)
 
     def reset(self) -> None:
-        for reset in self._hooks("reset"):
+        for reset in _hooks(self._parts, "reset"):
             reset()
 
     def take_events(self) -> Sequence[Any]:
@@ -214,3 +217,8 @@ class SchedulerHalf(SchedulerHooks):
 
     def state(self) -> dict[str, int]:
         return {name: count for part in self._parts for name, count in part.state().items()}
+
+
+def _hooks(parts: Sequence[object], name: str) -> list[Callable[..., None]]:
+    """A hook of all parts that have it."""
+    return [getattr(part, name) for part in parts if hasattr(part, name)]

@@ -40,7 +40,7 @@ from kvconnect.rank_config import place_of
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.transfer.kept import KeptByName
 from kvconnect.transfer.local import open_local
-from kvconnect.transfer.orders import OffloadOrders, Orders, Reports, Results
+from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results
 from kvconnect.transfer.stack import WorkerHooks
 from kvconnect.transfer.transfer_thread import DeviceSteps, Finished, always
 
@@ -79,6 +79,7 @@ class TransferWorker:
         # Before anything is opened: errors in the keys, and in what this machine is to have, come first.
         keyring, allowed = load_keyring(config.extra, os.environ), AllowList(config.extra.allow_peers)
         extra = config.extra.here(rank)
+        self._is_producer = config.is_producer
         self._config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
         self._cache_config = cache_config
         self._rank = rank
@@ -104,7 +105,7 @@ class TransferWorker:
         self._metrics = Metrics(registry)
         self._reports = Reports(rank)
         self._transfers: WorkerTransfers | None = None
-        self._steps = DeviceSteps(self._record)
+        self._steps: DeviceSteps | None = None
         self._is_closed = False
         self.tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict
         """What is kept below the device, by tier; for who asks. Not slow, and for any thread."""
@@ -193,6 +194,8 @@ class TransferWorker:
         local = open_local(
             self._config, self._engine, introduction, table, device, reserved_bytes, self._metrics
         )
+        if local.stream is not None:
+            self._steps = DeviceSteps(self._record)
         if self.kept is not None:
             local.keep(self.kept)
         self._transfers = WorkerTransfers(
@@ -230,7 +233,7 @@ class TransferWorker:
 
         What is held is computed in a step, the orders of which do not name it.
         """
-        if self._config.is_producer:
+        if self._is_producer and self._steps is not None:
             self._steps.begin(orders.step)
 
     def start(self, orders: Orders) -> None:
@@ -238,13 +241,13 @@ class TransferWorker:
 
         What the device was given so far may use the blocks that are to be filled, and nothing later.
         """
-        if self._rank == 0:
+        if orders.notes and self._rank == 0:
             self._metrics.timeline.take(orders.notes)
         if not orders:
             return
         if self._transfers is None:
             raise LocalError("orders came before register_kv_caches was called")
-        self._transfers.order(orders, self._steps.finished)
+        self._transfers.order(orders, self._finished if self._steps is None else self._steps.finished)
 
     def results(self) -> Results:
         """What ended since the last call. Every ordered request comes back exactly once."""
@@ -357,10 +360,14 @@ class TransferWorker:
             opened.callback(self._channel.close)
             opened.callback(self._engine.close)
 
-    def _record(self) -> Finished:
+    @staticmethod
+    def _finished(step: int) -> Finished:
+        """Of a CPU, which is done with what it is given at once."""
+        return always
+
+    @staticmethod
+    def _record() -> Finished:
         """Whether the device has finished what was launched so far: engines do not follow its streams."""
-        if self._transfers is None or self._transfers.local.stream is None:
-            return always
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.query
@@ -403,7 +410,7 @@ class WorkerHalf(WorkerHooks):
     def before_step(self, orders: Orders) -> None:
         if self.transfer is not None:
             self.transfer.before_step(orders)
-        if self.offload is not None and orders.offload:
+        if self.offload is not None and orders.offload != NO_OFFLOAD:
             self.offload.before_step(orders.offload)
         # Behind that snapshot: one step's orders may store a block, and give it to a load or a restore. Not
         # behind the launch: it takes as long as a prefill where another one keeps the device's queue full.
@@ -415,17 +422,20 @@ class WorkerHalf(WorkerHooks):
             self._start(orders)
 
     def _start(self, orders: Orders) -> None:
-        if self.offload is not None and orders.offload:
+        is_both = orders.offload != NO_OFFLOAD
+        if self.offload is not None and is_both:
             self.offload.start(orders.offload)
         if self.transfer is not None:
-            alone = msgspec.structs.replace(orders, offload=_NO_OFFLOAD) if orders.offload else orders
+            alone = msgspec.structs.replace(orders, offload=NO_OFFLOAD) if is_both else orders
             self.transfer.start(alone)
         elif self.offload is not None and orders.failures:
             self.offload.count_failures(orders.failures)
 
     def results(self) -> Results:
         sent = Results() if self.transfer is None else self.transfer.results()
-        kept = Results() if self.offload is None else self.offload.results()
+        if self.offload is None:
+            return sent
+        kept = self.offload.results()
         received, failed = sent.received + kept.received, {**sent.failed, **kept.failed}
         return msgspec.structs.replace(sent, received=received, failed=failed, offload=kept.offload)
 
@@ -448,6 +458,3 @@ class WorkerHalf(WorkerHooks):
     def close(self) -> None:
         for part in self._parts:
             part.close()
-
-
-_NO_OFFLOAD = OffloadOrders()

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.cache.specs import KVCacheConfig, div_ceil
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.events import DEVICE, TierEvents
 
@@ -261,7 +260,9 @@ class BlockManager:
     def _first_kept(self, index: int, next_position: int) -> int:
         """The first block of a group that computing ``next_position`` and later tokens can read."""
         group = self._groups[index]
-        return 0 if group.is_state else group.retention.num_freed(next_position, group.block_size)
+        if group.is_state or group.retention.sees_all:
+            return 0
+        return group.retention.num_freed(next_position, group.block_size)
 
     def fits_whole(self, blocks: RequestBlocks, hit: Hit, num_tokens: int) -> bool:
         """Whether all ``num_tokens`` can be computed, step by step, without any other block being freed."""

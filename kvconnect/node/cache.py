@@ -11,9 +11,15 @@ from itertools import zip_longest
 
 import torch
 
-from kvconnect.arithmetic import div_exact
 from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec, UniformTypeSpec
+from kvconnect.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    StateSpec,
+    UniformTypeSpec,
+    div_exact,
+)
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.node.attention import (
     AttentionPages,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import ConfigError
 from kvconnect.pack.shared_memory import SharedMemory, SharedMemoryCard
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import LayoutError
 from kvconnect.pack.digest import Streams
 from kvconnect.pack.lanes import Access, Column, Lanes

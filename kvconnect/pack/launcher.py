@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from triton.compiler import CompiledKernel
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import LocalError
 from kvconnect.pack.batches import Blocks, ChunkLayout, Launch, Move, PageRange, StagedChunk
 from kvconnect.pack.digest import Streams

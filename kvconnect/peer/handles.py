@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import secrets
 import struct
 import sys
 from array import array
@@ -119,18 +120,23 @@ class Handles:
         return hashlib.sha256(data).digest()
 
 
+def new_handle() -> str:
+    """A handle that nobody can guess."""
+    return secrets.token_urlsafe(24)
+
+
 class PeerTrust:
     """Addresses that D may fetch from: those ``allowed``, or, if that is empty, what handles named last."""
 
     def __init__(self, allowed: AllowList, max_named: int) -> None:
-        self._allowed = allowed
+        self._allowed = allowed if allowed else None
         self._max_named = max_named
         self._named: dict[tuple[str, int], None] = {}
 
     def refusal(self, host: str, port: int, *, vouched: bool) -> Reason | None:
         """Why an address must not be connected to, or nothing. ``vouched``: by a signed handle, no client."""
         where = f"kv_transfer_params.remote_host and remote_port are {host}:{port}"
-        if self._allowed:
+        if self._allowed is not None:
             if self._allowed.allows(host, port):
                 return None
             return Cause.NOT_TRUSTED(f"{where}, which kv_connector_extra_config.allow_peers does not have")

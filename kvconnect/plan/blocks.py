@@ -12,9 +12,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 import numpy as np
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.shard import Residue, SharedTokens
+from kvconnect.cache.specs import div_ceil
 from kvconnect.runner_kit.block_table import BlockIds, expand_block_ids
 
 # Bounds of what a peer may send. They hold where a message is read; our own values are within them.
@@ -57,8 +57,14 @@ class Share(NamedTuple):
         """Both keep all tokens."""
         return self.tokens.period == 1
 
-    def of(self, groups: Sequence[GroupBlocks]) -> tuple[GroupBlocks, ...]:
+    def count(self, num_tokens: int) -> int:
+        """How many of the first ``num_tokens`` both keep."""
+        return num_tokens if self is WHOLE else self.tokens.count(num_tokens)
+
+    def of(self, groups: tuple[GroupBlocks, ...]) -> tuple[GroupBlocks, ...]:
         """The blocks of a side that hold what both keep."""
+        if self is WHOLE:
+            return groups
         start, step = self.tokens.stride(self.side)
         made = []
         for blocks in groups:
@@ -100,8 +106,8 @@ def kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int,
 
 def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: int) -> BlockIds:
     """The kernel blocks at ``count`` kernel positions from ``first`` on; 0 where there is none."""
-    if geometry.blocks_per_kv_block == 1 and not geometry.is_state:
-        # A chunk of a long request converts its own blocks, not all of them.
+    if geometry.blocks_per_kv_block == 1:
+        # A chunk of a long request converts its own blocks, not all of them; a state has one, the first.
         at = first - blocks.first_block
         if 0 <= at <= len(blocks.block_ids) - count:
             return np.array(blocks.block_ids[at : at + count], dtype=np.int64)

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
+from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import LayoutError
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import NULL_BLOCK, Count, GroupBlocks, Index, first_needed

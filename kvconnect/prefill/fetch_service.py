@@ -17,9 +17,8 @@ import msgspec
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LayoutError, PeerError
-from kvconnect.metrics import ErrorsCounted, Metrics
+from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.agreement import other_weights
 from kvconnect.peer.messages import (
     Accepted,
     CreditGrant,
@@ -86,12 +85,16 @@ class FetchService:
     def advance(self, now: float) -> None:
         """Retry fetches that waited, feed the engine, answer what is over, request credit."""
         for pending in self.pending.take_due(self._is_ready, self._is_polled, now):
-            with ErrorsCounted(self._metrics, "a fetch that waited"):
+            try:
                 self.begin(pending, now)
-        active = self.sender.active
+            except Exception as error:
+                count_error(self._metrics, error, "a fetch that waited")
+        active = list(self.sender.active.values())
         for sending in self.sender.advance(now):
-            with ErrorsCounted(self._metrics, f"the end of transfer {sending.key[1]}"):
+            try:
                 self._finish(sending, now)
+            except Exception as error:
+                count_error(self._metrics, error, f"the end of transfer {sending.key[1]}")
         for sending in active:
             if sending.due_reported is not None and not sending.error and sending.key in self.sender.sendings:
                 self._request_credit(sending)
@@ -154,9 +157,8 @@ class FetchService:
             LayoutError: the two caches do not fit, or the peer wants what is not held.
         """
         fetch = pending.fetch
-        if refusal := other_weights(inbound.session.ours.meaning, peer.meaning):
-            # It greeted us before we replaced ours.
-            raise PeerError(refusal.text, refusal.cause)
+        if inbound.disagrees is not None:
+            raise PeerError(inbound.disagrees.text, inbound.disagrees.cause)
         if (held := self._book.leases.get(fetch.handle)) is not None:
             # What we stood still for too long to end in time serves no load any more.
             self._book.end_if_due(held, now)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from kvconnect.cache.identity import MAX_NAMES
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.agreement import other_weights
 from kvconnect.peer.messages import FindPrefix, PrefixFound
 from kvconnect.prefill.leases import Lease
 from kvconnect.prefill.pending_fetches import PendingFetch
@@ -49,11 +48,9 @@ def found_for(
     asked: FindPrefix,
     refusal: Reason | None,
     now: float,
-) -> PrefixFound | None:
+) -> PrefixFound:
     """The answer to a question, which names why nothing is given where that is not for lack of the names."""
-    if (peer := inbound.session.peer) is None:
-        return None
-    refusal = refusal or other_weights(inbound.session.ours.meaning, peer.meaning)
+    refusal = refusal or inbound.disagrees
     if kept is None or refusal:
         return PrefixFound(asked.number, error=refusal or _NOTHING)
     # Those before the first that is wanted are not looked up.

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
+from kvconnect.cache.specs import div_ceil
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
 from kvconnect.metrics import Metrics
@@ -153,6 +153,9 @@ class Lease:
 logger = logging.getLogger(__name__)
 
 
+SERVED = Cause.FETCHED_BEFORE("every rank that wanted it was served")
+
+
 class LeaseBook:
     """All leases by handle: ``leases`` of what is held, ``streaming`` of prefills under way.
 
@@ -249,13 +252,14 @@ class LeaseBook:
         order = lease.hold
         if order is None or lease.sending or self.leases.get(lease.handle) is not lease:
             return
-        due_at = now if lease.satisfied else lease.expires_at
+        is_satisfied = lease.satisfied
+        due_at = now if is_satisfied else lease.expires_at
         if now < due_at:
             if lease.timer is not None:
                 lease.timer.at(due_at)
             return
-        if lease.satisfied:
-            self._end(lease, Cause.FETCHED_BEFORE("every rank that wanted it was served"), now)
+        if is_satisfied:
+            self._end(lease, SERVED, now)
         else:
             self._metrics.failures.labels("lease_expired").inc()
             reason = lease.revoked or Cause.LEASE_OVER(f"its lease of {order.lease_s} s is over")

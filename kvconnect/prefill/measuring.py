@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
+from kvconnect.cache.specs import div_ceil
 from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
 from kvconnect.pack.batches import StagedChunk

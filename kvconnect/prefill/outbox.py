@@ -62,7 +62,7 @@ class ChunkSupply:
         streams = packer.chunker.wire.streams
         self._states = {stream.target_group for stream in streams if stream.is_state}
         if lease.hold is not None:
-            num_tokens = share.tokens.count(lease.num_tokens) + self._ahead
+            num_tokens = share.count(lease.num_tokens) + self._ahead
             self._staged = packer.stage(share.of(lease.hold.groups), chunks, num_tokens)
             sizes = [staged.total_bytes for staged in self._staged]
         else:

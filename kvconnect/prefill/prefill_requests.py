@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.cache.specs import KVCacheGroup, div_ceil
 from kvconnect.config import TransferConfig
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
@@ -30,6 +29,8 @@ from kvconnect.transfer.params import (
     transfer_params,
 )
 from kvconnect.transfer.stack import RequestView, StackTraits, Step
+
+_ABORTED = Cause.PREFILL_ENDED("the prefill was aborted, or failed")
 
 
 @dataclass(eq=False)
@@ -101,6 +102,7 @@ class PrefillRequests:
         draft: OrdersDraft,
     ) -> None:
         self._config, self._groups, self._draft = config, groups, draft
+        self._extra, self._batch_of = config.extra, stack.batch_of
         self._stack, self._handles, self._new_handle = stack, handles, new_handle
         self._directory = tuple(draft.directory)
         self._epoch, self._batch_secret = new_handle(), new_handle()
@@ -158,7 +160,7 @@ class PrefillRequests:
             self._places.owners[handle] = request_id
             prefill.handle = handle
             self._draft.expected.append(handle)
-            if is_routers and self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
+            if is_routers and self._streamed_groups and num_tokens >= self._extra.stream_min_tokens:
                 prefill.is_streamed = True
                 self.due[request_id] = 0
 
@@ -247,7 +249,7 @@ class PrefillRequests:
             # What the workers do not know of it yet is void.
             self._draft.preempted.remove(prefill.handle)
         parent = self._stack.parent_of(request_id)
-        params, reason = None, Cause.PREFILL_ENDED("the prefill was aborted, or failed")
+        params, reason = None, _ABORTED
         if prefill.is_stale:
             reason = Cause.REPLACED("the prefill began before the caches were reset")
         elif delivered:
@@ -289,7 +291,7 @@ class PrefillRequests:
 
     def _refuse_full(self) -> Reason:
         reason = Cause.BUSY(
-            f"max_leases is {self._config.extra.max_leases}, and that many requests wait to be fetched"
+            f"max_leases is {self._extra.max_leases}, and that many requests wait to be fetched"
         )
         self._draft.warn("max_leases", "%s: more are answered without KV until some are", reason)
         return reason
@@ -299,7 +301,7 @@ class PrefillRequests:
     ) -> dict[str, Any] | Reason:
         """Hold a request: the parameters for D, or why it is not held."""
         # The last sampled token has no KV yet.
-        num_tokens, extra, handle = request.num_tokens - 1, self._config.extra, prefill.handle
+        num_tokens, extra, handle = request.num_tokens - 1, self._extra, prefill.handle
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
             return Cause.NOT_HELD("the prompt left none")
         if self._draining:
@@ -331,7 +333,7 @@ class PrefillRequests:
             "tp_size": len(self._directory),
             HANDLE_KEY: token,
         }
-        batch, number = self._stack.batch_of(request.request_id)
+        batch, number = self._batch_of(request.request_id) if self._batch_of is not None else ("", 0)
         if handle:
             params[TRANSFER_KEY] = transfer_id
         elif batch and not number and self._takes_all_of(batch):
@@ -341,12 +343,18 @@ class PrefillRequests:
     def _takes_all_of(self, batch: str) -> bool:
         """Whether the later prompts of a batch are held: those that have come, and those that still may."""
         refused = (request_id for request_id, prefill in self._requests.items() if prefill.is_refused)
-        return not self._places.are_taken and all(self._stack.batch_of(one)[0] != batch for one in refused)
+        batch_of = self._batch_of
+        return not self._places.are_taken and not any(
+            batch_of and batch_of(one)[0] == batch for one in refused
+        )
 
     def _named(self, request: RequestView) -> tuple[Mapping[str, Any], bool]:
         """A request's parameters, of a later prompt with the batch's id as transfer id: then it is False."""
-        params, (batch, number) = transfer_params(request), self._stack.batch_of(request.request_id)
-        if params.get(TRANSFER_KEY) is not None or not 0 < number <= MOST_LATER_PROMPTS:
+        params = transfer_params(request)
+        if self._batch_of is None or params.get(TRANSFER_KEY) is not None:
+            return params, True
+        batch, number = self._batch_of(request.request_id)
+        if not 0 < number <= MOST_LATER_PROMPTS:
             return params, True
         return {**params, TRANSFER_KEY: self._batch_id(batch)}, False
 
@@ -364,7 +372,7 @@ class PrefillRequests:
                 num_tokens=num_tokens,
                 host=self._directory[0].host,
                 port=self._directory[0].port,
-                expires_at=self._handles.expiry(self._config.extra.lease_s),
+                expires_at=self._handles.expiry(self._extra.lease_s),
                 prompt=prompt,
                 identity=self._stack.identity_marks,
             )

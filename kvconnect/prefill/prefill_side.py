@@ -32,7 +32,7 @@ from kvconnect.peer.messages import (
 )
 from kvconnect.prefill.fetch_service import FetchService
 from kvconnect.prefill.kept_fetches import NameAllowance, found_for
-from kvconnect.prefill.leases import Lease, LeaseBook
+from kvconnect.prefill.leases import SERVED, Lease, LeaseBook
 from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 STOPPING = Cause.STOPPING("the prefill node is stopping")
 _PREEMPTED = Cause.PREFILL_ENDED("the prefill was preempted")
+_NO_LONGER = Cause.FETCHED_BEFORE("the request is no longer held: every rank that wanted it was served")
 ASLEEP = Cause.STOPPING("the node sleeps, and keeps no KV meanwhile")
 
 
@@ -223,8 +224,7 @@ class PrefillSide(TransferPart):
             case FindPrefix():
                 refusal = self._draining or self.fetches.look_at(inbound, link, now)
                 names = self._allowances.setdefault(link, NameAllowance())
-                if answer := found_for(inbound, names, self._local.kept, message, refusal, now):
-                    inbound.session.send(answer)
+                inbound.session.send(found_for(inbound, names, self._local.kept, message, refusal, now))
             case Measure() if self._draining:
                 # Its pages may be unmapped.
                 inbound.session.send(Measured(0, 0.0, str(self._draining)))
@@ -299,14 +299,14 @@ class PrefillSide(TransferPart):
 
     def _lease_ended(self, lease: Lease, reason: Reason) -> None:
         """A lease is over: peers that still count on it get a message."""
-        over = reason.after("the request is no longer held: ")
+        over = _NO_LONGER if reason is SERVED else reason.after("the request is no longer held: ")
         self.pending.end(lease.handle, over)
         if lease.hold is not None:
             self._reports.sent(lease.hold.request_id)
             self._metrics.timeline.note(
                 Moment.LEASE_ENDED, handle=lease.handle, request_id=lease.hold.request_id
             )
-        if not lease.satisfied:
+        if reason is not SERVED:
             self._report_over(lease.handle, over, lease.renewers)
 
     def _void(self, handle: str, reason: Reason) -> None:

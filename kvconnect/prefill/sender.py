@@ -135,7 +135,8 @@ class Sender:
         self._batch_ids = itertools.count(1)
         self._in_flight_bytes = 0
         self._timers = timers
-        self._active: dict[TransferKey, Sending] = {}
+        self.active: dict[TransferKey, Sending] = {}
+        """Those that something happened to, or that go on without that."""
         self._lost: deque[tuple[float, Slot]] = deque()
         self._settling = timers.timer(self._settle)
         self._has_written = False
@@ -143,21 +144,16 @@ class Sender:
     @property
     def busy(self) -> bool:
         """Something is under way whose end wakes no thread."""
-        return bool(self._active)
-
-    @property
-    def active(self) -> list[Sending]:
-        """Sendings that something happened to, or that go on without that."""
-        return list(self._active.values())
+        return bool(self.active)
 
     def touch(self, key: TransferKey) -> None:
         """Something happened to a sending: it may go on."""
         if key in self.sendings:
-            self._active[key] = self.sendings[key]
+            self.active[key] = self.sendings[key]
 
     def begin(self, sending: Sending) -> None:
         """Begin to submit what its outbox gives."""
-        self.sendings[sending.key] = self._active[sending.key] = sending
+        self.sendings[sending.key] = self.active[sending.key] = sending
         sending.timer = self._timers.timer(
             lambda now: self.cancel(sending.key, Cause.TIMEOUT("the time that the peer gave is over"))
         )
@@ -206,16 +202,16 @@ class Sender:
 
     def advance(self, now: float) -> list[Sending]:
         """Feed kernels and engine. Returns the sendings that are over, and forgets them."""
-        for sending in self.active:
+        for sending in list(self.active.values()):
             self._advance(sending, now)
         self._feed(now)
         over: list[Sending] = []
-        for sending in self.active:
+        for sending in list(self.active.values()):
             if not sending.goes_on:
-                del self._active[sending.key]
+                del self.active[sending.key]
             if sending.is_over:
                 over.append(sending)
-                self._active.pop(sending.key, None)
+                self.active.pop(sending.key, None)
                 del self.sendings[sending.key]
                 if sending.timer is not None:
                     sending.timer.cancel()
@@ -254,10 +250,10 @@ class Sender:
     def _feed(self, now: float) -> None:
         """Give the engine batches while it and our own bounds allow."""
         in_flight: Counter[str] = Counter()
-        for sending in self._active.values():
+        for sending in self.active.values():
             in_flight[sending.peer] += len(sending.in_flight)
         most = self._engine.capabilities.max_batches_per_peer
-        for sending in self._active.values():
+        for sending in self.active.values():
             while in_flight[sending.peer] < most and self._submit_next(sending, in_flight[sending.peer], now):
                 in_flight[sending.peer] += 1
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import ConfigError, LocalError
 
 # Kernels may be made to read this page: it exists in every cache and holds nothing.

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvconnect.runner_kit.block_table import Numbers, TableMemory
 from kvconnect.runner_kit.kernels import PinnedStaging
-from kvconnect.runner_kit.table_ops import Numbers, TableMemory
 
 _CHUNK = 128
 _FIELDS = 5

@@ -15,7 +15,8 @@ from typing import Protocol
 from kvconnect.addresses import RankAddress
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
-from kvconnect.outcome import Cause
+from kvconnect.outcome import Cause, Reason
+from kvconnect.peer.agreement import other_weights
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (
     MAX_HANDLES,
@@ -48,12 +49,14 @@ NO_PREFILL = Cause.WRONG_ROLE("this node hands out no KV: its kv_role is kv_cons
 class InboundPeer:
     """One connection that a peer opened to us, from ``host`` if the channel knows.
 
-    ``has_misspoken``: one of its messages could not be used.
+    ``has_misspoken``: one of its messages could not be used. ``disagrees``: our weights were replaced since
+    it greeted us, and it has others.
     """
 
     session: Session
     host: str = ""
     has_misspoken: bool = False
+    disagrees: Reason | None = None
 
 
 class Service(Protocol):
@@ -154,7 +157,9 @@ class InboundPeers:
     def introduce_anew(self) -> None:
         """Our introduction has changed: messages are compared with the new one."""
         for inbound in self._peers.values():
-            inbound.session.ours = self._local.introduce()
+            inbound.session.ours = ours = self._local.introduce()
+            if (peer := inbound.session.peer) is not None:
+                inbound.disagrees = other_weights(ours.meaning, peer.meaning)
 
     def _find(self, link: str, host: str) -> InboundPeer:
         """The peer of a link. One that has not introduced itself is not kept, and displaces no other."""
@@ -168,6 +173,7 @@ class InboundPeers:
     def _handle(self, link: str, inbound: InboundPeer, event: Event, now: float) -> None:
         match event:
             case Ready():
+                inbound.disagrees = None
                 self._keep(link, inbound)
                 self.service.met(link)
             case Received(message=Alive()):

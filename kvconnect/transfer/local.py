@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import torch
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
+from kvconnect.cache.specs import div_ceil
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.fabric import Fabric, look_at_fabric

@@ -15,9 +15,8 @@ import msgspec
 from msgspec.structs import astuple
 
 from kvconnect.addresses import RankAddress
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.identity import Naming, Prefix
-from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.cache.specs import KVCacheGroup, div_ceil
 from kvconnect.outcome import Reason
 from kvconnect.plan.blocks import BlockIdsByGroup, Count, GroupBlocks, Index
 from kvconnect.timeline import Record
@@ -251,6 +250,10 @@ class OffloadReport(msgspec.Struct, frozen=True):
         return any(astuple(self)[2:])
 
 
+NO_OFFLOAD = OffloadOrders()
+"""Nothing: to compare with it costs no call."""
+
+
 class Orders(_Parts, frozen=True):
     """One step's orders. ``directory`` is sent once, when the addresses of all ranks are known.
 
@@ -280,13 +283,13 @@ class Orders(_Parts, frozen=True):
     failures: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
     progress: tuple[Progress, ...] = ()
-    offload: OffloadOrders = OffloadOrders()
     awaited: tuple[Await, ...] = ()
     finds: tuple[Find, ...] = ()
     pulls: tuple[tuple[str, int], ...] = ()
+    offload: OffloadOrders = NO_OFFLOAD
 
     def __bool__(self) -> bool:
-        return any(astuple(self)[3:])
+        return any(astuple(self)[3:-1]) or self.offload != NO_OFFLOAD
 
 
 class Results(_Parts, frozen=True):
@@ -362,12 +365,14 @@ class OrdersDraft:
 
     def take(self) -> Orders:
         """The orders since the last call."""
+        self.step += 1
+        if not any(self._parts.values()):
+            return Orders(step=self.step)
         taken: dict[str, Any] = {name: tuple(part) for name, part in self._parts.items() if part}
         if self.awaited:
             taken["awaited"] = tuple(self.awaited.values())
         for part in self._parts.values():
             part.clear()
-        self.step += 1
         return Orders(step=self.step, **taken)
 
 
@@ -426,16 +431,19 @@ class Reports:
         """What was reported since the last call."""
         if not self._ended and not self._found:
             return Results()
+        named: dict[str, list[str]] = {"sent": [], "received": [], "settled": [], "ragged": []}
+        failed: dict[str, Reason] = {}
+        found: list[Found] = []
         # No lock: the other thread appends meanwhile.
-        ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        return Results(
-            sent=tuple(name for what, name, _ in ended if what == "sent"),
-            received=tuple(name for what, name, _ in ended if what == "received"),
-            failed={name: error for _, name, error in ended if error is not None},
-            settled=tuple(name for what, name, _ in ended if what == "settled"),
-            found=tuple(self._found.popleft() for _ in range(len(self._found))),
-            ragged=tuple(name for what, name, _ in ended if what == "ragged"),
-        )
+        while self._ended:
+            what, name, error = self._ended.popleft()
+            named[what].append(name)
+            if error is not None:
+                failed[name] = error
+        while self._found:
+            found.append(self._found.popleft())
+        lists: dict[str, Any] = {what: tuple(names) for what, names in named.items()}
+        return Results(failed=failed, found=tuple(found), **lists)
 
     def _add(self, what: str, name: str, error: Reason | None = None) -> None:
         self._ended.append((what, name, error))

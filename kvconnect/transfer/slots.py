@@ -80,16 +80,13 @@ class SlotPool:
         self._free = list(reversed(self.slots))
         self._next_generation = first_generation
         self._taken_for: Counter[str] = Counter()
+        self.taken = 0
+        """How many are in use or in quarantine."""
 
     @property
     def free(self) -> int:
         """How many can be taken."""
         return len(self._free)
-
-    @property
-    def taken(self) -> int:
-        """How many are in use or in quarantine."""
-        return len(self.slots) - len(self._free)
 
     def room_for(self, holder: str) -> int:
         """How many slots may be taken for one holder: never the last one, where there are more than two."""
@@ -104,6 +101,7 @@ class SlotPool:
         slot = self._free[-1]
         self.move(slot, event)
         self._free.pop()
+        self.taken += 1
         slot.generation = self._next_generation
         self._next_generation += 1
         slot.holder = holder
@@ -115,6 +113,7 @@ class SlotPool:
         slot.state = next_state(SLOT_TRANSITIONS, slot.state, event, f"slot of generation {slot.generation}")
         if slot.state is SlotState.FREE:
             self._free.append(slot)
+            self.taken -= 1
             self._taken_for[slot.holder] -= 1
             if not self._taken_for[slot.holder]:
                 del self._taken_for[slot.holder]

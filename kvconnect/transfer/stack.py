@@ -79,7 +79,7 @@ class StackTraits:
 
     held_back: int = 0
     parent_of: Callable[[str], str] = str
-    batch_of: Callable[[str], tuple[str, int]] = lambda request_id: ("", 0)
+    batch_of: Callable[[str], tuple[str, int]] | None = None
     # Of a stack that does not state what its tokens are all prompts of a length count as one.
     prompt_digest: PromptDigest = lambda request, num_tokens: b""
     # The machine's monotonic one; without it nothing is recorded for the timeline.

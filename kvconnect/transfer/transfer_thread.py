@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from kvconnect.engine.base import Completion
-from kvconnect.metrics import ErrorsCounted, Metrics
+from kvconnect.metrics import Metrics, count_error
 from kvconnect.peer.channel import Arrival, Channel, Frame
 from kvconnect.timeline import Turns
 from kvconnect.transfer.inbound_peers import InboundPeers
@@ -191,34 +191,46 @@ class TransferThread:
         progress = False
         while self._commands:
             progress = True
-            with ErrorsCounted(self._metrics, "an order"):
+            try:
                 self._commands.popleft()(now)
+            except Exception as error:
+                count_error(self._metrics, error, "an order")
         arrivals: Sequence[Arrival] | None = None
         completions: Sequence[Completion] | None = None
-        with ErrorsCounted(self._metrics, "the channel"):
+        try:
             arrivals = self._channel.receive()
+        except Exception as error:
+            count_error(self._metrics, error, "the channel")
         for arrival in arrivals or ():
             progress = True
-            with ErrorsCounted(self._metrics, "a message"):
+            try:
                 self._take(arrival, now)
-        with ErrorsCounted(self._metrics, "the engine"):
+            except Exception as error:
+                count_error(self._metrics, error, "a message")
+        try:
             completions = self.local.engine.poll()
+        except Exception as error:
+            count_error(self._metrics, error, "the engine")
         for completion in completions or ():
             progress = True
-            with ErrorsCounted(self._metrics, "a completion"):
+            try:
                 for part in self._parts:
                     part.completed(completion, now)
+            except Exception as error:
+                count_error(self._metrics, error, "a completion")
         self.timers.run(now)
         for part in self._parts:
-            with ErrorsCounted(self._metrics, part.name):
+            try:
                 progress |= part.advance(now)
+            except Exception as error:
+                count_error(self._metrics, error, part.name)
         # What was ordered since was taken from the channel, with what came, as a reason to wake.
-        is_called = self._commands or self._stopping.is_set() or self.timers.next_at() <= now
+        is_called = bool(self._commands) or self._stopping.is_set() or self.timers.next_at() <= now
         if arrivals is None or completions is None:
             return _AFTER_ERROR_S
-        if is_called or any(part.is_due for part in self._parts):
-            return 0.0
-        return self._sleep_s(progress, now)
+        for part in self._parts:
+            is_called = is_called or part.is_due
+        return 0.0 if is_called else self._sleep_s(progress, now)
 
     def _run(self, release: Callable[[], None]) -> None:
         """Step and sleep until stopped. An error of ours does not end it."""
@@ -232,8 +244,10 @@ class TransferThread:
                 sleep_s = _AFTER_ERROR_S
                 # A bug, since bad input never raises here. Requests that hang on it end by their deadlines;
                 # the others go on.
-                with ErrorsCounted(self._metrics, "a turn"):
+                try:
                     sleep_s = self.step(turns.begin())
+                except Exception as error:
+                    count_error(self._metrics, error, "a turn")
                 turns.end(sleep_s)
                 if sleep_s >= _LONG_NAP_S:
                     self._channel.wait(sleep_s)
@@ -247,7 +261,8 @@ class TransferThread:
             release()
 
     def _carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
-        self._inbound_peers.know_ranks(orders.directory)
+        if orders.directory:
+            self._inbound_peers.know_ranks(orders.directory)
         for part in self._parts:
             part.carry_out(orders, finished, now)
         if self.local.introduction.rank == 0:
@@ -263,8 +278,10 @@ class TransferThread:
             part.receive(arrival, now)
 
     def _sleep_s(self, progress: bool, now: float) -> float:
-        sends = any(part.is_sending for part in self._parts)
-        if not sends and not any(part.is_busy for part in self._parts):
+        sends = receives = False
+        for part in self._parts:
+            sends, receives = sends or part.is_sending, receives or part.is_busy
+        if not sends and not receives:
             self._polls_without_progress = 0
             return min(max(_LONG_NAP_S, self.timers.next_at() - now), _LONGEST_SLEEP_S)
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
@@ -283,5 +300,7 @@ class TransferThread:
 def each(metrics: Metrics, what: str, orders: Iterable[Order], carry_out: Callable[[Order], None]) -> None:
     """Carry out orders of one kind: an error of ours over one of them ends no other."""
     for order in orders:
-        with ErrorsCounted(metrics, f"an order to {what}"):
+        try:
             carry_out(order)
+        except Exception as error:
+            count_error(metrics, error, f"an order to {what}")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kvconnect.arithmetic import div_exact
 from kvconnect.cache.region_table import CacheTensor, Scales
 from kvconnect.cache.retention import FULL, Chunked, Retention, Window
 from kvconnect.cache.shard import HeadInterval, layer_number, shard_heads
@@ -28,6 +27,7 @@ from kvconnect.cache.specs import (
     SlidingWindowSpec,
     StateSpec,
     UniformTypeSpec,
+    div_exact,
 )
 from kvconnect.errors import LayoutError
 from kvconnect.halves.building import RankCache

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.identity import Naming, Prefix
+from kvconnect.cache.specs import div_ceil
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import make_copier
 from kvconnect.offload.copies.rows import RowLayout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.outcome import Cause
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Hold, Orders, Progress, Withdraw

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.config import ExtraConfig
 from kvconnect.peer.messages import Landed
 from kvconnect.plan.blocks import GroupBlocks

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import PeerError
 from kvconnect.peer import messages as wire
 from kvconnect.peer.channel import Frame, LinkLost

@@ -6,8 +6,8 @@ import itertools
 import random
 
 from kvconnect.addresses import RankAddress
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.shard import Topology, shard_heads
+from kvconnect.cache.specs import div_ceil
 from kvconnect.config import ExtraConfig
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Hold, Load, Orders

@@ -16,7 +16,7 @@ from kvconnect.decode.loads import (
     RankFetchState,
 )
 from kvconnect.errors import IllegalTransition
-from kvconnect.metrics import ErrorsCounted, Metrics
+from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause
 from kvconnect.prefill.leases import Lease
 from kvconnect.prefill.outbox import BatchOutbox
@@ -115,10 +115,10 @@ def test_illegal_moves_are_counted_apart_from_other_errors():
     metrics = Metrics(CollectorRegistry())
     record = RankFetch(loading(), 0)
     record.move(RankFetchEvent.ASK)
-    with ErrorsCounted(metrics, "a request"):
+    with pytest.raises(IllegalTransition) as illegal:
         record.move(RankFetchEvent.ASK)
-    with ErrorsCounted(metrics, "a request"):
-        raise KeyError(1)
+    count_error(metrics, illegal.value, "a request")
+    count_error(metrics, KeyError(1), "a request")
     assert metrics.failures.values() == {("illegal_move",): 1, ("internal",): 1}
 
 

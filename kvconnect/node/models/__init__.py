@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.specs import StateSpec
+from kvconnect.cache.specs import StateSpec, div_ceil
 from kvconnect.errors import ConfigError
 from kvconnect.node.attention import StepContext
 from kvconnect.node.models.base import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import ConfigError
 from kvconnect.offload.tier import Content
 

@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.cache.specs import KVCacheGroup, div_ceil
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload_config import OffloadConfig
 

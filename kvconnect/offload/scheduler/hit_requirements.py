@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.retention import Draft, Retention, joined
-from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.cache.specs import KVCacheGroup, div_ceil
 from kvconnect.errors import ConfigError
 
 _NO_END = 1 << 62

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.offload.events import Part
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup

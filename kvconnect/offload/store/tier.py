@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvconnect.addresses import own_address, split_address
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import div_ceil
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Settings, Verb
 from kvconnect.errors import ConfigError
