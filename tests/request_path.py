@@ -1,8 +1,9 @@
 """What one request passes of kvconnect on P and on D: files, functions and calls.
 
-``python -m tests.request_path --list`` names them, in the order in which they are entered first. The node's own
-folder is left out: a serving stack has its own. A node is run by ``python -m tests.request_path serve ...``: it
-counts between SIGUSR1 and SIGUSR2, and writes what it has counted to ``REQUEST_PATH_OUT``.
+``python -m tests.request_path --list`` names them, in the order in which they are entered first. The
+node's own folder is left out: a serving stack has its own. A node is run by ``python -m
+tests.request_path serve ...``: it counts between SIGUSR1 and SIGUSR2, and writes what it has counted to
+``REQUEST_PATH_OUT``.
 """
 
 from __future__ import annotations
