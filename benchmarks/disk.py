@@ -24,8 +24,8 @@ from benchmarks.options import option
 from benchmarks.page_cache import drop_pages
 from benchmarks.report import Report
 from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.disk.folder import FolderOwner
-from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.tier import TierRow
 
 _NAMESPACE = "be" * 32

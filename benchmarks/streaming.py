@@ -21,8 +21,8 @@ from benchmarks.options import carrying_protocol, extra_option, option
 from benchmarks.report import Report
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import growth, read_metrics
-from kvconnect.demo.outcome import tokens_of
 from kvconnect.demo.pair import RESERVED_BLOCKS, ask
+from kvconnect.demo.pair_outcome import tokens_of
 from kvconnect.errors import KVConnectError
 
 _BLOCK_TOKENS = 16

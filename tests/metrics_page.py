@@ -11,8 +11,8 @@ from pathlib import Path
 
 from kvconnect.metrics import FAMILIES
 from kvconnect.offload.scheduler import host
-from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Pool
+from kvconnect.router.router_metrics import RouterMetrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 _TABLE = re.compile(r"(<!-- (\w+) -->\n).*?(?=\n\n|\Z)", re.S)

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 import kvconnect
 from kvconnect import cli
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.demo import children, http, outcome, prompts, runner
-from kvconnect.demo.options import DemoOptions
-from kvconnect.demo.outcome import Outcome, Tokens
+from kvconnect.demo import children, demo_runner, http, pair_outcome, prompts
+from kvconnect.demo.demo_options import DemoOptions
+from kvconnect.demo.pair_outcome import PairOutcome, Tokens
 from kvconnect.demo.report import report
-from kvconnect.node.options import NodeOptions
+from kvconnect.node.node_options import NodeOptions
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,7 +82,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(arguments: tuple[str,
 
 
 def test_serve_passes_every_argument_of_the_node(monkeypatch) -> None:
-    import kvconnect.node.serve as node
+    import kvconnect.node.serving as node
 
     seen: dict[str, object] = {}
 
@@ -98,7 +98,7 @@ def test_serve_passes_every_argument_of_the_node(monkeypatch) -> None:
 
 
 def test_an_address_that_cannot_be_served_on_is_a_configuration_error(monkeypatch) -> None:
-    import kvconnect.node.serve as node
+    import kvconnect.node.serving as node
 
     def refuses(*_options: object, **_arguments: object) -> None:
         raise OSError(98, "Address already in use")
@@ -137,15 +137,15 @@ def test_prompts_are_seeded_and_none_continues_into_another() -> None:
 
 def test_a_difference_is_named_and_a_failure_is_never_equality() -> None:
     same = Tokens([1, 2], [3])
-    assert outcome.difference(same, Tokens([1, 2], [3])) == ""
-    assert "place 1: 2 from the pair, 9 from" in outcome.difference(same, Tokens([1, 9], [3]))
-    assert "place 1: nothing from the pair" in outcome.difference(Tokens([1], [3]), same)
-    assert "draft tokens differ" in outcome.difference(Tokens([1, 2], [4]), same)
-    assert "draft tokens differ" in outcome.difference(Tokens([1, 2], None), same)
+    assert pair_outcome.difference(same, Tokens([1, 2], [3])) == ""
+    assert "place 1: 2 from the pair, 9 from" in pair_outcome.difference(same, Tokens([1, 9], [3]))
+    assert "place 1: nothing from the pair" in pair_outcome.difference(Tokens([1], [3]), same)
+    assert "draft tokens differ" in pair_outcome.difference(Tokens([1, 2], [4]), same)
+    assert "draft tokens differ" in pair_outcome.difference(Tokens([1, 2], None), same)
     failed = http.BadAnswer("gone")
-    assert outcome.difference(failed, failed) == "the single node failed: gone"
-    assert outcome.difference(failed, same) == "the pair failed: gone"
-    assert outcome.difference(Tokens([], None), Tokens([], None)) != ""
+    assert pair_outcome.difference(failed, failed) == "the single node failed: gone"
+    assert pair_outcome.difference(failed, same) == "the pair failed: gone"
+    assert pair_outcome.difference(Tokens([], None), Tokens([], None)) != ""
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_difference_is_named_and_a_failure_is_never_equality() -> None:
     ],
 )
 def test_block_ids_differ_in_every_group(prefill: object, decode: object, differ: bool) -> None:
-    assert outcome.all_differ(prefill, decode) is differ
+    assert pair_outcome.all_differ(prefill, decode) is differ
 
 
 METRICS = """# HELP kvconnect_transfers_total x
@@ -175,11 +175,11 @@ kvconnect_transfer_seconds_total{direction="received"} %s
 """
 
 
-def judged(ok: float, failed: float, moved: float, seconds: float) -> Outcome:
-    made = Outcome(engine="memory", model="gqa", requests=3)
+def judged(ok: float, failed: float, moved: float, seconds: float) -> PairOutcome:
+    made = PairOutcome(engine="memory", model="gqa", requests=3)
     before = http.parse_metrics(METRICS % (1, 0, 1e9, 1))
     after = http.parse_metrics(METRICS % (1 + ok, failed, 1e9 + moved, 1 + seconds))
-    outcome.judge_transfer(made, before, after, [[1], [1, 2], [1, 2, 3]])
+    pair_outcome.judge_transfer(made, before, after, [[1], [1, 2], [1, 2, 3]])
     return made
 
 
@@ -193,10 +193,10 @@ def test_only_the_growth_of_the_counters_counts() -> None:
 
 
 def test_a_line_of_the_demo_fits_80_columns_and_has_no_rate_of_tiny_models(capsys) -> None:
-    pair = Outcome(engine="mooncake", model="sliding", requests=128, token_exact=128, seconds=100.0)
+    pair = PairOutcome(engine="mooncake", model="sliding", requests=128, token_exact=128, seconds=100.0)
     pair.kv_bytes, pair.gb_per_s, pair.lane = 123_456_789, 0.002, "shared_memory"
 
-    def run(_: Path) -> Iterator[Outcome]:
+    def run(_: Path) -> Iterator[PairOutcome]:
         yield pair
 
     assert report(run, json_output=False) == 0
@@ -209,17 +209,17 @@ def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_named(monke
     reasons = {"mooncake": "apt-get install libibverbs1", "nixl": ""}
     monkeypatch.setattr("kvconnect.engine.registry.available_engines", lambda: reasons)
     ran: list[str] = []
-    monkeypatch.setattr(runner, "_run_model", lambda engines, *_: ran.extend(engines) or [])
+    monkeypatch.setattr(demo_runner, "_run_model", lambda engines, *_: ran.extend(engines) or [])
     everything = DemoOptions(model=["gqa"], requests=1)
-    assert runner.run_demo(everything, json_output=True) == 0
+    assert demo_runner.run_demo(everything, json_output=True) == 0
     assert ran == ["nixl"]
     assert "mooncake is skipped: apt-get install libibverbs1" in capsys.readouterr().err
     for named in (["mooncake"], ["nixl", "mooncake"]):
         with pytest.raises(kvconnect.errors.ConfigError, match="libibverbs1"):
-            runner.run_demo(replace(everything, engine=named))
+            demo_runner.run_demo(replace(everything, engine=named))
     assert ran == ["nixl"]
     reasons["nixl"] = "pip install nixl"
-    assert runner.run_demo(everything) == 1
+    assert demo_runner.run_demo(everything) == 1
     assert "no engine can run here" in capsys.readouterr().err
 
 
@@ -301,7 +301,7 @@ def test_one_flipped_byte_fails_the_demo(engine, flip, said, tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(children, "COMMAND", (sys.executable, str(script)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = runner.run_demo(DemoOptions([engine], ["gqa"], requests=4), json_output=True)
+    code = demo_runner.run_demo(DemoOptions([engine], ["gqa"], requests=4), json_output=True)
     out, err = capfd.readouterr()
     found = json.loads(out)
     assert code == 1

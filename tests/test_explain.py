@@ -19,8 +19,8 @@ from kvconnect import cli
 from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import ConfigError
 from kvconnect.explain.cache_file import parse_cache
-from kvconnect.explain.report import make_report
-from kvconnect.explain.tables import rank_table
+from kvconnect.explain.cache_report import make_report
+from kvconnect.explain.explain_tables import rank_table
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "deploy" / "examples"

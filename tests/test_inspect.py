@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvconnect.addresses import RankAddress
 from kvconnect.demo.children import COMMAND
-from kvconnect.inspect.runner import as_json
+from kvconnect.inspect.inspect_runner import as_json
 from kvconnect.inspect.tables import WIDTH, tables
 from kvconnect.peer.description import Description
 from kvconnect.peer.inspection import Inspection, LeaseView, LoadView, PeerView, RecordView, SlotsView

@@ -22,7 +22,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.demo.children import COMMAND, Children
 from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
 from kvconnect.demo.pair import PROTOCOLS, ask
-from kvconnect.inspect.runner import as_json, look
+from kvconnect.inspect.inspect_runner import as_json, look
 from kvconnect.peer.handles import Handles
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.trace.joining import PHASES

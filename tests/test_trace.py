@@ -17,8 +17,8 @@ from kvconnect.errors import ConfigError
 from kvconnect.peer.asking import Reply
 from kvconnect.peer.timeline_page import write_page
 from kvconnect.timeline import Moment, Timeline
-from kvconnect.trace import runner
-from kvconnect.trace.joining import PHASES, Span, Worker, align, join, lanes
+from kvconnect.trace import trace_runner as runner
+from kvconnect.trace.joining import PHASES, TraceSpan, Worker, align, join, lanes
 from kvconnect.trace.output import slowest, trace
 
 delays = st.floats(1e-6, 5.0)
@@ -113,14 +113,14 @@ def test_lanes_overlap_nowhere_and_are_as_few_as_can_be(intervals):
 
 def test_ranks_that_ask_under_one_number_are_told_apart_by_their_rank():
     """P's rank 1 is asked by D's ranks 0 and 1, both of which count their fetches alike."""
-    seen = Span(-1, 1)
+    seen = TraceSpan(-1, 1)
     sides = [
         Worker(f"D{rank}", rank, [(10 + rank / 2, Moment.FETCH_SENT, "h", "", 1, 1)], seen) for rank in (0, 1)
     ]
     sides[0].records.append((11.0, Moment.LANDED, "h", "", 1, 0))
     asked = [(510.6, Moment.FETCH_RECEIVED, "h", "", 1, 1), (510.1, Moment.FETCH_RECEIVED, "h", "", 1, 0)]
     written = (510.9, Moment.WRITTEN, "h", "", 1, 0)
-    prefill = Worker("P1", 1, [*asked, written], Span(499, 501))
+    prefill = Worker("P1", 1, [*asked, written], TraceSpan(499, 501))
     aligned = align([*sides, prefill])
     # The clocks of D's ranks are one as far as anything shows. To which of them P wrote is not known.
     assert [worker.records for worker in aligned[:2]] == [worker.records for worker in sides]
@@ -128,10 +128,10 @@ def test_ranks_that_ask_under_one_number_are_told_apart_by_their_rank():
 
 
 def test_what_two_know_of_a_number_is_joined_and_the_first_is_believed_where_they_differ():
-    assert Span(1, 4).also(Span(2, 8)) == Span(2, 4)
-    assert Span(1, 2).also(Span(3, 4)) == Span(1, 2)
-    assert (Span(2, 4).guess, Span(-1, 9).guess, Span().guess) == (3, 0, 0)
-    assert -Span(1, 2) + Span(10, 10) == Span(8, 9)
+    assert TraceSpan(1, 4).also(TraceSpan(2, 8)) == TraceSpan(2, 4)
+    assert TraceSpan(1, 2).also(TraceSpan(3, 4)) == TraceSpan(1, 2)
+    assert (TraceSpan(2, 4).guess, TraceSpan(-1, 9).guess, TraceSpan().guess) == (3, 0, 0)
+    assert -TraceSpan(1, 2) + TraceSpan(10, 10) == TraceSpan(8, 9)
 
 
 def test_a_request_that_a_half_knows_by_its_own_name_only_is_found_by_the_handle():

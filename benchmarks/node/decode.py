@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from kvconnect.node.attention import AttentionPages, RequestStates, StepContext, attend_rows
-from kvconnect.node.cache import NodeCache
-from kvconnect.node.models.base import Model, ModelOutput
-from kvconnect.node.request import Step
+from kvconnect.node.kv_cache import NodeCache
+from kvconnect.node.models.model import Model, ModelOutput
+from kvconnect.node.request import EngineStep
 
 # Runs before a capture, so that libraries have made their plans and workspaces.
 WARM_UP_RUNS = 2
@@ -127,7 +127,7 @@ class Decoder:
             finally:
                 gc.enable()
 
-    def run(self, step: Step) -> ModelOutput:
+    def run(self, step: EngineStep) -> ModelOutput:
         """The next token of every request of the step, in order."""
         chunks = step.chunks
         count = len(chunks)

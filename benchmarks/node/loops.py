@@ -19,10 +19,10 @@ from benchmarks.node.decode import Decoder
 from benchmarks.node.model import DTYPE, BenchModel, layer_pages
 from benchmarks.transfer.cache import BenchCache
 from kvconnect.cache.specs import div_ceil
-from kvconnect.node.cache import NodeCache
-from kvconnect.node.models.base import CacheLayout, CacheSizing
-from kvconnect.node.request import Chunk, Step
-from kvconnect.node.runner import Runner
+from kvconnect.node.kv_cache import NodeCache
+from kvconnect.node.model_runner import Runner
+from kvconnect.node.models.model import CacheLayout, CacheSizing
+from kvconnect.node.request import EngineStep, ScheduledChunk
 
 Blocks = Sequence[Sequence[int]]
 
@@ -168,7 +168,9 @@ class DecodeLoop:
         self._names = [f"decode-{row}" for row in range(len(blocks))]
         self._watch = _Stopwatch(cache.device)
         held = [div_ceil(position, self._block_tokens) for position in self._positions]
-        self._runner.prepare(Step(new_rows=[(row, (blocks[row][:count],)) for row, count in enumerate(held)]))
+        self._runner.prepare(
+            EngineStep(new_rows=[(row, (blocks[row][:count],)) for row, count in enumerate(held)])
+        )
 
     @torch.inference_mode()
     def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
@@ -186,8 +188,8 @@ class DecodeLoop:
         self._tokens = output.tokens.tolist()
         return self._watch.end()
 
-    def _next(self) -> Step:
-        step = Step()
+    def _next(self) -> EngineStep:
+        step = EngineStep()
         for row, position in enumerate(self._positions):
             blocks, at = self._blocks[row], position // self._block_tokens
             if position == self._context:
@@ -198,7 +200,7 @@ class DecodeLoop:
                 step.new_rows.append((row, (blocks[: at + 1],)))
             elif position % self._block_tokens == 0:
                 step.grown_rows.append((row, (blocks[at : at + 1],)))
-            step.chunks.append(Chunk(self._names[row], row, position, (self._tokens[row],), True))
+            step.chunks.append(ScheduledChunk(self._names[row], row, position, (self._tokens[row],), True))
             self._positions[row] = position + 1
         return step
 

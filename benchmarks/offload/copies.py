@@ -16,11 +16,11 @@ from benchmarks.device import run_seconds, wait_for_device
 from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import CacheShape, Layout
 from kvconnect.errors import ConfigError
-from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
-from kvconnect.pack.lanes import Column
+from kvconnect.pack.page_lanes import Column
 from kvconnect.transfer.orders import RowCopies
 
 _TOKENS = 16

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.node.model import BenchModel
 from kvconnect.cache.specs import div_ceil
 from kvconnect.node.attention import AttentionPages, Segment, StepContext
-from kvconnect.node.cache import NodeCache
-from kvconnect.node.models.base import ModelOutput
+from kvconnect.node.kv_cache import NodeCache
+from kvconnect.node.models.model import ModelOutput
 
 
 class PromptModel(BenchModel):

@@ -14,10 +14,10 @@ from benchmarks.returning.model import PromptModel
 from benchmarks.returning.options import BLOCK_TOKENS, Options
 from benchmarks.transfer.cases import Layout
 from kvconnect.errors import KVConnectError
-from kvconnect.node.engine import Engine
-from kvconnect.node.options import NodeOptions
+from kvconnect.node.engine import NodeEngine
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output, Request
-from kvconnect.node.serve import build_engine
+from kvconnect.node.serving import build_engine
 
 LAYOUT = Layout("nhd", BLOCK_TOKENS)
 _NAP_S = 0.002
@@ -47,7 +47,7 @@ class Node:
             max_num_batched_tokens=options.batched_tokens,
             kv_transfer_config=None if disk is None else _offload(options, disk),
         )
-        self.engine: Engine = build_engine(made, model=model)
+        self.engine: NodeEngine = build_engine(made, model=model)
         model.attach(self.engine.runner.cache)
 
     def __enter__(self) -> Node:

@@ -24,6 +24,6 @@ def doctor(
     json_output: JsonObject = False,
 ) -> None:
     """Report what will work here, what will not, and what to do about it; exit 1 on a failure."""
-    from kvconnect.doctor.runner import run_doctor
+    from kvconnect.doctor.doctor_runner import run_doctor
 
     raise typer.Exit(run_doctor(kv_transfer_config, peer or (), measured=measure, json_output=json_output))

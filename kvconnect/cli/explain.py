@@ -38,7 +38,7 @@ def explain(
     json_output: JsonObject = False,
 ) -> None:
     """Report what two nodes would exchange, by which path and how fast, or why not; neither need run."""
-    from kvconnect.explain.runner import run_explain
+    from kvconnect.explain.explain_runner import run_explain
     from kvconnect.vllm.configuration import read_configuration
 
     extra = read_configuration(kv_transfer_config).extra if kv_transfer_config else None

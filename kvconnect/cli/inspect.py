@@ -24,6 +24,6 @@ def inspect(
     Its role and versions, leases, loads, slots, peers and breakers, tiers, and its last records. Of leases
     and loads the oldest; --json has all. Handles are shown as digests, which `kvconnect trace` has too.
     """
-    from kvconnect.inspect.runner import run_inspect
+    from kvconnect.inspect.inspect_runner import run_inspect
 
     raise typer.Exit(run_inspect(address, keys_at(key, insecure), watch=watch, json_output=json_output))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvconnect.cli.options import with_options_of
-from kvconnect.router.options import RouterLimits, RouterOptions
+from kvconnect.router.router_options import RouterLimits, RouterOptions
 
 
 @with_options_of(RouterOptions, RouterLimits)

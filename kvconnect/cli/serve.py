@@ -9,7 +9,7 @@ import typer
 
 from kvconnect.cli.options import with_options_of
 from kvconnect.errors import ConfigError
-from kvconnect.node.options import NodeOptions
+from kvconnect.node.node_options import NodeOptions
 
 
 @with_options_of(NodeOptions)
@@ -22,7 +22,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a small model over HTTP, alone or as one side of a pair."""
-    from kvconnect.node.serve import serve as serve_node
+    from kvconnect.node.serving import serve as serve_node
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:

@@ -31,6 +31,6 @@ def trace(
     where: to meet P and ask it, until P could begin, until all was packed, written, notified, unpacked and
     reported; and for how long of that a transfer thread did not get the interpreter. Exit 1 if there is none.
     """
-    from kvconnect.trace.runner import run_trace
+    from kvconnect.trace.trace_runner import run_trace
 
     raise typer.Exit(run_trace(addresses, last=last, out=out, extra=keys_at(key, insecure)))

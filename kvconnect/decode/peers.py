@@ -25,7 +25,7 @@ from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Introduction, Message, Release, Side
-from kvconnect.peer.session import Event, Ready, Session, State
+from kvconnect.peer.session import Event, Ready, Session, SessionState
 from kvconnect.peer.transport import Transport
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
@@ -73,7 +73,7 @@ class RankLink:
     @property
     def is_ready(self) -> bool:
         """Messages can be sent."""
-        return self.session.state is State.READY
+        return self.session.state is SessionState.READY
 
 
 @dataclass(eq=False)

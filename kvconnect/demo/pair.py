@@ -11,8 +11,8 @@ from typing import Any
 
 from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer, Samples, fetch_json, growth, read_metrics
-from kvconnect.demo.outcome import (
-    Outcome,
+from kvconnect.demo.pair_outcome import (
+    PairOutcome,
     Tokens,
     all_differ,
     difference,
@@ -100,7 +100,7 @@ def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]]) -> list[Toke
 
 
 def judge(
-    outcome: Outcome,
+    outcome: PairOutcome,
     pair: Pair,
     prompts: Sequence[Sequence[int]],
     expected: Sequence[Tokens | BadAnswer],
@@ -123,7 +123,7 @@ def judge(
     _judge_idle(outcome, pair)
 
 
-def _judge_router(outcome: Outcome, metrics: Samples, prompts: Sequence[Sequence[int]]) -> None:
+def _judge_router(outcome: PairOutcome, metrics: Samples, prompts: Sequence[Sequence[int]]) -> None:
     alone = growth({}, metrics, "kvconnect_router_fallbacks_total")
     # A prefill node of a recurrent model has nothing to hand out for one token.
     if alone > sum(len(prompt) == 1 for prompt in prompts):
@@ -131,7 +131,7 @@ def _judge_router(outcome: Outcome, metrics: Samples, prompts: Sequence[Sequence
 
 
 def _judge_block_ids(
-    outcome: Outcome, pair: Pair, prompt: Sequence[int], expected: Tokens | BadAnswer
+    outcome: PairOutcome, pair: Pair, prompt: Sequence[int], expected: Tokens | BadAnswer
 ) -> None:
     model = outcome.model
     try:
@@ -150,7 +150,7 @@ def _judge_block_ids(
         outcome.problems.append(f"block ids do not differ: {theirs} on prefill, {mine} on decode")
 
 
-def _judge_idle(outcome: Outcome, pair: Pair) -> None:
+def _judge_idle(outcome: PairOutcome, pair: Pair) -> None:
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     for side, child in (("prefill", pair.prefill), ("decode", pair.decode)):
         while (state := fetch_json(child.url + "/debug/state"))["blocks"]["held"]:

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import FrameType
 
 from kvconnect.demo.children import Children
-from kvconnect.demo.outcome import Outcome
+from kvconnect.demo.pair_outcome import PairOutcome
 from kvconnect.errors import KVConnectError
 
 
-def report(run: Callable[[Path], Iterator[Outcome]], *, json_output: bool) -> int:
+def report(run: Callable[[Path], Iterator[PairOutcome]], *, json_output: bool) -> int:
     """Print what ``run`` finds with a folder for its logs. Returns the exit code: 1 if anything was wrong.
 
     Outcomes go to stdout, everything else to stderr.
@@ -47,7 +47,7 @@ def report(run: Callable[[Path], Iterator[Outcome]], *, json_output: bool) -> in
 
 
 @contextlib.contextmanager
-def judging(outcome: Outcome, folder: Path) -> Iterator[Children]:
+def judging(outcome: PairOutcome, folder: Path) -> Iterator[Children]:
     """The processes behind an outcome. A failure is one of its problems, and their logs are shown then."""
     started = time.monotonic()
     note(f"{'...':6} {outcome.name:15} its processes start, which takes some seconds")

@@ -111,7 +111,7 @@ def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> R
         asking.greet()
         contiguous, sent, packed = asking.rate(None), 0.0, 0.0
         if theirs.slot_bytes:
-            unpacking = _Unpacking(table, theirs, facts, arena)
+            unpacking = _Unpacked(table, theirs, facts, arena)
             sent = asking.rate(unpacking)
             packed = sent * unpacking.share
     return Rates(contiguous, sent, packed, copy_bytes_per_s(arena))
@@ -136,13 +136,13 @@ class _Asking:
         self._session.greet(time.monotonic())
         self._until(Ready)
 
-    def rate(self, unpacking: _Unpacking | None) -> float:
+    def rate(self, unpacking: _Unpacked | None) -> float:
         """Bytes a second that the peer writes, packed if we unpack, after a moment that does not count."""
         self._written(unpacking, _WARM_UP_S)
         measured = self._written(unpacking, _MEASURED_S)
         return measured.total_bytes / measured.seconds
 
-    def _written(self, unpacking: _Unpacking | None, seconds: float) -> Measured:
+    def _written(self, unpacking: _Unpacked | None, seconds: float) -> Measured:
         # The peer begins no sooner.
         time.sleep(self._pause_s)
         self._pause_s = max(seconds, LEAST_PAUSE_S)
@@ -157,7 +157,7 @@ class _Asking:
         return event.message
 
     def _until(
-        self, kind: type[Ready] | type[Received], unpacking: _Unpacking | None = None
+        self, kind: type[Ready] | type[Received], unpacking: _Unpacked | None = None
     ) -> Ready | Received:
         """Take what comes, and let the engine work, until this comes. Raises ``PeerError``."""
         deadline = time.monotonic() + 2 * LONGEST_S
@@ -199,7 +199,7 @@ def _cache_like(card: TableCard, device: torch.device) -> tuple[torch.Tensor, Re
     return memory, RegionTable(placed, card.groups, ())
 
 
-class _Unpacking:
+class _Unpacked:
     """Unpacks as much as has landed, out of scratch memory, into all blocks of a table."""
 
     def __init__(self, table: RegionTable, theirs: Introduction, facts: Facts, arena: Arena) -> None:

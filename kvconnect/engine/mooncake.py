@@ -25,7 +25,7 @@ import torch
 
 from kvconnect.engine.adapter import Adapter, decode_card, source_problem
 from kvconnect.engine.base import Batch, Capabilities, Completion, Span
-from kvconnect.engine.mooncake_lanes import Job, LanePool, Outcome, Sender
+from kvconnect.engine.mooncake_lanes import JobEnd, LaneJob, LanePool, NativeSender
 from kvconnect.engine.mooncake_library import NVLINK, Library, load_library
 from kvconnect.errors import EngineError
 
@@ -55,8 +55,8 @@ class MooncakeCard(msgspec.Struct, tag="kvconnect-mooncake-2", frozen=True):
 @dataclass(slots=True)
 class _Peer:
     session: str
-    senders: list[Sender] = field(default_factory=list)
-    stuck: list[Sender] = field(default_factory=list)
+    senders: list[NativeSender] = field(default_factory=list)
+    stuck: list[NativeSender] = field(default_factory=list)
 
 
 class MooncakeEngine(Adapter):
@@ -76,7 +76,7 @@ class MooncakeEngine(Adapter):
     """
 
     _peers: dict[str, _Peer]
-    _flights: dict[int, Job]
+    _flights: dict[int, LaneJob]
     _load = staticmethod(load_library)
 
     def __init__(
@@ -109,8 +109,8 @@ class MooncakeEngine(Adapter):
             )
         )
         self._settle_s = settle_s
-        self._senders: list[Sender] = []
-        self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._senders: list[NativeSender] = []
+        self._results: queue.SimpleQueue[JobEnd] = queue.SimpleQueue()
         self._home: Any = self._library.make_engine()
         self._session = self._library.session_of(self._home)
         self._pool = LanePool(self._make_lane, self._enter_device)
@@ -179,7 +179,7 @@ class MooncakeEngine(Adapter):
     def submit(self, batch: Batch) -> None:
         self._admit(batch)
         peer, now = self._peers[batch.peer], time.monotonic()
-        job = Job(
+        job = LaneJob(
             batch=batch,
             submitted_at=now,
             session=peer.session,
@@ -197,12 +197,12 @@ class MooncakeEngine(Adapter):
         job.sender = self._sender_for(batch, peer)
         job.sender.put(job)
 
-    def _sender_for(self, batch: Batch, peer: _Peer) -> Sender:
+    def _sender_for(self, batch: Batch, peer: _Peer) -> NativeSender:
         """The thread that has least to do, of those that a batch of so many copies may go to."""
         if not peer.senders or (
             len(peer.senders) < self._senders_per_peer and len(batch.length) <= _FEW_COPIES
         ):
-            peer.senders.append(Sender(self._lane_key(batch.peer), self._pool, self._results))
+            peer.senders.append(NativeSender(self._lane_key(batch.peer), self._pool, self._results))
             self._senders = [sender for sender in self._senders if sender.is_alive()]
             self._senders.append(peer.senders[-1])
         if len(batch.length) > _FEW_COPIES:
@@ -248,7 +248,7 @@ class MooncakeEngine(Adapter):
 
     # ---- how a batch ends
 
-    def _take(self, outcome: Outcome) -> None:
+    def _take(self, outcome: JobEnd) -> None:
         job = outcome.job
         if self._flights.get(job.batch.batch_id) is not job:
             return  # answered before, as one that is not quiescent
@@ -257,7 +257,7 @@ class MooncakeEngine(Adapter):
             error = f"ended after its timeout of {job.batch.timeout_s:g} s"
         self._answer(job, error, outcome.quiescent)
 
-    def _overdue(self, job: Job, now: float) -> None:
+    def _overdue(self, job: LaneJob, now: float) -> None:
         error = job.error or job.overdue
         if job.drop():
             self._answer(job, error)
@@ -266,7 +266,7 @@ class MooncakeEngine(Adapter):
             self._leave_sender(job)
             self._answer(job, error, quiescent=False)
 
-    def _leave_sender(self, job: Job) -> None:
+    def _leave_sender(self, job: LaneJob) -> None:
         """New batches of this peer take another thread: this one hangs in the library."""
         peer, sender = self._peers.get(job.batch.peer), job.sender
         if peer is None or sender is None or sender not in peer.senders:
@@ -276,7 +276,7 @@ class MooncakeEngine(Adapter):
         peer.senders.remove(sender)
         self._pool.retire(self._lane_key(job.batch.peer))
 
-    def _end_early(self, job: Job, error: str) -> None:
+    def _end_early(self, job: LaneJob, error: str) -> None:
         """At once if it is not posted yet, else at its end or after ``settle_s``."""
         job.error = job.error or error
         if job.drop():

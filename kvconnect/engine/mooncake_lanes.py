@@ -43,7 +43,7 @@ _PROBE = b"\x04\x00\x00\x00\x00\x00\x00\x00\x03{}\n"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job(Flight):
+class LaneJob(Flight):
     """One batch on its way through a thread, ``sender``; its owner answers it, from ``overdue_at`` on alone.
 
     ``posted`` is set right before the library may touch memory, ``dropped`` by the owner to skip a
@@ -53,7 +53,7 @@ class Job(Flight):
     session: str
     settle_s: float
     overdue_at: float
-    sender: Sender | None = None
+    sender: NativeSender | None = None
     posted: bool = False
     dropped: bool = False
     lock: Any = field(default_factory=threading.Lock)
@@ -71,16 +71,16 @@ class Job(Flight):
             return self.dropped
 
 
-class Outcome(NamedTuple):
+class JobEnd(NamedTuple):
     """How a job ended: ``error`` is empty if all of it was done."""
 
-    job: Job
+    job: LaneJob
     quiescent: bool
     error: str
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class SendingEngine:
     """A sending engine. It is destroyed when it is retired and no batch uses it any more."""
 
     engine: Any
@@ -99,26 +99,28 @@ class LanePool:
     def __init__(self, make_engine: Callable[[], Any], prepare_thread: Callable[[], None]) -> None:
         self._make_engine = make_engine
         self.prepare_thread = prepare_thread
-        self._lanes: dict[str, Lane] = {}
-        self._idle: list[Lane] = []
+        self._lanes: dict[str, SendingEngine] = {}
+        self._idle: list[SendingEngine] = []
         self._lock = threading.Lock()
 
-    def acquire(self, key: str) -> Lane:
+    def acquire(self, key: str) -> SendingEngine:
         """A lane to use until ``give_back``."""
         with self._lock:
             lane = self._lanes.get(key)
             if lane is None:
-                lane = self._lanes[key] = self._idle.pop() if self._idle else Lane(self._make_engine())
+                lane = self._lanes[key] = (
+                    self._idle.pop() if self._idle else SendingEngine(self._make_engine())
+                )
             lane.users += 1
             return lane
 
-    def give_back(self, lane: Lane) -> None:
+    def give_back(self, lane: SendingEngine) -> None:
         """End a use; the last one of a retired lane destroys it."""
         with self._lock:
             lane.users -= 1
         self._destroy_if_unused(lane)
 
-    def retire(self, key: str, lane: Lane | None = None) -> None:
+    def retire(self, key: str, lane: SendingEngine | None = None) -> None:
         """New work takes a fresh lane from now on, if a key has this lane, or any."""
         with self._lock:
             found = self._lanes.get(key)
@@ -153,7 +155,7 @@ class LanePool:
             self.retire(key)
         self._idle.clear()
 
-    def _destroy_if_unused(self, lane: Lane) -> None:
+    def _destroy_if_unused(self, lane: SendingEngine) -> None:
         with self._lock:
             if lane.users or not lane.retired or lane.engine is None:
                 return
@@ -197,19 +199,19 @@ def ask(session: str, until: float, stop: Callable[[], bool] = lambda: False) ->
     return Reaction.SILENT
 
 
-class Sender(threading.Thread):
+class NativeSender(threading.Thread):
     """One thread that runs the jobs of one peer, one at a time."""
 
-    def __init__(self, key: str, pool: LanePool, results: queue.SimpleQueue[Outcome]) -> None:
+    def __init__(self, key: str, pool: LanePool, results: queue.SimpleQueue[JobEnd]) -> None:
         super().__init__(name="kvconnect-mooncake", daemon=True)
         self._key = key
         self._pool = pool
         self._results = results
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[LaneJob | None] = queue.SimpleQueue()
         self.start()
         _senders.add(self)
 
-    def put(self, job: Job | None) -> None:
+    def put(self, job: LaneJob | None) -> None:
         """Queue a job; an outcome follows for every one that was not dropped. None ends the thread."""
         self._jobs.put(job)
 
@@ -221,31 +223,31 @@ class Sender(threading.Thread):
                 outcome = self._run(job)
             except Exception as error:
                 log.warning("a transfer to %s broke: %r", job.session, error)
-                outcome = Outcome(job, not job.posted, f"{type(error).__name__}: {error}")
+                outcome = JobEnd(job, not job.posted, f"{type(error).__name__}: {error}")
             self._results.put(outcome)
         # The lane that all peers share stays.
         if self._key:
             self._pool.leave(self._key)
 
-    def _run(self, job: Job) -> Outcome:
+    def _run(self, job: LaneJob) -> JobEnd:
         self._pool.prepare_thread()
         lane = self._pool.acquire(self._key)
         try:
             problem = self._open(lane, job)
             if problem:
-                return Outcome(job, True, problem)
+                return JobEnd(job, True, problem)
             if not job.post():
-                return Outcome(job, True, "timed out before it could be posted")
+                return JobEnd(job, True, "timed out before it could be posted")
             code = _transfer(lane.engine, job)
             if code == 0:
-                return Outcome(job, True, "")
+                return JobEnd(job, True, "")
             # Retired before it is given back, so that giving it back can destroy it.
             self._pool.retire(self._key, lane)
         finally:
             self._pool.give_back(lane)
-        return Outcome(job, self._came_to_rest(lane, job), f"Mooncake's transfer returned {code}")
+        return JobEnd(job, self._came_to_rest(lane, job), f"Mooncake's transfer returned {code}")
 
-    def _open(self, lane: Lane, job: Job) -> str:
+    def _open(self, lane: SendingEngine, job: LaneJob) -> str:
         """Make sure that the peer answers before its session is first used; the problem, if any."""
         if job.session in lane.sessions:
             return ""
@@ -255,7 +257,7 @@ class Sender(threading.Thread):
         lane.sessions.add(job.session)
         return ""
 
-    def _came_to_rest(self, lane: Lane, job: Job) -> bool:
+    def _came_to_rest(self, lane: SendingEngine, job: LaneJob) -> bool:
         """Wait until nothing of a failed job can move any more; whether that was proven."""
         until = time.monotonic() + job.settle_s
         if not lane.destroyed.wait(job.settle_s):
@@ -268,7 +270,7 @@ class Sender(threading.Thread):
 
 
 # Every thread that may be inside the library.
-_senders: weakref.WeakSet[Sender] = weakref.WeakSet()
+_senders: weakref.WeakSet[NativeSender] = weakref.WeakSet()
 
 
 @atexit.register
@@ -285,7 +287,7 @@ def _leave_the_library() -> None:
         sender.join(max(until - time.monotonic(), 0.0))
 
 
-def _transfer(engine: Any, job: Job) -> int:
+def _transfer(engine: Any, job: LaneJob) -> int:
     batch = job.batch
     # Lists: numpy arrays are converted three times slower by the binding, with the GIL held.
     columns = (batch.source.tolist(), batch.target.tolist(), batch.length.tolist())

@@ -23,7 +23,7 @@ import msgspec
 
 from kvconnect.addresses import split_address
 from kvconnect.engine.mooncake_library import prepare_environment
-from kvconnect.engine.store_talk import Answer, Order, Settings, Verb, receive, send
+from kvconnect.engine.store_talk import Order, Settings, StoreAnswer, Verb, receive, send
 from kvconnect.errors import EngineError
 
 _PR_SET_PDEATHSIG = 1
@@ -103,9 +103,9 @@ def _serve(store: MooncakeStore, lane: socket.socket) -> None:
     try:
         while (order := receive(lane, Order)) is not None:
             try:
-                answer = Answer(tuple(store.carry_out(order)))
+                answer = StoreAnswer(tuple(store.carry_out(order)))
             except Exception as error:
-                answer = Answer((), f"{type(error).__name__}: {error}")
+                answer = StoreAnswer((), f"{type(error).__name__}: {error}")
             send(lane, answer)
     finally:
         # The library would join its threads, which can take a minute.
@@ -125,10 +125,10 @@ def main() -> None:
         store = MooncakeStore(settings, memory)
     except Exception as error:
         for lane in lanes:
-            send(lane, Answer((), str(error)))
+            send(lane, StoreAnswer((), str(error)))
         os._exit(1)
     for lane in lanes:
-        send(lane, Answer(()))
+        send(lane, StoreAnswer(()))
     threads = [threading.Thread(target=_serve, args=(store, lane)) for lane in lanes]
     for thread in threads:
         thread.start()

@@ -34,9 +34,9 @@ from kvconnect.engine.base import Batch, Capabilities, Completion, Span
 from kvconnect.engine.interfaces import ucx_options
 from kvconnect.engine.nixl_library import (
     Copy,
-    Flight,
+    NativeFlight,
+    NativePeer,
     NixlCard,
-    Peer,
     TransferCache,
     by_memory_type,
     load_library,
@@ -68,8 +68,8 @@ class NixlEngine(Adapter):
     backend is missing, or refuses to start.
     """
 
-    _peers: dict[str, Peer]
-    _flights: dict[int, Flight]
+    _peers: dict[str, NativePeer]
+    _flights: dict[int, NativeFlight]
     _load = staticmethod(load_library)
 
     def __init__(
@@ -153,11 +153,11 @@ class NixlEngine(Adapter):
         if known is not None:
             self.disconnect(peer)
         try:
-            self._peers[peer] = Peer(decoded, self._add_agent(decoded.metadata))
+            self._peers[peer] = NativePeer(decoded, self._add_agent(decoded.metadata))
         except Exception as error:
             raise EngineError(f"NIXL does not take the card of peer {peer!r}: {error!r}") from error
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, peer: NativePeer) -> None:
         self._cache.drop(peer.agent)
         if all(state.agent != peer.agent for state in self._peers.values()):
             self._remove_agent(peer.agent)
@@ -166,7 +166,7 @@ class NixlEngine(Adapter):
 
     def submit(self, batch: Batch) -> None:
         self._admit(batch)
-        flight = Flight(batch=batch, submitted_at=time.monotonic())
+        flight = NativeFlight(batch=batch, submitted_at=time.monotonic())
         self._flights[batch.batch_id] = flight
         peer = self._peers[batch.peer]
         problem = range_problem(batch, self._spans, peer.spans)
@@ -211,7 +211,7 @@ class NixlEngine(Adapter):
 
     # ---- how a batch goes
 
-    def _post_if_healthy(self, flight: Flight, peer: Peer, now: float) -> None:
+    def _post_if_healthy(self, flight: NativeFlight, peer: NativePeer, now: float) -> None:
         """Post a batch, once its peer's link is renewed if it has to be."""
         try:
             if peer.broken and not self._heal(peer, now):
@@ -224,7 +224,7 @@ class NixlEngine(Adapter):
         except Exception as error:
             self._fail(flight, error)
 
-    def _handles(self, flight: Flight, peer: Peer) -> Iterable[Any]:
+    def _handles(self, flight: NativeFlight, peer: NativePeer) -> Iterable[Any]:
         batch = flight.batch
         if len(batch.length) == 1:
             flight.copy = Copy(peer.agent, int(batch.source[0]), int(batch.target[0]), batch.total_bytes)
@@ -233,7 +233,7 @@ class NixlEngine(Adapter):
                 return [kept]
         return transfers(self._agent, batch, self._spans, peer.spans, peer.agent)
 
-    def _advance(self, flight: Flight, now: float) -> None:
+    def _advance(self, flight: NativeFlight, now: float) -> None:
         """One look at a batch that was not answered."""
         if not flight.is_posted and not flight.error and now < flight.deadline:
             self._post_if_healthy(flight, self._peers[flight.batch.peer], now)
@@ -250,7 +250,7 @@ class NixlEngine(Adapter):
             flight.error = flight.overdue
             flight.settle_until = now + self._settle_s
 
-    def _ended(self, flight: Flight, handle: Any) -> bool:
+    def _ended(self, flight: NativeFlight, handle: Any) -> bool:
         """Whether a transfer was done, in which case its handle is kept or released. Raises if it failed."""
         state = self._agent.check_xfer_state(handle)
         if state == "PROC":
@@ -264,7 +264,7 @@ class NixlEngine(Adapter):
             self._release(handle)
         return True
 
-    def _settle(self, flight: Flight, now: float) -> None:
+    def _settle(self, flight: NativeFlight, now: float) -> None:
         """Answer a failed batch once it is proven quiescent, or when it had its time.
 
         While other batches to its peer end, its turn comes too: it is waited for until its own deadline.
@@ -280,7 +280,7 @@ class NixlEngine(Adapter):
         elif now >= until:
             self._end_early(flight, flight.error)
 
-    def _fail(self, flight: Flight, error: Exception) -> None:
+    def _fail(self, flight: NativeFlight, error: Exception) -> None:
         """The library reported a failure: stop the batch, and renew the link before the next one."""
         peer = self._peers[flight.batch.peer]
         posted = bool(flight.handles)
@@ -295,7 +295,7 @@ class NixlEngine(Adapter):
         if not posted:
             self._answer(flight, flight.error)
 
-    def _end_early(self, flight: Flight, error: str) -> None:
+    def _end_early(self, flight: NativeFlight, error: str) -> None:
         """Answer a batch now. What is still in progress is released, which does not prove its end."""
         quiescent = not flight.severed
         try:
@@ -318,7 +318,7 @@ class NixlEngine(Adapter):
             self._warn_once("NIXL did not release a transfer yet; it is tried again")
             self._stuck.append(handle)
 
-    def _heal(self, peer: Peer, now: float) -> bool:
+    def _heal(self, peer: NativePeer, now: float) -> bool:
         """Renew the link of a peer: NIXL 1.5.1 never takes up a broken one by itself.
 
         False: not yet, since transfers under way to the peer may still end by themselves. On a link that

@@ -126,7 +126,7 @@ class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Flight(adapter.Flight):
+class NativeFlight(adapter.Flight):
     """A batch that was not answered yet.
 
     ``handles`` are those which may still be in progress. Once ``error`` is set the batch is answered when it
@@ -141,7 +141,7 @@ class Flight(adapter.Flight):
     is_posted: bool = False
 
 
-class Peer:
+class NativePeer:
     """A connected peer: its card, its agent's name, and whether the link to it must be renewed.
 
     ``progressed_at`` is when a transfer to it ended last, ``heal_asked_at`` when a batch first waited for the

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from kvconnect.engine.store_talk import Answer, Order, Settings, Verb, receive, send
+from kvconnect.engine.store_talk import Order, Settings, StoreAnswer, Verb, receive, send
 from kvconnect.errors import EngineError
 
 _MODULE = "kvconnect.engine.mooncake_store"
 _LAST_WORDS_BYTES = 1000
 
 
-class SharedMemory:
+class StoreMemory:
     """Memory that a child process can be given. ``view`` is writable."""
 
     def __init__(self, length_bytes: int) -> None:
@@ -54,7 +54,7 @@ class StoreProcess:
     """
 
     def __init__(
-        self, settings: Settings, memory: SharedMemory, num_lanes: int, *, start_timeout_s: float = 20.0
+        self, settings: Settings, memory: StoreMemory, num_lanes: int, *, start_timeout_s: float = 20.0
     ) -> None:
         pairs = [socket.socketpair() for _ in range(num_lanes)]
         self._lanes = [ours for ours, _ in pairs]
@@ -102,7 +102,7 @@ class StoreProcess:
     def _answer(self, lane: int, timeout_s: float) -> Sequence[int]:
         try:
             self._lanes[lane].settimeout(timeout_s)
-            answer = receive(self._lanes[lane], Answer)
+            answer = receive(self._lanes[lane], StoreAnswer)
         except TimeoutError as error:
             raise EngineError(f"the store's process did not answer within {timeout_s} s") from error
         except (OSError, ValueError, msgspec.MsgspecError) as error:

@@ -55,7 +55,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
     lengths: tuple[int, ...] = ()
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class StoreAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What became of an order: the library's code for each key, or an error. Also sent once at the start."""
 
     codes: tuple[int, ...]

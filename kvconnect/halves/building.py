@@ -25,9 +25,9 @@ from kvconnect.decode.pulls import PullRequests
 from kvconnect.errors import LocalError
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import TransferWorker, WorkerHalf
-from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.tier_events import TierEvents
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.bootstrap import Bootstrap

@@ -18,7 +18,7 @@ from kvconnect.runner_kit.attention_groups import GraphSupport
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
 
 if TYPE_CHECKING:
-    from kvconnect.node.cache import NodeCache
+    from kvconnect.node.kv_cache import NodeCache
 
 # What everything is computed in; the cache is coarser.
 COMPUTE_DTYPE = torch.float64

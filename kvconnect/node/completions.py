@@ -111,7 +111,7 @@ def error_body(message: str, kind: str, status: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "code": status}}
 
 
-class Answer(Struct, frozen=True):
+class CompletionAnswer(Struct, frozen=True):
     """What all bodies of one answer have in common."""
 
     request_id: str

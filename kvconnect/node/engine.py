@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvconnect.errors import LocalError
-from kvconnect.node.connector import Connector
 from kvconnect.node.kv_events import Publisher
+from kvconnect.node.model_runner import Runner
+from kvconnect.node.node_connector import Connector
 from kvconnect.node.request import Failure, Output, Request
-from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Snapshot:
     steps: int
 
 
-class Engine:
+class NodeEngine:
     """Runs ``scheduler`` and ``runner`` in a thread; ``connector`` has the half beside the tensors."""
 
     def __init__(

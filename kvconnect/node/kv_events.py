@@ -18,7 +18,7 @@ from kvconnect.cache.specs import (
     StateSpec,
 )
 from kvconnect.node.request import Request
-from kvconnect.offload.events import Described, EventMaker, TierEvents, last_64_bits
+from kvconnect.offload.tier_events import Described, EventMaker, TierEvents, last_64_bits
 from kvconnect.peer.feed import Feed
 from kvconnect.plan.blocks import Count
 from kvconnect.reading import json_object, read_struct

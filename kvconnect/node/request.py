@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.node.blocks import RequestBlocks
+from kvconnect.node.block_manager import RequestBlocks
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ BlockIds = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ScheduledChunk:
     """Tokens of one request to compute. ``samples``: they reach the end, so the next token is wanted."""
 
     request_id: str
@@ -112,7 +112,7 @@ class Chunk:
 
 
 @dataclass
-class Step:
+class EngineStep:
     """Work of one step.
 
     Attributes:
@@ -123,7 +123,7 @@ class Step:
         deferred: a request waits for an answer of the connector, so the next step must come soon.
     """
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     new_block_ids_to_zero: list[int] = field(default_factory=list)
     released_rows: list[int] = field(default_factory=list)
     new_rows: list[tuple[int, BlockIds]] = field(default_factory=list)

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from kvconnect.errors import KVConnectError, LocalError
-from kvconnect.node.blocks import BlockManager, Hit
-from kvconnect.node.options import NodeOptions
-from kvconnect.node.request import Chunk, Failure, Output, Request, RequestState, Step
+from kvconnect.node.block_manager import BlockManager, CacheHit
+from kvconnect.node.node_options import NodeOptions
+from kvconnect.node.request import EngineStep, Failure, Output, Request, RequestState, ScheduledChunk
 from kvconnect.node.transfers import Transfers
 from kvconnect.transfer.orders import Results
 
@@ -135,9 +135,9 @@ class Scheduler:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def schedule(self) -> Step:
+    def schedule(self) -> EngineStep:
         """Decide what the next step computes, and give it blocks."""
-        step = Step()
+        step = EngineStep()
         budget = self.options.max_num_batched_tokens
         preempted = self.counts.preemptions
         index = 0
@@ -158,13 +158,13 @@ class Scheduler:
         """How many tokens after ``computed`` a step computes."""
         return self.transfers.cut(request, computed, min(request.num_tokens - computed, budget))
 
-    def _add_chunk(self, request: Request, count: int, step: Step) -> None:
+    def _add_chunk(self, request: Request, count: int, step: EngineStep) -> None:
         assert request.row is not None
         start, end = request.num_computed_tokens, request.num_computed_tokens + count
         token_ids, samples = request.token_ids[start:end], end == request.num_tokens
-        step.chunks.append(Chunk(request.request_id, request.row, start, token_ids, samples))
+        step.chunks.append(ScheduledChunk(request.request_id, request.row, start, token_ids, samples))
 
-    def _grow_running(self, request: Request, count: int, step: Step) -> bool:
+    def _grow_running(self, request: Request, count: int, step: EngineStep) -> bool:
         """Blocks for the next tokens of a running request, at the cost of later ones. False: preempted."""
         assert request.blocks is not None
         assert request.row is not None
@@ -196,7 +196,7 @@ class Scheduler:
         request.state = RequestState.WAITING
         self.transfers.hooks.preempted(request.request_id)
 
-    def _admit(self, budget: int, step: Step) -> None:
+    def _admit(self, budget: int, step: EngineStep) -> None:
         """Start waiting requests in order.
 
         When one does not fit, only those that hold loaded blocks may overtake it: they need nothing that
@@ -214,10 +214,10 @@ class Scheduler:
             else:
                 budget -= taken
 
-    def _admit_one(self, request: Request, budget: int, step: Step) -> int | None:
+    def _admit_one(self, request: Request, budget: int, step: EngineStep) -> int | None:
         """Start or load one request. Tokens it takes from the budget; None: it does not fit now."""
         assert request.blocks is not None
-        hit: Hit | None = None
+        hit: CacheHit | None = None
         external: int | None = 0
         computed = request.num_computed_tokens
         if computed == 0 and not request.loaded:
@@ -252,7 +252,7 @@ class Scheduler:
         self._add_chunk(request, count, step)
         return count
 
-    def _ask_connector(self, request: Request, hit: Hit) -> int | None:
+    def _ask_connector(self, request: Request, hit: CacheHit) -> int | None:
         """Tokens that can be loaded beyond the hit. None: not known yet, or the request failed."""
         try:
             external, in_background = self.transfers.hooks.matched_tokens(request, hit.num_tokens)
@@ -267,7 +267,9 @@ class Scheduler:
             )
         return external
 
-    def _start_load(self, request: Request, hit: Hit | None, external: int, step: Step) -> int | None:
+    def _start_load(
+        self, request: Request, hit: CacheHit | None, external: int, step: EngineStep
+    ) -> int | None:
         """Give a request blocks and let the connector fill them. None: they do not fit now."""
         assert request.blocks is not None
         loaded = (hit.num_tokens if hit else 0) + external
@@ -299,7 +301,7 @@ class Scheduler:
 
     # --- what happened ----------------------------------------------------------------------------
 
-    def update(self, step: Step, sampled: dict[str, tuple[int, int | None]]) -> None:
+    def update(self, step: EngineStep, sampled: dict[str, tuple[int, int | None]]) -> None:
         """The step was computed; ``sampled`` are the new token and draft token by request."""
         self.transfers.launched(step, self.requests)
         for chunk in step.chunks:

@@ -26,14 +26,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvconnect.errors import LocalError
 from kvconnect.node.completions import (
     DEFAULT_MAX_TOKENS,
-    Answer,
     BadRequest,
+    CompletionAnswer,
     CompletionBody,
     check_request_id,
     error_body,
     parse_completion,
 )
-from kvconnect.node.engine import Engine
+from kvconnect.node.engine import NodeEngine
 from kvconnect.node.request import Failure, Output, Request
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 class NodeServer:
     """Serves ``engine``, whose loop it starts and stops, within ``limits``."""
 
-    def __init__(self, engine: Engine, limits: HttpLimits | None = None) -> None:
+    def __init__(self, engine: NodeEngine, limits: HttpLimits | None = None) -> None:
         self._engine = engine
         self._limits = limits or HttpLimits()
         self._serials = itertools.count()
@@ -216,7 +216,7 @@ class NodeServer:
         try:
             request = self._request(engine_id, body)
             returns_ids = bool(body.return_kv_block_ids)
-            answer = Answer(request_id, self._engine.options.model, int(time.time()), returns_ids)
+            answer = CompletionAnswer(request_id, self._engine.options.model, int(time.time()), returns_ids)
             outputs = self._until_last(request)
             if body.stream:
                 return await self._stream(http, answer, request, outputs)
@@ -314,7 +314,7 @@ class NodeServer:
             yield output
 
     async def _whole(
-        self, answer: Answer, request: Request, outputs: AsyncIterator[Output]
+        self, answer: CompletionAnswer, request: Request, outputs: AsyncIterator[Output]
     ) -> web.StreamResponse:
         tokens: list[int] = []
         drafts: list[int] | None = None
@@ -329,7 +329,7 @@ class NodeServer:
         return response
 
     async def _stream(
-        self, http: web.Request, answer: Answer, request: Request, outputs: AsyncIterator[Output]
+        self, http: web.Request, answer: CompletionAnswer, request: Request, outputs: AsyncIterator[Output]
     ) -> web.StreamResponse:
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers={**headers, REQUEST_ID_HEADER: answer.request_id})
@@ -353,7 +353,7 @@ class NodeServer:
         return response
 
 
-def _failed(answer: Answer, failure: Failure) -> web.Response:
+def _failed(answer: CompletionAnswer, failure: Failure) -> web.Response:
     response = _error(failure.message, failure.kind, failure.status)
     response.headers[REQUEST_ID_HEADER] = answer.request_id
     return response

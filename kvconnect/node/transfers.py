@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.node.request import Request, Step
+from kvconnect.node.request import EngineStep, Request
 from kvconnect.outcome import Reason
 from kvconnect.transfer import stack
 from kvconnect.transfer.orders import Results
@@ -54,7 +54,7 @@ class Transfers:
         index = bisect_right(places, computed)
         return count if index == len(places) else min(count, places[index] - computed)
 
-    def launched(self, step: Step, requests: Mapping[str, Request]) -> None:
+    def launched(self, step: EngineStep, requests: Mapping[str, Request]) -> None:
         """A step of these requests was computed, and its blocks are still theirs."""
         due = self.hooks.due
         if not due:

@@ -11,8 +11,8 @@ import torch
 from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import LayoutError
 from kvconnect.pack.digest import Streams
-from kvconnect.pack.lanes import Access, Column, Lanes
 from kvconnect.pack.numbers import NumberBuffer
+from kvconnect.pack.page_lanes import Access, Column, Lanes
 from kvconnect.plan.chunks import Chunk, Placement
 from kvconnect.runner_kit.block_table import BlockIds
 

@@ -18,9 +18,9 @@ from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import LocalError
 from kvconnect.pack.batches import Blocks, ChunkLayout, Launch, Move, PageRange, StagedChunk
 from kvconnect.pack.digest import Streams
-from kvconnect.pack.lanes import Access, Column, Lanes
 from kvconnect.pack.move_triton import load_kernel, move_kernel
 from kvconnect.pack.numbers import NumberBuffer, NumberPool
+from kvconnect.pack.page_lanes import Access, Column, Lanes
 
 FIELDS = 20
 CAST_FIELDS = FIELDS + 1

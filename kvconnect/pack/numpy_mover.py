@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvconnect.pack.batches import Blocks, ChunkLayout, Move, PackTicket, StagedChunk
 from kvconnect.pack.casts import cast_table
 from kvconnect.pack.digest import Streams, digest_streams
-from kvconnect.pack.lanes import PLACE_BYTES, Column, Lanes
+from kvconnect.pack.page_lanes import PLACE_BYTES, Column, Lanes
 from kvconnect.runner_kit.block_table import BlockIds
 
 Words = NDArray[Any]

@@ -16,8 +16,8 @@ import torch
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
-from kvconnect.pack.lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.numpy_mover import NumpyMover
+from kvconnect.pack.page_lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks, page_ids

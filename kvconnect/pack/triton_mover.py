@@ -15,9 +15,9 @@ import torch
 
 from kvconnect.errors import LocalError
 from kvconnect.pack.batches import Blocks, ChunkLayout, PackTicket, StagedChunk
-from kvconnect.pack.lanes import Lanes
 from kvconnect.pack.launcher import Launcher
 from kvconnect.pack.numbers import NumberBuffer
+from kvconnect.pack.page_lanes import Lanes
 
 _PLACES = 256
 

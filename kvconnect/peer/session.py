@@ -49,7 +49,7 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.transport import Transport
 
 
-class State(enum.Enum):
+class SessionState(enum.Enum):
     """Where a conversation stands."""
 
     NEW = "new"
@@ -77,15 +77,19 @@ _KEEPS_READY = {
         *(Alive, Question, Measure, Bad),
     ),
 }
-TRANSITIONS: dict[tuple[Side, State, type], State] = {
-    (Side.DECODE, State.GREETED, Welcome): State.READY,
-    (Side.DECODE, State.GREETED, Refused): State.ENDED,
-    (Side.DECODE, State.GREETED, Bad): State.ENDED,
-    (Side.DECODE, State.READY, Refused): State.ENDED,
-    (Side.PREFILL, State.NEW, Hello): State.READY,
-    (Side.PREFILL, State.NEW, Bad): State.NEW,
-    (Side.PREFILL, State.NEW, Question): State.NEW,
-    **{(side, State.READY, kind): State.READY for side, kinds in _KEEPS_READY.items() for kind in kinds},
+TRANSITIONS: dict[tuple[Side, SessionState, type], SessionState] = {
+    (Side.DECODE, SessionState.GREETED, Welcome): SessionState.READY,
+    (Side.DECODE, SessionState.GREETED, Refused): SessionState.ENDED,
+    (Side.DECODE, SessionState.GREETED, Bad): SessionState.ENDED,
+    (Side.DECODE, SessionState.READY, Refused): SessionState.ENDED,
+    (Side.PREFILL, SessionState.NEW, Hello): SessionState.READY,
+    (Side.PREFILL, SessionState.NEW, Bad): SessionState.NEW,
+    (Side.PREFILL, SessionState.NEW, Question): SessionState.NEW,
+    **{
+        (side, SessionState.READY, kind): SessionState.READY
+        for side, kinds in _KEEPS_READY.items()
+        for kind in kinds
+    },
 }
 """The state after a received message. What is not here is illegal."""
 
@@ -132,7 +136,7 @@ class Session:
         self, side: Side, ours: Introduction, limits: ExtraConfig, directory: tuple[RankAddress, ...] = ()
     ) -> None:
         self.side = side
-        self.state = State.NEW
+        self.state = SessionState.NEW
         self.peer: Introduction | None = None
         self.ours = ours
         self._limits = limits
@@ -151,9 +155,9 @@ class Session:
 
     def greet(self, now: float) -> None:
         """D's first message. Raises ``LocalError``: it was sent before, or this is P's side."""
-        if self.side is not Side.DECODE or self.state is not State.NEW:
+        if self.side is not Side.DECODE or self.state is not SessionState.NEW:
             raise LocalError(f"{self!r} cannot greet")
-        self.state = State.GREETED
+        self.state = SessionState.GREETED
         self._unanswered_greetings = 1
         self._greeted_at = now
         self._push(Hello(PROTOCOL_VERSION, self.ours))
@@ -161,19 +165,19 @@ class Session:
     def greet_anew(self, ours: Introduction) -> None:
         """D's introduction has changed: send it, if it greeted already."""
         self.ours = ours
-        if self.side is Side.DECODE and self.state in (State.GREETED, State.READY):
+        if self.side is Side.DECODE and self.state in (SessionState.GREETED, SessionState.READY):
             self._unanswered_greetings += 1
             self._push(Hello(PROTOCOL_VERSION, ours))
 
     def send(self, message: Message) -> None:
         """Queue a message of the layer above. Raises ``LocalError``: the conversation is not ready."""
-        if self.state is not State.READY:
+        if self.state is not SessionState.READY:
             raise LocalError(f"{self!r} cannot send {type(message).__name__}")
         self._push(message)
 
     def answer(self, answer: Answer) -> None:
         """Queue the answer to a question, which may come before the greeting."""
-        if self.state is not State.ENDED:
+        if self.state is not SessionState.ENDED:
             self._push(answer)
 
     def owe(self, owed: bool, now: float) -> None:
@@ -185,7 +189,7 @@ class Session:
 
     def refuse(self, reason: Reason) -> None:
         """P ends the conversation, and sends D the reason."""
-        self.state = State.ENDED
+        self.state = SessionState.ENDED
         self._push(Refused(PROTOCOL_VERSION, reason.text, reason.cause.value))
 
     def outgoing(self) -> list[bytes]:
@@ -195,7 +199,7 @@ class Session:
 
     def receive(self, frame: bytes, now: float) -> list[Event]:
         """Take one frame of the other side. Raises nothing, for any content."""
-        if self.state is State.ENDED:
+        if self.state is SessionState.ENDED:
             return []
         try:
             message = decode(self.side, frame, self._limits.max_message_bytes)
@@ -220,7 +224,7 @@ class Session:
                 return [Ended(refused.reason.after("the peer refused: "), loss)]
             case Bad(reason=reason):
                 self.state = after
-                if after is State.ENDED:
+                if after is SessionState.ENDED:
                     return [Ended(Cause.OTHER_RELEASE(f"the peer could not read our greeting: {reason}"))]
                 return [Misused(Cause.PROTOCOL(f"the peer could not use a message of ours: {reason}"))]
             case _:
@@ -231,8 +235,8 @@ class Session:
         """Let time pass: deadlines, and the questions that find out whether the peer lives."""
         ask_at, end_at = self._times()
         if now >= end_at:
-            was_greeted = self.state is State.GREETED
-            self.state = State.ENDED
+            was_greeted = self.state is SessionState.GREETED
+            self.state = SessionState.ENDED
             if was_greeted:
                 reason = f"the peer did not answer the greeting within {self._limits.handshake_timeout_s} s"
             else:
@@ -253,9 +257,9 @@ class Session:
     def _times(self) -> tuple[float, float]:
         """When to ask the peer for a sign of life, and when it counts as silent. Only D waits for P."""
         timeout_s = self._limits.peer_timeout_s
-        if self.state is State.GREETED:
+        if self.state is SessionState.GREETED:
             return math.inf, self._greeted_at + self._limits.handshake_timeout_s
-        if self.state is not State.READY or self.side is not Side.DECODE:
+        if self.state is not SessionState.READY or self.side is not Side.DECODE:
             return math.inf, math.inf
         if self._owed_since is not None:
             return max(self._owed_since, self._asked_at) + timeout_s / 4, self._owed_since + timeout_s
@@ -268,15 +272,15 @@ class Session:
         if refusal:
             self.refuse(refusal)
             return [Ended(refusal.after("refused a peer: "))]
-        self.state = State.READY
+        self.state = SessionState.READY
         self.peer = hello.introduction
         self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory, self._limits.lease_s, now))
         return [Ready(hello.introduction, ())]
 
-    def _welcome(self, welcome: Welcome, after: State) -> list[Event]:
+    def _welcome(self, welcome: Welcome, after: SessionState) -> list[Event]:
         refusal = _refusal(welcome.version, welcome.introduction, self.ours)
         if refusal:
-            self.state = State.ENDED
+            self.state = SessionState.ENDED
             return [Ended(refusal)]
         self.state = after
         self._unanswered_greetings -= 1
@@ -285,7 +289,7 @@ class Session:
 
     def _illegal(self, message: Message) -> list[Event]:
         reason = Cause.PROTOCOL(f"{type(message).__name__} is not expected in state {self.state.value}")
-        if self.side is Side.PREFILL and self.state is State.NEW:
+        if self.side is Side.PREFILL and self.state is SessionState.NEW:
             # We may have forgotten a peer that still believes in us: only ending it makes it greet anew.
             self.refuse(Cause.LOST(f"{reason}; the first message is Hello"))
             return [Misused(reason), Ended(reason)]

@@ -22,10 +22,10 @@ from kvconnect.router import bodies
 from kvconnect.router.bodies import BadBody
 from kvconnect.router.flow import Flow
 from kvconnect.router.membership import admin_served, follow_names
-from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.options import RouterLimits, RouterOptions, clean_url
 from kvconnect.router.policy import Followed
 from kvconnect.router.pool import Pool
+from kvconnect.router.router_metrics import RouterMetrics
+from kvconnect.router.router_options import RouterLimits, RouterOptions, clean_url
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 
 logger = logging.getLogger("kvconnect.router")

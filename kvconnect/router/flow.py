@@ -23,9 +23,9 @@ from aiohttp import web
 
 from kvconnect.router import bodies
 from kvconnect.router.bodies import SideChannel
-from kvconnect.router.options import RouterOptions
 from kvconnect.router.placing import Placing
-from kvconnect.router.pool import Lease, Pool
+from kvconnect.router.pool import NodeUse, Pool
+from kvconnect.router.router_options import RouterOptions
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
 
 logger = logging.getLogger("kvconnect.router")
@@ -123,7 +123,7 @@ class Flow:
         lease, placed = await self._take(exchange, self._decode)
         return await self._run_decode(exchange, bodies.decode_body(exchange.body, placed or None), lease)
 
-    async def _take(self, exchange: Exchange, pool: Pool) -> tuple[Lease | None, Mapping[str, Any]]:
+    async def _take(self, exchange: Exchange, pool: Pool) -> tuple[NodeUse | None, Mapping[str, Any]]:
         """The node that is asked first, and what names to it a peer that has more of the prompt."""
         if self.placing is None:
             return pool.take(), {}
@@ -143,7 +143,7 @@ class Flow:
         return await self._run_in_turn(exchange, lease, placed)
 
     async def _run_in_turn(
-        self, exchange: Exchange, lease: Lease | None = None, placed: Mapping[str, Any] | None = None
+        self, exchange: Exchange, lease: NodeUse | None = None, placed: Mapping[str, Any] | None = None
     ) -> web.StreamResponse:
         """Prefill, at the node of ``lease`` first, then decode."""
         self._metrics.flows.labels("sequential").inc()
@@ -152,7 +152,7 @@ class Flow:
         return await self._go_on(exchange, self._run_prefill(exchange, params, lease))
 
     async def _run_at_once(
-        self, exchange: Exchange, lease: Lease, channel: SideChannel, placed: Mapping[str, Any]
+        self, exchange: Exchange, lease: NodeUse, channel: SideChannel, placed: Mapping[str, Any]
     ) -> web.StreamResponse:
         """Serve a request from both nodes: the decode node waits for KV while the prefill node computes it.
 
@@ -232,7 +232,7 @@ class Flow:
         self,
         exchange: Exchange,
         params: Mapping[str, Any],
-        lease: Lease | None = None,
+        lease: NodeUse | None = None,
         *,
         retry: bool = True,
     ) -> Prefilled:
@@ -296,7 +296,7 @@ class Flow:
         return bytes(raw)
 
     async def _run_decode(
-        self, exchange: Exchange, body: Mapping[str, Any], lease: Lease | None = None
+        self, exchange: Exchange, body: Mapping[str, Any], lease: NodeUse | None = None
     ) -> web.StreamResponse:
         async with contextlib.AsyncExitStack() as stack:
             return await self._pass_on(exchange, await self._begin_decode(stack, exchange, body, lease))
@@ -306,7 +306,7 @@ class Flow:
         stack: contextlib.AsyncExitStack,
         exchange: Exchange,
         body: Mapping[str, Any] | None,
-        lease: Lease | None = None,
+        lease: NodeUse | None = None,
     ) -> Begun:
         """Decode up to the answer's first byte. Its connection stays open for as long as ``stack`` does.
 

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from kvconnect.addresses import join_address, split_address
 from kvconnect.errors import ConfigError
-from kvconnect.router.options import NAME, clean_url, split_rank
 from kvconnect.router.policy import Followed, Published
 from kvconnect.router.pool import Pool
+from kvconnect.router.router_options import NAME, clean_url, split_rank
 
 logger = logging.getLogger("kvconnect.router")
 

@@ -17,9 +17,9 @@ import msgspec
 
 from kvconnect.addresses import join_address
 from kvconnect.router import bodies
-from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Pool
 from kvconnect.router.prefix_index import ExtraKeys, Hit, PrefixIndex
+from kvconnect.router.router_metrics import RouterMetrics
 from kvconnect.router.upstream import Headers, Upstream, UpstreamError, UpstreamRequest
 
 _TOKENIZE_S = 2.0
@@ -34,7 +34,7 @@ _LEAST_PULLED = 256
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodeChoice:
     """By node, how many tokens a request has to compute there, or as long as that takes.
 
     ``sources`` are the addresses of nodes' side channels, as far as they are known. The request is of a
@@ -93,7 +93,7 @@ class Placing:
         if len(self._sessions) > _MOST_SESSIONS:
             self._sessions.popitem(last=False)
 
-    async def place(self, pool: Pool, headers: Headers, body: Mapping[str, Any]) -> Placement:
+    async def place(self, pool: Pool, headers: Headers, body: Mapping[str, Any]) -> NodeChoice:
         """What is known of a request; nothing of one with several prompts, or whose tokens are unknown."""
         tokens = await self._tokens(pool, headers, body)
         named = [value for key, value in headers if key.lower() == "x-session-id"]
@@ -101,11 +101,11 @@ class Placing:
         last = self._sessions.get(session, "")
         if not tokens:
             self._metrics.placements.labels("load").inc()
-            return Placement(session=session, last=last)
+            return NodeChoice(session=session, last=last)
         hits = self.index.hits(pool.urls, tokens, self._extra_keys(body))
         best = max((hit.num_tokens for hit in hits.values()), default=0)
         self._metrics.placements.labels("prefix" if best else "load").inc()
-        return Placement(len(tokens), hits, self.sources, session, last)
+        return NodeChoice(len(tokens), hits, self.sources, session, last)
 
     @property
     def _metrics(self) -> RouterMetrics:

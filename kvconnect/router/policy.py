@@ -11,11 +11,11 @@ import msgspec
 from kvconnect.addresses import split_address
 from kvconnect.errors import ConfigError
 from kvconnect.peer.feed import FeedReader
-from kvconnect.router.kv_events import KVEvents
-from kvconnect.router.options import NAME, RouterOptions, clean_url, split_rank
+from kvconnect.router.kv_event_reader import KVEvents
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import Node, Pool
 from kvconnect.router.prefix_index import PrefixIndex
+from kvconnect.router.router_options import NAME, RouterOptions, clean_url, split_rank
 from kvconnect.router.upstream import Upstream
 
 logger = logging.getLogger("kvconnect.router")

@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.router.options import NAME, RouterLimits
+from kvconnect.router.router_options import NAME, RouterLimits
 
 
-class State(enum.Enum):
+class NodeState(enum.Enum):
     """Where a node stands. ``UNKNOWN`` takes requests, but is not counted as ready."""
 
     UNKNOWN = "unknown"
@@ -24,7 +24,7 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
-_IN_ROTATION = (State.UNKNOWN, State.HEALTHY)
+_IN_ROTATION = (NodeState.UNKNOWN, NodeState.HEALTHY)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Node:
 
     url: str
     name: str = ""
-    state: State = State.UNKNOWN
+    state: NodeState = NodeState.UNKNOWN
     in_flight: int = 0
     work: float = 0.0
     failures: int = 0
@@ -46,7 +46,7 @@ class Node:
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class NodeUse:
     """The right to ask one node once."""
 
     url: str
@@ -81,19 +81,19 @@ class Pool:
     def add(self, url: str, name: str = "") -> None:
         """One node more, or again, as one that is being started."""
         node = self._nodes.setdefault(url, Node(url, name))
-        if node.state is State.DRAINING:
-            node.state = State.UNKNOWN
+        if node.state is NodeState.DRAINING:
+            node.state = NodeState.UNKNOWN
 
     def drain(self, url: str) -> None:
         """Give a node no more, and forget it with its last request. Raises ``ConfigError``: there is none."""
         if url not in self._nodes:
             raise ConfigError(f"{url} is no {self.role} node; there are {', '.join(self._nodes) or 'none'}")
-        self._nodes[url].state = State.DRAINING
+        self._nodes[url].state = NodeState.DRAINING
         self._forget_if_drained(url)
 
     def take(
         self, avoid: Collection[str] = (), work: Mapping[str, float] | None = None, prefers: str = ""
-    ) -> Lease | None:
+    ) -> NodeUse | None:
         """Lease the least loaded node in rotation that is not in ``avoid``; None if there is none.
 
         Where ``work`` has what the request costs at each node, the one that is done with it first. Among
@@ -114,18 +114,18 @@ class Pool:
         node = min(others, key=load, default=None)
         if node is None:
             return None
-        lease = Lease(node.url, work.get(node.url, 0.0))
+        lease = NodeUse(node.url, work.get(node.url, 0.0))
         node.in_flight += 1
         node.work += lease.work
         node.last_taken = next(self._taken)
         return lease
 
-    def computed(self, lease: Lease) -> None:
+    def computed(self, lease: NodeUse) -> None:
         """The node has begun its answer: it has nothing of the prompt left to compute."""
         self._node_of(lease).work -= lease.work
         lease.work = 0.0
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: NodeUse) -> None:
         """Give a lease back. Raises ``LocalError``: it was given back before."""
         self.computed(lease)
         self._node_of(lease).in_flight -= 1
@@ -135,10 +135,10 @@ class Pool:
     def answered(self, url: str) -> bool:
         """A node answered: it becomes healthy, unless it is drained or gone. True if it was not."""
         node = self._nodes.get(url)
-        if node is None or node.state is State.DRAINING:
+        if node is None or node.state is NodeState.DRAINING:
             return False
-        is_new = node.state is not State.HEALTHY
-        node.state, node.failures, node.was_seen = State.HEALTHY, 0, True
+        is_new = node.state is not NodeState.HEALTHY
+        node.state, node.failures, node.was_seen = NodeState.HEALTHY, 0, True
         return is_new
 
     def unreachable(self, url: str) -> bool:
@@ -149,7 +149,7 @@ class Pool:
         node.failures += 1
         if node.failures < self.limits.failures_to_eject:
             return False
-        node.state = State.EJECTED
+        node.state = NodeState.EJECTED
         node.ejections += 1
         return True
 
@@ -159,7 +159,7 @@ class Pool:
 
     def is_ready(self) -> bool:
         """At least one node has answered and is in rotation."""
-        return any(node.state is State.HEALTHY for node in self._nodes.values())
+        return any(node.state is NodeState.HEALTHY for node in self._nodes.values())
 
     def is_out(self) -> bool:
         """Every node has left rotation."""
@@ -170,10 +170,10 @@ class Pool:
         return [replace(node) for node in self._nodes.values()]
 
     def _forget_if_drained(self, url: str) -> None:
-        if self._nodes[url].state is State.DRAINING and not self._nodes[url].in_flight:
+        if self._nodes[url].state is NodeState.DRAINING and not self._nodes[url].in_flight:
             del self._nodes[url]
 
-    def _node_of(self, lease: Lease) -> Node:
+    def _node_of(self, lease: NodeUse) -> Node:
         if not lease.is_open:
             raise LocalError(f"a lease of {lease.url} was given back before")
         return self._nodes[lease.url]

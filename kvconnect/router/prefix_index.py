@@ -27,7 +27,7 @@ _WHOLE_KINDS = (None, "full_attention", "mla_attention")
 """Kinds of layers whose blocks are all needed: a window's and a state's do not give a hit's length."""
 
 
-class BlockStored(msgspec.Struct, tag=True):
+class StoredBlocks(msgspec.Struct, tag="BlockStored"):
     """Blocks that follow one another, the first of them after its parent, or at the beginning.
 
     Of what vLLM publishes as far as it counts here, and so are the other events.
@@ -52,7 +52,7 @@ class BlockStored(msgspec.Struct, tag=True):
         return is_whole and has_keys and self.kv_cache_spec_kind in _WHOLE_KINDS
 
 
-class BlockRemoved(msgspec.Struct, tag=True):
+class RemovedBlocks(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: list[int | bytes]
     medium: str | None = None
     group_idx: int | None = None
@@ -62,7 +62,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
     pass
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+Event = StoredBlocks | RemovedBlocks | AllBlocksCleared
 
 
 class Hit(NamedTuple):
@@ -115,13 +115,13 @@ class PrefixIndex:
         if isinstance(event, AllBlocksCleared):
             # The device's, as vLLM has it.
             known.device = _Tier()
-        elif isinstance(event, BlockStored):
+        elif isinstance(event, StoredBlocks):
             self._store(known, event)
         elif event.group_idx == known.group:
             tier = known.tier(event.medium)
             tier.held -= {tier.prefixes.pop(_key(name), 0) for name in event.block_hashes}
 
-    def _store(self, known: _Known, event: BlockStored) -> None:
+    def _store(self, known: _Known, event: StoredBlocks) -> None:
         if not event.counts:
             return
         if known.group is None:

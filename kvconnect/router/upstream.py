@@ -16,9 +16,9 @@ from typing import Any
 import aiohttp
 
 from kvconnect.router.bodies import to_bytes
-from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.options import RouterLimits, split_rank
-from kvconnect.router.pool import Lease, Pool
+from kvconnect.router.pool import NodeUse, Pool
+from kvconnect.router.router_metrics import RouterMetrics
+from kvconnect.router.router_options import RouterLimits, split_rank
 
 logger = logging.getLogger("kvconnect.router")
 
@@ -95,8 +95,8 @@ class Upstream:
 
     @contextlib.asynccontextmanager
     async def send(
-        self, pool: Pool, request: UpstreamRequest, lease: Lease | None = None, *, retry: bool = True
-    ) -> AsyncIterator[tuple[Lease, aiohttp.ClientResponse]]:
+        self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None = None, *, retry: bool = True
+    ) -> AsyncIterator[tuple[NodeUse, aiohttp.ClientResponse]]:
         """The lease of a node of ``pool`` and its answer, its headers read and its body not.
 
         ``lease`` names the node to try first, and is given back as any other. Leaving the block closes the
@@ -117,8 +117,8 @@ class Upstream:
             self.metrics.node_request_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
-        self, pool: Pool, request: UpstreamRequest, lease: Lease | None, retries: int
-    ) -> tuple[Lease, aiohttp.ClientResponse]:
+        self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None, retries: int
+    ) -> tuple[NodeUse, aiohttp.ClientResponse]:
         tried: list[str] = []
         last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
         while len(tried) <= retries:

@@ -24,7 +24,7 @@ until the engine has written the last one. ``notify``: until D has the message o
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """An interval of numbers that one number is known to lie in, ``low`` to ``high``."""
 
     low: float = -math.inf
@@ -43,16 +43,16 @@ class Span:
             return 0.0
         return (self.low + self.high) / 2 if math.isfinite(self.width) else 0.0
 
-    def also(self, other: Span) -> Span:
+    def also(self, other: TraceSpan) -> TraceSpan:
         """The intersection of both; this one, where they do not overlap."""
-        both = Span(max(self.low, other.low), min(self.high, other.high))
+        both = TraceSpan(max(self.low, other.low), min(self.high, other.high))
         return both if both.low <= both.high else self
 
-    def __neg__(self) -> Span:
-        return Span(-self.high, -self.low)
+    def __neg__(self) -> TraceSpan:
+        return TraceSpan(-self.high, -self.low)
 
-    def __add__(self, other: Span) -> Span:
-        return Span(self.low + other.low, self.high + other.high)
+    def __add__(self, other: TraceSpan) -> TraceSpan:
+        return TraceSpan(self.low + other.low, self.high + other.high)
 
 
 @dataclass
@@ -65,12 +65,12 @@ class Worker:
     name: str
     rank: int
     records: Sequence[Record]
-    ahead: Span = field(default_factory=Span)
+    ahead: TraceSpan = field(default_factory=TraceSpan)
     read_at: float = math.inf
 
 
 @dataclass
-class Request:
+class TracedRequest:
     """A load, or a prefill that no peer fetched: the records of each worker, by its place in the list."""
 
     handle: str
@@ -178,24 +178,24 @@ class _Messages:
                 self.sent[_RECEIVED_AS[moment], handle, transfer_id, number, min(ranks)] = at
 
 
-def _ahead(first: _Messages, second: _Messages) -> Span:
+def _ahead(first: _Messages, second: _Messages) -> TraceSpan:
     """How far the second one's clock is ahead of the first's, since no message arrives before it is sent."""
     there = (second.received[key] - at for key, at in first.sent.items() if key in second.received)
     back = (at - first.received[key] for key, at in second.sent.items() if key in first.received)
     low, high = max(back, default=-math.inf), min(there, default=math.inf)
     # Clocks that drift contradict themselves a little over minutes.
-    return Span(low, high) if low <= high else Span((low + high) / 2, (low + high) / 2)
+    return TraceSpan(low, high) if low <= high else TraceSpan((low + high) / 2, (low + high) / 2)
 
 
-def join(workers: Sequence[Worker]) -> list[Request]:
+def join(workers: Sequence[Worker]) -> list[TracedRequest]:
     """All requests, in the sequence of their ends. The clocks are one."""
-    found: dict[str, Request] = {}
+    found: dict[str, TracedRequest] = {}
     for place, worker in enumerate(workers):
         handle_of = {record[3]: record[2] for record in worker.records if record[2] and record[3]}
         for record in worker.records:
             handle = record[2] or handle_of.get(record[3], record[3])
             if handle:
-                request = found.setdefault(handle, Request(handle))
+                request = found.setdefault(handle, TracedRequest(handle))
                 request.records.setdefault(place, []).append(record)
     return sorted(found.values(), key=lambda request: (request.interval[1], request.handle))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvconnect.timeline import Moment, Record
-from kvconnect.trace.joining import PHASES, Request, Worker, lanes, late_s
+from kvconnect.trace.joining import PHASES, TracedRequest, Worker, lanes, late_s
 
 _CHUNK_SLICES = {
     (Moment.PACKING, Moment.PACKED): "pack",
@@ -22,7 +22,7 @@ _THREAD = 0
 Event = dict[str, Any]
 
 
-def trace(workers: Sequence[Worker], requests: Sequence[Request]) -> dict[str, Any]:
+def trace(workers: Sequence[Worker], requests: Sequence[TracedRequest]) -> dict[str, Any]:
     """The trace: a process a worker, with tracks of its thread and its requests, and lanes of chunks."""
     began_at = min((request.interval[0] for request in requests), default=0.0)
     ended_at = max((request.interval[1] for request in requests), default=0.0)
@@ -45,7 +45,7 @@ def trace(workers: Sequence[Worker], requests: Sequence[Request]) -> dict[str, A
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _request_slices(request: Request, place: int, track: int) -> Iterator[Event]:
+def _request_slices(request: TracedRequest, place: int, track: int) -> Iterator[Event]:
     """What lies between two moments of a request is named by the one that ends it."""
     records = [record for record in request.records[place] if record[1] not in _OF_CHUNKS]
     for before, record in zip(records[:1] + records, records, strict=False):
@@ -53,8 +53,8 @@ def _request_slices(request: Request, place: int, track: int) -> Iterator[Event]
         yield _slice(f"to {record[1]}", before[0], record[0], place, track, arguments)
 
 
-def _chunk_lanes(requests: Sequence[Request], place: int, first_track: int) -> Iterator[Event]:
-    chunks: list[tuple[Request, list[Record]]] = []
+def _chunk_lanes(requests: Sequence[TracedRequest], place: int, first_track: int) -> Iterator[Event]:
+    chunks: list[tuple[TracedRequest, list[Record]]] = []
     for request in requests:
         found: dict[tuple[int, int], list[Record]] = {}
         for record in request.records[place]:
@@ -83,7 +83,7 @@ def _slice(
     return {"ph": "X", "name": name, "pid": process, "tid": track, **length, "args": arguments or {}}
 
 
-def slowest(workers: Sequence[Worker], requests: Sequence[Request], most: int) -> list[str]:
+def slowest(workers: Sequence[Worker], requests: Sequence[TracedRequest], most: int) -> list[str]:
     """The slowest loads as lines of a table, all times in milliseconds.
 
     ``late`` is for how long, of this, the threads of all workers were late or held up.

@@ -35,7 +35,7 @@ from kvconnect.peer.messages import (
     StillAlive,
     Written,
 )
-from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, Session, State
+from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, Session, SessionState
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.timers import Timers
 from kvconnect.transfer.topics import Topics
@@ -144,13 +144,13 @@ class InboundPeers:
         for event in inbound.session.receive(data, now):
             self._handle(link, inbound, event, now)
         self._flush(link, inbound)
-        if inbound.session.state is State.ENDED:
+        if inbound.session.state is SessionState.ENDED:
             self._forget(link)
 
     def send(self, link: str, message: Message) -> None:
         """Send a message over a connection, if it is there."""
         inbound = self._peers.get(link)
-        if inbound is not None and inbound.session.state is State.READY:
+        if inbound is not None and inbound.session.state is SessionState.READY:
             inbound.session.send(message)
             self._flush(link, inbound)
 

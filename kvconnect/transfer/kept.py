@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.pack.lanes import Column
+from kvconnect.pack.page_lanes import Column
 from kvconnect.plan.blocks import GroupBlocks
 
 

@@ -183,7 +183,7 @@ class Seek(msgspec.Struct, frozen=True):
     hashes: tuple[bytes, ...]
 
 
-class Fetch(Seek, frozen=True):
+class TierFetch(Seek, frozen=True):
     """Read contents from a lower tier into rows, then report which of them are not there."""
 
     rows: tuple[Count, ...]
@@ -200,7 +200,7 @@ class OffloadOrders(_Parts, frozen=True):
 
     stores: tuple[Store, ...] = ()
     restores: tuple[Restore, ...] = ()
-    fetches: tuple[Fetch, ...] = ()
+    fetches: tuple[TierFetch, ...] = ()
     seeks: tuple[Seek, ...] = ()
     clear: bool = False
     """Forget everything that lower tiers keep, before any of the others."""

@@ -13,7 +13,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvconnect.offload.events import Described, EventMaker, last_64_bits
+from kvconnect.offload.tier_events import Described, EventMaker, last_64_bits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -26,7 +26,7 @@ from kvconnect.halves.building import (
 )
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.offload.events import TierEvents
+from kvconnect.offload.tier_events import TierEvents
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings

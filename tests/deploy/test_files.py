@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
-from kvconnect.router.options import clean_url
+from kvconnect.router.router_options import clean_url
 from tests.deploy.commands import (
     DEPLOY,
     KINDS,

@@ -21,8 +21,8 @@ from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer, fetch_json
 from kvconnect.demo.pair import PROTOCOLS, ask
 from kvconnect.metrics import FAMILIES, PREFIX
-from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Pool
+from kvconnect.router.router_metrics import RouterMetrics
 from tests.deploy.commands import DEPLOY
 from tests.ports import free_port
 from tests.test_docs import texts

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from kvconnect.doctor import runner
+from kvconnect.doctor import doctor_runner as runner
 from kvconnect.doctor.facts import Probes
 from kvconnect.doctor.findings import Finding, Level
 from kvconnect.doctor.trial import Trial, TrialSettings

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from kvconnect.cli import app
-from kvconnect.doctor import measure, runner
+from kvconnect.doctor import doctor_runner, measure
 from kvconnect.doctor.facts import Facts
 from kvconnect.doctor.findings import Level, well
 from kvconnect.doctor.machine import Machine
@@ -422,7 +422,7 @@ def test_a_table_that_is_no_cache_is_refused_before_anything_is_computed_with_it
 
 
 def test_what_a_peer_writes_cannot_steer_the_terminal(capsys):
-    runner._print([well("peer", "a\x1b[2Jb [red]c")])
+    doctor_runner._print([well("peer", "a\x1b[2Jb [red]c")])
     assert "\x1b[2J" not in capsys.readouterr().out
 
 

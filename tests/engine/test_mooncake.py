@@ -46,14 +46,14 @@ def test_small_batches_take_turns_with_two_threads_and_large_ones_do_not(monkeyp
     from kvconnect.engine import mooncake_lanes
 
     used: list[tuple[int, int]] = []
-    run = mooncake_lanes.Sender._run
+    run = mooncake_lanes.NativeSender._run
 
     def noted(self, job):
         used.append((len(job.batch.length), threading.get_ident()))
         time.sleep(0.05)
         return run(self, job)
 
-    monkeypatch.setattr(mooncake_lanes.Sender, "_run", noted)
+    monkeypatch.setattr(mooncake_lanes.NativeSender, "_run", noted)
     peer, engine = PeerProcess(make_engine), make_engine()
     engine._senders_per_peer = 2
     driver = Driver(engine, 1 << 20)

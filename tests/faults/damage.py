@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.disk.folder import row_name
-from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.record import HEADER_BYTES
 from tests.faults import disk_rows
 from tests.faults.reports import RowReport, progress

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.disk.folder import FolderOwner
-from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.tier import Content, TierRow
 
 NAMESPACE = hashlib.sha256(b"python -m tests.faults disk").hexdigest()

@@ -135,7 +135,7 @@ class Stage:
         self.folder = Path(self._folder.name)
         self.nursery = Nursery(
             "kvconnect.cli",
-            "kvconnect.node.serve",
+            "kvconnect.node.serving",
             "kvconnect.router.app",
             "kvconnect.halves.scheduler_half",
             "kvconnect.halves.worker_half",

@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvconnect.node.attention import AttentionPages, Backend, Segment
-from kvconnect.node.options import NodeOptions
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.runner_kit.attention_groups import GraphSupport
 from kvconnect.runner_kit.flex_capacity import NULL_PAGE, FlexBuffers, FlexCapacity
 

@@ -12,14 +12,14 @@ import torch
 
 from kvconnect.errors import PeerError
 from kvconnect.node.attention import Backend
-from kvconnect.node.blocks import BlockPool
-from kvconnect.node.connector import Connector
-from kvconnect.node.engine import Engine
+from kvconnect.node.block_manager import BlockPool
+from kvconnect.node.engine import NodeEngine
 from kvconnect.node.models import build_model
-from kvconnect.node.models.base import CacheLayout, CacheSizing, Model
-from kvconnect.node.options import NodeOptions
+from kvconnect.node.models.model import CacheLayout, CacheSizing, Model
+from kvconnect.node.node_connector import Connector
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output, Request
-from kvconnect.node.serve import build_engine
+from kvconnect.node.serving import build_engine
 from kvconnect.outcome import Cause
 from kvconnect.runner_kit.block_table import expand_block_ids
 from kvconnect.transfer.orders import LetGo, Orders, Results
@@ -72,7 +72,7 @@ class OtherBackends:
 class Client:
     """Submits requests to an engine and keeps what comes back."""
 
-    engine: Engine
+    engine: NodeEngine
     outputs: dict[str, list[Output]] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.node.blocks import BlockManager, BlockPool
-from kvconnect.node.cache import build_cache_config
+from kvconnect.node.block_manager import BlockManager, BlockPool
+from kvconnect.node.kv_cache import build_cache_config
 from kvconnect.node.models import build_model
-from kvconnect.node.models.base import CacheSizing
+from kvconnect.node.models.model import CacheSizing
 from tests.node.node_harness import check_pool, make_client, make_prompt
 
 CONFIGS = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvconnect.cache.identity import Naming, differences
-from kvconnect.node.connector import identity
 from kvconnect.node.models import build_model
-from kvconnect.node.options import NodeOptions
+from kvconnect.node.node_connector import identity
+from kvconnect.node.node_options import NodeOptions
 from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
 
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvconnect.offload.disk.tier import DiskTier
+from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.worker.row_work import RowWork
 from tests.node.node_harness import make_client, make_prompt
 from tests.node.test_pulls import MODELS, assert_at_rest, closing, node, pulled

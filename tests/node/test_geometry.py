@@ -8,11 +8,11 @@ import torch
 from kvconnect.cache.identity import Naming
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
-from kvconnect.node.cache import CACHE_DTYPES, NodeCache
-from kvconnect.node.connector import identity
+from kvconnect.node.kv_cache import CACHE_DTYPES, NodeCache
 from kvconnect.node.models import build_model
-from kvconnect.node.models.base import CacheSizing
-from kvconnect.node.options import NodeOptions
+from kvconnect.node.models.model import CacheSizing
+from kvconnect.node.node_connector import identity
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.runner_kit.attention_groups import GraphSupport
 from tests.node.node_harness import MODEL_NAMES, CopyConnector, make_client, make_prompt
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
-from kvconnect.node.blocks import PrefixHashes, RequestBlocks
-from kvconnect.node.request import Chunk, Request, Step
+from kvconnect.node.block_manager import PrefixHashes, RequestBlocks
+from kvconnect.node.request import EngineStep, Request, ScheduledChunk
 from kvconnect.node.transfers import Transfers, align_tokens
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
@@ -106,7 +106,7 @@ def test_a_step_is_told_once_something_came_of_it():
 
     def tell(start: int, end: int, **given) -> list[tuple]:
         half.told = []
-        step = Step(chunks=[Chunk("r", 3, start, list(range(start, end)), False)], **given)
+        step = EngineStep(chunks=[ScheduledChunk("r", 3, start, list(range(start, end)), False)], **given)
         hooks.launched(step, {"r": one})
         return half.told
 

@@ -7,7 +7,7 @@ import json
 import aiohttp
 import pytest
 
-from kvconnect.node.options import NodeOptions
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output
 from kvconnect.node.server import HttpLimits, NodeServer
 

@@ -6,11 +6,11 @@ import torch
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
 from kvconnect.node.attention import AttentionPages, StatePages
-from kvconnect.node.cache import NodeCache
+from kvconnect.node.kv_cache import NodeCache
+from kvconnect.node.model_runner import Runner
 from kvconnect.node.models import build_model
-from kvconnect.node.models.base import CacheSizing
-from kvconnect.node.request import Chunk, Step
-from kvconnect.node.runner import Runner
+from kvconnect.node.models.model import CacheSizing
+from kvconnect.node.request import EngineStep, ScheduledChunk
 from tests.caches import overlaid_groups
 from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt
 
@@ -30,11 +30,11 @@ class Bench:
             count = 1 if group.is_state else -(-(len(prompt) + 32) // group.block_size)
             self.blocks.append(list(range(first, first + count)))
             first += count
-        self.runner.prepare(Step(new_rows=[(1, self.blocks)]))
+        self.runner.prepare(EngineStep(new_rows=[(1, self.blocks)]))
         self.feed(0, prompt[:-1])
 
     def feed(self, start: int, tokens: list[int]) -> tuple[int, int | None]:
-        return self.runner.execute(Step(chunks=[Chunk("r", 1, start, tokens, True)]))["r"]
+        return self.runner.execute(EngineStep(chunks=[ScheduledChunk("r", 1, start, tokens, True)]))["r"]
 
     def states(self) -> dict[str, torch.Tensor]:
         return {

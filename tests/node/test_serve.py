@@ -13,9 +13,9 @@ import time
 import pytest
 
 from kvconnect.demo.http import fetch_json
-from kvconnect.node.connector import Connector
-from kvconnect.node.options import NodeOptions
-from kvconnect.node.serve import build_engine
+from kvconnect.node.node_connector import Connector
+from kvconnect.node.node_options import NodeOptions
+from kvconnect.node.serving import build_engine
 from tests.node.node_harness import CopyConnector, make_client, make_prompt
 
 PROMPT = make_prompt(50)

@@ -8,10 +8,10 @@ import aiohttp
 import pytest
 
 from kvconnect.errors import LocalError
-from kvconnect.node.connector import Connector
-from kvconnect.node.options import NodeOptions
-from kvconnect.node.serve import build_engine
+from kvconnect.node.node_connector import Connector
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.server import NodeServer
+from kvconnect.node.serving import build_engine
 from tests.node.node_harness import CopyConnector, make_client, make_prompt
 
 

@@ -7,8 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, row_name
-from kvconnect.offload.disk.tier import DiskTier
 from tests.offload.tier_suite import HANG_S, TierDriver
 
 NAMESPACE = "0123456789abcdef" * 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvconnect.offload.events import DEVICE
 from kvconnect.offload.index.class_rows import READY
 from kvconnect.offload.tier import HOST
+from kvconnect.offload.tier_events import DEVICE
 
 
 class Stored(NamedTuple):

@@ -23,8 +23,8 @@ from kvconnect.errors import ConfigError
 from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk import row_files
 from kvconnect.offload.disk.catalog import Catalog
+from kvconnect.offload.disk.disk_tier import READ_THREADS, DiskTier, open_disk_tier
 from kvconnect.offload.disk.folder import FolderOwner, RowFile, bytes_on_disk, row_name
-from kvconnect.offload.disk.tier import READ_THREADS, DiskTier, open_disk_tier
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload_config import OffloadConfig

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index import age_order, class_rows
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
+from kvconnect.offload.tier_events import TierEvents
 from tests.offload.event_replay import Plain, Removed
 from tests.offload.index_kit import check_index
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.transfer.orders import Fetch, RowCopies, Store
+from kvconnect.transfer.orders import RowCopies, Store, TierFetch
 from tests.offload.worker_kit import Double, Rig, caches
 
 NAMING = Naming("test", 4)
@@ -83,7 +83,7 @@ class Named:
         self.number += 1
         hashes, rows = tuple(name for name, _ in pairs), tuple(row for _, row in pairs)
         self.taken(group, rows)
-        self.rig.order(fetches=(Fetch(self.number, "disk", group, hashes, rows),))
+        self.rig.order(fetches=(TierFetch(self.number, "disk", group, hashes, rows),))
         if tier.mood in ("good", "refuse"):
             self.rig.until_idle()
             there = [(name, row) for name, row in pairs if (group, name) in tier.kept]

@@ -13,11 +13,11 @@ import pytest
 import zmq
 
 from kvconnect.errors import ConfigError
-from kvconnect.node import serve
-from kvconnect.node.blocks import PrefixHashes
+from kvconnect.node import serving as serve
+from kvconnect.node.block_manager import PrefixHashes
 from kvconnect.node.kv_events import KVEventsConfig, configured_publisher
-from kvconnect.offload.events import DEVICE, TierEvents
 from kvconnect.offload.tier import DISK, HOST
+from kvconnect.offload.tier_events import DEVICE, TierEvents
 from tests.node.node_harness import make_client, make_prompt
 from tests.offload.event_replay import Plain, Replay
 from tests.offload.node_kit import POOLS, disk_settings, make_keeper

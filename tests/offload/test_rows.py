@@ -12,7 +12,7 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import ConfigError, EngineError, LayoutError, LocalError
-from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.copies.rows import GroupRows, RowLayout, RowParts, row_table
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass, plan_arena
 from kvconnect.transfer.orders import RowCopies

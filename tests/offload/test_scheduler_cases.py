@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.scheduler.host import JobKind
+from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, StateBlock, Step
 from tests.offload.event_replay import Plain, Removed

@@ -10,7 +10,7 @@ import pytest
 from kvconnect.engine.store_talk import Verb
 from kvconnect.errors import EngineError
 from kvconnect.offload.store.announced import Announced
-from kvconnect.offload.store.tier import StoreTier, _Item
+from kvconnect.offload.store.store_tier import StoreTier, _Item
 from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
 
 NAMESPACE = "ab" * 32

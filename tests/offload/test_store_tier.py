@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvconnect.engine import mooncake_store
-from kvconnect.engine.store_process import SharedMemory, StoreProcess
+from kvconnect.engine.store_process import StoreMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Settings, Verb
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
-from kvconnect.offload.store.tier import _Item, open_store_tier
+from kvconnect.offload.store.store_tier import _Item, open_store_tier
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.transfer.orders import Fetch, Seek, Store
+from kvconnect.transfer.orders import Seek, Store, TierFetch
 from tests.offload.store_master import StoreMaster, master_binary
 from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, some_rows
 from tests.offload.worker_kit import NUM_GROUPS, Rig, copies
@@ -113,7 +113,7 @@ def test_two_nodes_over_one_store_find_each_others_blocks(master):
         rig.until(lambda rig=rig: len(rig.found) == NUM_GROUPS, 30)
         assert set(rig.found.values()) == {found}
         fetches = tuple(
-            Fetch(group, "store", group, (b"no", *names), (3, 4, 5)) for group in range(NUM_GROUPS)
+            TierFetch(group, "store", group, (b"no", *names), (3, 4, 5)) for group in range(NUM_GROUPS)
         )
         rig.order(fetches=fetches)
         rig.until(lambda rig=rig: len(rig.fetched) == NUM_GROUPS, 30)
@@ -204,7 +204,7 @@ def test_bytes_that_are_not_ours_are_never_given_out(own_master):
     tier = open_tier(own_master.address)
     driver, rows = TierDriver(tier), some_rows(6, 8, length=4000)
     assert driver.write(rows) == ()
-    memory = SharedMemory(1 << 20)
+    memory = StoreMemory(1 << 20)
     settings = Settings(
         master=own_master.address, metadata="P2PHANDSHAKE", protocol="tcp", host="127.0.0.1", segment_bytes=0
     )

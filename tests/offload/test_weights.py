@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.transfer.orders import Fetch, Store
+from kvconnect.transfer.orders import Store, TierFetch
 from tests.offload.worker_kit import Double, Rig, copies
 
 HASHES = (b"hash1", b"hash2")
@@ -39,7 +39,7 @@ def keep(rig, job, *hashes):
 
 def missing(rig, job, tier, *hashes):
     """Those of them that a tier does not have."""
-    rig.order(fetches=(Fetch(job, tier, 0, hashes, tuple(range(len(hashes)))),))
+    rig.order(fetches=(TierFetch(job, tier, 0, hashes, tuple(range(len(hashes)))),))
     rig.until(lambda: job in rig.fetched)
     return rig.fetched[job]
 
@@ -123,7 +123,7 @@ def test_jobs_under_way_end_when_weights_are_replaced(rigs):
 
     rig = start(rigs, "files 1", late)
     rig.order(stores=(Store(1, copies(0, [(1, 0)]), (b"x",), keep=True),))
-    rig.order(fetches=(Fetch(2, "disk", 0, (b"y",), (3,)),))
+    rig.order(fetches=(TierFetch(2, "disk", 0, (b"y",), (3,)),))
     rig.until(lambda: len(opened[0].put_off) == 2)
     rig.worker.replace_weights({"files": "tensors 2"})
     rig.until(lambda: 1 in rig.kept and 2 in rig.fetched)

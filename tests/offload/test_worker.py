@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.disk.survey import cache_folders, look
-from kvconnect.transfer.orders import Fetch, OffloadOrders, Restore, Results, Seek, Store
+from kvconnect.transfer.orders import OffloadOrders, Restore, Results, Seek, Store, TierFetch
 from tests.offload.rows_by_hand import rows_of
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies
 
@@ -100,7 +100,7 @@ def test_orders_before_the_caches_are_a_mistake():
         rig.worker.before_step(store)
     for orders in (
         OffloadOrders(restores=(Restore("r", ()),)),
-        OffloadOrders(fetches=(Fetch(1, "disk", 0, (), ()),)),
+        OffloadOrders(fetches=(TierFetch(1, "disk", 0, (), ()),)),
         OffloadOrders(seeks=(Seek(1, "disk", 0, ()),)),
     ):
         with pytest.raises(LocalError, match="register_kv_caches"):
@@ -148,7 +148,7 @@ def test_an_order_that_cannot_be_carried_out_fails_alone(rig, bad):
 
 def test_orders_for_a_tier_that_is_not_there_find_nothing(rig):
     rig.order(
-        fetches=(Fetch(1, "disk", 0, hashes(1), (0,)),),
+        fetches=(TierFetch(1, "disk", 0, hashes(1), (0,)),),
         seeks=(Seek(2, "store", 1, hashes(1, 2)),),
         stores=(Store(3, copies(0, [(1, 0)]), hashes(1), keep=True),),
     )
@@ -197,7 +197,7 @@ def test_a_thread_that_ended_leaves_nobody_waiting(rig):
     rig.order(
         stores=(Store(1, copies(0, [(1, 0)]), hashes(1), keep=True),),
         restores=(Restore("r", (copies(1, [(1, 0)]),)),),
-        fetches=(Fetch(2, "disk", 0, hashes(1), (0,)),),
+        fetches=(TierFetch(2, "disk", 0, hashes(1), (0,)),),
         seeks=(Seek(3, "disk", 0, hashes(1)),),
     )
     rig.collect()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.tier import lower_tier_names
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.transfer.orders import CHANGES_AT_ONCE, Fetch, Restore, Seek, Store, TierChange
+from kvconnect.transfer.orders import CHANGES_AT_ONCE, Restore, Seek, Store, TierChange, TierFetch
 from tests.offload.memory_tier import MemoryTier
 from tests.offload.rows_by_hand import rows_of
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Double, Rig, copies
@@ -61,7 +61,7 @@ def test_what_is_kept_is_fetched_into_other_rows_and_restored(make):
     ]
     rig.scribble(1)
     for group in range(NUM_GROUPS):
-        rig.order(fetches=(Fetch(10 + group, "disk", group, hashes(2, 9, 1), (3, 4, 5)),))
+        rig.order(fetches=(TierFetch(10 + group, "disk", group, hashes(2, 9, 1), (3, 4, 5)),))
     rig.until(lambda: len(rig.fetched) == NUM_GROUPS)
     assert set(rig.fetched.values()) == {hashes(9)}
     rig.restore_all(image, [(6, 3, 2), (7, 5, 1)])
@@ -147,7 +147,7 @@ def test_a_tier_that_does_not_answer_is_given_up_and_its_rows_stay_held(make, mo
     disk.kept = {(0, hash_): b"\xee" * rig.worker.row_bytes[0] for hash_ in hashes(7, 8)}
     rig.order(
         stores=(store(1, [(1, 0)], 1),),
-        fetches=(Fetch(2, "disk", 0, hashes(7, 8), (1, 2)),),
+        fetches=(TierFetch(2, "disk", 0, hashes(7, 8), (1, 2)),),
         seeks=(Seek(3, "disk", 0, hashes(7)),),
     )
     rig.until(lambda: rig.kept and rig.fetched and rig.found)
@@ -162,7 +162,7 @@ def test_a_tier_that_does_not_answer_is_given_up_and_its_rows_stay_held(make, mo
     disk.mood = "good"
     rig.order(
         stores=(store(4, [(2, 1), (3, 3), (4, 0)], 1, 2, 3),),
-        fetches=(Fetch(5, "disk", 0, hashes(7, 8), (2, 4)),),
+        fetches=(TierFetch(5, "disk", 0, hashes(7, 8), (2, 4)),),
     )
     rig.until(lambda: 4 in rig.kept and 5 in rig.fetched)
     assert set(rig.stored[4]) == set(hashes(1, 3))
@@ -244,7 +244,7 @@ def test_a_tier_that_is_broken_harms_nobody_else(make, broken):
     for job in range(3):
         rig.order(
             stores=(store(job, [(1, job)], job),),
-            fetches=(Fetch(10 + job, "disk", 0, hashes(9), (5 + job,)),),
+            fetches=(TierFetch(10 + job, "disk", 0, hashes(9), (5 + job,)),),
             seeks=(Seek(20 + job, "disk", 0, hashes(9)), Seek(30 + job, "store", 0, hashes(job))),
         )
     rig.until(lambda: len(rig.kept) == 3 and len(rig.fetched) == 3 and len(rig.found) == 6)
@@ -349,7 +349,7 @@ def test_closing_ends_what_tiers_never_answered(make):
     rig = make(disk)
     rig.order(
         stores=(store(1, [(1, 0)], 1),),
-        fetches=(Fetch(2, "disk", 0, hashes(7), (1,)),),
+        fetches=(TierFetch(2, "disk", 0, hashes(7), (1,)),),
         seeks=(Seek(3, "disk", 0, hashes(7)),),
     )
     rig.until(lambda: rig.stored == {1: ()})
@@ -380,7 +380,7 @@ def test_the_disk_and_a_restart(tmp_path):
         if not salt:
             again.until(lambda again=again: len(again.changes) > 0)
             assert set(again.changes[0].added) == set(hashes(1, 2))
-        again.order(fetches=(Fetch(1, "disk", 2, hashes(2, 1), (4, 5)),))
+        again.order(fetches=(TierFetch(1, "disk", 2, hashes(2, 1), (4, 5)),))
         again.until(lambda again=again: again.fetched)
         assert set(again.fetched[1]) == set(missing)
         if not missing:
@@ -484,7 +484,7 @@ def _random_step(rig, model):
         names = names[: len(rows)]
         _take_rows(model, group, rows)
         model.jobs[job] = ("fetch", group, names, rows, False)
-        rig.order(fetches=(Fetch(job, chance.choice(["disk", "store"]), group, names, tuple(rows)),))
+        rig.order(fetches=(TierFetch(job, chance.choice(["disk", "store"]), group, names, tuple(rows)),))
     elif what == "seek":
         model.jobs[job] = ("seek", group, (), [], False)
         rig.order(seeks=(Seek(job, chance.choice(["disk", "store"]), group, (b"unknown",)),))

@@ -16,7 +16,7 @@ from kvconnect.errors import LocalError
 from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
 from kvconnect.peer.loss import PeerLoss
-from kvconnect.peer.session import TRANSITIONS, Ended, Misused, Ready, Received, Session, Side, State
+from kvconnect.peer.session import TRANSITIONS, Ended, Misused, Ready, Received, Session, SessionState, Side
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from tests.identities import named
@@ -82,7 +82,7 @@ def test_greeting_makes_both_sides_ready():
     assert seen[Side.DECODE][0].peer.engine_id == "P"
     assert seen[Side.DECODE][0].directory == (RankAddress(0, "h", 1),)
     assert seen[Side.PREFILL][0].peer.engine_id == "D"
-    assert (decode.state, prefill.state) == (State.READY, State.READY)
+    assert (decode.state, prefill.state) == (SessionState.READY, SessionState.READY)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_peer_that_disagrees_is_refused_with_both_values(difference, match):
     (ended,) = talk(decode, prefill)[Side.DECODE]
     assert isinstance(ended, Ended)
     assert match in ended.reason.text
-    assert (decode.state, prefill.state) == (State.ENDED, State.ENDED)
+    assert (decode.state, prefill.state) == (SessionState.ENDED, SessionState.ENDED)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_numbers_out_of_bounds_are_not_read():
     for message in (m.Release("h", 10**6), m.CreditGrant(1, (m.Grant(0, 64, 7),))):
         (event,) = prefill.receive(m.encode(message), 0)
         assert isinstance(event, Misused)
-    assert prefill.state is State.READY
+    assert prefill.state is SessionState.READY
 
 
 def test_answers_out_of_bounds_are_not_read():
@@ -143,7 +143,7 @@ def test_answers_out_of_bounds_are_not_read():
     meaning = m.CacheMeaning(named(), None, 10**10)
     welcome = m.Welcome(m.PROTOCOL_VERSION, msgspec.structs.replace(introduction(), meaning=meaning), ())
     hostile.receive(m.encode(welcome), 0)
-    assert hostile.state is not State.READY
+    assert hostile.state is not SessionState.READY
 
 
 def test_a_second_greeting_tells_the_new_introduction_and_is_answered():
@@ -154,7 +154,7 @@ def test_a_second_greeting_tells_the_new_introduction_and_is_answered():
     seen = talk(decode, prefill)
     assert [type(event) for event in seen[Side.DECODE]] == [Ready]
     assert prefill.peer.engine_card == b"another"
-    assert decode.state is prefill.state is State.READY
+    assert decode.state is prefill.state is SessionState.READY
 
 
 def test_who_greets_again_before_the_first_answer_is_met_twice():
@@ -211,7 +211,7 @@ def test_what_is_asked_passes_once_ready(message):
     decode, prefill = ready_pair()
     decode.send(message)
     assert talk(decode, prefill) == {Side.PREFILL: [Received(message)], Side.DECODE: []}
-    assert (decode.state, prefill.state) == (State.READY, State.READY)
+    assert (decode.state, prefill.state) == (SessionState.READY, SessionState.READY)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_what_is_answered_passes_once_ready(message):
     decode, prefill = ready_pair()
     prefill.send(message)
     assert talk(decode, prefill) == {Side.DECODE: [Received(message)], Side.PREFILL: []}
-    assert (decode.state, prefill.state) == (State.READY, State.READY)
+    assert (decode.state, prefill.state) == (SessionState.READY, SessionState.READY)
 
 
 def test_what_a_peer_says_of_a_chunk_shows_that_it_lives():
@@ -231,7 +231,7 @@ def test_what_a_peer_says_of_a_chunk_shows_that_it_lives():
     for now in range(1, 30):
         decode.receive(m.encode(m.Landed(1, now, now, 64, None)), now)
         assert decode.tick(now) == []
-    assert decode.state is State.READY
+    assert decode.state is SessionState.READY
 
 
 ALL_MESSAGES = [
@@ -252,20 +252,20 @@ ALL_MESSAGES = [
 
 
 @pytest.mark.parametrize("side", list(Side))
-@pytest.mark.parametrize("state", [State.NEW, State.GREETED, State.READY])
+@pytest.mark.parametrize("state", [SessionState.NEW, SessionState.GREETED, SessionState.READY])
 @pytest.mark.parametrize("message", ALL_MESSAGES, ids=lambda message: type(message).__name__)
 def test_what_is_not_in_the_table_changes_nothing(side, state, message):
     if (side, state, type(message)) in TRANSITIONS:
         return
     subject = session(side)
-    if state is not State.NEW and side is Side.DECODE:
+    if state is not SessionState.NEW and side is Side.DECODE:
         subject.greet(0)
     subject.state = state
     events = subject.receive(m.encode(message), 0)
     assert isinstance(events[0], Misused)
-    if side is Side.PREFILL and state is State.NEW and isinstance(message, m.ToPrefill):
+    if side is Side.PREFILL and state is SessionState.NEW and isinstance(message, m.ToPrefill):
         # Forgotten peers are told to greet again.
-        assert subject.state is State.ENDED
+        assert subject.state is SessionState.ENDED
     else:
         assert subject.state is state
 
@@ -276,7 +276,7 @@ def test_no_bytes_raise_or_change_a_ready_session(data):
     for subject in (decode, prefill):
         events = subject.receive(data, 1)
         assert all(isinstance(event, (Misused, Received)) for event in events)
-        assert subject.state is State.READY
+        assert subject.state is SessionState.READY
 
 
 @given(st.sampled_from(ALL_MESSAGES), st.integers(0, 400), st.integers(0, 255))
@@ -331,7 +331,7 @@ def test_an_answer_to_the_question_keeps_the_peer():
             prefill.send(m.StillAlive())
         for frame in prefill.outgoing():
             decode.receive(frame, now)
-    assert decode.state is State.READY
+    assert decode.state is SessionState.READY
 
 
 def test_what_is_said_too_early_is_our_own_bug():

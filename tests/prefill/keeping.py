@@ -7,12 +7,12 @@ import math
 
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.specs import div_ceil
-from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import make_copier
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.worker.jobs import Jobs, Report
+from kvconnect.offload.worker.jobs import RankJobs, Report
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Load, Orders, RowCopies
@@ -37,7 +37,7 @@ class Keeper:
         layout = RowLayout.build(self.cache.table)
         plan = plan_arena(1 << 20, layout.row_bytes, dict.fromkeys(layout.row_bytes, 1))
         self.copier = make_copier(layout, RowArena(plan), "cpu")
-        self.jobs = Jobs(0)
+        self.jobs = RankJobs(0)
         self.jobs.class_of = plan.class_of
         arena = self.copier._arena
         self.rows = self.jobs.names = NamedRows(self.naming, needs, self.cache.table, arena, self.jobs)

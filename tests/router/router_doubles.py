@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 
 from kvconnect.router.app import ROUTER, Router, create_router_app, router_runner
-from kvconnect.router.options import RouterLimits, RouterOptions
+from kvconnect.router.router_options import RouterLimits, RouterOptions
 from tests.ports import free_port
 
 PARAMS = {

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from kvconnect.router.prefix_index import (
     AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     Hit,
     PrefixIndex,
+    RemovedBlocks,
+    StoredBlocks,
     prefixes_of,
 )
 
 
 def stored(hashes, parent, token_ids, block_size, extra_keys=None, **more):
-    return BlockStored(hashes, parent, token_ids, block_size, extra_keys=extra_keys, **more)
+    return StoredBlocks(hashes, parent, token_ids, block_size, extra_keys=extra_keys, **more)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=60), st.integers(1, 8), st.integers(0, 6))
@@ -73,7 +73,7 @@ def test_nodes_have_what_they_published(steps, asked, cut):
                 node.tiers = {True: set(), False: set()}
         elif verb == "remove":
             gone = [hashed(name, prompt[:end]) for end in ends[-cut:]]
-            index.apply(name, BlockRemoved(gone, media[on_device]))
+            index.apply(name, RemovedBlocks(gone, media[on_device]))
             node.tiers[on_device] -= {tuple(prompt[:end]) for end in ends[-cut:]}
         else:
             # What is published follows on what the node has already, or on nothing.
@@ -115,7 +115,7 @@ def test_what_cannot_be_placed_is_left_out_and_counted():
     index.apply("a", stored([1, 2, 3], None, [0] * 12, 4))
     index.apply("a", stored([4], 3, [0] * 4, 4))
     assert (len(index), index.num_left_out) == (3, 2)
-    index.apply("a", BlockRemoved([3]))
+    index.apply("a", RemovedBlocks([3]))
     index.apply("a", stored([b"long hash, of which the end counts"], 2, [1] * 4, 4))
     assert index.hits("a", [0] * 8 + [1] * 4) == {"a": Hit(12, 12)}
 
@@ -131,5 +131,5 @@ def test_of_several_cache_groups_one_counts():
     index = PrefixIndex()
     index.apply("a", stored([1], None, [0] * 4, 4, group_idx=1))
     index.apply("a", stored([2], None, [0] * 8, 8, group_idx=0))
-    index.apply("a", BlockRemoved([1], group_idx=0))
+    index.apply("a", RemovedBlocks([1], group_idx=0))
     assert index.hits("a", [0] * 8) == {"a": Hit(4, 4)}

@@ -14,7 +14,7 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.app import create_router_app, serve_router
-from kvconnect.router.options import RouterLimits, RouterOptions, clean_url
+from kvconnect.router.router_options import RouterLimits, RouterOptions, clean_url
 from tests.router.router_doubles import Node, dead_url, pair, routed, streams
 
 ASK = {"prompt": [1], "max_tokens": 2}
@@ -159,7 +159,7 @@ def test_limits_are_checked() -> None:
 def test_the_process_says_when_it_is_ready_and_ends_on_sigterm() -> None:
     code = (
         "from kvconnect.router.app import create_router_app, run_router;"
-        "from kvconnect.router.options import RouterOptions;"
+        "from kvconnect.router.router_options import RouterOptions;"
         f"options = RouterOptions(['{dead_url()}'], ['{dead_url()}']);"
         "run_router(create_router_app(options), host='127.0.0.1', port=0)"
     )

@@ -9,8 +9,8 @@ import json
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.kv_events import KVEvents
-from kvconnect.router.pool import Pool, State
+from kvconnect.router.kv_event_reader import KVEvents
+from kvconnect.router.pool import NodeState, Pool
 from kvconnect.router.prefix_index import Hit
 from tests.ports import free_port
 from tests.router.router_doubles import Client, Node, answers, dead_url, routed, streams
@@ -39,7 +39,7 @@ def test_a_node_that_is_drained_is_given_nothing_and_forgotten_with_its_last_req
     assert first.url == "http://a"
     pool.drain("http://a")
     assert {pool.take().url for _ in range(3)} == {"http://b"}
-    assert [node.state for node in pool.view()] == [State.DRAINING, State.UNKNOWN]
+    assert [node.state for node in pool.view()] == [NodeState.DRAINING, NodeState.UNKNOWN]
     pool.release(first)
     assert pool.urls == ("http://b",)
     assert not pool.answered("http://a")
@@ -67,7 +67,7 @@ def test_a_check_under_way_does_not_bring_a_drained_node_back() -> None:
     pool.drain("http://a")
     assert not pool.answered("http://a")
     assert not pool.unreachable("http://a")
-    assert [node.state for node in pool.view()] == [State.DRAINING]
+    assert [node.state for node in pool.view()] == [NodeState.DRAINING]
     pool.release(lease)
     assert pool.urls == ()
 
@@ -192,7 +192,7 @@ def test_every_address_of_a_name_is_a_node_for_as_long_as_it_is_one(monkeypatch,
             await until(lambda: set(pool.urls) == both)
             lease = pool.take(avoid=[f"http://10.0.0.1:8000{rank}"])
             addresses.pop()
-            await until(lambda: [node.state for node in pool.view()][1] is State.DRAINING)
+            await until(lambda: [node.state for node in pool.view()][1] is NodeState.DRAINING)
             pool.release(lease)
             assert pool.urls == (f"http://10.0.0.1:8000{rank}",)
             addresses.clear()

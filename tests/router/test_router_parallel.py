@@ -9,7 +9,7 @@ import random
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.options import RouterOptions
+from kvconnect.router.router_options import RouterOptions
 from tests.router.router_doubles import PARAMS, Node, answers, never, pair, routed, streams
 
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 7, "min_tokens": 2, "stream": False}

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.router.options import RouterLimits
-from kvconnect.router.pool import Lease, Pool, State
+from kvconnect.router.pool import NodeState, NodeUse, Pool
+from kvconnect.router.router_options import RouterLimits
 
 URLS = ["http://a", "http://b", "http://c"]
 
@@ -17,7 +17,7 @@ def make(count: int = 2, failures: int = 2) -> Pool:
     return Pool("prefill", URLS[:count], RouterLimits(failures_to_eject=failures))
 
 
-def states(pool: Pool) -> dict[str, State]:
+def states(pool: Pool) -> dict[str, NodeState]:
     return {node.url: node.state for node in pool.view()}
 
 
@@ -73,7 +73,7 @@ def test_an_ejected_node_takes_nothing_until_it_answers() -> None:
     fail(pool, URLS[0])
     late = pool.take(avoid=URLS[1:])
     fail(pool, URLS[0])
-    assert states(pool)[URLS[0]] is State.EJECTED
+    assert states(pool)[URLS[0]] is NodeState.EJECTED
     for _ in range(5):
         lease = pool.take()
         assert lease is not None
@@ -84,7 +84,7 @@ def test_an_ejected_node_takes_nothing_until_it_answers() -> None:
     pool.release(late)
     assert pool.view()[0].ejections == 1
     assert pool.answered(URLS[0])
-    assert states(pool)[URLS[0]] is State.HEALTHY
+    assert states(pool)[URLS[0]] is NodeState.HEALTHY
     lease = pool.take()
     assert lease is not None
     assert lease.url == URLS[0]
@@ -122,7 +122,7 @@ STEP = st.tuples(st.sampled_from(["take", "answered", "unreachable", "release"])
 @given(st.lists(STEP, max_size=60))
 def test_whatever_happens_load_is_counted_and_ejection_is_kept(steps: list[tuple[str, int]]) -> None:
     pool = make(3)
-    held: list[Lease] = []
+    held: list[NodeUse] = []
     failures = dict.fromkeys(URLS, 0)
     for action, pick in steps:
         before, url = {node.url: node for node in pool.view()}, URLS[pick % 3]
@@ -138,7 +138,7 @@ def test_whatever_happens_load_is_counted_and_ejection_is_kept(steps: list[tuple
         elif action == "answered":
             pool.answered(url)
             failures[url] = 0
-            assert states(pool)[url] is State.HEALTHY
+            assert states(pool)[url] is NodeState.HEALTHY
         elif action == "unreachable":
             failures[url] += 1
             assert pool.unreachable(url) is (failures[url] == 2)
@@ -146,7 +146,7 @@ def test_whatever_happens_load_is_counted_and_ejection_is_kept(steps: list[tuple
             pool.release(held.pop(pick % len(held)))
         for node in pool.view():
             assert node.in_flight == sum(1 for lease in held if lease.url == node.url)
-            assert (node.state is State.EJECTED) is (failures[node.url] >= 2)
+            assert (node.state is NodeState.EJECTED) is (failures[node.url] >= 2)
     for lease in held:
         pool.release(lease)
     assert all(node.in_flight == 0 for node in pool.view())

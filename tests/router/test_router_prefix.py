@@ -15,11 +15,11 @@ from aiohttp import web
 from kvconnect.errors import ConfigError
 from kvconnect.peer.feed import Feed
 from kvconnect.router.app import ROUTER, create_router_app
-from kvconnect.router.options import RouterLimits, RouterOptions
-from kvconnect.router.placing import Placement
+from kvconnect.router.placing import NodeChoice
 from kvconnect.router.policy import Published
 from kvconnect.router.pool import Pool
 from kvconnect.router.prefix_index import Hit
+from kvconnect.router.router_options import RouterLimits, RouterOptions
 from tests.ports import free_port
 from tests.router.router_doubles import Node, routed
 
@@ -368,9 +368,9 @@ async def test_prefill_nodes_are_chosen_likewise():
 
 def test_what_a_node_has_to_pull_costs_less_than_what_it_computes():
     hits = {"a": Hit(1000, 1000), "b": Hit(0, 0), "c": Hit(0, 1000)}
-    alone = Placement(1600, hits)
+    alone = NodeChoice(1600, hits)
     assert alone.work == {"a": 600, "b": 1600, "c": 750}
-    told = Placement(1600, hits, {"a": "h:1"})
+    told = NodeChoice(1600, hits, {"a": "h:1"})
     assert told.work == {"a": 600, "b": 800, "c": 750}
     assert told.params("b") == {"kv_sources": ["h:1"]}
     assert told.params("a") == told.params("c") == alone.params("b") == {}

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.options import clean_url, split_rank
+from kvconnect.router.router_options import clean_url, split_rank
 from tests.router.router_doubles import PARAMS, Node, answers, routed
 
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 8}

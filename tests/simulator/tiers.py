@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Naming
-from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.copies.rows import RowLayout, RowParts
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_for
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements

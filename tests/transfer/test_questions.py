@@ -15,7 +15,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import PeerError
 from kvconnect.halves import worker_half as connector
 from kvconnect.halves.worker_half import TransferWorker
-from kvconnect.inspect.runner import look, run_inspect
+from kvconnect.inspect.inspect_runner import look, run_inspect
 from kvconnect.peer.asking import ask
 from kvconnect.peer.description import TOPIC, Description, read_answer
 from kvconnect.peer.keyring import SharedKeys

@@ -32,7 +32,7 @@ from typing import Any
 from kvconnect.config import ExtraConfig
 from kvconnect.demo.http import BadAnswer
 from kvconnect.errors import KVConnectError
-from kvconnect.trace.runner import run_trace
+from kvconnect.trace.trace_runner import run_trace
 from tests.ports import free_port
 from tests.vllm import load_client
 from tests.vllm.load_client import Job

@@ -26,9 +26,9 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tok
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvconnect.node.kv_events import EventBatch, tier_events
-from kvconnect.offload.events import DEVICE, EventMaker, TierEvents
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
+from kvconnect.offload.tier_events import DEVICE, EventMaker, TierEvents
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, Step

@@ -10,7 +10,8 @@ import torch
 from kvconnect.cache.specs import StateSpec, div_ceil
 from kvconnect.errors import ConfigError
 from kvconnect.node.attention import StepContext
-from kvconnect.node.models.base import (
+from kvconnect.node.models.mixers import LATENT_64_BACKEND, GroupedAttention, LatentAttention, WideMemory
+from kvconnect.node.models.model import (
     CACHE_DTYPE,
     CachedLayer,
     CacheLayout,
@@ -19,7 +20,6 @@ from kvconnect.node.models.base import (
     Model,
     ModelOutput,
 )
-from kvconnect.node.models.mixers import LATENT_64_BACKEND, GroupedAttention, LatentAttention, WideMemory
 from kvconnect.node.models.parts import ChaoticHead, Mlp, WeightSource, rms_norm
 from kvconnect.node.models.recurrence import GatedLinearAttention
 
@@ -98,7 +98,7 @@ class LayeredModel:
         self._head = ChaoticHead(weights, self.vocab_size)
         self._mixers = recipe.mixers(weights)
         self._mlps = [Mlp(weights) for _ in self._mixers]
-        self._draft = Draft(recipe.draft, weights, self.vocab_size) if recipe.draft is not None else None
+        self._draft = DraftModel(recipe.draft, weights, self.vocab_size) if recipe.draft is not None else None
 
     def layout(self, sizing: CacheSizing) -> CacheLayout:
         """See ``Model``. A state is padded to the attention page that it shares."""
@@ -124,7 +124,7 @@ class LayeredModel:
         return ModelOutput(self._head(x[sampled]), draft_tokens)
 
 
-class Draft:
+class DraftModel:
     """One layer and a head behind a main model: see ``Recipe``."""
 
     def __init__(

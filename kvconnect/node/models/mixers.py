@@ -6,7 +6,7 @@ import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, LayerSpec, MLASpec, SlidingWindowSpec
 from kvconnect.node.attention import Backend, StepContext
-from kvconnect.node.models.base import CachedLayer
+from kvconnect.node.models.model import CachedLayer
 from kvconnect.node.models.parts import WeightSource, rms_norm, rotate
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
 

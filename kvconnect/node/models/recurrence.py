@@ -10,7 +10,7 @@ import torch
 
 from kvconnect.cache.specs import StateSpec
 from kvconnect.node.attention import COMPUTE_DTYPE, RequestStates, StepContext
-from kvconnect.node.models.base import CACHE_DTYPE, CachedLayer
+from kvconnect.node.models.model import CACHE_DTYPE, CachedLayer
 from kvconnect.node.models.parts import WeightSource, rms_norm
 
 STATE_DTYPE = torch.float32

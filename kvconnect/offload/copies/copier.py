@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.copies.rows import RowLayout, RowParts, page_numbers
 from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.pack.batches import ChunkLayout, StagedChunk

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvconnect.engine.cuda_driver import check_code, load_driver
-from kvconnect.pack.lanes import Column
+from kvconnect.pack.page_lanes import Column
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from kvconnect.cache.region_table import Region, RegionTable, Storage
 from kvconnect.errors import LayoutError, LocalError
-from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.index.budgets import ROW_ALIGN_BYTES
 from kvconnect.pack.batches import Move, PageRange
-from kvconnect.pack.lanes import Column, Lanes, flat_lane, join_lanes
+from kvconnect.pack.page_lanes import Column, Lanes, flat_lane, join_lanes
 from kvconnect.transfer.orders import RowCopies
 
 

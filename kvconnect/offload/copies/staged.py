@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from kvconnect.errors import ConfigError, EngineError, LocalError
-from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket, failure, logger
 from kvconnect.offload.copies.cuda_device import CudaDevice, CudaQueue
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.copies.rows import Piece, RowLayout, RowParts
 from kvconnect.pack.arena import spare_bytes
 from kvconnect.pack.batches import StagedChunk

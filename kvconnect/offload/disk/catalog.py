@@ -20,7 +20,7 @@ _ADOPTED_AT_ONCE = 1024
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptFile:
     """A row that was written: another one if it is written again."""
 
     disk_bytes: int
@@ -39,7 +39,7 @@ class Catalog:
         self._unreported: list[Content] = []
         self._tracker = tracker
         self._lock = threading.Lock()
-        self._rows: OrderedDict[Content, Kept] = OrderedDict()
+        self._rows: OrderedDict[Content, KeptFile] = OrderedDict()
         self._pinned: set[Content] = set()
         # Files that are of no content any more, and still take room: by name how many bytes.
         self._doomed: dict[str, int] = {}
@@ -47,7 +47,7 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[Kept | None]:
+    def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[KeptFile | None]:
         """Those of these that are there; if they are used, these make room last."""
         with self._lock:
             # The end of a sequence makes room before the beginning, without which it is useless.
@@ -72,14 +72,14 @@ class Catalog:
             if epoch != self.epoch:
                 self._doomed[name] = length_bytes
                 return
-            self._rows[content] = Kept(length_bytes)
+            self._rows[content] = KeptFile(length_bytes)
             self._tracker.add([content])
 
     def adopt(self, files: Sequence[RowFile], epoch: int) -> None:
         """Files that were there before, least recently used first; all are to go if all was cleared since."""
         for first in range(0, len(files), _ADOPTED_AT_ONCE):
             some = files[first : first + _ADOPTED_AT_ONCE]
-            rows = {file.content: Kept(file.disk_bytes) for file in some if file.content is not None}
+            rows = {file.content: KeptFile(file.disk_bytes) for file in some if file.content is not None}
             with self._lock:
                 rows = rows if epoch == self.epoch else {}
                 self.taken_bytes += sum(file.disk_bytes for file in some)
@@ -107,7 +107,7 @@ class Catalog:
         with self._lock:
             self._tracker.add([content for content in contents if content in self._rows])
 
-    def forget(self, missing: Sequence[Content], wrong: Mapping[Content, Kept]) -> None:
+    def forget(self, missing: Sequence[Content], wrong: Mapping[Content, KeptFile]) -> None:
         """Report contents that are not there, or whose rows are wrong, unless they were written again."""
         with self._lock:
             for content, kept in wrong.items():

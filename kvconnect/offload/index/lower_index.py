@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from kvconnect.offload.events import TierEvents
+from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import TierChange
 
 

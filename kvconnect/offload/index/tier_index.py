@@ -13,11 +13,11 @@ from itertools import compress
 import numpy as np
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.age_order import Rows
 from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.offload.index.class_rows import ABSENT, DOOMED, PENDING, READY, ClassRows, ContentState
 from kvconnect.offload.tier import HOST
+from kvconnect.offload.tier_events import TierEvents
 
 __all__ = ["ContentState", "GroupCounts", "TierIndex"]
 

@@ -12,12 +12,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
-from kvconnect.offload.scheduler.requests import Pins
+from kvconnect.offload.scheduler.offload_requests import Pins
+from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import OffloadReport
 from kvconnect.transfer.stack import RequestView
 

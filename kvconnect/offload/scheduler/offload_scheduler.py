@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 
 from kvconnect.cache.specs import KVCacheGroup
-from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import Hashes, Host, JobKind
+from kvconnect.offload.scheduler.offload_requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
-from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import DISK, HOST, lower_tier_names
+from kvconnect.offload.tier_events import TierEvents
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.transfer.orders import OffloadOrders, OffloadReport, Results

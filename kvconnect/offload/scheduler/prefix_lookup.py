@@ -12,10 +12,10 @@ from kvconnect.errors import LocalError
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import Host, Job, JobKind
-from kvconnect.offload.scheduler.requests import Lookup, OffloadRequest, Pins
+from kvconnect.offload.scheduler.offload_requests import Lookup, OffloadRequest, Pins
 from kvconnect.offload.tier import SOUGHT, Content, lower_tier_names
 from kvconnect.offload_config import OffloadConfig
-from kvconnect.transfer.orders import Fetch, Restore, RowCopies, Seek
+from kvconnect.transfer.orders import Restore, RowCopies, Seek, TierFetch
 
 _NEGATIVE_TTL_S = 0.05
 """How long a lookup without a hit is not repeated, while other requests store what might help."""
@@ -38,7 +38,7 @@ class PrefixLookup:
         self.restoring: dict[str, Pins] = {}
         """What stays in host memory, by request whose restore is under way."""
         self._restores: list[Restore] = []
-        self._fetches: list[Fetch] = []
+        self._fetches: list[TierFetch] = []
         self._seeks: list[Seek] = []
         self._version = 0  # Grows with what is in host memory.
 
@@ -133,7 +133,7 @@ class PrefixLookup:
         self._host.unpin(pins)
         return True
 
-    def take(self) -> tuple[tuple[Restore, ...], tuple[Fetch, ...], tuple[Seek, ...]]:
+    def take(self) -> tuple[tuple[Restore, ...], tuple[TierFetch, ...], tuple[Seek, ...]]:
         orders = tuple(self._restores), tuple(self._fetches), tuple(self._seeks)
         for taken in (self._restores, self._fetches, self._seeks):
             taken.clear()
@@ -358,7 +358,7 @@ class PrefixLookup:
         taken, rows = self._host.index.reserve(group, names)
         if taken:
             job = self._host.jobs.open(JobKind.FETCH, group, tuple(taken), tier=tier)
-            self._fetches.append(Fetch(job.number, tier, group, tuple(taken), tuple(rows)))
+            self._fetches.append(TierFetch(job.number, tier, group, tuple(taken), tuple(rows)))
         return taken
 
     def _await(self, lookup: Lookup, group: int, names: Iterable[bytes], tier: str = "") -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvconnect.cache.specs import div_ceil
-from kvconnect.offload.events import Part
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import Host, Job, JobKind
+from kvconnect.offload.scheduler.offload_requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
-from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.tier import HOST
+from kvconnect.offload.tier_events import Part
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.transfer.orders import RowCopies, Store
 from kvconnect.transfer.stack import StateBlock

@@ -48,7 +48,7 @@ _FILLS = (Report.STORED, Report.FETCHED)
 
 
 @dataclass(eq=False)
-class Job:
+class RankJob:
     """``key`` is the scheduler half's name of it: a number, or the request of a restore; None where that half
     has not ordered it. ``hashes`` are its contents, ``owed`` the reports to come, in order. ``named`` are the
     contents of ``copies``: all but those ``refused``, whose row a job that was given up may still touch.
@@ -74,7 +74,7 @@ class Job:
         return [(self.row_class, row) for row in self.copies.rows]
 
 
-class Jobs:
+class RankJobs:
     """All jobs of one rank that owe something, and reports that were not taken yet. For any thread."""
 
     def __init__(self, rank: int) -> None:
@@ -88,7 +88,7 @@ class Jobs:
         self._rank = rank
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._open: dict[int, Job] = {}
+        self._open: dict[int, RankJob] = {}
         self._changes: deque[TierChange] = deque()
         self._num_cleared = 0
         self.is_recovering = False
@@ -106,9 +106,11 @@ class Jobs:
 
     def open(
         self, key: int | str | None, hashes: tuple[bytes, ...], *owed: Report, copies: RowCopies = NO_COPIES
-    ) -> Job:
+    ) -> RankJob:
         """A job begins. Rows are held before the job that had them is reported: held ones are seen here."""
-        job = Job(next(self._numbers), key, hashes, owed, copies, self.class_of.get(copies.group, -1), hashes)
+        job = RankJob(
+            next(self._numbers), key, hashes, owed, copies, self.class_of.get(copies.group, -1), hashes
+        )
         if self.held:
             free = [at for at, row in enumerate(job.rows) if row not in self.held]
             if len(free) < len(copies.rows):
@@ -122,7 +124,7 @@ class Jobs:
             self._open[job.number] = job
         return job
 
-    def end(self, job: Job, report: Report, named: Iterable[bytes] = ()) -> None:
+    def end(self, job: RankJob, report: Report, named: Iterable[bytes] = ()) -> None:
         """A job has come to what it owes next, and names these contents, unless it was given up before."""
         named = tuple(named)
         if self.names is not None and report in _FILLS and job.owed[:1] == (report,):
@@ -134,7 +136,7 @@ class Jobs:
         if is_owed:
             self._notify()
 
-    def fail(self, job: Job, error: str) -> None:
+    def fail(self, job: RankJob, error: str) -> None:
         """Nothing comes of what a job owes yet."""
         if self.names is not None and job.key is None:
             self.names.fill(job, job.hashes)
@@ -151,7 +153,7 @@ class Jobs:
         for job in left:
             self.fail(job, error)
 
-    def _report(self, job: Job, named: tuple[bytes, ...], error: str) -> None:
+    def _report(self, job: RankJob, named: tuple[bytes, ...], error: str) -> None:
         report, job.owed = job.owed[0], job.owed[1:]
         if isinstance(job.key, str):
             self._received.append(job.key)
@@ -163,12 +165,12 @@ class Jobs:
         if not job.owed:
             del self._open[job.number]
 
-    def hold(self, job: Job) -> None:
+    def hold(self, job: RankJob) -> None:
         """The rows of a job may be touched until ``release``, which is due as often."""
         with self._lock:
             self.held.update(job.rows)
 
-    def release(self, job: Job) -> None:
+    def release(self, job: RankJob) -> None:
         with self._lock:
             self.held.subtract(job.rows)
             self.held = +self.held

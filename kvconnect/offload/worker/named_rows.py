@@ -19,12 +19,12 @@ import numpy as np
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, PeerError
-from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.copies.rows import row_table
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import DISK, Content
-from kvconnect.offload.worker.jobs import Job, Jobs, Report
-from kvconnect.pack.lanes import Column
+from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
+from kvconnect.pack.page_lanes import Column
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.kept import Kept, Stock
 from kvconnect.transfer.orders import RowCopies
@@ -58,7 +58,7 @@ class NamedRows:
         requirements: HitRequirements,
         table: RegionTable,
         arena: RowArena,
-        jobs: Jobs,
+        jobs: RankJobs,
         loop: TierLoop | None = None,
     ) -> None:
         for group in requirements.groups:
@@ -73,7 +73,7 @@ class NamedRows:
         self._requirements = requirements
         plan = arena.plan
         self._plan, self._jobs, self._loop = plan, jobs, loop
-        self._reading: dict[int, Job] = {}
+        self._reading: dict[int, RankJob] = {}
         # What fetches have: no longer than they have it.
         self._kept: WeakSet[Kept] = WeakSet()
         # By class the job that took each row last, and what that row was named; by group, where each name is.
@@ -83,7 +83,7 @@ class NamedRows:
 
     # What happens to rows
 
-    def take(self, job: Job) -> None:
+    def take(self, job: RankJob) -> None:
         """A job is about to write its rows. Before any byte changes."""
         if job.copies.rows:
             # An order for a row that does not exist fails where it is copied.
@@ -94,7 +94,7 @@ class NamedRows:
         for taken, rows in zip(self._taken, self._plan.classes, strict=True):
             taken[rows.num_rows * only_lent :] = 0
 
-    def fill(self, job: Job, failed: Collection[bytes] = ()) -> None:
+    def fill(self, job: RankJob, failed: Collection[bytes] = ()) -> None:
         """The rows of a job hold what it names, or are about to, but for what ``failed``."""
         contents, taken = self._contents[job.row_class], self._taken[job.row_class]
         group, wrong = job.copies.group, set(failed)
@@ -154,7 +154,7 @@ class NamedRows:
         if (lent := self._lend(needed)) is None:
             raise PeerError("the rows into which this node reads what peers fetch from its disk are in use")
         self._read(lent)
-        held, groups, jobs = [], [], set[Job]()
+        held, groups, jobs = [], [], set[RankJob]()
         for group, parts, names in needed:
             rows, numbers = self._find(group.group, names)
             held.append((self._plan.class_of[group.group], rows, numbers))

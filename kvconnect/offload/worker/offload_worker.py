@@ -28,7 +28,7 @@ from kvconnect.offload.index.budgets import ArenaPlan, plan_for
 from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.tier import LowerTier
-from kvconnect.offload.worker.jobs import Jobs, Report
+from kvconnect.offload.worker.jobs import RankJobs, Report
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.tier_loop import Command, TierLoop
 from kvconnect.offload_config import OffloadConfig
@@ -64,7 +64,7 @@ class OffloadWorker:
             for group, kernel in kernel_block_sizes.items()
         }
         self._metrics = OffloadMetrics(registry)
-        self._jobs = Jobs(rank)
+        self._jobs = RankJobs(rank)
         self._copier: Copier | None = None
         self._loop: TierLoop | None = None
         self.announces = False
@@ -171,7 +171,7 @@ class OffloadWorker:
         config, made = self._config, list[LowerTier]()
         with ExitStack() as undo:
             if config.disk_path:
-                from kvconnect.offload.disk.tier import open_disk_tier
+                from kvconnect.offload.disk.disk_tier import open_disk_tier
 
                 made.append(
                     open_disk_tier(
@@ -180,7 +180,7 @@ class OffloadWorker:
                 )
                 undo.callback(made[-1].close)
             if config.store:
-                from kvconnect.offload.store.tier import open_store_tier
+                from kvconnect.offload.store.store_tier import open_store_tier
 
                 most = max(rows.row_bytes for rows in plan.classes)
                 made.append(store := open_store_tier(config, namespace, most_row_bytes=most))

@@ -14,10 +14,10 @@ from functools import partial
 from typing import TypeVar
 
 from kvconnect.metrics import OffloadMetrics
-from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.tier import DISK, Content, LowerTier, TierRow, TierUpdate
-from kvconnect.offload.worker.jobs import Job, Jobs, Report
+from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _Key = tuple[str, str, int]
 class _Call:
     """What the device or one tier was asked to do for these jobs; for a restore these copies."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[RankJob]
     began_s: float
     deadline_s: float
     restored: Sequence[RowCopies] = ()
@@ -53,7 +53,12 @@ class RowWork:
     """All calls under way. One thread owns it. ``tiers`` are in the order in which they are written."""
 
     def __init__(
-        self, copier: Copier, arena: RowArena, tiers: Sequence[LowerTier], jobs: Jobs, metrics: OffloadMetrics
+        self,
+        copier: Copier,
+        arena: RowArena,
+        tiers: Sequence[LowerTier],
+        jobs: RankJobs,
+        metrics: OffloadMetrics,
     ) -> None:
         self.tiers = tiers
         self._copier, self._arena, self._jobs, self._metrics = copier, arena, jobs, metrics
@@ -79,16 +84,18 @@ class RowWork:
 
     # Orders
 
-    def begun(self, ticket: CopyTicket, jobs: Sequence[Job], began_s: float, _: float) -> None:
+    def begun(self, ticket: CopyTicket, jobs: Sequence[RankJob], began_s: float, _: float) -> None:
         """The blocks of these jobs are being copied to their rows."""
         self.tickets[self._open(_DEVICE, "store", jobs, began_s)] = ticket
 
-    def restore(self, job: Job, copies: Sequence[RowCopies], after: object, began_s: float, _: float) -> None:
+    def restore(
+        self, job: RankJob, copies: Sequence[RowCopies], after: object, began_s: float, _: float
+    ) -> None:
         """Copy rows to the blocks of a request."""
         ticket = self._copier.restore(copies, after)
         self.tickets[self._open(_DEVICE, "restore", [job], began_s, copies)] = ticket
 
-    def fetch(self, job: Job, name: str, now: float) -> None:
+    def fetch(self, job: RankJob, name: str, now: float) -> None:
         """Read contents into rows; the job ends once the tier does not write them any more."""
         tier = self._tier(job, name)
         if tier is not None and not job.named:
@@ -96,7 +103,7 @@ class RowWork:
         elif tier is not None:
             self._begin(tier, "read", job, self._memory(job), now)
 
-    def seek(self, job: Job, name: str, now: float) -> None:
+    def seek(self, job: RankJob, name: str, now: float) -> None:
         """Ask a tier what it has; the job ends with its answer."""
         tier = self._tier(job, name)
         if tier is not None:
@@ -190,7 +197,7 @@ class RowWork:
                 # What the job has reported before this stands.
                 self._fail_copy(job, "internal", f"an error of our own: {error}")
 
-    def _stored(self, job: Job, now: float) -> None:
+    def _stored(self, job: RankJob, now: float) -> None:
         """Write the rows of a store to all tiers; the job ends once none of them reads the rows any more."""
         self._jobs.end(job, Report.STORED, job.refused)
         if job.is_void:
@@ -238,7 +245,7 @@ class RowWork:
                 self._measure(group, len(job.named) - len(named), call.began_s, now)
             self._jobs.end(job, Report.FETCHED, (*named, *job.refused))
 
-    def _written(self, job: Job) -> None:
+    def _written(self, job: RankJob) -> None:
         job.num_writing -= 1
         if not job.num_writing:
             self._jobs.end(job, Report.KEPT)
@@ -246,14 +253,14 @@ class RowWork:
     # Calls
 
     def _open(
-        self, owner: str, verb: str, jobs: Sequence[Job], now: float, restored: Sequence[RowCopies] = ()
+        self, owner: str, verb: str, jobs: Sequence[RankJob], now: float, restored: Sequence[RowCopies] = ()
     ) -> _Key:
         key, deadline_s = (owner, verb, jobs[0].number), now + self.timeouts_s[verb]
         self.calls[key] = _Call(jobs, now, deadline_s, restored)
         self.next_deadline_s = min(self.next_deadline_s, deadline_s)
         return key
 
-    def _begin(self, tier: LowerTier, verb: str, job: Job, given: Sequence[object], now: float) -> None:
+    def _begin(self, tier: LowerTier, verb: str, job: RankJob, given: Sequence[object], now: float) -> None:
         key = self._open(tier.name, verb, [job], now)
         try:
             getattr(tier, verb)(job.number, given)
@@ -282,7 +289,7 @@ class RowWork:
         for job in call.jobs:
             self._jobs.release(job)
 
-    def _fail_copy(self, job: Job, reason: str, error: str) -> None:
+    def _fail_copy(self, job: RankJob, reason: str, error: str) -> None:
         self._metrics.failures.labels(reason).inc()
         self._log(_DEVICE, reason, "a copy of blocks failed, which is a miss: %s", error)
         self._jobs.fail(job, error)
@@ -315,7 +322,7 @@ class RowWork:
             self._metrics.failures.labels(f"{tier.name}_internal").inc()
             return None
 
-    def _tier(self, job: Job, name: str) -> LowerTier | None:
+    def _tier(self, job: RankJob, name: str) -> LowerTier | None:
         for tier in self.tiers:
             if tier.name == name:
                 return tier
@@ -330,7 +337,7 @@ class RowWork:
             self._logged.add((name, kind))
             logger.error("%s: " + text, name, *about, exc_info=exc_info)
 
-    def _memory(self, job: Job) -> list[TierRow]:
+    def _memory(self, job: RankJob) -> list[TierRow]:
         group = job.copies.group
         return [
             TierRow(group, hash_, self._arena.row(group, row), job.footers.get(hash_, b""))

@@ -13,15 +13,15 @@ import torch
 
 from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
-from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier
+from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.tier import HOST, LowerTier
-from kvconnect.offload.worker.jobs import Job, Jobs
+from kvconnect.offload.worker.jobs import RankJob, RankJobs
 from kvconnect.offload.worker.row_work import RowWork
 
 logger = logging.getLogger(__name__)
 
-Command = tuple[Callable[[float], None], Job | None]
+Command = tuple[Callable[[float], None], RankJob | None]
 """What to run on the thread, with the time then; and the job that fails if it raises."""
 
 _LONGEST_SLEEP_S = 1.0
@@ -40,7 +40,7 @@ class TierLoop:
         copier: Copier,
         arena: RowArena,
         tiers: Sequence[LowerTier],
-        jobs: Jobs,
+        jobs: RankJobs,
         metrics: OffloadMetrics,
         device: torch.device,
     ) -> None:

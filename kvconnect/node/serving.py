@@ -13,15 +13,15 @@ import torch
 
 from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
-from kvconnect.node.blocks import BlockManager, BlockPool
-from kvconnect.node.cache import NodeCache, parse_cache_dtype
-from kvconnect.node.connector import Connector, configured_connector
-from kvconnect.node.engine import Engine
+from kvconnect.node.block_manager import BlockManager, BlockPool
+from kvconnect.node.engine import NodeEngine
+from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
 from kvconnect.node.kv_events import configured_publisher
+from kvconnect.node.model_runner import Runner
 from kvconnect.node.models import build_model
-from kvconnect.node.models.base import CacheSizing, Model
-from kvconnect.node.options import NodeOptions
-from kvconnect.node.runner import Runner
+from kvconnect.node.models.model import CacheSizing, Model
+from kvconnect.node.node_connector import Connector, configured_connector
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.scheduler import Scheduler
 from kvconnect.node.server import HttpLimits, NodeServer
 from kvconnect.node.transfers import Transfers
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def build_engine(
     options: NodeOptions, connector: Connector | None = None, model: Model | None = None
-) -> Engine:
+) -> NodeEngine:
     """A node's engine, not started. ``connector`` and ``model`` take the place of the configured ones.
 
     Raises ``ConfigError``: the options do not fit together.
@@ -64,10 +64,10 @@ def build_engine(
         options.max_num_batched_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
     )
-    return Engine(Scheduler(options, manager, transfers), runner, connector, publisher)
+    return NodeEngine(Scheduler(options, manager, transfers), runner, connector, publisher)
 
 
-async def _drain(engine: Engine, over: asyncio.Event) -> None:
+async def _drain(engine: NodeEngine, over: asyncio.Event) -> None:
     """Hold nothing new. Let peers fetch what is held for them, within ``drain_s``, and notify the others.
 
     Waits until that has ended, or ``over`` is set.

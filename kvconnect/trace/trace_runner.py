@@ -15,7 +15,7 @@ from kvconnect.peer.description import read_answer
 from kvconnect.peer.keyring import Keyring, load_keyring
 from kvconnect.peer.timeline_page import TOPIC, TimelinePage
 from kvconnect.timeline import Record
-from kvconnect.trace.joining import Span, Worker, align, join
+from kvconnect.trace.joining import TraceSpan, Worker, align, join
 from kvconnect.trace.output import slowest, trace
 
 _MOST_PAGES = 64
@@ -59,13 +59,13 @@ def read_workers(extra: ExtraConfig, keyring: Keyring | None, addresses: Sequenc
 def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> Worker:
     """All that a worker has recorded. Raises ``PeerError``: it does not answer."""
     records: list[Record] = []
-    ahead, argument = Span(), ""
+    ahead, argument = TraceSpan(), ""
     # A worker that is busy records more meanwhile, and there is an end all the same.
     for _ in range(_MOST_PAGES):
         reply = ask(extra, keyring, address, TOPIC, argument)
         page = read_answer(reply.data, TimelinePage)
         records += page.records()
-        ahead = Span(page.clock_s - reply.answered_at, page.clock_s - reply.asked_at).also(ahead)
+        ahead = TraceSpan(page.clock_s - reply.answered_at, page.clock_s - reply.asked_at).also(ahead)
         if page.is_last or not records:
             break
         argument = repr(records[-1][0])

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import Topology, partner_ranks, shard_heads
 from kvconnect.explain.cache_file import CacheFile, HeadLayers, StateLayers
+from kvconnect.explain.explain_tables import blocks_needed, rank_table, request_blocks
 from kvconnect.explain.refusals import reasons_in, wire_between
-from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
 from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunker, RequestCutter
@@ -23,7 +23,7 @@ CUDA_SLOT_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
-class Pair:
+class CachePair:
     """Two ranks that exchange something: so many ``chunks`` of ``total_bytes`` together for one request.
 
     ``heads`` are the first and last that both keep, by kind of layers; None where pages are not divided by
@@ -41,7 +41,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Report:
+class CacheReport:
     """Everything about a pair of configurations. ``refusals`` are reasons why they cannot work together.
 
     ``places`` are where the ranks of both sides are, where settings tell them apart.
@@ -49,7 +49,7 @@ class Report:
 
     tokens: int
     refusals: list[str]
-    pairs: list[Pair]
+    pairs: list[CachePair]
     places: dict[str, list[str]]
 
     @property
@@ -58,7 +58,7 @@ class Report:
         return not self.refusals and bool(self.pairs) and not any(pair.refusals for pair in self.pairs)
 
 
-def make_report(source: CacheFile, target: CacheFile, num_tokens: int) -> Report:
+def make_report(source: CacheFile, target: CacheFile, num_tokens: int) -> CacheReport:
     """Work out what the ranks of ``target`` fetch from those of ``source`` for a request of ``num_tokens``.
 
     Raises ``LayoutError``: one of the caches cannot be expressed; ``ConfigError``: this machine has no room
@@ -73,7 +73,7 @@ def make_report(source: CacheFile, target: CacheFile, num_tokens: int) -> Report
             for source_rank in partner_ranks(target_rank, *ranks, target.num_heads):
                 pairs.append(sides.explain(source_rank, target_rank))
     places = {"P": _places(source), "D": _places(target)}
-    return Report(num_tokens, refusals, pairs, places)
+    return CacheReport(num_tokens, refusals, pairs, places)
 
 
 def _places(side: CacheFile) -> list[str]:
@@ -121,7 +121,7 @@ class _Sides:
         self._convert = source.extra.convert_dtype and target.extra.convert_dtype
         self._slot_bytes = min(_slot_bytes(side) for side in self._files)
 
-    def explain(self, source_rank: int, target_rank: int) -> Pair:
+    def explain(self, source_rank: int, target_rank: int) -> CachePair:
         """What one rank fetches from another."""
         source, target = (self._card(side, rank) for side, rank in enumerate((source_rank, target_rank)))
         wire, refusals = wire_between(source, target, convert=self._convert)
@@ -134,7 +134,7 @@ class _Sides:
                 chunk_bytes = [chunker.place(chunk).total_bytes for chunk in chunks]
                 order = wire.order
         heads = self._heads(source_rank, target_rank)
-        return Pair(source_rank, target_rank, heads, order, len(chunk_bytes), sum(chunk_bytes), refusals)
+        return CachePair(source_rank, target_rank, heads, order, len(chunk_bytes), sum(chunk_bytes), refusals)
 
     def _card(self, side: int, rank: int) -> TableCard:
         if (side, rank) not in self._tables:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvconnect.router.pool import Pool, State
+from kvconnect.router.pool import NodeState, Pool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -97,6 +97,6 @@ class _PoolCollector(Collector):
             for node in pool.view():
                 names = [pool.role, node.url]
                 load.add_metric(names, node.in_flight)
-                healthy.add_metric(names, float(node.state is State.HEALTHY))
+                healthy.add_metric(names, float(node.state is NodeState.HEALTHY))
                 ejections.add_metric(names, node.ejections)
         yield from (load, healthy, ejections)

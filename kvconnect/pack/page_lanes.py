@@ -113,7 +113,7 @@ class Lanes:
     scales: NDArray[np.float32]
 
 
-class Lane(NamedTuple):
+class PageLane(NamedTuple):
     """One of ``Lanes``, before it is joined with those like it."""
 
     group: int
@@ -127,9 +127,9 @@ class Lane(NamedTuple):
     scales: Scales = UNSCALED
 
 
-def join_lanes(lanes: Sequence[Lane], rows_alike: Sequence[tuple[int, int]]) -> tuple[Lanes, ...]:
+def join_lanes(lanes: Sequence[PageLane], rows_alike: Sequence[tuple[int, int]]) -> tuple[Lanes, ...]:
     """Join those that are alike. ``rows_alike`` names, by stream, what decides its rows in a chunk."""
-    alike: dict[tuple[object, ...], list[Lane]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[PageLane]] = defaultdict(list)
     for one in lanes:
         alike[one.group, rows_alike[one.stream], one.walk, one.access, one.key_values].append(one)
     joined = []
@@ -152,7 +152,7 @@ def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lanes, ...]:
     by_layer: dict[tuple[str, int], list[Region]] = defaultdict(list)
     for region in card.regions:
         by_layer[region.layer, region.group].append(region)
-    lanes: list[Lane] = []
+    lanes: list[PageLane] = []
     for index, stream in enumerate(wire.streams):
         group = stream.source_group if side == "source" else stream.target_group
         regions = by_layer[stream.layer, group]
@@ -166,11 +166,11 @@ def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lanes, ...]:
 
 def flat_lane(
     group: int, num_blocks: int, address: int, stride: int, page_bytes: int, wire_offset: int
-) -> Lane:
+) -> PageLane:
     """One whose pages travel as they are, without a digest."""
     walk = _flat_walk(page_bytes, stride)
     unit = math.gcd(walk.memory_step(), address, wire_offset)
-    return Lane(group, num_blocks, walk, Access(unit, min(unit, 8), unit), 0, address, wire_offset)
+    return PageLane(group, num_blocks, walk, Access(unit, min(unit, 8), unit), 0, address, wire_offset)
 
 
 def _flat_walk(page_bytes: int, stride: int) -> Walk:
@@ -227,7 +227,7 @@ def _place(
 
 def _lane(
     index: int, stream: WireStream, region: Region, placed: tuple[Walk, int, int], cast: Cast | None
-) -> Lane:
+) -> PageLane:
     walk, address, wire_offset = placed
     memory, word = math.gcd(walk.memory_step(), address), stream.word_bytes
     key_values, scales = 0, UNSCALED
@@ -247,10 +247,10 @@ def _lane(
             before = region.first_plane * (walk.wire_run_bytes // cast.wire_bytes)
             key_values = stream.conversion.key_values - before
     where = index, address, wire_offset
-    return Lane(region.group, region.num_blocks, walk, access, *where, key_values, scales)
+    return PageLane(region.group, region.num_blocks, walk, access, *where, key_values, scales)
 
 
-def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[Lane]) -> None:
+def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[PageLane]) -> None:
     """The lanes hold what the stream states: its tokens, and its rows exactly once."""
     filled = sum(lane.walk.page_bytes // lane.walk.tokens for lane in lanes)
     if geometry is None or filled != stream.width_bytes:

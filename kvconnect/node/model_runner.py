@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from kvconnect.node.attention import Segment, segment_step
-from kvconnect.node.cache import NodeCache
-from kvconnect.node.models.base import Model, ModelOutput
-from kvconnect.node.request import Step
+from kvconnect.node.kv_cache import NodeCache
+from kvconnect.node.models.model import Model, ModelOutput
+from kvconnect.node.request import EngineStep
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 
@@ -21,7 +21,7 @@ class Runner:
         self.cache = cache
         self.zeroer = KVBlockZeroer(cache.region_table(), device=cache.device)
 
-    def prepare(self, step: Step) -> None:
+    def prepare(self, step: EngineStep) -> None:
         """Bring the block tables up to date, then zero fresh blocks. Needed by loads as well."""
         for row in step.released_rows:
             self.cache.tables.clear_row(row)
@@ -33,7 +33,7 @@ class Runner:
         self.zeroer.zero_block_ids(step.new_block_ids_to_zero)
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> dict[str, tuple[int, int | None]]:
+    def execute(self, step: EngineStep) -> dict[str, tuple[int, int | None]]:
         """Run the step's chunks. Returns token and draft token of each request that reached its end."""
         segments: list[Segment] = []
         token_ids: list[int] = []

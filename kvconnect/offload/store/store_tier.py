@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvconnect.addresses import own_address, split_address
 from kvconnect.cache.specs import div_ceil
-from kvconnect.engine.store_process import SharedMemory, StoreProcess
+from kvconnect.engine.store_process import StoreMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Settings, Verb
 from kvconnect.errors import ConfigError
 from kvconnect.offload.completion_tracker import Kind
@@ -78,7 +78,7 @@ class StoreTier:
 
     def __init__(
         self,
-        start: Callable[[SharedMemory], StoreProcess],
+        start: Callable[[StoreMemory], StoreProcess],
         namespace: str,
         *,
         max_queued_bytes: int,
@@ -90,7 +90,7 @@ class StoreTier:
         self._prefix = f"kvconnect/{namespace}/"
         self._format = RecordFormat(namespace)
         self._max_queued_bytes, self._batch_bytes = max_queued_bytes, batch_bytes
-        self._memory = memory = SharedMemory(2 * batch_bytes)
+        self._memory = memory = StoreMemory(2 * batch_bytes)
         self._completions = Announced()
         self._changed = threading.Condition()
         self._waiting: dict[Kind, deque[_Item]] = {lane: deque() for lane in LANES}
@@ -374,7 +374,7 @@ def open_store_tier(
             "Store master"
         )
 
-    def start(memory: SharedMemory) -> StoreProcess:
+    def start(memory: StoreMemory) -> StoreProcess:
         settings = Settings(
             master=config.store,
             metadata=config.store_metadata,

@@ -12,18 +12,18 @@ import logging
 import msgspec
 
 from kvconnect.peer.feed import FeedReader
-from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.prefix_index import Event, PrefixIndex
+from kvconnect.router.router_metrics import RouterMetrics
 
 logger = logging.getLogger("kvconnect.router")
 
 
-class EventBatch(msgspec.Struct, array_like=True):
+class ReadBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[Event]
 
 
-_decoder = msgspec.msgpack.Decoder(EventBatch)
+_decoder = msgspec.msgpack.Decoder(ReadBatch)
 
 
 class KVEvents:

@@ -19,7 +19,7 @@ class Tokens:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class PairOutcome:
     """What one engine with one model did. ``gb_per_s`` are received bytes by seconds of their transfers.
 
     ``problems`` is empty exactly if everything was as it must be.
@@ -74,7 +74,7 @@ def difference(pair: Tokens | BadAnswer, single: Tokens | BadAnswer) -> str:
 
 
 def judge_tokens(
-    outcome: Outcome,
+    outcome: PairOutcome,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Tokens | BadAnswer],
     expected: Sequence[Tokens | BadAnswer],
@@ -95,7 +95,7 @@ def _first_difference(pair: Sequence[int], single: Sequence[int]) -> str:
 
 
 def judge_transfer(
-    outcome: Outcome, before: Samples, after: Samples, prompts: Sequence[Sequence[int]]
+    outcome: PairOutcome, before: Samples, after: Samples, prompts: Sequence[Sequence[int]]
 ) -> None:
     """A pair that computes everything twice is exact too: only the counters differ."""
     received = {"direction": "received"}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kvconnect.demo import pair
 from kvconnect.demo.children import Child, Children
+from kvconnect.demo.demo_options import DemoOptions
 from kvconnect.demo.http import BadAnswer
-from kvconnect.demo.options import DemoOptions
-from kvconnect.demo.outcome import Outcome, Tokens
+from kvconnect.demo.pair_outcome import PairOutcome, Tokens
 from kvconnect.demo.prompts import make_prompts
 from kvconnect.demo.report import judging, note, report
 from kvconnect.engine_names import engine_entry_points
@@ -41,7 +41,7 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
         note("no engine can run here")
         return 1
 
-    def run(folder: Path) -> Iterator[Outcome]:
+    def run(folder: Path) -> Iterator[PairOutcome]:
         for model in models:
             yield from _run_model(engines, model, options, folder)
 
@@ -56,7 +56,9 @@ def _known(what: str, names: Sequence[str], accepted: Sequence[str]) -> list[str
     return list(dict.fromkeys(names)) or list(accepted)
 
 
-def _run_model(engines: Sequence[str], model: str, options: DemoOptions, folder: Path) -> Iterator[Outcome]:
+def _run_model(
+    engines: Sequence[str], model: str, options: DemoOptions, folder: Path
+) -> Iterator[PairOutcome]:
     """One model with every engine. The single node is asked once, while the first pair starts."""
     prompts = make_prompts(options.requests, PROMPT_SEED)
     extra = make_prompts(3, PROMPT_SEED + 1)[2] + make_prompts(5, PROMPT_SEED + 2)[4]
@@ -65,7 +67,7 @@ def _run_model(engines: Sequence[str], model: str, options: DemoOptions, folder:
     with Children(folder) as single:
         reference: Child | None = pair.start_reference(single, model, *node)
         for engine in engines:
-            outcome = Outcome(engine=engine, model=model, requests=options.requests)
+            outcome = PairOutcome(engine=engine, model=model, requests=options.requests)
             with judging(outcome, folder) as children:
                 nodes = pair.start_nodes(children, engine, model, *node, device=options.device)
                 if reference is not None:

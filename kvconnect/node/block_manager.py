@@ -15,7 +15,7 @@ import numpy as np
 
 from kvconnect.cache.specs import KVCacheConfig, div_ceil
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.offload.events import DEVICE, TierEvents
+from kvconnect.offload.tier_events import DEVICE, TierEvents
 
 if TYPE_CHECKING:
     from kvconnect.node.request import Request
@@ -155,7 +155,7 @@ class BlockPool:
 
 
 @dataclass(frozen=True)
-class Hit:
+class CacheHit:
     """A reusable prefix: its length in tokens, and its blocks by group and position."""
 
     num_tokens: int
@@ -226,9 +226,9 @@ class BlockManager:
         """The most blocks that computing ``num_tokens`` positions can hold at once."""
         return sum(group.most_blocks(num_tokens, self._max_step_tokens) for group in self._groups)
 
-    def find_hit(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> Hit:
+    def find_hit(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> CacheHit:
         """The longest reusable prefix. At least one token always remains to be computed."""
-        nothing = Hit(0, tuple(() for _ in self._groups))
+        nothing = CacheHit(0, tuple(() for _ in self._groups))
         if not self.reuses_prefixes:
             return nothing
         size = self._sizes[-1]
@@ -246,7 +246,7 @@ class BlockManager:
         for num_tokens in range(limit, 0, -size):
             found = [self._known_blocks(index, blocks, num_tokens) for index in range(len(self._groups))]
             if all(ids is not None for ids in found):
-                return Hit(num_tokens, tuple(tuple(ids or ()) for ids in found))
+                return CacheHit(num_tokens, tuple(tuple(ids or ()) for ids in found))
         return nothing
 
     def _known_blocks(self, index: int, blocks: RequestBlocks, num_tokens: int) -> list[int] | None:
@@ -264,12 +264,14 @@ class BlockManager:
             return 0
         return group.retention.num_freed(next_position, group.block_size)
 
-    def fits_whole(self, blocks: RequestBlocks, hit: Hit, num_tokens: int) -> bool:
+    def fits_whole(self, blocks: RequestBlocks, hit: CacheHit, num_tokens: int) -> bool:
         """Whether all ``num_tokens`` can be computed, step by step, without any other block being freed."""
         needed = min(self._missing(blocks, hit, hit.num_tokens, num_tokens), self.most_blocks(num_tokens))
         return needed <= self.pool.num_free
 
-    def _missing(self, blocks: RequestBlocks, hit: Hit | None, num_computed: int, num_tokens: int) -> int:
+    def _missing(
+        self, blocks: RequestBlocks, hit: CacheHit | None, num_computed: int, num_tokens: int
+    ) -> int:
         missing = 0
         for index, ids in enumerate(blocks.ids):
             kept = self._first_kept(index, num_computed)
@@ -285,7 +287,7 @@ class BlockManager:
     def grow(
         self,
         blocks: RequestBlocks,
-        hit: Hit | None,
+        hit: CacheHit | None,
         num_computed: int,
         num_tokens: int,
         *,

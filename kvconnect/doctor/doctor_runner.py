@@ -16,7 +16,7 @@ from kvconnect.doctor.findings import Finding, Level, failure, warning
 from kvconnect.doctor.hardware import check_hardware
 from kvconnect.doctor.measure import check_rates, measure
 from kvconnect.doctor.node import check_node
-from kvconnect.doctor.pair import check_pair, meet, unreached
+from kvconnect.doctor.node_pair import check_pair, meet, unreached
 from kvconnect.doctor.software import check_software
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.showing import printable

@@ -25,16 +25,16 @@ from kvconnect.halves.building import (
 )
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.node.blocks import HASH_SCHEME
-from kvconnect.node.cache import NodeCache, parse_cache_dtype
-from kvconnect.node.models.base import Model
-from kvconnect.node.options import NodeOptions
+from kvconnect.node.block_manager import HASH_SCHEME
+from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
+from kvconnect.node.models.model import Model
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Request
 from kvconnect.node.transfers import align_tokens
-from kvconnect.offload.events import TierEvents
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.tier_events import TierEvents
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload_config import OffloadConfig
 from kvconnect.peer.handles import digest_prompt

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk import failures
-from kvconnect.offload.disk.catalog import Catalog, Kept
+from kvconnect.offload.disk.catalog import Catalog, KeptFile
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
 from kvconnect.offload.disk.io_threads import IoThreads
 from kvconnect.offload.disk.row_files import RowFiles
@@ -255,7 +255,7 @@ class DiskTier:
         is_closed, contents = self._rows.is_closing, [row.content for row in rows]
         known = [None] * len(rows) if is_closed else self._catalog.has(contents, is_use=True)
         missing: list[Content] = []
-        wrong: dict[Content, Kept] = {}
+        wrong: dict[Content, KeptFile] = {}
         for row, kept in zip(rows, known, strict=True):
             if kept is None or not self._read_row(row, kept, wrong):
                 missing.append(row.content)
@@ -265,7 +265,7 @@ class DiskTier:
             self._writer.submit(partial(self._rows.make_room, 0))
         self._tracker.settle("read", job, len(rows), missing)
 
-    def _read_row(self, row: TierRow, kept: Kept, wrong: dict[Content, Kept]) -> bool:
+    def _read_row(self, row: TierRow, kept: KeptFile, wrong: dict[Content, KeptFile]) -> bool:
         """Whether a row was read; adds it to ``wrong`` if it never will be."""
         try:
             reason = self._rows.read(row)

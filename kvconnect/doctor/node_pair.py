@@ -31,7 +31,7 @@ Ranks = Mapping[int, TimedDescription]
 
 
 @dataclass(frozen=True)
-class Pair:
+class NodePair:
     """The ranks of the peer, and those of this node if it runs."""
 
     address: str
@@ -44,7 +44,7 @@ class Pair:
         return self.peer[0].description.protocol == PROTOCOL_VERSION
 
 
-def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> Pair:
+def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> NodePair:
     """Ask all ranks of a peer, and of this node. Raises ``PeerError``: one does not answer."""
     extra, own = facts.extra, {}
     ask = partial(probes.describe, extra, facts.keyring)
@@ -57,7 +57,7 @@ def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> Pair:
         at = {one.rank: (one.host, one.port) for one in ours.directory}
         ranks = range(ours.introduction.meaning.topology.size)
         own = {rank: ask(at.get(rank, (extra.host, extra.port + rank))) for rank in ranks}
-    return Pair(f"{address[0]}:{address[1]}", peer, own)
+    return NodePair(f"{address[0]}:{address[1]}", peer, own)
 
 
 def unreached(address: str, error: KVConnectError) -> Finding:
@@ -67,7 +67,7 @@ def unreached(address: str, error: KVConnectError) -> Finding:
     return failure(about, f"{address}: {error}", advice)
 
 
-def check_pair(facts: Facts, pair: Pair) -> Iterator[Finding]:
+def check_pair(facts: Facts, pair: NodePair) -> Iterator[Finding]:
     """Whether KV would come over, and how."""
     theirs = pair.peer[0].description
     packages = ", ".join(f"{name} {version}" for name, version in theirs.versions.items() if name != "python")
@@ -109,7 +109,7 @@ def _clock(peer: TimedDescription) -> Finding:
     return well("clock", found)
 
 
-def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
+def _agreement(facts: Facts, pair: NodePair) -> Iterator[Finding]:
     """What a greeting would be refused for, and where it would not, whether the caches of all ranks fit."""
     ours, theirs = pair.own[0].description, pair.peer[0].description
     # KV goes to this node, unless it only sends.

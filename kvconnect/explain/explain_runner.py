@@ -13,8 +13,8 @@ from rich.table import Table
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
+from kvconnect.explain.cache_report import CachePair, CacheReport, make_report
 from kvconnect.explain.hugging_face import read_cache
-from kvconnect.explain.report import Pair, Report, make_report
 
 MAX_TOKENS = 1 << 20
 
@@ -42,7 +42,7 @@ def run_explain(
     return 0 if report.works else 1
 
 
-def _print(report: Report, source: str, target: str) -> None:
+def _print(report: CacheReport, source: str, target: str) -> None:
     console = Console(width=140, highlight=False)
     title = f"{source} (P) to {target} (D): a request of {report.tokens} tokens"
     console.print(escape(title), soft_wrap=True)
@@ -63,7 +63,7 @@ def _print(report: Report, source: str, target: str) -> None:
         console.print(escape(line), soft_wrap=True)
 
 
-def _row(pair: Pair) -> list[str]:
+def _row(pair: CachePair) -> list[str]:
     heads = [
         label if shared is None else f"{label} {shared[0]}-{shared[1]}"
         for label, shared in pair.heads.items()
@@ -73,7 +73,7 @@ def _row(pair: Pair) -> list[str]:
     return [name, escape(", ".join(heads)), pair.order or "-", size, str(pair.chunks) if pair.order else "-"]
 
 
-def _refusals(report: Report) -> dict[str, list[str]]:
+def _refusals(report: CacheReport) -> dict[str, list[str]]:
     """The reasons why caches do not fit, each with the pairs of ranks that it holds for."""
     found: dict[str, list[str]] = {}
     for pair in report.pairs:
