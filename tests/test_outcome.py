@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvconnect.halves.inspection_page import write_inspection
 from kvconnect.outcome import Actor, Cause, Outcome, Reason
+from kvconnect.peer.inspection import Inspection
 from tests.transfer.pair import D_IDS, Pair
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, same_blocks
@@ -78,3 +80,18 @@ def test_the_line_of_a_failure_that_nobody_can_end_asks_nobody_to_act():
         str(outcome)
         == "request r was not loaded from P at h:1 by name after 500.0 ms: it was evicted [evicted]"
     )
+
+
+def test_what_became_of_one_request_is_asked_by_a_part_of_its_id():
+    pair = Pair(prefill_model="other")
+    for name in ("cmpl-1", "cmpl-2"):
+        pair.load(name, D_IDS)
+        pair.run(30, step_s=0.5)
+    worker = pair.decode
+    page = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "request pl-2")
+    found = msgspec.msgpack.decode(page, type=Inspection)
+    (line,) = found.outcomes
+    assert line.startswith("request cmpl-2 was not loaded from P at h:")
+    assert found.is_last
+    every = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "0")
+    assert len(msgspec.msgpack.decode(every, type=Inspection).outcomes) == 2

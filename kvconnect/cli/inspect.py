@@ -14,16 +14,21 @@ def inspect(
         str,
         typer.Argument(metavar="HOST:PORT", help="Side channel of a worker: rank r listens on port + r."),
     ],
+    request: Annotated[
+        str, typer.Option("--request", metavar="ID", help="Only what is of a request, by a part of its id.")
+    ] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Anew each second, until Ctrl-C.")] = False,
     json_output: JsonObject = False,
     key: Key = None,
     insecure: Insecure = False,
 ) -> None:
-    """Show what a running worker, a node's or vLLM's, holds and does right now.
+    """Show what a running worker, a node's or vLLM's, holds and does right now, and what came of its loads.
 
     Its role and versions, leases, loads, slots, peers and breakers, tiers, and its last records. Of leases
     and loads the oldest; --json has all. Handles are shown as digests, which `kvconnect trace` has too.
     """
     from kvconnect.inspect.inspect_runner import run_inspect
 
-    raise typer.Exit(run_inspect(address, keys_at(key, insecure), watch=watch, json_output=json_output))
+    raise typer.Exit(
+        run_inspect(address, keys_at(key, insecure), request=request, watch=watch, json_output=json_output)
+    )

@@ -1,4 +1,4 @@
-"""D's half of a worker: asks peers for KV, and reports what has landed.
+"""D's part of a worker: asks peers for KV, and reports what has landed.
 
 Owned by the transfer thread. Every load is reported exactly once. Peers write to slots, never to its blocks.
 """
@@ -404,7 +404,7 @@ class DecodeSide(TransferPart):
             return
         if not load.fetches:
             load.fetches = {rank: RankFetch(load, rank) for rank in peer.partners}
-            if load.handle:
+            if load.handle and load.order.prefix is None:
                 self.peers.release_unused(peer, load.handle, now)
         for fetch in load.fetches.values():
             link = self.peers.connect_rank(peer, fetch.rank, now)

@@ -125,8 +125,8 @@ class LoadRecord:
 
     @property
     def handle(self) -> str:
-        """What the peer holds for it, and is to be renewed; empty where it holds nothing."""
-        return "" if self.order.prefix is not None else self.order.handle
+        """What the peer holds for it, and is to be renewed; empty where it is refused."""
+        return self.order.handle
 
     @property
     def is_queued(self) -> bool:

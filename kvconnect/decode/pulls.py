@@ -20,6 +20,7 @@ from kvconnect.decode.sources import SLOW_REST_S, Address, PrefillRate, Sources,
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import PeerTrust
+from kvconnect.peer.messages import PIN_PREFIX
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.timeline import Moment
 from kvconnect.transfer.orders import Find, Found, Load, OrdersDraft, Results, blocks_of
@@ -173,7 +174,7 @@ class PullRequests:
             return
         assert pull.asked is not None
         assert pull.prefix is not None
-        first, handle = pull.computed, self._new_handle()
+        first, handle = pull.computed, PIN_PREFIX + self._new_handle()
         end, tokens = first + num_external_tokens, pull.prefix.naming.tokens
         offered = pull.found.num_tokens
         refusal = None

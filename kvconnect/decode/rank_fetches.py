@@ -26,6 +26,7 @@ from kvconnect.peer.messages import (
     Fetch,
     Grant,
     Landed,
+    Pin,
     Written,
 )
 from kvconnect.plan.blocks import GroupBlocks
@@ -96,9 +97,10 @@ class RankFetches:
             chunks=chunks,
             grants=grants,
             until_s=load.deadline + link.clock_ahead_s,
-            prefix=order.prefix,
         )
         self._note(fetch, Moment.FETCH_SENT, link.rank)
+        if order.prefix is not None:
+            self._peers.send(link.name, Pin(order.handle, order.prefix, order.num_tokens))
         self._peers.send(link.name, message)
 
     def _note(self, fetch: RankFetch, moment: str, number: int) -> None:

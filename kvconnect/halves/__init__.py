@@ -1,0 +1,4 @@
+"""What a serving stack calls.
+
+The scheduler half and the worker half, made by `building` of the parts that a role asks for.
+"""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.peer.inspection import (
     MOST_PER_PAGE,
     MOST_TEXT,
+    OF_REQUEST,
     Inspection,
     LeaseView,
     LoadView,
@@ -33,7 +34,10 @@ from kvconnect.timeline import Timeline
 from kvconnect.transfer.inbound_peers import InboundPeer
 from kvconnect.transfer.slots import SlotPool, SlotState
 
+Record = TypeVar("Record")
+
 _LATEST = 24
+_MOST_LINE = 1024
 _MOST_PEERS = 256
 
 
@@ -47,14 +51,22 @@ def write_inspection(
 ) -> bytes:
     """The answer of a worker; the question's ``argument`` is how many leases and loads were seen, if any.
 
-    One that begins or ends between two pages may be missed.
+    One that begins or ends between two pages may be missed. After ``OF_REQUEST`` it is a part of the id of a
+    request, which is all that is shown then.
     """
-    skipped, now = max(0, int(argument or 0)), timeline.clock()
+    wanted = argument.removeprefix(OF_REQUEST) if argument.startswith(OF_REQUEST) else ""
+    skipped, now = 0 if wanted else max(0, int(argument or 0)), timeline.clock()
     prefill, decode, local = transfers.prefill, transfers.decode, transfers.local
     held, streamed = ({}, {}) if prefill is None else (prefill.leases, prefill.book.streaming)
     loads, sources = ({}, ()) if decode is None else (decode.loads, decode.peers.peers.values())
     stop = skipped + MOST_PER_PAGE
-    leases = itertools.islice(itertools.chain(held.values(), streamed.values()), skipped, stop)
+    leases: Iterable[Lease] = itertools.chain(held.values(), streamed.values())
+    loading: Iterable[LoadRecord] = loads.values()
+    if wanted:
+        leases = (lease for lease in leases if wanted in _request_of(lease))
+        loading = (load for load in loading if wanted in load.order.request_id)
+    ended = () if decode is None else reversed(decode.outcomes)
+    lines = (str(outcome) for outcome in ended if wanted in outcome.request_id)
     peers = itertools.chain(
         (_source(peer, now) for peer in sources),
         (
@@ -66,30 +78,39 @@ def write_inspection(
         engine_id=local.introduction.engine_id,
         rank=local.introduction.rank,
         counts=dict(counts),
-        leases=tuple(_lease(one, now) for one in leases),
-        loads=tuple(_load(one, now) for one in itertools.islice(loads.values(), skipped, stop)),
+        leases=tuple(_lease(one, now) for one in _page(leases, skipped)),
+        loads=tuple(_load(one, now) for one in _page(loading, skipped)),
         slots=(_slots("receive", local.landing), _slots("send", local.send)),
         peers=tuple(itertools.islice(peers, _MOST_PEERS)),
         tiers=dict(tiers),
         latest=tuple(_latest(timeline, now)),
-        is_last=stop >= max(len(held) + len(streamed), len(loads)),
+        is_last=bool(wanted) or stop >= max(len(held) + len(streamed), len(loads)),
+        outcomes=tuple(line[:_MOST_LINE] for line in itertools.islice(lines, _LATEST)),
     )
     return msgspec.msgpack.encode(inspection)
 
 
+def _page(records: Iterable[Record], skipped: int) -> Iterator[Record]:
+    return itertools.islice(records, skipped, skipped + MOST_PER_PAGE)
+
+
+def _request_of(lease: Lease) -> str:
+    return "" if lease.held is None else lease.held.order.request_id
+
+
 def _lease(lease: Lease, now: float) -> LeaseView:
-    hold = lease.hold
-    ids = lease.blocks.values() if hold is None else (held.block_ids for held in hold.groups)
-    state = "sending" if lease.sending else "prefilling" if hold is None else "held"
+    held = lease.held
+    ids = (of.block_ids for of in held.order.groups) if held is not None else lease.streamed.blocks.values()
+    state = "sending" if lease.sending else "prefilling" if held is None else "held"
     return LeaseView(
         digest=digest(lease.handle),
-        request_id=hold.request_id[:MOST_TEXT] if hold is not None else "",
-        state=lease.revoked.text if lease.revoked is not None else state,
+        request_id=held.order.request_id[:MOST_TEXT] if held is not None else "",
+        state=held.revoked.text if held is not None and held.revoked is not None else state,
         tokens=lease.num_tokens,
         blocks=sum(map(len, ids)),
         renewed_by=len(lease.renewers),
-        age_s=now - lease.held_at if hold is not None else None,
-        left_s=lease.expires_at - now if hold is not None and not lease.revoked else None,
+        age_s=now - held.held_at if held is not None else None,
+        left_s=held.expires_at - now if held is not None and not held.revoked else None,
     )
 
 

@@ -15,7 +15,7 @@ from kvconnect.errors import PeerError
 from kvconnect.inspect.tables import WIDTH, tables
 from kvconnect.peer.asking import ask, describe
 from kvconnect.peer.description import Description, read_answer
-from kvconnect.peer.inspection import TOPIC, Inspection
+from kvconnect.peer.inspection import OF_REQUEST, TOPIC, Inspection
 from kvconnect.peer.keyring import Keyring, load_keyring
 from kvconnect.showing import printable
 
@@ -23,8 +23,12 @@ _EACH_S = 1.0
 _MOST_PAGES = 256
 
 
-def run_inspect(address: str, extra: ExtraConfig, *, watch: bool, json_output: bool) -> int:
-    """Print what a worker holds; with ``watch`` each second, or why it does not answer then, until Ctrl-C.
+def run_inspect(
+    address: str, extra: ExtraConfig, *, request: str = "", watch: bool, json_output: bool
+) -> int:
+    """Print what a worker holds, or only what is of one ``request``.
+
+    With ``watch`` each second, or why it does not answer then, until Ctrl-C.
 
     Raises:
         ConfigError: the address or a key cannot be used.
@@ -34,7 +38,7 @@ def run_inspect(address: str, extra: ExtraConfig, *, watch: bool, json_output: b
     keyring, console = load_keyring(extra, os.environ), Console(width=WIDTH, highlight=False)
 
     def show() -> None:
-        described, found = look(extra, keyring, split, whole=json_output)
+        described, found = look(extra, keyring, split, request=request, whole=json_output)
         if json_output:
             print(as_json(address, described, found), flush=True)
             return
@@ -59,7 +63,7 @@ def run_inspect(address: str, extra: ExtraConfig, *, watch: bool, json_output: b
 
 
 def look(
-    extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int], *, whole: bool
+    extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int], *, request: str = "", whole: bool
 ) -> tuple[Description, Inspection]:
     """What a worker is, and what it holds; ``whole``: with all leases and loads, not only the oldest.
 
@@ -69,7 +73,8 @@ def look(
     pages: list[Inspection] = []
     while not pages or (whole and not pages[-1].is_last and len(pages) < _MOST_PAGES):
         seen = sum(max(len(page.leases), len(page.loads)) for page in pages)
-        pages.append(read_answer(ask(extra, keyring, address, TOPIC, str(seen)).data, Inspection))
+        about = f"{OF_REQUEST}{request}" if request else str(seen)
+        pages.append(read_answer(ask(extra, keyring, address, TOPIC, about).data, Inspection))
     # What lies at the end of a page may move to the next one while the two are read.
     leases = {(one.digest, one.request_id): one for page in pages for one in page.leases}
     loads = {one.request_id: one for page in pages for one in page.loads}

@@ -1,0 +1,1 @@
+"""Tiers below the device, with a part on either side."""

@@ -9,6 +9,8 @@ import msgspec
 TOPIC = "inspection"
 MOST_PER_PAGE = 256
 """Of leases, and of loads, which take 1 ms of a transfer thread."""
+OF_REQUEST = "request "
+"""What an argument begins with that names one request, in place of how many were seen."""
 MOST_TEXT = 256
 """Characters that are kept of a name or a reason: a client or a peer may have chosen it."""
 
@@ -88,7 +90,8 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
 
     ``leases`` and ``loads`` are some of each, oldest first; ``counts`` has how many there are of these and of
     others. ``tiers`` is by name what each tier reports of itself: ``records``, ``taken_bytes``,
-    ``limit_bytes`` where it has them. ``latest`` are the last records of the timeline.
+    ``limit_bytes`` where it has them. ``latest`` are the last records of the timeline, ``outcomes`` the
+    lines of the last loads that ended, newest first; where one request was asked about, only what is of it.
     """
 
     engine_id: str
@@ -101,3 +104,4 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     tiers: dict[str, dict[str, Any]]
     latest: tuple[RecordView, ...]
     is_last: bool
+    outcomes: tuple[str, ...] = ()

@@ -163,9 +163,6 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     ``consumers`` is how many ranks of D fetch from this rank; P frees after the last of them.
     P starts no write later than ``timeout_s`` after it received this, nor from ``until_s`` of its clock on:
     D's own time is not over then, however long this was under way.
-
-    With a ``prefix`` it is no held request that is fetched, but what P keeps under these names; the handle
-    stands for nothing.
     """
 
     transfer_id: int
@@ -176,7 +173,21 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     chunks: Chunks = ()
     grants: Grants = ()
     until_s: float = math.inf
-    prefix: Prefix | None = None
+
+
+PIN_PREFIX = "pin:"
+"""What every handle begins with that D chooses, and none that P does."""
+
+
+class Pin(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
+    """D to P: hold what you keep under these names, for its first ``num_tokens``, under this handle of mine.
+
+    A lease like any other, which a ``Fetch`` of the handle opens; where there is none, that is its answer.
+    """
+
+    handle: Handle
+    prefix: Prefix
+    num_tokens: Count
 
 
 class CreditGrant(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
@@ -358,7 +369,7 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
     reason: str
 
 
-ToPrefill = (Hello | Fetch | CreditGrant | Cancel | Release | Renew | FindPrefix) | (
+ToPrefill = (Hello | Fetch | CreditGrant | Cancel | Release | Renew | FindPrefix | Pin) | (
     Alive | Question | Measure | Bad
 )
 ToDecode = (Welcome | Refused | Accepted | CreditRequest | Landed | Written | Renewed) | (

@@ -33,6 +33,7 @@ from kvconnect.peer.messages import (
     Measure,
     Measured,
     Message,
+    Pin,
     PrefixFound,
     Question,
     Refused,
@@ -73,7 +74,7 @@ _KEEPS_READY = {
         Bad,
     ),
     Side.PREFILL: (
-        *(Hello, Fetch, CreditGrant, Cancel, Release, Renew, FindPrefix),
+        *(Hello, Fetch, CreditGrant, Cancel, Release, Renew, FindPrefix, Pin),
         *(Alive, Question, Measure, Bad),
     ),
 }

@@ -1,0 +1,1 @@
+"""Pure: which bytes of one request go where."""

@@ -1,0 +1,4 @@
+"""A prefill node's parts.
+
+`prefill_requests` beside the request scheduler, all others beside the tensors.
+"""

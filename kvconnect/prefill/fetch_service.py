@@ -31,7 +31,7 @@ from kvconnect.peer.messages import (
     Measured,
     Written,
 )
-from kvconnect.prefill.kept_fetches import EVICTED, lease_by_name
+from kvconnect.prefill.kept_fetches import EVICTED, not_all
 from kvconnect.prefill.leases import Consumer, Lease, LeaseBook, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter, found_by
 from kvconnect.prefill.measuring import LEAST_PAUSE_S, LONGEST_S, MEASUREMENT, measuring_outbox
@@ -115,7 +115,7 @@ class FetchService:
             self.sender.touch(key)
 
     def _wait_for_device(self, lease: Lease, key: TransferKey) -> None:
-        if lease.hold is None and lease.marks:
+        if lease.held is None and lease.streamed.marks:
             self._waiting[key] = None
 
     def _look_at_prefills(self, now: float) -> None:
@@ -127,7 +127,7 @@ class FetchService:
 
     def _is_polled(self, early: PendingFetch) -> bool:
         """It waits for what no message and no order brings: the device, a disk, or its link."""
-        if early.fetch.prefix is not None or early.handle in self._book.leases:
+        if early.handle in self._book.leases:
             return True
         if (lease := self._book.streaming.get(early.handle)) is not None:
             self._wait_for_device(lease, early.key)
@@ -167,7 +167,7 @@ class FetchService:
             self._wait(pending, now)
             return
         check_fetch(fetch)
-        path, streamed = self._measured_path(inbound, pending.link, now), source.hold is None
+        path, streamed = self._measured_path(inbound, pending.link, now), source.held is None
         if path is None:
             self._wait(pending, now, is_served=True)
             return
@@ -227,8 +227,6 @@ class FetchService:
         is_measured = path is not None and path.is_measured
         is_calibrating = not is_measured and (early.link, _CALIBRATION) in self.sender.sendings
         try:
-            if early.fetch.prefix is not None:
-                return not is_calibrating and (early.lease is None or early.lease.is_computed())
             return not is_calibrating and self._source(early) is not None
         except Exception:
             # To begin it meets the same, and answers the peer.
@@ -240,15 +238,16 @@ class FetchService:
         Raises:
             PeerError: what it names is not kept.
         """
-        if early.fetch.prefix is not None:
-            return lease_by_name(self._local.kept, early, self._book.next_epoch())
         lease, path = self._book.get(early.fetch.handle), self.paths.get(early.link)
-        if lease is None or lease.hold is not None:
-            return lease if lease is not None and lease.is_computed() else None
+        if lease is None:
+            return None
+        if lease.held is not None:
+            if not lease.is_intact:
+                raise not_all(lease.num_tokens)
+            return lease if lease.held.is_computed() else None
         if path is not None and not path.streams:
             return None
-        lease.advance()
-        return lease if early.first_tokens <= lease.ready_tokens else None
+        return lease if early.first_tokens <= lease.streamed.advance() else None
 
     def _wait(self, pending: PendingFetch, now: float, *, is_served: bool = False) -> None:
         """Leave a fetch pending, and give back the slots that it holds meanwhile.
@@ -287,7 +286,7 @@ class FetchService:
             PeerError: a chunk is larger than a slot of ours.
         """
         fetch = pending.fetch
-        packer = path.packer if fetch.prefix is None else path.kept_packer()
+        packer = path.packer if source.kept is None else path.kept_packer()
         check_chunks(fetch, packer.chunker, path.slot_bytes)
         pool, max_bytes = self._local.send, self._local.engine.capabilities.max_bytes
         supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, path.share)
@@ -398,7 +397,7 @@ class FetchService:
                     self._announce(path, inbound, sending.key[0])
             return
         lease.sending.discard(sending.key)
-        if not sending.error and not lease.is_intact():
+        if not sending.error and not lease.is_intact:
             self._metrics.failures.labels("evicted").inc()
             sending.stop(EVICTED)
         self._note(sending, Moment.ANSWER_SENT, not sending.error)

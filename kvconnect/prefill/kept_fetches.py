@@ -1,7 +1,7 @@
 """P serves what it keeps in host memory or on disk: how much there is under some names, and fetches by name.
 
-Nothing is held for a peer that asks. A fetch has a lease of its own that is in no book: rows may change while
-they are read, and what was sent of them counts only if they did not. Owned by the transfer thread.
+What a peer pins has a lease like any other. Its rows may change all the same, by orders of the scheduler
+half: what was sent of them counts only if they did not. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 from kvconnect.cache.identity import MAX_NAMES
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.messages import FindPrefix, PrefixFound
-from kvconnect.prefill.leases import Lease
-from kvconnect.prefill.pending_fetches import PendingFetch
+from kvconnect.peer.messages import PIN_PREFIX, FindPrefix, Pin, PrefixFound
+from kvconnect.prefill.leases import LeaseBook
 from kvconnect.transfer.inbound_peers import InboundPeer
 from kvconnect.transfer.kept import KeptByName
-from kvconnect.transfer.orders import Hold
 
 EVICTED = Cause.EVICTED("it was evicted from host memory while it was sent")
 TOO_MANY = Cause.BUSY("it was asked for more names than one peer may have looked up")
@@ -60,24 +58,42 @@ def found_for(
     return PrefixFound(asked.number, *kept.find(asked.prefix, asked.max_tokens))
 
 
-def lease_by_name(kept: KeptByName | None, early: PendingFetch, epoch: int) -> Lease | None:
-    """What a fetch by name is served from; None while that is read from disk.
+def not_all(num_tokens: int) -> PeerError:
+    """Why a fetch by name is refused whose rows hold other content by now, or always did."""
+    return PeerError(f"not all of {num_tokens} tokens is kept under these names", Cause.EVICTED)
+
+
+def pin(
+    inbound: InboundPeer,
+    names: NameAllowance,
+    kept: KeptByName | None,
+    asked: Pin,
+    book: LeaseBook,
+    most: int,
+    now: float,
+) -> None:
+    """Hold what is kept under names for a peer, as any lease; once, for all of its ranks.
+
+    Args:
+        most: leases in all.
 
     Raises:
-        PeerError: not all of it is kept, or could be read.
+        PeerError: it is not held; a fetch of the handle is refused for that.
     """
-    fetch, lease = early.fetch, early.lease
-    assert fetch.prefix is not None
-    if kept is None:
-        raise PeerError(_NOTHING.text, _NOTHING.cause)
-    if lease is None and (found := kept.hold(fetch.prefix, fetch.num_tokens)) is not None:
-        num_tokens, name = fetch.num_tokens, f"for {fetch.num_tokens} tokens by name"
-        hold = Hold(name, fetch.handle, num_tokens, found.groups, lease_s=0.0, step=0)
-        # The peer goes on after these tokens: what only the last of them sees is not kept.
-        early.lease = lease = Lease(
-            fetch.handle, num_tokens, epoch, hold=hold, is_computed=found.is_ready, kept=found, replay=0
-        )
-        lease.is_intact = found.is_intact
-    if lease is None or not lease.is_intact():
-        raise PeerError(f"not all of {fetch.num_tokens} tokens is kept under these names", Cause.EVICTED)
-    return lease if lease.is_computed() else None
+    peer, handle = inbound.session.peer, asked.handle
+    if peer is None or handle in book.leases:
+        return
+    if not handle.startswith(PIN_PREFIX):
+        raise PeerError(f"a handle to pin is {handle[:64]!r}; accepted: those that begin with {PIN_PREFIX!r}")
+    if refusal := inbound.disagrees or (_NOTHING if kept is None else None):
+        raise PeerError(refusal.text, refusal.cause)
+    if len(book.leases) >= most:
+        raise PeerError(f"{len(book.leases)} requests are held already", Cause.BUSY)
+    # No more of them are looked up, however many there are.
+    if not names.take(min(len(asked.prefix.names), asked.num_tokens // asked.prefix.naming.tokens), now):
+        raise PeerError(TOO_MANY.text, TOO_MANY.cause)
+    assert kept is not None
+    found = kept.hold(asked.prefix, asked.num_tokens)
+    if found is None:
+        raise not_all(asked.num_tokens)
+    book.pin(handle, peer.engine_id, asked.num_tokens, found, now)

@@ -32,18 +32,57 @@ TransferKey = tuple[str, int]
 
 
 @dataclass(eq=False)
+class Streamed:
+    """What of a prefill under way is computed: ``ready_tokens``, in ``blocks`` by group.
+
+    ``marks`` are tokens that the device was given, each with a check whether they are computed.
+    """
+
+    ready_tokens: int = 0
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    marks: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)
+
+    def add(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
+        """Take what is new. False: it does not follow from what is known, and nothing was taken."""
+        if any(new.first_block != len(self.blocks.get(new.group, ())) for new in order.groups):
+            return False
+        for new in order.groups:
+            self.blocks.setdefault(new.group, []).extend(new.block_ids)
+        self.marks.append((is_computed, order.computed_tokens))
+        return True
+
+    def advance(self) -> int:
+        """Take what the device has computed meanwhile. Returns how many tokens are."""
+        while self.marks and self.marks[0][0]():
+            self.ready_tokens = max(self.ready_tokens, self.marks.popleft()[1])
+        return self.ready_tokens
+
+
+@dataclass(eq=False)
+class Held:
+    """What is held for peers until ``expires_at``, which may be moved as far as ``last_until``.
+
+    ``is_computed`` returns whether all of it is. ``kept`` are the rows of what a peer pinned by name, which
+    may be written meanwhile; None for blocks. ``revoked`` states why it is given up before its time.
+    """
+
+    order: Hold
+    is_computed: Callable[[], bool]
+    held_at: float
+    expires_at: float
+    last_until: float
+    timer: Timer
+    kept: Kept | None = None
+    revoked: Reason | None = None
+
+
+@dataclass(eq=False)
 class Lease:
     """What P computes or holds for the ranks of one engine (``owner``), each of its ``consumers`` once.
 
-    Computed: ``ready_tokens`` of ``num_tokens`` are, in ``blocks`` by group; ``marks`` are tokens that the
-    device was given, each with a check whether they are computed. Until the request is held it may lose
-    its blocks, and nothing that was sent of them counts. ``epoch`` is another whenever they are others.
-
-    Held: ``hold`` is set, and ``is_computed`` returns whether all of it is. The lease ends at ``expires_at``,
-    which may be moved as far as ``last_until``. ``renewers`` are the connections over which a peer
-    renewed it. ``revoked`` states why it is given up before its time. What was sent counts while it
-    ``is_intact``; the last ``replay`` tokens are computed again by who fetches. ``kept`` are the
-    rows of one by name. ``timer`` is armed while it is held.
+    Until the request is ``held`` it may lose its blocks, and nothing that was sent of them counts; ``epoch``
+    is another whenever they are others. ``renewers`` are the connections over which a peer renewed it.
+    The last ``replay`` tokens are computed again by who fetches.
     """
 
     handle: str
@@ -54,23 +93,24 @@ class Lease:
     served: set[Consumer] = field(default_factory=set)
     released: set[Consumer] = field(default_factory=set)
     sending: set[TransferKey] = field(default_factory=set)
-    ready_tokens: int = 0
-    blocks: dict[int, list[int]] = field(default_factory=dict)
-    marks: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)
-    hold: Hold | None = None
-    is_computed: Callable[[], bool] = lambda: False
-    held_at: float = 0.0
-    expires_at: float = 0.0
-    last_until: float = 0.0
     renewers: set[str] = field(default_factory=set)
-    revoked: Reason | None = None
     replay: int = 1
-    is_intact: Callable[[], bool] = lambda: True
-    kept: Kept | None = None
-    timer: Timer | None = None
+    streamed: Streamed = field(default_factory=Streamed)
+    held: Held | None = None
 
     def __str__(self) -> str:
-        return f"request {self.hold.request_id}" if self.hold is not None else "an unfinished prefill"
+        return "an unfinished prefill" if self.held is None else f"request {self.held.order.request_id}"
+
+    @property
+    def kept(self) -> Kept | None:
+        """The rows of what was pinned by name."""
+        return None if self.held is None else self.held.kept
+
+    @property
+    def is_intact(self) -> bool:
+        """What was sent of it counts."""
+        kept = self.kept
+        return kept is None or kept.is_intact()
 
     def claim(self, consumer: Consumer, consumers: int) -> None:
         """A rank fetches, and states how many ranks of its engine will.
@@ -93,35 +133,14 @@ class Lease:
     @property
     def is_whole(self) -> bool:
         """The request is held, and all of it is computed."""
-        return self.hold is not None and self.is_computed()
-
-    def add(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
-        """Take what is new. False: it does not follow from what is known, and nothing was taken."""
-        if any(new.first_block != len(self.blocks.get(new.group, ())) for new in order.groups):
-            return False
-        for new in order.groups:
-            self.blocks.setdefault(new.group, []).extend(new.block_ids)
-        self.marks.append((is_computed, order.computed_tokens))
-        return True
-
-    def clear(self, epoch: int) -> None:
-        """Its blocks are lost: what is computed from now on belongs to another epoch."""
-        self.epoch = epoch
-        self.ready_tokens = 0
-        self.blocks.clear()
-        self.marks.clear()
-
-    def advance(self) -> None:
-        """Take what the device has computed meanwhile."""
-        while self.marks and self.marks[0][0]():
-            self.ready_tokens = max(self.ready_tokens, self.marks.popleft()[1])
+        return self.held is not None and self.held.is_computed()
 
     def differs_from(self, order: Hold) -> str:
         """Why what was sent is not of what is held now, or nothing."""
         if order.num_tokens != self.num_tokens:
             return f"{self.num_tokens} tokens were to be held, {order.num_tokens} are"
         for held in order.groups:
-            known = self.blocks.get(held.group, ())[held.first_block :]
+            known = self.streamed.blocks.get(held.group, ())[held.first_block :]
             # A null block has left its window since.
             if any(a and b and a != b for a, b in zip(known, held.block_ids, strict=False)):
                 return f"the blocks of cache group {held.group} are others now"
@@ -132,10 +151,10 @@ class Lease:
     ) -> tuple[GroupBlocks, ...]:
         """The blocks that hold these tokens, by our groups; and the states, once they are held."""
         known: dict[int, tuple[int, Sequence[int]]]
-        if self.hold is not None:
-            known = {held.group: (held.first_block, held.block_ids) for held in self.hold.groups}
+        if self.held is not None:
+            known = {of.group: (of.first_block, of.block_ids) for of in self.held.order.groups}
         else:
-            known = {group: (0, ids) for group, ids in self.blocks.items()}
+            known = {group: (0, ids) for group, ids in self.streamed.blocks.items()}
         made = []
         for group in geometry:
             first, ids = known.get(group.group, (0, ()))
@@ -153,6 +172,7 @@ class Lease:
 logger = logging.getLogger(__name__)
 
 
+_NOT_FETCHED = Cause.LEASE_OVER("what is kept by name was not fetched in time")
 SERVED = Cause.FETCHED_BEFORE("every rank that wanted it was served")
 
 
@@ -182,10 +202,6 @@ class LeaseBook:
         self._metrics = metrics
         self._timers = timers
 
-    def next_epoch(self) -> int:
-        """Of what is in no book, too, no epoch is another's."""
-        return next(self._epochs)
-
     def get(self, handle: str) -> Lease | None:
         """What is held or streamed under a handle."""
         return self.leases.get(handle) or self.streaming.get(handle)
@@ -196,13 +212,13 @@ class LeaseBook:
         if lease is None:
             lease = Lease(order.handle, order.num_tokens, next(self._epochs), replay=self._replay)
             self.streaming[order.handle] = lease
-        return lease.add(order, is_computed)
+        return lease.streamed.add(order, is_computed)
 
     def lose_blocks(self, handle: str) -> Lease | None:
         """A prefill lost its blocks. What is returned is known, and what was sent of it is void."""
         lease = self.streaming.get(handle)
         if lease is not None:
-            lease.clear(next(self._epochs))
+            lease.epoch, lease.streamed = next(self._epochs), Streamed()
         return lease
 
     def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> tuple[Lease | None, str]:
@@ -220,23 +236,39 @@ class LeaseBook:
             lease = Lease(order.handle, order.num_tokens, next(self._epochs), replay=self._replay)
         elif difference:
             lease.num_tokens, lease.epoch = order.num_tokens, next(self._epochs)
-        lease.hold, lease.is_computed = order, is_computed
-        lease.expires_at = now + order.lease_s
-        lease.held_at = now
-        lease.last_until = now + max(order.lease_s, self._config.lease_max_s)
-        self.leases[order.handle] = lease
-        lease.timer = self._timers.timer(lambda now: self.end_if_due(lease, now))
-        lease.timer.at(lease.expires_at)
-        self._metrics.leases.set(len(self.leases))
+        self._keep(lease, order, is_computed, now)
         return lease, difference
 
+    def pin(self, handle: str, engine_id: str, num_tokens: int, kept: Kept, now: float) -> None:
+        """Begin to hold what is kept under names, for the engine that asked for it."""
+        name, lease_s = f"for {num_tokens} tokens by name", self._config.lease_s
+        order = Hold(name, handle, num_tokens, kept.groups, lease_s, step=0)
+        # The peer goes on after these tokens: what only the last of them sees is not kept.
+        lease = Lease(handle, num_tokens, next(self._epochs), engine_id, replay=0)
+        self._keep(lease, order, kept.is_ready, now, kept)
+
+    def _keep(
+        self,
+        lease: Lease,
+        order: Hold,
+        is_computed: Callable[[], bool],
+        now: float,
+        kept: Kept | None = None,
+    ) -> None:
+        timer, until = self._timers.timer(lambda now: self.end_if_due(lease, now)), now + order.lease_s
+        last_until = now + max(order.lease_s, self._config.lease_max_s)
+        lease.held = Held(order, is_computed, now, until, last_until, timer, kept)
+        self.leases[order.handle] = lease
+        timer.at(until)
+        self._metrics.leases.set(len(self.leases))
+
     def renew(self, lease: Lease, engine_id: str, link: str, now: float) -> Reason | None:
-        """A peer will still fetch what is held. Why that is void, or nothing."""
+        """A peer will still fetch what is held. Why that is void, or None."""
         if lease.owner not in (None, engine_id):
             return Cause.FETCHED_BEFORE("another engine has fetched this request")
         lease.renewers.add(link)
-        if lease.hold is not None:
-            lease.expires_at = max(lease.expires_at, min(now + lease.hold.lease_s, lease.last_until))
+        if (held := lease.held) is not None:
+            held.expires_at = max(held.expires_at, min(now + held.order.lease_s, held.last_until))
         return None
 
     def release(self, lease: Lease, consumer: Consumer, consumers: int, now: float) -> None:
@@ -249,38 +281,39 @@ class LeaseBook:
 
     def end_if_due(self, lease: Lease, now: float) -> None:
         """End a lease that no sending reads and that was served to all, or that is over."""
-        order = lease.hold
-        if order is None or lease.sending or self.leases.get(lease.handle) is not lease:
+        held = lease.held
+        if held is None or lease.sending or self.leases.get(lease.handle) is not lease:
             return
         is_satisfied = lease.satisfied
-        due_at = now if is_satisfied else lease.expires_at
+        due_at = now if is_satisfied else held.expires_at
         if now < due_at:
-            if lease.timer is not None:
-                lease.timer.at(due_at)
-            return
-        if is_satisfied:
-            self._end(lease, SERVED, now)
+            held.timer.at(due_at)
+        elif is_satisfied:
+            self._end(lease, held, SERVED, now)
+        elif held.kept is not None:
+            # Nothing waits for these rows.
+            self._end(lease, held, held.revoked or _NOT_FETCHED, now)
         else:
             self._metrics.failures.labels("lease_expired").inc()
-            reason = lease.revoked or Cause.LEASE_OVER(f"its lease of {order.lease_s} s is over")
-            if not lease.revoked and lease.renewers and lease.expires_at >= lease.last_until:
+            reason = held.revoked or Cause.LEASE_OVER(f"its lease of {held.order.lease_s} s is over")
+            if not held.revoked and lease.renewers and held.expires_at >= held.last_until:
                 reason = Cause.LEASE_OVER(
                     f"it was held for {self._config.lease_max_s} s, which is lease_max_s"
                 )
             logger.warning("%s was not fetched, its blocks are freed: %s", lease, reason)
-            self._end(lease, reason, now)
+            self._end(lease, held, reason, now)
 
     def revoke(self, reason: Reason, now: float) -> None:
         """End all that no sending reads, whichever peer wants it. What is being read ends when that does."""
         for lease in list(self.leases.values()):
-            lease.expires_at, lease.last_until, lease.revoked = 0.0, 0.0, reason
-            if not lease.sending:
-                self._end(lease, reason, now)
+            if (held := lease.held) is not None:
+                held.expires_at, held.last_until, held.revoked = 0.0, 0.0, reason
+                if not lease.sending:
+                    self._end(lease, held, reason, now)
 
-    def _end(self, lease: Lease, reason: Reason, now: float) -> None:
+    def _end(self, lease: Lease, held: Held, reason: Reason, now: float) -> None:
         del self.leases[lease.handle]
-        if lease.timer is not None:
-            lease.timer.cancel()
-        self._metrics.lease_seconds.observe(now - lease.held_at)
+        held.timer.cancel()
+        self._metrics.lease_seconds.observe(now - held.held_at)
         self._metrics.leases.set(len(self.leases))
         self._ended(lease, reason)

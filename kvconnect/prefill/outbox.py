@@ -61,9 +61,9 @@ class ChunkSupply:
         self._needs: Sequence[float] = ()
         streams = packer.chunker.wire.streams
         self._states = {stream.target_group for stream in streams if stream.is_state}
-        if lease.hold is not None:
+        if lease.held is not None:
             num_tokens = share.count(lease.num_tokens) + self._ahead
-            self._staged = packer.stage(share.of(lease.hold.groups), chunks, num_tokens)
+            self._staged = packer.stage(share.of(lease.held.order.groups), chunks, num_tokens)
             sizes = [staged.total_bytes for staged in self._staged]
         else:
             rows: dict[int, int] = {}
@@ -86,9 +86,9 @@ class ChunkSupply:
     def due(self) -> int:
         """How many, in all, can be packed by now."""
         if self._needs:
-            self._lease.advance()
+            ready_tokens = self._lease.streamed.advance()
             if not self._lease.is_whole:
-                return bisect.bisect_right(self._needs, self._lease.ready_tokens)
+                return bisect.bisect_right(self._needs, ready_tokens)
             self._needs = ()
         return self.count
 
@@ -100,12 +100,12 @@ class ChunkSupply:
     @property
     def is_due(self) -> bool:
         """A chunk can be packed now, or as soon as the device is done, which wakes no thread."""
-        return self.taken < self.count and (self._lease.hold is not None or self.has_next)
+        return self.taken < self.count and (self._lease.held is not None or self.has_next)
 
     @property
     def is_over(self) -> bool:
         """Every chunk was taken, and all of them count."""
-        return self.taken == self.count and self._lease.hold is not None
+        return self.taken == self.count and self._lease.held is not None
 
     def take(self) -> tuple[int, StagedChunk]:
         """The next chunk, with its index in the fetch. Raises what the constructor does."""

@@ -20,7 +20,7 @@ from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import epoch_of
 from kvconnect.peer.messages import Fetch
 from kvconnect.plan.chunks import Chunker
-from kvconnect.prefill.leases import Consumer, Lease, TransferKey
+from kvconnect.prefill.leases import Consumer, TransferKey
 from kvconnect.transfer.params import announced_id
 from kvconnect.transfer.timers import Timer, Timers
 
@@ -34,14 +34,13 @@ _CHUNKS_PER_SLOT = 4
 class PendingFetch:
     """A fetch that may have to wait; ``has_waited`` once its peer knows that, and has its slots back.
 
-    ``lease`` is what one by name is served from. ``timer`` is armed for when it has waited long enough.
+    ``timer`` is armed for when it has waited long enough.
     """
 
     link: str
     fetch: Fetch
     received_at: float
     has_waited: bool = False
-    lease: Lease | None = None
     timer: Timer | None = None
 
     @property
@@ -300,9 +299,7 @@ class PendingFetches:
         return due
 
     def _is_known(self, early: PendingFetch) -> bool:
-        # By name nothing is waited for but the link.
-        is_by_name = early.fetch.prefix is not None
-        return is_by_name or early.handle in self._held or early.handle in self.expected
+        return early.handle in self._held or early.handle in self.expected
 
     def _is_of_other_prompt(self, handle: str, now: float) -> bool:
         # One id may be of several prompts, so that this is known only once the time to wait is over.

@@ -14,10 +14,12 @@ from typing import ClassVar
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
+from kvconnect.errors import PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import (
     MAX_HANDLES,
+    PIN_PREFIX,
     Cancel,
     CreditGrant,
     Fetch,
@@ -26,12 +28,13 @@ from kvconnect.peer.messages import (
     Measure,
     Measured,
     Message,
+    Pin,
     Release,
     Renew,
     Renewed,
 )
 from kvconnect.prefill.fetch_service import FetchService
-from kvconnect.prefill.kept_fetches import NameAllowance, found_for
+from kvconnect.prefill.kept_fetches import NameAllowance, found_for, pin
 from kvconnect.prefill.leases import SERVED, Lease, LeaseBook
 from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
@@ -80,6 +83,7 @@ class PrefillSide(TransferPart):
         self.fetches = FetchService(config, local, self.book, inbound_peers, metrics, randomness, timers)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
         self._allowances: dict[str, NameAllowance] = {}
+        self._most_leases = config.max_leases
         self._local = local
         self._reports = reports
         self._metrics = metrics
@@ -225,6 +229,8 @@ class PrefillSide(TransferPart):
                 refusal = self._draining or self.fetches.look_at(inbound, link, now)
                 names = self._allowances.setdefault(link, NameAllowance())
                 inbound.session.send(found_for(inbound, names, self._local.kept, message, refusal, now))
+            case Pin():
+                self._pin(link, inbound, message, now)
             case Measure() if self._draining:
                 # Its pages may be unmapped.
                 inbound.session.send(Measured(0, 0.0, str(self._draining)))
@@ -269,6 +275,16 @@ class PrefillSide(TransferPart):
 
     # What the above is made of
 
+    def _pin(self, link: str, inbound: InboundPeer, message: Pin, now: float) -> None:
+        try:
+            if self._draining is not None:
+                raise PeerError(self._draining.text, self._draining.cause)
+            names = self._allowances.setdefault(link, NameAllowance())
+            pin(inbound, names, self._local.kept, message, self.book, self._most_leases, now)
+        except PeerError as error:
+            if message.handle.startswith(PIN_PREFIX):
+                self.pending.end(message.handle, error.reason)
+
     def _release(self, peer: Introduction, message: Release, now: float) -> None:
         lease = self.leases.get(message.handle)
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
@@ -301,11 +317,10 @@ class PrefillSide(TransferPart):
         """A lease is over: peers that still count on it get a message."""
         over = _NO_LONGER if reason is SERVED else reason.after("the request is no longer held: ")
         self.pending.end(lease.handle, over)
-        if lease.hold is not None:
-            self._reports.sent(lease.hold.request_id)
-            self._metrics.timeline.note(
-                Moment.LEASE_ENDED, handle=lease.handle, request_id=lease.hold.request_id
-            )
+        if lease.held is not None and lease.held.kept is None:
+            request_id = lease.held.order.request_id
+            self._reports.sent(request_id)
+            self._metrics.timeline.note(Moment.LEASE_ENDED, handle=lease.handle, request_id=request_id)
         if reason is not SERVED:
             self._report_over(lease.handle, over, lease.renewers)
 

@@ -1,0 +1,1 @@
+"""For serving stacks: kernel block sizes, block tables, zeroing, flex-attention capacity."""

@@ -98,7 +98,7 @@ class Load(msgspec.Struct, frozen=True):
 
     ``num_tokens`` is what the peer must hold, no more and no less. An empty ``engine_id`` is any engine at
     the address. With a ``refusal`` nothing is fetched, and the request is reported failed for that.
-    With a ``prefix`` it is fetched by these names; the handle is this load's own, and stands for no lease.
+    With a ``prefix`` the peer is to hold what it keeps under these names, under this handle of ours.
     """
 
     request_id: str

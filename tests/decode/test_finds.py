@@ -221,29 +221,27 @@ def test_only_rank_0_asks():
     assert not pair.network.said
 
 
-def test_a_load_by_name_lands_and_renews_and_releases_nothing():
+def test_a_load_by_name_pins_what_the_peer_keeps_and_goes_on_like_any_other():
     pair = keeping()
-    pair.hold("kept", P_IDS)
-    pair.load("a", D_IDS, engine_id="", prefix=PREFIX)
+    pair.hold("kept", P_IDS, "pin:a")
+    pair.load("a", D_IDS, "pin:a", engine_id="", prefix=PREFIX)
     pair.run(2.0)
     assert pair.decode.received == ["a"]
     assert not pair.decode.failed
     assert pair.landed()
-    (fetch,) = pair.network.heard(m.Fetch)
-    assert (fetch.prefix, fetch.handle) == (PREFIX, "handle-a")
-    assert not pair.network.heard(m.Renew)
-    assert not pair.network.heard(m.Release)
+    pinned, fetch = (message for message in pair.network.said if isinstance(message, m.Pin | m.Fetch))
+    assert (pinned.prefix, pinned.handle, pinned.num_tokens) == (PREFIX, "pin:a", TOKENS)
+    assert fetch.handle == "pin:a"
+    pair.assert_idle()
 
 
-def test_a_load_by_name_that_fails_lets_go_of_nothing_and_is_counted_as_a_pull():
+def test_a_load_by_name_of_a_peer_that_keeps_nothing_is_refused_at_once_and_counted():
     pair = keeping()
-    pair.load("a", D_IDS, engine_id="", prefix=PREFIX)
-    pair.run(8.0)
-    assert "a" in pair.decode.failed
-    assert not pair.network.heard(m.Release)
-    assert not pair.network.heard(m.Renew)
+    pair.load("a", D_IDS, "pin:a", engine_id="", prefix=PREFIX)
+    pair.run(1.0)
+    assert pair.decode.failed == {"a": "this node keeps nothing under names for peers"}
     assert pair.decode.count("failures", reason="not_held") == 1
-    assert pair.decode.count("failures", reason="load") == 0
+    pair.assert_idle()
 
 
 def test_what_came_of_pulls_is_counted_by_rank_0():

@@ -103,7 +103,7 @@ def test_a_source_is_asked_for_what_is_not_at_hand_and_the_answer_is_loaded():
     node.hooks.update_after_alloc(request, ([1, 2, 3, 4, 5, 6, 7],), 48)
     orders = node.orders()
     (load,) = orders.loads
-    assert (load.handle, load.host, load.port, load.num_tokens) == ("handle2", "10.0.0.9", 5600, 64)
+    assert (load.handle, load.host, load.port, load.num_tokens) == ("pin:handle2", "10.0.0.9", 5600, 64)
     assert (load.engine_id, load.refusal) == ("", None)
     assert load.groups == (GroupBlocks(0, 1, (2, 3, 4)),)
     assert load.prefix == find.prefix

@@ -32,6 +32,7 @@ TO_PREFILL = (
     m.Release,
     m.Renew,
     m.FindPrefix,
+    m.Pin,
     m.Alive,
     m.Question,
     m.Measure,
@@ -137,8 +138,8 @@ messages = st.one_of(
         several(chunks),
         several(grants),
         seconds,
-        st.none() | prefixes,
     ),
+    st.builds(m.Pin, texts, prefixes, counts),
     st.builds(m.FindPrefix, counts, prefixes, counts),
     st.builds(
         m.PrefixFound, counts, counts, sizes, counts, sizes, st.floats(allow_nan=False), st.none() | reasons
@@ -230,17 +231,14 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
         (m.Refused(2, "no", "peer_busy"), "94a77265667573656402a26e6fa9706565725f62757379"),
         (
             m.Fetch(1, "h", 10, 1, 30.0),
-            "9aa5666574636801a1680a01cb403e0000000000009090cb7ff0000000000000c0",
+            "99a5666574636801a1680a01cb403e0000000000009090cb7ff0000000000000",
         ),
         (
             m.Fetch(1, "h", 48, 1, 30.0, (CHUNK,), (GRANT,), 100.0),
-            "9aa5666574636801a1683001cb403e0000000000009193000392930010309301000191 93cd1000cd200007"
-            "cb4059000000000000c0",
+            "99a5666574636801a1683001cb403e0000000000009193000392930010309301000191 93cd1000cd200007"
+            "cb4059000000000000",
         ),
-        (
-            m.Fetch(1, "h", 16, 1, 30.0, prefix=PREFIX),
-            "9aa5666574636801a1681001cb403e0000000000009090cb7ff0000000000000939 2a1731000 91c402016e",
-        ),
+        (m.Pin("h", PREFIX, 16), "94a370696ea1689392a173100091c402016e10"),
         (m.FindPrefix(3, PREFIX, 48), "94a466696e6403939 2a1731000 91c402016e30"),
         (
             m.PrefixFound(3, 16, 64, 32, 96, 0.5, Cause.BUSY("e")),

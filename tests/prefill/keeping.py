@@ -102,7 +102,7 @@ class KeepingRanks(Ranks):
         groups: tuple[GroupBlocks, ...] = tuple(sorted(blocks.values(), key=lambda held: held.group))
         load = Load(
             request,
-            f"own-{request}",
+            f"pin:own-{request}",
             "P",
             "h",
             self.prefill[0].channel.port,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.identity import MAX_NAMES, Naming
+from kvconnect.config import ExtraConfig
 from kvconnect.peer import messages as m
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.prefill.kept_fetches import _NAMES_PER_S, NameAllowance
@@ -342,8 +343,8 @@ def test_rows_that_travel_otherwise_than_blocks_are_refused_by_name():
     ranks.assert_idle()
 
 
-def with_prefix(fetch, **changes):
-    return {"prefix": msgspec.structs.replace(fetch.prefix, **changes)}
+def with_prefix(pin, **changes):
+    return {"prefix": msgspec.structs.replace(pin.prefix, **changes)}
 
 
 def with_chunks(fetch, **changes):
@@ -351,15 +352,16 @@ def with_chunks(fetch, **changes):
 
 
 HOSTILE = {
-    "more tokens than names": lambda fetch: {"num_tokens": 72},
-    "no end of tokens": lambda fetch: {"num_tokens": 2**31 - 1},
-    "no names": lambda fetch: with_prefix(fetch, names=()),
-    "all is at hand": lambda fetch: with_prefix(fetch, start_tokens=64),
-    "from far away": lambda fetch: with_prefix(fetch, start_tokens=2**31 - 1),
-    "other names": lambda fetch: with_prefix(fetch, names=(b"x",) * MAX_NAMES),
-    "chunks beyond its tokens": lambda fetch: with_chunks(fetch, spans=(TokenSpan(0, 0, 4096),)),
-    "chunks before what is held": lambda fetch: with_prefix(fetch, start_tokens=32),
-    "streams beyond": lambda fetch: with_chunks(fetch, stop_stream=99),
+    "more tokens than names": (m.Pin, lambda pin: {"num_tokens": 72}),
+    "no end of tokens": (m.Pin, lambda pin: {"num_tokens": 2**31 - 1}),
+    "fewer tokens than are fetched": (m.Pin, lambda pin: {"num_tokens": 32}),
+    "no names": (m.Pin, lambda pin: with_prefix(pin, names=())),
+    "all is at hand": (m.Pin, lambda pin: with_prefix(pin, start_tokens=64)),
+    "from far away": (m.Pin, lambda pin: with_prefix(pin, start_tokens=2**31 - 1)),
+    "other names": (m.Pin, lambda pin: with_prefix(pin, names=(b"x",) * MAX_NAMES)),
+    "chunks beyond its tokens": (m.Fetch, lambda fetch: with_chunks(fetch, spans=(TokenSpan(0, 0, 4096),))),
+    "chunks before what is held": (m.Pin, lambda pin: with_prefix(pin, start_tokens=32)),
+    "streams beyond": (m.Fetch, lambda fetch: with_chunks(fetch, stop_stream=99)),
 }
 
 
@@ -369,8 +371,9 @@ def test_a_fetch_that_makes_no_sense_is_refused(how):
     truth = ranks.keep("a", 64)
 
     def change(message):
-        if isinstance(message, m.Fetch) and message.handle == "own-bad":
-            return [msgspec.structs.replace(message, **HOSTILE[how](message))]
+        kind, changed = HOSTILE[how]
+        if isinstance(message, kind) and message.handle == "pin:own-bad":
+            return [msgspec.structs.replace(message, **changed(message))]
         return [message]
 
     ranks.network.taps.append(change)
@@ -385,4 +388,56 @@ def test_a_fetch_that_makes_no_sense_is_refused(how):
     ranks.run_until_ended(2)
     assert "good" not in ranks.decode[0].failed
     assert not ranks.decode[0].cache.differences(truth, good)
+    ranks.assert_idle()
+
+
+def test_what_is_pinned_is_a_lease_that_ends_with_its_fetch_or_by_its_time():
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
+    ranks.keep("a", 64)
+    prefill = ranks.prefill[0].transfers.prefill
+    ranks.network.taps.append(lambda message: [] if isinstance(message, m.Fetch) else [message])
+    ranks.pull("lost", 64, name="a")
+    ranks.settle()
+    (lease,) = prefill.leases.values()
+    assert lease.handle == "pin:own-lost"
+    ranks.network.taps.clear()
+    ranks.pull("a", 64)
+    ranks.run_until_received(1)
+    assert [held.handle for held in prefill.leases.values()] == ["pin:own-lost"]
+    for worker in ranks.decode:
+        worker.transfers.order(Orders(aborted=("lost",)))
+    ranks.run(ranks.config.lease_max_s + 60, step_s=5.0)
+    assert not prefill.leases
+    assert not ranks.prefill[0].count("failures", reason="lease_expired"), "nothing was kept from anybody"
+    assert ranks.prefill[0].sent == [], "the scheduler half knows nothing of it"
+
+
+def test_no_more_is_pinned_than_may_be_held():
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=ExtraConfig(max_leases=1))
+    ranks.keep("a", 64)
+    ranks.network.taps.append(
+        lambda message: [] if isinstance(message, m.Fetch) and message.handle == "pin:own-lost" else [message]
+    )
+    ranks.pull("lost", 64, name="a")
+    ranks.settle()
+    ranks.pull("a", 64)
+    ranks.settle()
+    assert "1 requests are held already" in ranks.failed[0]
+
+
+def test_a_peer_pins_nothing_under_a_handle_that_is_p_s_to_choose():
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
+    ranks.keep("a", 64)
+
+    def rename(message):
+        if isinstance(message, m.Pin):
+            return [msgspec.structs.replace(message, handle="transfer:t")]
+        return [message]
+
+    ranks.network.taps.append(rename)
+    ranks.pull("a", 64)
+    ranks.settle()
+    assert not ranks.prefill[0].transfers.prefill.leases
+    ranks.run(30.0)
+    assert ranks.failed == ["no request is held under this handle"]
     ranks.assert_idle()

@@ -259,12 +259,12 @@ def test_a_row_of_several_tokens_is_sent_once_the_last_of_them_is_computed():
     lease = Lease("handle", 11)
     chunks = [Chunk(0, 1, (TokenSpan(0, 0, 6),)), Chunk(0, 1, (TokenSpan(0, 8, 11),))]
     supply = ChunkSupply(lease, packer, (), chunks)
-    lease.ready_tokens = 7
+    lease.streamed.ready_tokens = 7
     assert not supply.has_next
-    lease.ready_tokens = 8
+    lease.streamed.ready_tokens = 8
     assert supply.has_next
     supply = ChunkSupply(lease, packer, (), chunks[1:])
-    lease.ready_tokens = 10
+    lease.streamed.ready_tokens = 10
     assert not supply.has_next
-    lease.ready_tokens = 11
+    lease.streamed.ready_tokens = 11
     assert supply.has_next, "the last row is never full"

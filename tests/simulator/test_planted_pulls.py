@@ -59,7 +59,7 @@ def takes_any_name(patch):
 
 def takes_other_weights(patch):
     """P does not look at the weights of who asks, nor D at those of who answers."""
-    for module in ("prefill.kept_fetches", "prefill.fetch_service", "peer.agreement"):
+    for module in ("transfer.inbound_peers", "peer.agreement"):
         patch.setattr(f"kvconnect.{module}.other_weights", lambda ours, theirs: None)
     patch.setattr("kvconnect.peer.agreement.other_identity", lambda ours, theirs: None)
 
