@@ -14,7 +14,7 @@ import msgspec
 from kvconnect.errors import ConfigError
 
 ANY = ("0.0.0.0", "::", "*", "")
-"""What is listened on for all addresses, and connected to by nobody."""
+"""What is listened on for all addresses, and never connected to."""
 _ADDRESS_AT: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 """Where an address begins in its family's ``sockaddr``, and its length."""
 _ENTRY = struct.Struct("PPIP")
@@ -77,7 +77,7 @@ def interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.I
 
 
 def is_here(host: str) -> bool:
-    """Whether an address, or one in a network, is of this machine; so is any name."""
+    """Whether an address, or one in a network, belongs to this machine; so is any name."""
     try:
         network = ipaddress.ip_network(host)
     except ValueError:

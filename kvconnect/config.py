@@ -1,7 +1,7 @@
 """The configuration, in vLLM's spelling, parsed once into a frozen value.
 
 ``kv_transfer_config`` is the JSON object that vLLM takes; what is ours lies in
-``kv_connector_extra_config``. Whatever is wrong with it is said at once: the key, the value, what is
+``kv_connector_extra_config``. All that is wrong with it is reported at once: the key, the value, what is
 accepted, and the nearest known key.
 """
 
@@ -24,7 +24,7 @@ CONNECTOR: Literal["KVConnect"] = "KVConnect"
 _LEAST_QUARANTINE_S = 15.0
 
 LaneKind = Literal["nvlink", "cuda_ipc", "rdma", "tcp", "shared_memory", "unknown"]
-"""What can carry bytes to a peer; a lane that cannot be told is ``unknown``."""
+"""What can carry bytes to a peer; a lane that cannot be found out is ``unknown``."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,10 +16,10 @@ _MOST_TEXT = 4096
 class Actor(enum.Enum):
     """Who must act, so that the next request of this kind is loaded."""
 
-    NOBODY = "nobody"
+    NONE = "no one"
     OPERATOR = "the operator of the two nodes"
     CLIENT = "the client, or the router that named the transfer"
-    PEER = "whoever runs the prefill node"
+    PEER = "the operator of the prefill node"
     DEVELOPER = "the developers of kvconnect"
 
 
@@ -68,10 +68,10 @@ class Cause(enum.Enum):
 
 _ACTORS = {
     **dict.fromkeys(Cause, Actor.PEER),
-    Cause.ABORTED: Actor.NOBODY,
-    Cause.PREFILL_ENDED: Actor.NOBODY,
-    Cause.EVICTED: Actor.NOBODY,
-    Cause.REPLACED: Actor.NOBODY,
+    Cause.ABORTED: Actor.NONE,
+    Cause.PREFILL_ENDED: Actor.NONE,
+    Cause.EVICTED: Actor.NONE,
+    Cause.REPLACED: Actor.NONE,
     **dict.fromkeys(
         (
             *(Cause.OTHER_WEIGHTS, Cause.OTHER_IDENTITY, Cause.OTHER_LAYOUT, Cause.OTHER_RELEASE),
@@ -126,7 +126,7 @@ class Outcome(msgspec.Struct, frozen=True):
                 f"from {self.peer} by {self.source} {took}"
             )
         actor = self.reason.cause.actor
-        acts = "" if actor is Actor.NOBODY else f"; {actor.value} must act"
+        acts = "" if actor is Actor.NONE else f"; {actor.value} must act"
         return (
             f"request {self.request_id} was not loaded from {self.peer} by {self.source} {took}: "
             f"{self.reason.text} [{self.reason.cause.value}{acts}]"

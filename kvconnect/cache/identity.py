@@ -1,6 +1,6 @@
 """What the KV bytes of a token depend on beside the tokens before it.
 
-``ENTRIES`` is the one list. A serving stack states a value for each entry, and whatever decides whether KV
+``ENTRIES`` is the one list. A serving stack states a value for each entry, and all that decides whether KV
 fits reads them: the greeting of peers, fetches by name, handles, and the namespaces of disk and store. An
 entry that a peer states and the list does not have counts as one that must be equal.
 """
@@ -34,7 +34,7 @@ class Rule(enum.Enum):
 
 
 class Entry(NamedTuple):
-    """``what`` says to people what the entry is, and how it is digested or bridged."""
+    """``what`` tells people what the entry is, and how it is digested or bridged."""
 
     name: str
     rule: Rule

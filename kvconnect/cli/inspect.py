@@ -15,7 +15,8 @@ def inspect(
         typer.Argument(metavar="HOST:PORT", help="Side channel of a worker: rank r listens on port + r."),
     ],
     request: Annotated[
-        str, typer.Option("--request", metavar="ID", help="Only what is of a request, by a part of its id.")
+        str,
+        typer.Option("--request", metavar="ID", help="Only what belongs to a request, by a part of its id."),
     ] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Anew each second, until Ctrl-C.")] = False,
     json_output: JsonObject = False,

@@ -318,7 +318,7 @@ class DecodeSide(TransferPart):
         """What carries a peer's bytes is accepted or, with a reason, refused."""
         peer = link.peer
         if link.refusal and peer.lanes.refusal(now):
-            # It was refused, and was asked for nothing since: this is of what it was asked for before.
+            # It was refused, and was asked for nothing since: this belongs to what it was asked for before.
             return
         if reason:
             for load in self._by_peer.get(peer.key, ()):

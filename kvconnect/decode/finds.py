@@ -1,7 +1,7 @@
 """What D asks peers before it fetches by name: how much of a prefix they keep.
 
 Rank 0 asks for all ranks: a peer's ranks keep the same. The peer measures its link to us when it is first
-asked: before that nobody knows whether to load pays. Owned by the transfer thread.
+asked: before that it is not known whether to load pays. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Finds:
             self._peers.send(link.name, FindPrefix(0, Prefix(theirs.naming, 0, ()), 0))
 
     def answered(self, link: RankLink, message: PrefixFound, now: float) -> None:
-        """A peer answers. What nobody waits for any more is no fault of its."""
+        """A peer answers. An answer that comes too late is no fault of its."""
         asked = self._asked.get(message.number)
         if asked is None or asked.link != link.name:
             return

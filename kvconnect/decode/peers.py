@@ -407,7 +407,7 @@ class Peers:
             self._owe(found, now)
 
     def await_news(self, key: PeerKey, is_awaited: bool, now: float) -> None:
-        """Whether a peer owes news of what requests wait for."""
+        """Whether a peer owes a report of what requests wait for."""
         (self._awaited.add if is_awaited else self._awaited.discard)(key)
         peer = self.peers.get(key)
         for link in peer.links.values() if peer is not None else ():

@@ -1,6 +1,6 @@
 """The requests whose KV this node asks others for by name, from their arrival to the end of the load.
 
-No handle leads to it, and nobody holds it: what a source keeps it may have dropped when it is fetched. So a
+No handle leads to it, and no lease holds it: what a source keeps it may have dropped when it is fetched. So a
 load that fails is a miss, and the request is computed. Pure bookkeeping, empty when idle.
 """
 
@@ -41,8 +41,8 @@ class _Pull:
 
     ``prefix`` is what it was asked for, by ``deadline``, and ``found`` its answer. ``computed`` and ``local``
     are the tokens that were at hand when this was offered. ``outcome`` is what is counted if nothing comes of
-    it, empty where nobody was asked. From ``asks_until`` on nobody else is. ``is_over``: it is not asked for
-    any more, until it begins anew.
+    it, empty where no source was asked. From ``asks_until`` on no other one is. ``is_over``: it is not asked
+    for any more, until it begins anew.
     """
 
     sources: tuple[Address, ...]
@@ -60,7 +60,7 @@ class _Pull:
     is_over: bool = False
 
     def begin(self) -> None:
-        """It has asked nobody yet."""
+        """It has asked no source yet."""
         self.left, self.outcome, self.is_over = list(self.sources), "", False
         self.waits_until, self.asks_until = 0.0, math.inf
         # Of its tokens then: after a preemption it has more.

@@ -26,7 +26,7 @@ from kvconnect.peer.messages import (
     Fetch,
     Grant,
     Landed,
-    Pin,
+    PinPrefix,
     Written,
 )
 from kvconnect.plan.blocks import GroupBlocks
@@ -100,7 +100,7 @@ class RankFetches:
         )
         self._note(fetch, Moment.FETCH_SENT, link.rank)
         if order.prefix is not None:
-            self._peers.send(link.name, Pin(order.handle, order.prefix, order.num_tokens))
+            self._peers.send(link.name, PinPrefix(order.handle, order.prefix, order.num_tokens))
         self._peers.send(link.name, message)
 
     def _note(self, fetch: RankFetch, moment: str, number: int) -> None:

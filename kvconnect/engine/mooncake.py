@@ -115,7 +115,7 @@ class MooncakeEngine(Adapter):
         self._session = self._library.session_of(self._home)
         self._pool = LanePool(self._make_lane, self._enter_device)
         log.warning(
-            "Mooncake listens on all interfaces, whatever host and bind are, and authenticates no client: "
+            "Mooncake listens on all interfaces, not only on host or bind, and authenticates no client: "
             "close its ports (15000 to 17000) to all but peers"
         )
 

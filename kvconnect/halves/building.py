@@ -92,11 +92,11 @@ def build_scheduler_half(
         cache_config: only block sizes, counts and kinds of it are read.
         directory: where the worker ranks listen; without an engine none does.
         trust: None for handles of one process, and peers that any request may name.
-        new_handle: returns what nobody can guess.
+        new_handle: returns what cannot be guessed.
 
     Raises:
         ConfigError: engine id and host are too long for a handle, or ``kept`` does not fit into memory.
-        LocalError: nobody listens, and the configuration names an engine.
+        LocalError: no rank listens, and the configuration names an engine.
     """
     offload = None
     if kept is not None and config.extra.offload is not None:

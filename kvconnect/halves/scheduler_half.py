@@ -193,9 +193,9 @@ class SchedulerHalf(SchedulerHooks):
             )
         if self._offered and params is None and delivered and asked.get("do_remote_prefill"):
             params = dict(self._offered)
-        if isinstance(told := asked.get(RESULTS_KEY), dict):
+        if isinstance(reported := asked.get(RESULTS_KEY), dict):
             # What came of the hints at the prefill node, as a router hands it on.
-            done = {**(done or {}), "prefill": told}
+            done = {**(done or {}), "prefill": reported}
         return is_held, {**(params or {}), RESULTS_KEY: done} if done and delivered else params
 
     def update_results(self, results: Results) -> None:

@@ -26,7 +26,7 @@ _MOST_PAGES = 256
 def run_inspect(
     address: str, extra: ExtraConfig, *, request: str = "", watch: bool, json_output: bool
 ) -> int:
-    """Print what a worker holds, or only what is of one ``request``.
+    """Print what a worker holds, or only what belongs to one ``request``.
 
     With ``watch`` each second, or why it does not answer then, until Ctrl-C.
 

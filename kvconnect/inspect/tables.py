@@ -104,7 +104,7 @@ def _some(what: str, rows: Sequence[object], count: int) -> str:
 
 
 def _table(title: str, columns: str, rows: Iterable[Sequence[str]]) -> Table:
-    """A table of this title; a column whose name ends in ``>`` is of numbers, the last one takes the rest."""
+    """A table of this title; a column whose name ends in ``>`` holds numbers, the last one takes the rest."""
     rows, names = list(rows), columns.split()
     table = Table(
         title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(title and rows)

@@ -187,7 +187,7 @@ def _oldest(changes: dict[bytes, Any], most: int) -> dict[bytes, Any]:
 
 
 def _runs(came: Iterable[tuple[bytes, Origin | None]]) -> list[Run]:
-    """What is of one request and follows one another shares a run. What is not known is one more."""
+    """What belongs to one request and follows one another shares a run. What is not known is one more."""
     runs: list[Run] = []
     unknown: list[bytes] = []
     last, end = None, 0

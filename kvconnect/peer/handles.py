@@ -121,7 +121,7 @@ class Handles:
 
 
 def new_handle() -> str:
-    """A handle that nobody can guess."""
+    """A handle that cannot be guessed."""
     return secrets.token_urlsafe(24)
 
 

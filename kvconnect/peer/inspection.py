@@ -91,7 +91,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     ``leases`` and ``loads`` are some of each, oldest first; ``counts`` has how many there are of these and of
     others. ``tiers`` is by name what each tier reports of itself: ``records``, ``taken_bytes``,
     ``limit_bytes`` where it has them. ``latest`` are the last records of the timeline, ``outcomes`` the
-    lines of the last loads that ended, newest first; where one request was asked about, only what is of it.
+    lines of the last loads that ended, newest first; where one request was asked about, only what is its own.
     """
 
     engine_id: str

@@ -179,7 +179,7 @@ PIN_PREFIX = "pin:"
 """What every handle begins with that D chooses, and none that P does."""
 
 
-class Pin(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
+class PinPrefix(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
     """D to P: hold what you keep under these names, for its first ``num_tokens``, under this handle of mine.
 
     A lease like any other, which a ``Fetch`` of the handle opens; where there is none, that is its answer.
@@ -305,7 +305,7 @@ class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="found"):
 
     ``total_bytes`` are those of this rank that a fetch of them would move. ``disk_tokens`` and ``disk_bytes``
     are the same with what is on disk, if that is more, and ``disk_s`` is how long that is read before.
-    ``is_busy``: the error is of this question only, the next one may be answered.
+    ``is_busy``: the error concerns this question only, the next one may be answered.
     """
 
     number: Count
@@ -369,7 +369,7 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
     reason: str
 
 
-ToPrefill = (Hello | Fetch | CreditGrant | Cancel | Release | Renew | FindPrefix | Pin) | (
+ToPrefill = (Hello | Fetch | CreditGrant | Cancel | Release | Renew | FindPrefix | PinPrefix) | (
     Alive | Question | Measure | Bad
 )
 ToDecode = (Welcome | Refused | Accepted | CreditRequest | Landed | Written | Renewed) | (

@@ -33,7 +33,7 @@ from kvconnect.peer.messages import (
     Measure,
     Measured,
     Message,
-    Pin,
+    PinPrefix,
     PrefixFound,
     Question,
     Refused,
@@ -74,7 +74,7 @@ _KEEPS_READY = {
         Bad,
     ),
     Side.PREFILL: (
-        *(Hello, Fetch, CreditGrant, Cancel, Release, Renew, FindPrefix, Pin),
+        *(Hello, Fetch, CreditGrant, Cancel, Release, Renew, FindPrefix, PinPrefix),
         *(Alive, Question, Measure, Bad),
     ),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvconnect.cache.identity import MAX_NAMES
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.messages import PIN_PREFIX, FindPrefix, Pin, PrefixFound
+from kvconnect.peer.messages import PIN_PREFIX, FindPrefix, PinPrefix, PrefixFound
 from kvconnect.prefill.leases import LeaseBook
 from kvconnect.transfer.inbound_peers import InboundPeer
 from kvconnect.transfer.kept import KeptByName
@@ -67,7 +67,7 @@ def pin(
     inbound: InboundPeer,
     names: NameAllowance,
     kept: KeptByName | None,
-    asked: Pin,
+    asked: PinPrefix,
     book: LeaseBook,
     most: int,
     now: float,

@@ -28,7 +28,7 @@ from kvconnect.peer.messages import (
     Measure,
     Measured,
     Message,
-    Pin,
+    PinPrefix,
     Release,
     Renew,
     Renewed,
@@ -229,7 +229,7 @@ class PrefillSide(TransferPart):
                 refusal = self._draining or self.fetches.look_at(inbound, link, now)
                 names = self._allowances.setdefault(link, NameAllowance())
                 inbound.session.send(found_for(inbound, names, self._local.kept, message, refusal, now))
-            case Pin():
+            case PinPrefix():
                 self._pin(link, inbound, message, now)
             case Measure() if self._draining:
                 # Its pages may be unmapped.
@@ -275,7 +275,7 @@ class PrefillSide(TransferPart):
 
     # What the above is made of
 
-    def _pin(self, link: str, inbound: InboundPeer, message: Pin, now: float) -> None:
+    def _pin(self, link: str, inbound: InboundPeer, message: PinPrefix, now: float) -> None:
         try:
             if self._draining is not None:
                 raise PeerError(self._draining.text, self._draining.cause)

@@ -37,7 +37,7 @@ _LEAST_PULLED = 256
 class NodeChoice:
     """By node, how many tokens a request has to compute there, or as long as that takes.
 
-    ``sources`` are the addresses of nodes' side channels, as far as they are known. The request is of a
+    ``sources`` are the addresses of nodes' side channels, as far as they are known. The request belongs to a
     ``session`` that was at the node ``last``, if it names one.
     """
 

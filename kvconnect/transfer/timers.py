@@ -29,7 +29,7 @@ class Timer:
         self._entered_at = math.inf
 
     def at(self, when: float) -> None:
-        """Arm it for a time, whatever it was armed for before; endless disarms it."""
+        """Arm it for a time, in place of the one before; endless disarms it."""
         self._timers._arm(self, when)
 
     def by(self, when: float) -> None:

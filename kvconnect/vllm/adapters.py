@@ -29,7 +29,7 @@ class Adapters:
     """Digests of adapters by the id under which they are loaded. The ``_MOST`` used last are remembered.
 
     An adapter whose files change while it is loaded, or cannot be read, gets a digest that nothing else has:
-    what it computes is exchanged with nobody, and found by this process only.
+    what it computes is exchanged with no peer, and found by this process only.
     """
 
     def __init__(self) -> None:

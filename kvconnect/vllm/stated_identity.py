@@ -340,7 +340,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _quantization(vllm_config: VllmConfig) -> dict[str, str]:
-    """The method and what it is configured with; a value that says nothing counts as a default."""
+    """The method and what it is configured with; a value that changes nothing counts as a default."""
     config = getattr(vllm_config, "quant_config", None)
     given = {"method": str(vllm_config.model_config.quantization)}
     for source in (getattr(vllm_config.model_config, "quantization_config", None), config):
@@ -398,8 +398,10 @@ def _rotary(models: Iterable[nn.Module]) -> Iterable[str]:
             # Devices differ in the last bits.
             numbers = [round(float(row[i]), 2) + 0.0 for row in rows for i in _spread(len(row))]
             choices = {name: getattr(module, name, None) for name in _ROTARY_CHOICES}
-            said = " ".join(f"{name}={plain(value)}" for name, value in choices.items() if value is not None)
-            yield f"{said} {_short(numbers)}"
+            stated = " ".join(
+                f"{name}={plain(value)}" for name, value in choices.items() if value is not None
+            )
+            yield f"{stated} {_short(numbers)}"
 
 
 def _spread(count: int) -> list[int]:
@@ -412,10 +414,10 @@ def _cache_dtype(layer: Any, spec: Any) -> str:
     kept = _dtype_name(getattr(spec, "dtype", "")) if named == "auto" else _SAME_DTYPE.get(named, named)
     more = {name: getattr(spec, name, None) for name in _READ_OF_SPECS}
     # A quantisation of none, and one state for each token, are what others take for granted.
-    said = (
+    options = (
         f"{name}={plain(value)}" for name, value in more.items() if value and plain(value) not in (1, "NONE")
     )
-    return " ".join([kept, *said])
+    return " ".join([kept, *options])
 
 
 def _by_layer(values: Mapping[str, str], counts: HeadCounts) -> dict[str, str]:

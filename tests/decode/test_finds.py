@@ -229,7 +229,7 @@ def test_a_load_by_name_pins_what_the_peer_keeps_and_goes_on_like_any_other():
     assert pair.decode.received == ["a"]
     assert not pair.decode.failed
     assert pair.landed()
-    pinned, fetch = (message for message in pair.network.said if isinstance(message, m.Pin | m.Fetch))
+    pinned, fetch = (message for message in pair.network.said if isinstance(message, m.PinPrefix | m.Fetch))
     assert (pinned.prefix, pinned.handle, pinned.num_tokens) == (PREFIX, "pin:a", TOKENS)
     assert fetch.handle == "pin:a"
     pair.assert_idle()

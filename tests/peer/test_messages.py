@@ -32,7 +32,7 @@ TO_PREFILL = (
     m.Release,
     m.Renew,
     m.FindPrefix,
-    m.Pin,
+    m.PinPrefix,
     m.Alive,
     m.Question,
     m.Measure,
@@ -139,7 +139,7 @@ messages = st.one_of(
         several(grants),
         seconds,
     ),
-    st.builds(m.Pin, texts, prefixes, counts),
+    st.builds(m.PinPrefix, texts, prefixes, counts),
     st.builds(m.FindPrefix, counts, prefixes, counts),
     st.builds(
         m.PrefixFound, counts, counts, sizes, counts, sizes, st.floats(allow_nan=False), st.none() | reasons
@@ -238,7 +238,7 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
             "99a5666574636801a1683001cb403e0000000000009193000392930010309301000191 93cd1000cd200007"
             "cb4059000000000000",
         ),
-        (m.Pin("h", PREFIX, 16), "94a370696ea1689392a173100091c402016e10"),
+        (m.PinPrefix("h", PREFIX, 16), "94a370696ea1689392a173100091c402016e10"),
         (m.FindPrefix(3, PREFIX, 48), "94a466696e6403939 2a1731000 91c402016e30"),
         (
             m.PrefixFound(3, 16, 64, 32, 96, 0.5, Cause.BUSY("e")),

@@ -352,15 +352,15 @@ def with_chunks(fetch, **changes):
 
 
 HOSTILE = {
-    "more tokens than names": (m.Pin, lambda pin: {"num_tokens": 72}),
-    "no end of tokens": (m.Pin, lambda pin: {"num_tokens": 2**31 - 1}),
-    "fewer tokens than are fetched": (m.Pin, lambda pin: {"num_tokens": 32}),
-    "no names": (m.Pin, lambda pin: with_prefix(pin, names=())),
-    "all is at hand": (m.Pin, lambda pin: with_prefix(pin, start_tokens=64)),
-    "from far away": (m.Pin, lambda pin: with_prefix(pin, start_tokens=2**31 - 1)),
-    "other names": (m.Pin, lambda pin: with_prefix(pin, names=(b"x",) * MAX_NAMES)),
+    "more tokens than names": (m.PinPrefix, lambda pin: {"num_tokens": 72}),
+    "no end of tokens": (m.PinPrefix, lambda pin: {"num_tokens": 2**31 - 1}),
+    "fewer tokens than are fetched": (m.PinPrefix, lambda pin: {"num_tokens": 32}),
+    "no names": (m.PinPrefix, lambda pin: with_prefix(pin, names=())),
+    "all is at hand": (m.PinPrefix, lambda pin: with_prefix(pin, start_tokens=64)),
+    "from far away": (m.PinPrefix, lambda pin: with_prefix(pin, start_tokens=2**31 - 1)),
+    "other names": (m.PinPrefix, lambda pin: with_prefix(pin, names=(b"x",) * MAX_NAMES)),
     "chunks beyond its tokens": (m.Fetch, lambda fetch: with_chunks(fetch, spans=(TokenSpan(0, 0, 4096),))),
-    "chunks before what is held": (m.Pin, lambda pin: with_prefix(pin, start_tokens=32)),
+    "chunks before what is held": (m.PinPrefix, lambda pin: with_prefix(pin, start_tokens=32)),
     "streams beyond": (m.Fetch, lambda fetch: with_chunks(fetch, stop_stream=99)),
 }
 
@@ -430,7 +430,7 @@ def test_a_peer_pins_nothing_under_a_handle_that_is_p_s_to_choose():
     ranks.keep("a", 64)
 
     def rename(message):
-        if isinstance(message, m.Pin):
+        if isinstance(message, m.PinPrefix):
             return [msgspec.structs.replace(message, handle="transfer:t")]
         return [message]
 

@@ -73,7 +73,7 @@ class _Ask:
 
 @dataclass(eq=False)
 class _Turn:
-    """What one request asks for. ``pin`` is of its own prompt and answer."""
+    """What one request asks for. ``pin`` has its own prompt and answer."""
 
     view: RequestView
     answer: Outcome

@@ -191,7 +191,7 @@ class RankJobs:
             self.names.forget(only_lent=only_lent)
 
     def cleared(self) -> None:
-        """An order to clear was carried out: what changes from now on is of what came after it."""
+        """An order to clear was carried out: what changes from now on belongs to what came after it."""
         with self._lock:
             self._num_cleared += 1
 

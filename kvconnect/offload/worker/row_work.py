@@ -127,7 +127,7 @@ class RowWork:
         for key in self.tickets:
             for job in self.calls[key].jobs:
                 job.is_void = True
-        # What peers had read since the order to clear was given is of what is cleared now.
+        # What peers had read since the order to clear was given belongs to what is cleared now.
         self._jobs.forget_names(only_lent=True)
         for tier in self.tiers:
             self._safely(tier, "clear", tier.clear)
