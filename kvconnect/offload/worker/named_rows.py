@@ -1,9 +1,9 @@
 """Which content lies in which row of one rank, for peers that ask for it by name.
 
-A row holds what the job that took it last has put there, once that job succeeded: from the moment it is taken
-until then it has no name, even if a late write reaches it. Nothing is locked. The thread that gives the
-device its steps notes which job has a row, that of the tiers what rows hold, and who reads compares the two. Of the
-lent rows, into which disk is read for peers, the thread that serves these notes both.
+A row holds what the job that took it last has put there, once that job succeeded: from the moment it is
+taken until then it has no name, even if a late write reaches it. Nothing is locked. The thread that gives
+the device its steps notes which job has a row, that of the tiers what rows hold, and who reads compares
+the two. Of the lent rows, into which disk is read for peers, the thread that serves these notes both.
 """
 
 from __future__ import annotations
