@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvconnect.errors import ConfigError
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.outcome import Cause
+from kvconnect.outcome import Cause, Reason
 from kvconnect.transfer.orders import Results
 from kvconnect.vllm import settings
 from kvconnect.vllm.events import wants_events
@@ -87,6 +87,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._workers: dict[int, AddressMetadata] = {}
         self._early: dict[str, Request] = {}
         self._was_reset = False
+        self._reasons: dict[str, Reason] = {}
         zeroes_first = bool(getattr(vllm_config, "use_v2_model_runner", True))
         self._steps = Steps(zeroes_first, PartlyFilled(scheduler_config(kv_cache_config).groups))
         self._spans = Spans(time.monotonic, time.time_ns)
@@ -218,14 +219,16 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if not self._awaits_workers:
             self._recovery.reported(report.reports)
         self._steps.windows.reported(report.ragged)
+        # A rank may state its reason some steps before the last one reports that request.
+        self._reasons.update(report.failed)
+        failed = {one: self._reasons.get(one, _UNKNOWN) for one in connector_output.failed_recving or ()}
+        for request_id in (*(connector_output.finished_recving or ()), *failed):
+            self._reasons.pop(request_id, None)
         self._half.update_results(
             Results(
                 sent=tuple(connector_output.finished_sending or ()),
                 received=tuple(connector_output.finished_recving or ()),
-                failed={
-                    **dict.fromkeys(connector_output.failed_recving or (), _UNKNOWN),
-                    **dict(report.failed),
-                },
+                failed=failed,
                 offload=report.reports,
                 settled=report.settled,
                 found=report.found,

@@ -21,6 +21,7 @@ from kvconnect.cache.identity import Naming
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.halves.building import build_scheduler_half
+from kvconnect.outcome import Cause
 from kvconnect.transfer.orders import Found, Results
 from kvconnect.transfer.stack import StackTraits
 from kvconnect.vllm.metadata import PEER_SOURCE, ReportMetadata
@@ -183,3 +184,19 @@ def test_what_a_worker_found_is_reported_with_the_step_and_joined_with_other_ran
     assert report.found == found
     assert made.build_connector_worker_meta() is None
     assert ReportMetadata(()).aggregate(report).found == found
+
+
+def test_why_a_load_failed_reaches_the_scheduler_half_with_the_step_in_which_vllm_reports_it():
+    made, _ = server()
+    why = Cause.EVICTED("it was evicted")
+    made._worker = SimpleNamespace(results=lambda: Results(received=("a",), failed={"a": why}))
+    made.get_transfer_results(set())
+    report = made.build_connector_worker_meta()
+    assert report.failed == (("a", why),)
+    reported = []
+    made._half.update_results = reported.append
+    # Another rank has not reported the request yet.
+    made.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    made.update_connector_output(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
+    assert [results.failed for results in reported] == [{}, {"a": why}]
+    assert not made._reasons

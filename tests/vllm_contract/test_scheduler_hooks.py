@@ -41,7 +41,7 @@ def connector(half: SchedulerHalf | None = None, engine: str = "none") -> KVConn
     made._vllm = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=True), scheduler_config=SimpleNamespace()
     )
-    made._workers, made._early = {}, {}
+    made._workers, made._early, made._reasons = {}, {}, {}
     made._report, made._own, made._worker = ReportMetadata(()), None, None
     made._scheduler, made._kept, made._spans = half, KEPT, Spans(float, int)
     made._cache = SimpleNamespace(
