@@ -18,7 +18,7 @@ from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Handles
 from kvconnect.prefill.fetch_service import FetchService
-from kvconnect.prefill.leases import Lease, LeaseBook
+from kvconnect.prefill.leases import Held, Lease, LeaseBook, Streamed
 from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetches
 from kvconnect.prefill.prefill_side import PrefillSide
@@ -219,14 +219,14 @@ def trusts_lost_blocks(patch):
                 self.blocks.setdefault(news.group, []).extend(news.block_ids)
         return True
 
-    patch.setattr(Lease, "add", add)
+    patch.setattr(Streamed, "add", add)
     patch.setattr(PrefillSide, "preempted", lambda self, order: None)
     patch.setattr(PrefillSide, "_cut_short", lambda self, lease, reason, again: None)
 
 
 def keeps_leases_for_ever(patch):
     """A lease that nobody asks for does not end."""
-    patch.setattr(Lease, "expires_at", property(lambda self: 1e9, lambda self, time: None), raising=False)
+    patch.setattr(Held, "expires_at", property(lambda self: 1e9, lambda self, time: None), raising=False)
 
 
 def sends_without_a_bound(patch):
@@ -312,7 +312,7 @@ FOUND_AT = {
     "reads_expired_handles": 100118,
     "reads_forged_handles": 102124,
     "unpacks_to_blocks_in_use": 100053,
-    "trusts_lost_blocks": 102009,
+    "trusts_lost_blocks": 105573,
     "serves_rows_that_were_taken": 100224,
     "names_what_is_not_stored_yet": 100339,
     "counts_what_was_evicted": 100224,
