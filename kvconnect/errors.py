@@ -35,6 +35,11 @@ class PeerError(KVConnectError):
         super().__init__(text)
         self.cause = cause
 
+    @classmethod
+    def of(cls, reason: Reason) -> PeerError:
+        """The error of a reason that is known already."""
+        return cls(reason.text, reason.cause)
+
     @property
     def reason(self) -> Reason:
         """What travels to the peer."""

@@ -35,7 +35,7 @@ from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders, Reports
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.timers import AGAIN_S, Timers
 from kvconnect.transfer.transfer_thread import Finished, TransferPart, each
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 _MOST_OUTCOMES = 1024
 _SERVER_LOST_S = 1.0
 """By then the connections to all ranks of a server that died are lost."""
-_AGAIN_S = 1.0
-"""When a load over which we met an error of our own is looked after again."""
 
 
 class DecodeSide(TransferPart):
@@ -230,7 +228,7 @@ class DecodeSide(TransferPart):
                 self._move_on(load, now)
             except Exception as error:
                 count_error(self._metrics, error, f"request {load.order.request_id}")
-                load.timer.by(now + _AGAIN_S)
+                load.timer.by(now + AGAIN_S)
 
     def _move_on(self, load: LoadRecord, now: float) -> None:
         self.rank_fetches.move_on(load, now)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.identity import Identity, Naming
@@ -204,7 +203,6 @@ class RankTraits:
     reserved_bytes: int = 0
     sent: SentCache | None = None
     kept: KeptCache | None = None
-    registry: CollectorRegistry = field(default_factory=lambda: REGISTRY)
 
 
 def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
@@ -228,7 +226,6 @@ def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
                 cache.kernel_block_sizes,
                 sent.meaning,
                 rank=traits.rank,
-                registry=traits.registry,
             )
             if offload is not None:
                 transfer.tiers, transfer.kept = offload.tiers, offload.names
@@ -252,7 +249,6 @@ def _open_offload(
         label=kept.label,
         rank=traits.rank,
         world_size=traits.world_size,
-        registry=traits.registry,
     )
     # On any failure: a folder on disk must not stay locked, nor memory be taken.
     opened.callback(offload.close)

@@ -70,6 +70,8 @@ class SchedulerHalf(SchedulerHooks):
         self._update_results = _hooks(others, "update_results")
         self._launched = _hooks(others, "launched")
         self._ordered = _hooks(others, "ordered")
+        self._preempted = _hooks(self._parts, "preempted")
+        self._reset = _hooks(self._parts, "reset")
 
     def drain(self) -> None:
         if self._bootstrap is not None:
@@ -152,7 +154,7 @@ class SchedulerHalf(SchedulerHooks):
             self.offload.overwritten(block_ids)
 
     def preempted(self, request_id: str) -> None:
-        for preempted in _hooks(self._parts, "preempted"):
+        for preempted in self._preempted:
             preempted(request_id)
 
     def is_restored(self, request_id: str) -> bool:
@@ -205,7 +207,7 @@ class SchedulerHalf(SchedulerHooks):
             self.pulls.update_results(results)
 
     def reset(self) -> None:
-        for reset in _hooks(self._parts, "reset"):
+        for reset in self._reset:
             reset()
 
     def take_events(self) -> Sequence[Any]:

@@ -381,8 +381,6 @@ class WorkerHalf(WorkerHooks):
 
     def __init__(self, transfer: TransferWorker | None = None, offload: OffloadWorker | None = None) -> None:
         self.transfer, self.offload = transfer, offload
-        if transfer is not None and offload is not None:
-            transfer.tiers = offload.tiers
 
     @property
     def _parts(self) -> Sequence[TransferWorker | OffloadWorker]:

@@ -135,8 +135,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     @property
     def reason(self) -> Reason:
         """Why they do not agree."""
-        known = self.cause in Cause._value2member_map_
-        return (Cause(self.cause) if known else Cause.OTHER_RELEASE)(self.text)
+        causes = (cause for cause in Cause if cause.value == self.cause)
+        return next(causes, Cause.OTHER_RELEASE)(self.text)
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

@@ -158,7 +158,7 @@ class FetchService:
         """
         fetch = pending.fetch
         if inbound.disagrees is not None:
-            raise PeerError(inbound.disagrees.text, inbound.disagrees.cause)
+            raise PeerError.of(inbound.disagrees)
         if (held := self._book.leases.get(fetch.handle)) is not None:
             # What we stood still for too long to end in time serves no load any more.
             self._book.end_if_due(held, now)
@@ -257,7 +257,7 @@ class FetchService:
         """
         fetch = pending.fetch
         if refusal := self.pending.admit(pending, now, is_served=is_served):
-            raise PeerError(refusal.text, refusal.cause)
+            raise PeerError.of(refusal)
         if fetch.chunks and not pending.has_waited:
             request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
             self._inbound_peers.send(pending.link, request)

@@ -48,9 +48,9 @@ def found_for(
     now: float,
 ) -> PrefixFound:
     """The answer to a question, which names why nothing is given where that is not for lack of the names."""
-    refusal = refusal or inbound.disagrees
-    if kept is None or refusal:
-        return PrefixFound(asked.number, error=refusal or _NOTHING)
+    refusal = refusal or inbound.disagrees or (_NOTHING if kept is None else None)
+    if refusal or kept is None:
+        return PrefixFound(asked.number, error=refusal)
     # Those before the first that is wanted are not looked up.
     num_names = len(asked.prefix.names) - asked.prefix.start_tokens // asked.prefix.naming.tokens
     if not names.take(max(0, num_names), now):
@@ -68,6 +68,7 @@ def pin(
     names: NameAllowance,
     kept: KeptByName | None,
     asked: PinPrefix,
+    refusal: Reason | None,
     book: LeaseBook,
     most: int,
     now: float,
@@ -75,6 +76,7 @@ def pin(
     """Hold what is kept under names for a peer, as any lease; once, for all of its ranks.
 
     Args:
+        refusal: why nothing is held now for any peer, or None.
         most: leases in all.
 
     Raises:
@@ -85,14 +87,14 @@ def pin(
         return
     if not handle.startswith(PIN_PREFIX):
         raise PeerError(f"a handle to pin is {handle[:64]!r}; accepted: those that begin with {PIN_PREFIX!r}")
-    if refusal := inbound.disagrees or (_NOTHING if kept is None else None):
-        raise PeerError(refusal.text, refusal.cause)
+    refusal = refusal or inbound.disagrees or (_NOTHING if kept is None else None)
+    if refusal or kept is None:
+        raise PeerError.of(refusal or _NOTHING)
     if len(book.leases) >= most:
         raise PeerError(f"{len(book.leases)} requests are held already", Cause.BUSY)
     # No more of them are looked up, however many there are.
     if not names.take(min(len(asked.prefix.names), asked.num_tokens // asked.prefix.naming.tokens), now):
-        raise PeerError(TOO_MANY.text, TOO_MANY.cause)
-    assert kept is not None
+        raise PeerError.of(TOO_MANY)
     found = kept.hold(asked.prefix, asked.num_tokens)
     if found is None:
         raise not_all(asked.num_tokens)

@@ -277,10 +277,8 @@ class PrefillSide(TransferPart):
 
     def _pin(self, link: str, inbound: InboundPeer, message: PinPrefix, now: float) -> None:
         try:
-            if self._draining is not None:
-                raise PeerError(self._draining.text, self._draining.cause)
-            names = self._allowances.setdefault(link, NameAllowance())
-            pin(inbound, names, self._local.kept, message, self.book, self._most_leases, now)
+            names, refusal = self._allowances.setdefault(link, NameAllowance()), self._draining
+            pin(inbound, names, self._local.kept, message, refusal, self.book, self._most_leases, now)
         except PeerError as error:
             if message.handle.startswith(PIN_PREFIX):
                 self.pending.end(message.handle, error.reason)

@@ -1,4 +1,4 @@
-"""The orders of the scheduler half for the workers, with each step, and their results.
+"""What the halves exchange with each step: orders, as they come together, and results, until they are taken.
 
 These values cross process borders in some serving stacks: plain, picklable, and as small as what changed.
 """

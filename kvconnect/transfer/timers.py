@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable
 
 _FEW = 64
-_AGAIN_S = 1.0
-"""When a call that raised is made again: an error of ours ends nothing that waits for a time."""
+AGAIN_S = 1.0
+"""When something over which we met an error of our own is tried again: it ends nothing that waits."""
 
 
 class Timer:
@@ -93,7 +93,7 @@ class Timers:
                 timer._call(now)
             except Exception as error:
                 self._failed(error)
-                timer.by(now + _AGAIN_S)
+                timer.by(now + AGAIN_S)
         return bool(due)
 
     def _arm(self, timer: Timer, when: float) -> None:

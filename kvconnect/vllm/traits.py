@@ -132,12 +132,13 @@ def make_worker_half(
 ) -> WorkerHalf:
     """The worker half, with the caches registered."""
     ranks, extra = topology(vllm_config, rank, kv_caches), config.extra
+    counts = head_counts(vllm_config)
     described = functools.partial(
         worker_cache,
         kv_caches=kv_caches,
         tensor_rank=rank % ranks.tensor,
         num_ranks=ranks.tensor,
-        head_counts=head_counts(vllm_config),
+        head_counts=counts,
         layers=attention_layers(vllm_config),
     )
     stated = Stated(vllm_config, kv_cache_config, kv_caches, weights)
@@ -166,7 +167,7 @@ def make_worker_half(
             context=ranks.context,
             interleave=ranks.interleave,
             held_back=held_back(kv_cache_config, lookahead),
-            draft_from=head_counts(vllm_config).num_layers,
+            draft_from=counts.num_layers,
         )
         sent = SentCache(cache.registered, meaning)
     return build_worker_half(config, RankTraits(rank, ranks.size, reserved_bytes, sent, kept))
