@@ -35,14 +35,6 @@ def join_address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def read_address(address: str, where: str) -> tuple[str, int]:
-    """As ``split_address``. Raises ``ConfigError``: it is something else."""
-    split = split_address(address)
-    if split is None:
-        raise ConfigError(f"{where} is {address!r}; accepted: HOST:PORT of a side channel")
-    return split
-
-
 def is_loopback(host: str) -> bool:
     """Whether an address, or a network's, can only be reached from its own machine. No name is looked up."""
     try:

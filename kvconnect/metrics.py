@@ -350,6 +350,7 @@ class Metrics(MetricSet):
         "What its hardware should give, 0 where unknown",
         "lane",
     )
+    side_channel: Numbers = _gauge("side_channel", "1 where the worker listens for its peers", "address")
     leases: Number = _gauge("leases_held", "Requests that wait to be fetched")
     loads: Number = _gauge("loads_in_flight", "Requests that are being fetched, or wait for it")
     loads_waiting: Number = _gauge("loads_waiting", "Requests whose fetch waits for its turn")

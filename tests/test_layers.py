@@ -15,7 +15,7 @@ BASE = {
 # A folder imports only from those before it.
 ORDER = [
     "cache", "runner_kit", "plan", "pack", "engine", "peer", "transfer", "prefill", "decode", "offload",
-    "halves", "vllm", "node", "router", "explain", "doctor", "trace", "inspect", "demo", "cli",
+    "halves", "vllm", "node", "router", "tools", "demo", "cli",
 ]  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 

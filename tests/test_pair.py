@@ -22,10 +22,10 @@ from kvconnect.config import ExtraConfig
 from kvconnect.demo.children import COMMAND, Children
 from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
 from kvconnect.demo.pair import PROTOCOLS, ask
-from kvconnect.inspect.inspect_runner import as_json, look
 from kvconnect.peer.handles import Handles
 from kvconnect.peer.keyring import load_keyring
-from kvconnect.trace.joining import PHASES
+from kvconnect.tools.inspect_runner import as_json, look
+from kvconnect.tools.timelines import PHASES
 from tests.ports import free_port
 
 PROMPT = list(range(1, 201))
@@ -291,7 +291,7 @@ def test_what_the_nodes_did_is_traced_from_the_outside(nodes, tmp_path):
     for _ in range(3):
         assert ask(nodes["router"], "gqa", PROMPT)["choices"]
     addresses, out = [f"127.0.0.1:{port}" for port in PORTS.values()], tmp_path / "trace.json"
-    command = [*COMMAND, "trace", *addresses, "--last", "2", "--out", str(out)]
+    command = [*COMMAND, "inspect", *addresses, "--last", "2", "--trace", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -330,7 +330,7 @@ def inspected(name):
 
 
 def test_tables_of_a_node_are_for_people(nodes):
-    command = [*COMMAND, "inspect", f"127.0.0.1:{PORTS['decode']}"]
+    command = [*COMMAND, "inspect", nodes["decode"]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "kv_consumer" in done.stdout

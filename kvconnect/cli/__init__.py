@@ -16,12 +16,10 @@ from kvconnect import __version__
 from kvconnect.cli.cache import cache_app
 from kvconnect.cli.demo import demo
 from kvconnect.cli.doctor import doctor
-from kvconnect.cli.explain import explain
 from kvconnect.cli.inspect import inspect
 from kvconnect.cli.keys import keys_app
 from kvconnect.cli.router import router
 from kvconnect.cli.serve import serve
-from kvconnect.cli.trace import trace
 from kvconnect.errors import KVConnectError
 
 app = typer.Typer(
@@ -31,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, router, demo, explain, doctor, inspect, trace):
+for command in (serve, router, demo, doctor, inspect):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 app.add_typer(keys_app, name="keys")

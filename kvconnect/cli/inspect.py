@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,26 +11,42 @@ from kvconnect.cli.options import Insecure, JsonObject, Key, keys_at
 
 
 def inspect(
-    address: Annotated[
-        str,
-        typer.Argument(metavar="HOST:PORT", help="Side channel of a worker: rank r listens on port + r."),
+    addresses: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ADDRESS...",
+            help="http://HOST:PORT of a server, for all of its workers, or HOST:PORT of a side channel.",
+        ),
     ],
     request: Annotated[
         str,
         typer.Option("--request", metavar="ID", help="Only what belongs to a request, by a part of its id."),
     ] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Anew each second, until Ctrl-C.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what happened lately to requests, P's and D's, as a trace."),
+    ] = None,
+    last: Annotated[
+        int, typer.Option(min=1, help="So many requests of the trace, those that ended last.")
+    ] = 100,
     json_output: JsonObject = False,
     key: Key = None,
     insecure: Insecure = False,
 ) -> None:
-    """Show what a running worker, a node's or vLLM's, holds and does right now, and what came of its loads.
+    """Show what running workers, a node's or vLLM's, hold and do right now, and what came of their loads.
 
-    Its role and versions, leases, loads, slots, peers and breakers, tiers, and its last records. Of leases
-    and loads the oldest; --json has all. Handles are shown as digests, which `kvconnect trace` has too.
+    Their role and versions, leases, loads, slots, peers and breakers, tiers, and their last records. Of
+    leases and loads the oldest; --json has all, one object a worker. Handles are shown as digests.
+
+    --trace asks P and D, all ranks of them, for their timelines instead. The file is in Chrome's trace
+    format, and the slowest loads are printed: how long each took, in milliseconds, and where: to meet P and
+    ask it, until P could begin, until all was packed, written, notified, unpacked and reported; and for how
+    long of that a transfer thread did not get the interpreter. Exit 1 if there is no request.
     """
-    from kvconnect.inspect.inspect_runner import run_inspect
+    from kvconnect.tools.inspect_runner import run_inspect, run_trace
 
-    raise typer.Exit(
-        run_inspect(address, keys_at(key, insecure), request=request, watch=watch, json_output=json_output)
-    )
+    extra = keys_at(key, insecure)
+    if trace is not None:
+        raise typer.Exit(run_trace(addresses, extra, last=last, out=trace))
+    raise typer.Exit(run_inspect(addresses, extra, request=request, watch=watch, json_output=json_output))

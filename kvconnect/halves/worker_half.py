@@ -16,7 +16,7 @@ import msgspec
 import torch
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvconnect.addresses import RankAddress
+from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
@@ -215,6 +215,7 @@ class TransferWorker:
             functools.partial(timeline_page.write_page, timeline, self._config.engine_id, self._rank),
         )
         topics.add(inspection.TOPIC, self._inspect)
+        self._metrics.side_channel.labels(join_address(extra.host, self._channel.port)).set(1)
         self._transfers.start(self._release)
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:

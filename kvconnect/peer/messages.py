@@ -345,24 +345,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     error: str = ""
 
 
-class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
-    """D to P: write to my scratch memory for so long, as fast as you can; ``packed``: packing beside it.
-
-    One at a time. Answered by ``Measured``; of packed chunks each is ``Landed``, of transfer -1.
-    """
-
-    packed: bool
-    seconds: Annotated[float, msgspec.Meta(gt=0, le=2)]
-
-
-class Measured(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
-    """P to D: how many bytes were written in how many seconds, or why they were not."""
-
-    total_bytes: int
-    seconds: float
-    error: str = ""
-
-
 class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
     """To the peer that sent a message which could not be used. Never answered."""
 
@@ -370,10 +352,10 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
 
 
 ToPrefill = (Hello | Fetch | CreditGrant | Cancel | Release | Renew | FindPrefix | PinPrefix) | (
-    Alive | Question | Measure | Bad
+    Alive | Question | Bad
 )
 ToDecode = (Welcome | Refused | Accepted | CreditRequest | Landed | Written | Renewed) | (
-    PrefixFound | StillAlive | Answer | Measured | Transport | Bad
+    PrefixFound | StillAlive | Answer | Transport | Bad
 )
 Message = ToPrefill | ToDecode
 

@@ -30,8 +30,6 @@ from kvconnect.peer.messages import (
     Hello,
     Introduction,
     Landed,
-    Measure,
-    Measured,
     Message,
     PinPrefix,
     PrefixFound,
@@ -69,13 +67,12 @@ _KEEPS_READY = {
         Renewed,
         PrefixFound,
         StillAlive,
-        Measured,
         Transport,
         Bad,
     ),
     Side.PREFILL: (
         *(Hello, Fetch, CreditGrant, Cancel, Release, Renew, FindPrefix, PinPrefix),
-        *(Alive, Question, Measure, Bad),
+        *(Alive, Question, Bad),
     ),
 }
 TRANSITIONS: dict[tuple[Side, SessionState, type], SessionState] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import random
 from collections.abc import Sequence
 
@@ -27,14 +26,11 @@ from kvconnect.peer.messages import (
     Grant,
     Introduction,
     Landed,
-    Measure,
-    Measured,
     Written,
 )
 from kvconnect.prefill.kept_fetches import EVICTED, not_all
 from kvconnect.prefill.leases import Consumer, Lease, LeaseBook, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter, found_by
-from kvconnect.prefill.measuring import LEAST_PAUSE_S, LONGEST_S, MEASUREMENT, measuring_outbox
 from kvconnect.prefill.outbox import ChunkSupply, Parcel, SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks, check_fetch
 from kvconnect.prefill.send_path import SendPath, SendPaths
@@ -73,7 +69,6 @@ class FetchService:
         self._waiting: dict[TransferKey, None] = {}
         self.not_quiescent: dict[TransferKey, float] = {}
         self._transports = Transports(config, metrics)
-        self._measures_from = -math.inf
         self._config = config
         self._book = book
         self._inbound_peers = inbound_peers
@@ -355,31 +350,9 @@ class FetchService:
             self._transports.met(who, found)
             self._inbound_peers.send(link, found)
 
-    def measure(self, link: str, asked: Measure, now: float) -> None:
-        """Begin to measure the link to a peer, beside what is sent."""
-        inbound, key = self._inbound_peers.get(link), (link, MEASUREMENT)
-        try:
-            if inbound is None or inbound.session.peer is None:
-                return
-            if now < self._measures_from or any(key[1] == MEASUREMENT for key in self.sender.sendings):
-                raise PeerError("another measurement is under way, or was a moment ago")
-            # Requests have the link, the slots and this thread at least half of the time.
-            self._measures_from = now + max(LEAST_PAUSE_S, 2 * asked.seconds)
-            path = self.paths.path_to(link, inbound)
-            self.paths.connect(inbound, path)
-            outbox = measuring_outbox(asked, self._local, path, inbound.session.peer)
-        except (PeerError, LayoutError) as error:
-            self._inbound_peers.send(link, Measured(0, 0.0, str(error)))
-            return
-        self.sender.begin(Sending(key, path.name, outbox, now + LONGEST_S, now))
-
     def _finish(self, sending: Sending, now: float) -> None:
         lease = sending.lease
         if lease is None or sending.consumer is None:
-            if sending.key[1] == MEASUREMENT:
-                measured = Measured(sending.total_bytes, sending.seconds, str(sending.error or ""))
-                self._inbound_peers.send(sending.key[0], measured)
-                return
             inbound = self._inbound_peers.get(sending.key[0])
             path = self.paths.get(sending.key[0])
             if inbound is not None and path is not None and path.probe is sending.outbox:

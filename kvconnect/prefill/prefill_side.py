@@ -25,8 +25,6 @@ from kvconnect.peer.messages import (
     Fetch,
     FindPrefix,
     Introduction,
-    Measure,
-    Measured,
     Message,
     PinPrefix,
     Release,
@@ -231,11 +229,6 @@ class PrefillSide(TransferPart):
                 inbound.session.send(found_for(inbound, names, self._local.kept, message, refusal, now))
             case PinPrefix():
                 self._pin(link, inbound, message, now)
-            case Measure() if self._draining:
-                # Its pages may be unmapped.
-                inbound.session.send(Measured(0, 0.0, str(self._draining)))
-            case Measure():
-                self.fetches.measure(link, message, now)
 
     def completed(self, completion: Completion, now: float) -> None:
         self.sender.completed(completion, now)

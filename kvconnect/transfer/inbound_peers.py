@@ -24,8 +24,6 @@ from kvconnect.peer.messages import (
     Answer,
     Fetch,
     FindPrefix,
-    Measure,
-    Measured,
     Message,
     PrefixFound,
     Question,
@@ -101,8 +99,6 @@ class NoService:
                 self._send(link, Written(message.transfer_id, False, True, 0, 0, 0.0, NO_PREFILL))
             case FindPrefix():
                 self._send(link, PrefixFound(message.number, error=NO_PREFILL))
-            case Measure():
-                self._send(link, Measured(0, 0.0, NO_PREFILL.text))
             case Renew():
                 self._send(
                     link, Renewed(over=tuple((one, NO_PREFILL) for one in message.handles[:MAX_HANDLES]))

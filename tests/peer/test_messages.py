@@ -35,12 +35,11 @@ TO_PREFILL = (
     m.PinPrefix,
     m.Alive,
     m.Question,
-    m.Measure,
     m.Bad,
 )
 TO_DECODE = (
     *(m.Welcome, m.Refused, m.Accepted, m.CreditRequest, m.Landed, m.Written, m.Renewed),
-    *(m.PrefixFound, m.StillAlive, m.Answer, m.Measured, m.Transport, m.Bad),
+    *(m.PrefixFound, m.StillAlive, m.Answer, m.Transport, m.Bad),
 )
 
 counts = st.integers(0, 2**31 - 1)
@@ -170,8 +169,6 @@ messages = st.one_of(
     st.builds(m.Release, texts, st.integers(1, 256)),
     st.just(m.Alive()),
     st.just(m.StillAlive()),
-    st.builds(m.Measure, st.booleans(), st.floats(0.1, 2)),
-    st.builds(m.Measured, sizes, seconds, texts),
     st.builds(m.Transport, st.sampled_from(get_args(LaneKind)), shown, shown, rates, rates, shown),
     st.builds(m.Question, counts, texts, texts),
     st.builds(m.Answer, counts, st.binary(max_size=20), texts),
@@ -221,8 +218,6 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
         (m.StillAlive(), "91ab7374696c6c5f616c697665"),
         (m.Question(1, "t", "a"), "94a87175657374696f6e01a174a161"),
         (m.Answer(1, b"d", "e"), "94a6616e7377657201c40164a165"),
-        (m.Measure(True, 0.5), "93a76d656173757265c3cb3fe0000000000000"),
-        (m.Measured(9, 0.5), "94a86d6561737572656409cb3fe0000000000000a0"),
         (
             m.Transport("tcp", "lo", "observed", 1.5e9, 0.0, "no"),
             "97a97472616e73706f7274a3746370a26c6fa86f62736572766564cb41d65a0bc0000000cb0000000000000000a26e6f",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.pack.packer import Packer
-from kvconnect.peer.messages import PROTOCOL_VERSION, Hello, Measure, Measured, encode
+from kvconnect.peer.messages import Hello
 from kvconnect.prefill.prefill_side import ASLEEP
 from kvconnect.transfer.orders import Orders
 from tests.prefill.prefills import Prefill
@@ -115,25 +113,3 @@ def test_it_may_sleep_twice_and_wake_twice(pair):
         goes_on(pair)
         pair.decode.storage.zero_()
         pair.decode.results.clear()
-
-
-def test_nothing_is_measured_while_it_sleeps(pair, monkeypatch):
-    scratch = {
-        "scratch_address": pair.prefill.landing.slots[0].address,
-        "scratch_bytes": pair.prefill.slot_bytes,
-    }
-    local = pair.prefill.local
-    local.introduction = msgspec.structs.replace(local.introduction, **scratch)
-    sleeping(pair)
-    pair.run(0.1)
-    packed = []
-    monkeypatch.setattr(Packer, "pack", lambda *_: packed.append(0))
-    tool = pair.network.channel()
-    tool.connect("p", "h", pair.prefill.channel.port)
-    theirs = msgspec.structs.replace(local.introduce(), engine_id="tool", incarnation="t")
-    for message in (Hello(PROTOCOL_VERSION, theirs), Measure(True, 0.5)):
-        tool.send("p", encode(message))
-        pair.run(0.2)
-    (measured,) = pair.network.heard(Measured)
-    assert (measured.total_bytes, measured.error) == (0, ASLEEP.text)
-    assert not packed

@@ -24,8 +24,6 @@ from kvconnect.peer.messages import (
     Grant,
     Hello,
     Landed,
-    Measure,
-    Measured,
     Written,
     encode,
 )
@@ -125,24 +123,6 @@ def test_a_link_is_measured_by_copies_of_its_own_and_reported_with_a_rate():
     (found,) = pair.network.heard(Transport)
     assert found.bytes_per_s > 0
     assert not use
-    pair.assert_idle()
-
-
-def test_who_asks_how_fast_a_link_is_has_the_engine_measured():
-    pair = Pair(shared=True, scratch_bytes=SCRATCH_BYTES)
-    pair.start()
-    pair.run(0.1)
-    use = EngineUse(pair)
-    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
-    pair.decode.channel.send(link.split(":", 2)[2], encode(Measure(False, 0.01)))
-    for _ in range(100_000):
-        pair.settle(1)
-        if pair.network.heard(Measured):
-            break
-    (measured,) = pair.network.heard(Measured)
-    assert (measured.error, measured.total_bytes > 0) == ("", True)
-    assert use.batches
-    pair.settle()
     pair.assert_idle()
 
 

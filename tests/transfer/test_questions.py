@@ -15,13 +15,13 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import PeerError
 from kvconnect.halves import worker_half as connector
 from kvconnect.halves.worker_half import TransferWorker
-from kvconnect.inspect.inspect_runner import look, run_inspect
 from kvconnect.peer.asking import ask
 from kvconnect.peer.description import TOPIC, Description, read_answer
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning, Question
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.timeline import Moment
+from kvconnect.tools.inspect_runner import look, run_inspect
 from kvconnect.transfer.orders import Hold, Orders
 from kvconnect.transfer.timers import Timers
 from kvconnect.transfer.topics import Topics
@@ -170,5 +170,5 @@ def test_what_a_worker_holds_is_read_over_the_side_channel(worker, capsys):
     assert [one.direction for one in found.slots] == ["receive", "send"]
     assert Moment.HELD in {one.moment for one in found.latest}
     assert len(look(extra, keyring, address, whole=False)[1].leases) < 600, "one page"
-    assert run_inspect(":".join(map(str, address)), extra, watch=False, json_output=True) == 0
+    assert run_inspect([":".join(map(str, address))], extra, watch=False, json_output=True) == 0
     assert len(json.loads(capsys.readouterr().out)["holds"]["leases"]) == 600

@@ -32,7 +32,7 @@ from typing import Any
 from kvconnect.config import ExtraConfig
 from kvconnect.demo.http import BadAnswer
 from kvconnect.errors import KVConnectError
-from kvconnect.trace.trace_runner import run_trace
+from kvconnect.tools.inspect_runner import run_trace
 from tests.ports import free_port
 from tests.vllm import load_client
 from tests.vllm.load_client import Job
@@ -224,7 +224,7 @@ def _trace(system: System, out: Path, requests: int) -> None:
     """Write what happened to the requests of a run, and print the slowest loads; of kvconnect alone."""
     if system.side_channels:
         try:
-            run_trace(system.side_channels, last=requests, out=out, extra=ExtraConfig())
+            run_trace(system.side_channels, ExtraConfig(), last=requests, out=out)
         except KVConnectError as error:
             # What was measured is worth more.
             print(f"no trace of {system.name}: {error}", flush=True)

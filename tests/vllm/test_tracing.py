@@ -1,4 +1,4 @@
-"""Real vLLM servers that trace: what a collector gets of a request, and what ``kvconnect trace`` reads."""
+"""Real vLLM servers that trace: what a collector gets of a request, and what ``inspect --trace`` reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvconnect.demo.children import COMMAND
-from kvconnect.trace.joining import PHASES
+from kvconnect.tools.timelines import PHASES
 from tests.vllm.servers import ASK_FOR_KV, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
@@ -108,7 +108,7 @@ def test_a_request_that_is_traced_leaves_spans_and_a_timeline(servers, collector
     assert len(handles) == 1, "both are of one handle"
 
     out = tmp_path / "trace.json"
-    command = [*COMMAND, "trace", *(f"127.0.0.1:{port}" for port in PORTS), "--out", str(out)]
+    command = [*COMMAND, "inspect", *(f"127.0.0.1:{port}" for port in PORTS), "--trace", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].split() == ["load", *PHASES, "late", "request"]

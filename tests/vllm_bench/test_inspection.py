@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.inspect.inspect_runner import look
+from kvconnect.tools.inspect_runner import look
 from tests.vllm_bench.model import MODELS
 from tests.vllm_bench.pair import Engines, Setup
 from tests.vllm_bench.settings import EngineSettings

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from kvconnect.addresses import is_here, is_loopback
 from kvconnect.config import ExtraConfig, TransferConfig
-from kvconnect.doctor.machine import Machine, PortState, look, look_at_port
-from kvconnect.doctor.trial import Trial, TrialSettings, run_trial
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer.asking import TimedDescription, describe
 from kvconnect.peer.key_files import user_key_path
 from kvconnect.peer.keyring import KEY_VARIABLE, KEYS_DIR_VARIABLE, Keyring, described, load_keyring
 from kvconnect.rank_config import ranks_of
+from kvconnect.tools.machine import Machine, PortState, look, look_at_port
+from kvconnect.tools.trial import Trial, TrialSettings, run_trial
 
 _CHOICE = ("nixl", "mooncake")
 """What ``auto`` takes, the first that works. Others are tried where they are configured."""

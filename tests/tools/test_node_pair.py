@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
-from typing import ClassVar
 
 import msgspec
 import pytest
@@ -15,16 +13,6 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from kvconnect.cli import app
-from kvconnect.doctor import doctor_runner, measure
-from kvconnect.doctor.facts import Facts
-from kvconnect.doctor.findings import Level, well
-from kvconnect.doctor.machine import Machine
-from kvconnect.doctor.measure import Rates, check_rates
-from kvconnect.doctor.trial import Trial
-from kvconnect.engine.base import Span
-from kvconnect.engine.fabric import RdmaPort
-from kvconnect.engine.memory import MemoryEngine
-from kvconnect.errors import ConfigError
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.packer import Packer
@@ -32,14 +20,15 @@ from kvconnect.peer import messages
 from kvconnect.peer.asking import describe
 from kvconnect.peer.description import introduced
 from kvconnect.peer.key_files import new_secret
-from kvconnect.peer.keyring import load_keyring, new_key_pair
+from kvconnect.peer.keyring import new_key_pair
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning
-from kvconnect.peer.session import Ready, Received
+from kvconnect.tools import doctor_runner, link_check
+from kvconnect.tools.findings import Level, well
 from kvconnect.transfer.orders import Orders
 from kvconnect.vllm.configuration import read_configuration
-from tests.doctor.kit import QUICK, configured, failures, found
 from tests.identities import named
 from tests.ports import free_port
+from tests.tools.kit import QUICK, configured, failures, found
 from tests.transfer.pair import BLOCK_TOKENS, HEADS, PlainCache
 
 MEMORY = dataclasses.replace(QUICK, engines=lambda: {"memory": ""})
@@ -119,50 +108,31 @@ def test_a_good_pair_over_nixl_passes_whole(node):
     assert said["identity, weights"]["found"] == "the same on both: files 1f"
     assert said["port"]["found"].startswith("a node serves on")
     assert "kv_consumer here, kv_producer there" in said["roles"]["found"]
-    for about in ("contiguous", "packed"):
-        assert said[about]["figures"]["bytes_per_s"] > 0
-    assert "a plain copy of memory" in said["contiguous"]["found"]
+    assert all(rate > 0 for about in ("contiguous", "packed") for rate in said[about]["figures"].values())
     (worker,) = prefill.workers
     deadline = time.monotonic() + 5
     while worker.state()["slots"] or worker.state()["sendings"]:
         assert time.monotonic() < deadline
 
 
-class Remembered(Arena):
-    """Memory whose scratch begins as zeros, and is looked at afterwards."""
-
-    made: ClassVar[list[torch.Tensor]] = []
-
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
-        self.made.append(self.view(self.scratch_address, self.scratch_bytes).zero_())
-
-
-def test_what_is_measured_has_nothing_of_the_cache_in_it(node, monkeypatch):
+def test_what_measures_a_link_gets_nothing_of_the_cache_and_leaves_nothing(node, monkeypatch):
     prefill = node("kv_producer")
     (worker,) = prefill.workers
-    local = worker._transfers.local
-    local.arenas[0].view(local.introduction.scratch_address, local.introduction.scratch_bytes).zero_()
     for cache in worker._tensors.values():
         cache.tensor.view(torch.int16).fill_(0x5A5A)
-    monkeypatch.setattr(measure, "Arena", Remembered)
-    Remembered.made.clear()
-    packed = []
-    pack = Packer.pack
-    monkeypatch.setattr(Packer, "pack", lambda *a: packed.append(a[0]._side) or pack(*a))
-    said = found(
-        configured("kv_consumer", engine="memory"), probes=MEMORY, peers=(prefill.address,), measured=True
-    )
+    made = []
+    monkeypatch.setattr(link_check, "Arena", lambda *a: made.append(Arena(*a)) or made[0])
+    given = configured("kv_consumer", engine="memory")
+    said = found(given, probes=MEMORY, peers=(prefill.address,), measured=True)
     assert failures(said) == {}
-    assert said["packed"].figures["bytes_per_s"] > 0
-    assert packed.count("source") > 1, "its pages were packed"
-    (scratch,) = Remembered.made
-    leaked_bytes = int((scratch == 0x5A).sum())
-    assert leaked_bytes == 0
-    assert worker.state()["leases"] == 0
+    assert said["contiguous"].figures["bytes_per_s"] > 0
+    (arena,) = made
+    received = arena.view(arena.scratch_address, arena.scratch_bytes)
+    assert int((received == 0x5A).sum()) == 0
+    assert worker.state()["leases"] == worker.state()["sendings"] == 0
 
 
-def test_the_packed_rate_is_that_of_the_side_that_is_slower(node, monkeypatch):
+def test_each_kernel_of_this_machine_has_its_rate(node, monkeypatch):
     prefill = node("kv_producer")
     unpack = Packer.unpack
 
@@ -174,51 +144,8 @@ def test_the_packed_rate_is_that_of_the_side_that_is_slower(node, monkeypatch):
     given = configured("kv_consumer", engine="memory")
     said = found(given, probes=MEMORY, peers=(prefill.address,), measured=True)
     # A slot of 64 KiB each 20 ms.
-    assert 0 < said["packed"].figures["bytes_per_s"] < (1 << 16) / 0.02
-
-
-def test_one_measurement_at_a_time_and_its_end_leaves_nothing(node):
-    prefill = node("kv_producer")
-    facts = Facts(None, MEMORY)
-    facts.keyring = load_keyring(facts.extra, os.environ)
-    port = prefill.workers[0].address().port
-    told = describe(facts.extra, facts.keyring, ("127.0.0.1", port))
-    engine, arena = MemoryEngine(), Arena("cpu", 1 << 16, 1, 1 << 20)
-    engine.register([Span(arena.address, arena.length_bytes)])
-    ours = msgspec.structs.replace(
-        told.description.introduction,
-        engine_id="D",
-        engine_card=engine.card(),
-        scratch_address=arena.scratch_address,
-        scratch_bytes=arena.scratch_bytes,
-    )
-    asking = measure._Asking(facts, engine, ours, ("127.0.0.1", port))
-    asking._channel.connect("measured", "127.0.0.1", port)
-    asking._session.greet(time.monotonic())
-    asking._until(Ready)
-    asking._session.send(messages.Measure(True, 0.3))
-    asking._session.send(messages.Measure(False, 0.3))
-    assert "another measurement" in asking._until(Received).message.error
-    assert asking._until(Received).message.total_bytes > 0
-    asking._session.send(messages.Measure(False, 0.3))
-    assert "a moment ago" in asking._until(Received).message.error
-    time.sleep(0.4)
-    small = msgspec.structs.replace(ours, scratch_bytes=16)
-    asking._session.greet_anew(small)
-    asking._until(Ready)
-    asking._session.send(messages.Measure(False, 0.3))
-    assert "scratch memory" in asking._until(Received).message.error
-    time.sleep(0.7)
-    again = measure._Asking(facts, engine, ours, ("127.0.0.1", port))
-    again._channel.connect("measured", "127.0.0.1", port)
-    again._session.greet(time.monotonic())
-    again._until(Ready)
-    again._session.send(messages.Measure(False, 0.1))
-    assert again._until(Received).message.total_bytes > 0, "another connection by the same name is no matter"
-    again._channel.close()
-    asking._channel.close()
-    engine.close()
-    assert prefill.workers[0].state()["sendings"] == prefill.workers[0].state()["slots"] == 0
+    figures = said["packed"].figures
+    assert 0 < figures["unpack_bytes_per_s"] < (1 << 16) / 0.02 < figures["pack_bytes_per_s"]
 
 
 def test_a_peer_that_has_shared_memory_itself_is_measured_over_its_engine(node):
@@ -228,52 +155,29 @@ def test_a_peer_that_has_shared_memory_itself_is_measured_over_its_engine(node):
     given = configured("kv_consumer", engine="nixl")
     said = found(given, probes=MEMORY, peers=(both.address,), measured=True)
     assert said["contiguous"].figures["bytes_per_s"] > 0
-    assert said["packed"].figures["bytes_per_s"] > 0
+    assert "mapped" not in said["contiguous"].found
 
 
 def without_slots(told):
-    ours = told.introduction
-    return introduced(msgspec.structs.replace(ours, slot_bytes=0, scratch_address=0, scratch_bytes=0))
+    return introduced(msgspec.structs.replace(told.introduction, slot_bytes=0))
 
 
-def test_a_peer_without_slots_is_not_measured_and_said_so(node):
-    prefill = node("kv_producer")
-    probes = changed(introduced=without_slots)
-    given = configured("kv_consumer", engine="memory")
-    said = found(given, probes=probes, peers=(prefill.address,), measured=True)
+def test_a_peer_that_only_fetches_is_not_measured_and_said_so(node):
+    decode = node("kv_consumer")
+    given = configured("kv_producer", engine="memory")
+    said = found(given, probes=MEMORY, peers=(decode.address,), measured=True)
     assert failures(said) == {}
-    assert "no scratch memory" in said["rate"].found
+    assert "the peer only fetches" in said["rate"].found
 
 
-@pytest.mark.parametrize(
-    ("wire", "machine", "should", "why"),
-    [
-        ("cma/memory", {}, 4e9, "a plain copy of memory"),
-        ("tcp/eth0", {"speeds": {"eth0": 25_000}}, 3.125e9, "eth0, 25000 Mb/s"),
-        (
-            "rc_mlx5/mlx5_0:1",
-            {"rdma": (RdmaPort("mlx5_0", 1, "ACTIVE", "400 Gb/sec", "", 0),)},
-            50e9,
-            "mlx5_0",
-        ),
-        ("cuda_ipc/cuda", {"links": {(0, 1): "NV18"}}, 450e9, "NV18"),
-        ("tcp/lo", {}, 0, "nothing known of tcp/lo"),
-    ],
-)
-def test_a_rate_is_held_against_what_carries_it(wire, machine, should, why):
-    trial = Trial("nixl", "UCX", wire, "")
-    found = Machine(**machine)
-    probes = dataclasses.replace(
-        QUICK, machine=lambda: found, engines=lambda: {"nixl": ""}, trial=lambda *_, **__: trial
-    )
-    facts = Facts(None, probes)
-    for share, level in ((0.9, Level.PASS), (0.4, Level.WARNING if should else Level.PASS)):
-        rates = Rates((should or 1e9) * share, 2e9, 1e9, 4e9)
-        said = {one.about: one for one in check_rates(facts, rates)}
-        assert why in said["contiguous"].found
-        assert said["contiguous"].level is level
-        assert said["contiguous"].figures == {"bytes_per_s": rates.contiguous}
-        assert said["packed"].figures == {"bytes_per_s": 1e9}
+def test_a_peer_that_cannot_measure_says_why_at_once(node):
+    prefill = node("kv_producer")
+    prefill.workers[0].drain(1.0)
+    given = configured("kv_consumer", engine="memory")
+    began_at = time.monotonic()
+    said = found(given, probes=MEMORY, peers=(prefill.address,), measured=True)
+    assert "nothing came over" in failures(said)["rate"]
+    assert time.monotonic() - began_at < 9
 
 
 def test_all_ranks_are_asked_and_each_pair_of_them_is_lined_up(node):
@@ -441,9 +345,14 @@ def test_a_peer_that_is_not_there_is_a_failure():
     assert "not that of HTTP" in said["peer"]
 
 
-def test_a_peer_that_is_no_address_is_refused():
-    with pytest.raises(ConfigError, match="--peer is 'here'; accepted: HOST:PORT"):
-        asked(None, "here")
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [("here", "--peer is 'here'; accepted: HOST:PORT"), ("http://127.0.0.1:9", "does not show the metrics")],
+)
+def test_a_peer_that_cannot_be_asked_is_a_failure_beside_all_others(given, names):
+    said = asked(configured("kv_consumer", engine="memory", insecure=True), given)
+    assert names in failures(said)["peer"]
+    assert "Python" in said
 
 
 def test_a_rank_that_is_gone_is_named(node):

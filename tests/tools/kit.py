@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from kvconnect.doctor import doctor_runner as runner
-from kvconnect.doctor.facts import Probes
-from kvconnect.doctor.findings import Finding, Level
-from kvconnect.doctor.trial import Trial, TrialSettings
+from kvconnect.tools import doctor_runner as runner
+from kvconnect.tools.facts import Probes
+from kvconnect.tools.findings import Finding, Level
+from kvconnect.tools.trial import Trial, TrialSettings
 
 RDMA = Trial("nixl", "UCX mlx5_0:1", "rc_mlx5/mlx5_0:1", "")
 

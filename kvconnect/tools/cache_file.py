@@ -1,6 +1,6 @@
-"""The configuration of a worker's cache as a small JSON file, for ``kvconnect explain``.
+"""The cache of a worker from a small JSON file, or from a model's own ``config.json`` as Hugging Face has it.
 
-An object with these keys; the first two are needed.
+The file is an object with these keys; the first two are needed.
 
 - ``layers``: a list of kinds of layers, each with block ids of its own (see ``LayerKind``).
 - ``block_size``: tokens of a logical block; a kind of layers may have its own.
@@ -13,15 +13,22 @@ An object with these keys; the first two are needed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from kvconnect.config import ExtraConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.reading import read_struct
+from kvconnect.reading import read_file, read_struct
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
+
+USUAL_BLOCK_SIZE = 16
+
+_LAYER_TYPES = {"full_attention": "gqa", "sliding_attention": "sliding"}
+"""Of ``layer_types``. The size of a recurrent state each model states in its own way."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -144,3 +151,66 @@ def _layer_kind(given: Any, where: str, outer: _Outer) -> LayerKind:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return msgspec.structs.replace(kind, name=name, block_size=block_size, kernel_block_size=kernel)
+
+
+def read_cache(path: Path, sizes: Mapping[str, int]) -> CacheFile:
+    """The cache of a file, or of a model's folder; ``sizes`` replace ``tp_size`` and ``block_size``.
+
+    Raises ``ConfigError``.
+    """
+
+    def parse(given: Mapping[str, Any]) -> CacheFile:
+        return parse_cache({**(cache_of(given) if is_model_config(given) else given), **sizes})
+
+    return read_file(path / "config.json" if path.is_dir() else path, parse)
+
+
+def is_model_config(given: Mapping[str, Any]) -> bool:
+    """Whether this describes a model and no cache."""
+    return "layers" not in given and ("model_type" in given or "architectures" in given)
+
+
+def cache_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A cache as ``cache_file`` reads it. Raises ``ConfigError``: the model does not state what it keeps."""
+    text = given.get("text_config") or given
+    num_layers = _number(text, "num_hidden_layers")
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or given.get("torch_dtype") or "bfloat16")
+    common: dict[str, Any] = {"dtype": dtype if dtype in get_args(Dtype) else "bfloat16"}
+    if text.get("kv_lora_rank"):
+        width = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim")
+        layers = [{"kind": "mla", "num_layers": num_layers, "head_size": width, **common}]
+    else:
+        num_heads = _number(text, "num_attention_heads")
+        common["num_kv_heads"] = text.get("num_key_value_heads") or num_heads
+        common["head_size"] = text.get("head_dim") or _number(text, "hidden_size") // num_heads
+        layers = [
+            {"kind": kind, "num_layers": count, **common, **_window(kind, text)}
+            for kind, count in _counts(text, num_layers).items()
+        ]
+    return {"layers": layers, "block_size": USUAL_BLOCK_SIZE}
+
+
+def _counts(text: Mapping[str, Any], num_layers: int) -> Mapping[str, int]:
+    """How many layers of each kind there are."""
+    types = text.get("layer_types")
+    if types is None:
+        slides = text.get("sliding_window") and text.get("use_sliding_window", True)
+        return {"sliding" if slides else "gqa": num_layers}
+    unknown = sorted(set(types) - _LAYER_TYPES.keys())
+    if unknown:
+        raise ConfigError(
+            f"layer_types has {', '.join(map(repr, unknown))}, accepted: {', '.join(_LAYER_TYPES)}; write "
+            "a file of the cache instead, see deploy/examples"
+        )
+    return Counter(_LAYER_TYPES[kind] for kind in types)
+
+
+def _window(kind: str, text: Mapping[str, Any]) -> dict[str, int]:
+    return {"sliding_window": _number(text, "sliding_window")} if kind == "sliding" else {}
+
+
+def _number(text: Mapping[str, Any], key: str) -> int:
+    value = text.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} is {value!r}; accepted: a number that the model states, at least 1")
+    return value

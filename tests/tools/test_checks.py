@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.doctor.machine import Gpu, Machine, PortState, look
-from kvconnect.doctor.trial import Trial, TrialSettings, run_trial
 from kvconnect.engine.fabric import read_topology
 from kvconnect.engine.lanes import wire_of
 from kvconnect.errors import ConfigError
 from kvconnect.peer.key_files import new_secret, write
+from kvconnect.tools.machine import Gpu, Machine, PortState, look
+from kvconnect.tools.trial import Trial, TrialSettings, run_trial
 from kvconnect.vllm.configuration import read_configuration
-from tests.doctor.kit import QUICK, RDMA, configured, failures, found, make_root
 from tests.ports import free_port
+from tests.tools.kit import QUICK, RDMA, configured, failures, found, make_root
 
 ROOT = Path(__file__).parents[2]
 OTHER = "192.0.2.77"
@@ -183,9 +183,9 @@ def test_locked_memory_of_64_kib_is_a_failure_beside_an_rdma_device(tmp_path):
     program = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
-        "from kvconnect.doctor.machine import look\n"
+        "from kvconnect.tools.machine import look\n"
         "from pathlib import Path\n"
-        "from tests.doctor.kit import *\n"
+        "from tests.tools.kit import *\n"
         f"said = found(configured(), machine=lambda: look(Path({str(root)!r})))\n"
         "print(failures(said))\n"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvconnect.timeline import Moment, Record
-from kvconnect.trace.joining import PHASES, TracedRequest, Worker, lanes, late_s
+from kvconnect.tools.timelines import PHASES, TracedRequest, Worker, lanes, late_s
 
 _CHUNK_SLICES = {
     (Moment.PACKING, Moment.PACKED): "pack",

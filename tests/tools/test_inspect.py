@@ -11,10 +11,10 @@ from rich.console import Console
 
 from kvconnect.addresses import RankAddress
 from kvconnect.demo.children import COMMAND
-from kvconnect.inspect.inspect_runner import as_json
-from kvconnect.inspect.tables import WIDTH, tables
 from kvconnect.peer.description import Description
 from kvconnect.peer.inspection import Inspection, LeaseView, LoadView, PeerView, RecordView, SlotsView
+from kvconnect.tools.inspect_runner import as_json
+from kvconnect.tools.worker_tables import WIDTH, tables
 from tests.ports import free_port
 
 DESCRIBED = Description(

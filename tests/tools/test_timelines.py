@@ -17,9 +17,9 @@ from kvconnect.errors import ConfigError
 from kvconnect.peer.asking import Reply
 from kvconnect.peer.timeline_page import write_page
 from kvconnect.timeline import Moment, Timeline
-from kvconnect.trace import trace_runner as runner
-from kvconnect.trace.joining import PHASES, TraceSpan, Worker, align, join, lanes
-from kvconnect.trace.output import slowest, trace
+from kvconnect.tools import inspect_runner as runner
+from kvconnect.tools.timelines import PHASES, TraceSpan, Worker, align, join, lanes
+from kvconnect.tools.trace_file import slowest, trace
 
 delays = st.floats(1e-6, 5.0)
 ahead = st.floats(-1e5, 1e5).filter(lambda one: abs(one) > 20)

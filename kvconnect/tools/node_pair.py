@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from kvconnect import __version__
 from kvconnect.cache.identity import ENTRIES, Identity, Rule, entry_differs
 from kvconnect.cache.shard import partner_ranks
-from kvconnect.doctor.facts import Facts, Probes
-from kvconnect.doctor.findings import Finding, failure, failure_if, warning, well
 from kvconnect.errors import KVConnectError
-from kvconnect.explain.refusals import wire_between
 from kvconnect.peer.agreement import disagreement, other_identity, rank_refusal, wanted_card
 from kvconnect.peer.asking import TimedDescription
 from kvconnect.peer.handles import MOST_SKEW_S
 from kvconnect.peer.messages import PROTOCOL_VERSION
+from kvconnect.tools.cache_pairs import check_ranks_fit, wire_between
+from kvconnect.tools.facts import Facts, Probes
+from kvconnect.tools.findings import Finding, failure, failure_if, warning, well
 
 _NOTICED_SKEW_S = 5.0
 _UNREACHED = {
@@ -93,7 +93,7 @@ def check_pair(facts: Facts, pair: NodePair) -> Iterator[Finding]:
     yield warning(
         "caches",
         "not compared, as this node does not run, or has no fixed port",
-        "start it with `port` set, and ask again; `kvconnect explain` compares files",
+        "start it with `port` set, and ask again; `kvconnect doctor P.json D.json` compares files",
     )
 
 
@@ -163,13 +163,3 @@ def _stated(identity: Identity) -> Iterator[Finding]:
     """What the KV of a peer depends on, where there is nothing to compare it with."""
     for name in identity.entries:
         yield well(f"peer's {name}", identity.text(name))
-
-
-def check_ranks_fit(about: str, pairs: Iterable[tuple[str, tuple[str, list[str]]]]) -> Iterator[Finding]:
-    """Whether the caches of ranks, named ``P > D``, fit: the order in which bytes travel, or all reasons."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for ranks, (order, reasons) in pairs:
-        alike.setdefault((order, ", ".join(reasons)), []).append(ranks)
-    for (order, why), names in alike.items():
-        found = f"rank to rank {', '.join(names)}: {why or f'they fit, and send {order}'}"
-        yield failure_if(why, about, found, "mend what differs")

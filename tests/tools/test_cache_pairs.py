@@ -1,4 +1,4 @@
-"""What ``kvconnect explain`` says is what two workers would do, counted here by hand."""
+"""What ``kvconnect doctor`` says of two caches is what two workers would do, counted here by hand."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from kvconnect import cli
 from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import ConfigError
-from kvconnect.explain.cache_file import parse_cache
-from kvconnect.explain.cache_report import make_report
-from kvconnect.explain.explain_tables import rank_table
+from kvconnect.tools.cache_file import parse_cache
+from kvconnect.tools.cache_pairs import cache_pairs, check_caches, differences, rank_table
+from kvconnect.tools.findings import Level
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "deploy" / "examples"
 GQA = {"kind": "gqa", "num_layers": 3, "num_kv_heads": 4, "head_size": 8}
 MLA = {"kind": "mla", "num_layers": 2, "head_size": 12}
@@ -37,9 +37,13 @@ def cache(*layers, **outer):
     )
 
 
+def works(source, target, tokens):
+    return all(one.level is Level.PASS for one in check_caches(source, target, tokens))
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As ``python -m kvconnect explain``, in this process: another one takes two seconds to import torch."""
-    line, out, err = ["kvconnect", "explain", *arguments], io.StringIO(), io.StringIO()
+    """As ``python -m kvconnect doctor``, in this process: another one takes two seconds to import torch."""
+    line, out, err = ["kvconnect", "doctor", *arguments], io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", line),
         contextlib.redirect_stdout(out),
@@ -70,13 +74,13 @@ def test_every_target_rank_gets_each_of_its_heads_once_and_whole(source, target,
         )
         for side in (source, target)
     ]
-    report = make_report(*sides, tokens)
-    assert report.works
+    found = cache_pairs(*sides, tokens)
+    assert works(*sides, tokens)
     head_bytes = 3 * 2 * 8 * 2
     latent_bytes = 2 * 12 * 2
     for rank in range(target["tp_size"]):
         wanted = {head for head in range(4) if rank in owners(head, target["tp_size"])}
-        pairs = [pair for pair in report.pairs if pair.target_rank == rank]
+        pairs = [pair for pair in found if pair.target_rank == rank]
         got = [head for pair in pairs for head in range(pair.heads["gqa"][0], pair.heads["gqa"][1] + 1)]
         assert sorted(got) == sorted(wanted)
         for pair in pairs:
@@ -97,30 +101,30 @@ def owners(head, world):
 
 def test_equal_caches_are_sent_as_whole_pages():
     side = cache(GQA)
-    (pair,) = make_report(side, side, 16 * 64).pairs
+    (pair,) = cache_pairs(side, side, 16 * 64)
     assert (pair.order, pair.total_bytes) == ("pages", 3 * 64 * 16 * 4 * 2 * 8 * 2)
 
 
 def test_a_window_is_all_that_travels_of_a_sliding_layer():
-    (pair,) = make_report(cache(SLIDING), cache(SLIDING), 1000).pairs
+    (pair,) = cache_pairs(cache(SLIDING), cache(SLIDING), 1000)
     # Tokens 960 to 999 are seen, which blocks 60 to 62 hold.
     assert pair.total_bytes == 3 * 16 * 2 * (4 * 2 * 8 * 2)
 
 
 def test_state_is_one_page_whatever_the_tokens():
     for tokens in (1, 1000):
-        pair = make_report(cache(STATE, tp_size=2), cache(STATE, tp_size=2), tokens).pairs[1]
+        pair = cache_pairs(cache(STATE, tp_size=2), cache(STATE, tp_size=2), tokens)[1]
         assert (pair.chunks, pair.total_bytes) == (1, 2 * 1008)
 
 
 def test_a_request_is_cut_into_chunks_that_fit_a_slot():
     side = cache(GQA, slot_bytes=8192)
-    (pair,) = make_report(side, side, 1600).pairs
+    (pair,) = cache_pairs(side, side, 1600)
     assert pair.chunks >= pair.total_bytes / 8192
     tiny = cache({**GQA, "num_kv_heads": 64, "head_size": 128}, slot_bytes=4096)
-    report = make_report(tiny, tiny, 100)
-    assert "a slot has 4096 bytes" in report.pairs[0].refusals[0]
-    assert not report.works
+    (pair,) = cache_pairs(tiny, tiny, 100)
+    assert "a slot has 4096 bytes" in pair.refusals[0]
+    assert not works(tiny, tiny, 100)
 
 
 def test_no_memory_is_touched():
@@ -158,36 +162,35 @@ def resident_bytes() -> int:
 )
 def test_workers_that_would_refuse_each_other_do_so_here(source, target, reason):
     sides = [cache(*side.pop("layers", [GQA]), **side) for side in (dict(source), dict(target))]
-    report = make_report(*sides, 100)
-    assert any(reason in refusal for refusal in report.refusals)
-    assert not report.works
+    assert any(reason in refusal for refusal in differences(*sides))
+    assert not works(*sides, 100)
 
 
 def test_an_engine_that_is_chosen_there_is_no_difference():
-    assert make_report(cache(GQA, engine="auto"), cache(GQA, engine="nixl"), 100).works
+    assert works(cache(GQA, engine="auto"), cache(GQA, engine="nixl"), 100)
 
 
 def test_caches_of_other_blocks_and_layouts_fit():
-    report = make_report(cache(GQA), cache({**GQA, "kv": "apart"}, block_size=32), 100)
-    assert report.works
-    assert [(pair.order, pair.refusals) for pair in report.pairs] == [("rows", [])]
+    found = cache_pairs(cache(GQA), cache({**GQA, "kv": "apart"}, block_size=32), 100)
+    assert [(pair.order, pair.refusals) for pair in found] == [("rows", [])]
 
 
 def test_caches_that_do_not_fit_have_every_reason():
-    report = make_report(cache(GQA, MLA), cache({**GQA, "dtype": "float16"}, {**MLA, "head_size": 16}), 100)
-    assert report.refusals == []
-    assert [(pair.order, pair.chunks, pair.total_bytes) for pair in report.pairs] == [("", 0, 0)]
-    assert report.pairs[0].refusals == [
+    sides = cache(GQA, MLA), cache({**GQA, "dtype": "float16"}, {**MLA, "head_size": 16})
+    assert list(differences(*sides)) == []
+    (pair,) = cache_pairs(*sides, 100)
+    assert (pair.order, pair.chunks, pair.total_bytes) == ("", 0, 0)
+    assert pair.refusals == [
         "layers gqa.0 to gqa.2 (3): dtype differ, source bfloat16, target float16; convert_dtype: "
         "true on both sides would have it converted",
         "layers mla.0 to mla.1 (2): bytes of a head and token differ, source 24, target 32",
     ]
-    assert not report.works
+    assert not works(*sides, 100)
 
 
 def test_types_are_converted_where_both_sides_say_so():
     sides = [cache({**GQA, "dtype": dtype}, convert_dtype=True) for dtype in ("bfloat16", "float8_e4m3fn")]
-    (pair,) = make_report(*sides, 100).pairs
+    (pair,) = cache_pairs(*sides, 100)
     # The narrower type travels.
     assert pair.total_bytes == pytest.approx(100 * 3 * 4 * 2 * 8, abs=64)
 
@@ -261,7 +264,7 @@ def test_a_file_that_holds_no_object_is_one_line_and_exit_code_2(text, reason, t
 @pytest.mark.parametrize("tokens", [0, 2**20 + 1])
 def test_tokens_have_bounds(tokens):
     files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
-    result = CliRunner().invoke(cli.app, ["explain", *files, "--tokens", str(tokens)])
+    result = CliRunner().invoke(cli.app, ["doctor", *files, "--tokens", str(tokens)])
     assert f"tokens is {tokens}; accepted: 1 to 1048576" in str(result.exception)
 
 
@@ -276,31 +279,18 @@ def test_a_file_that_is_not_there_is_named():
 # --- the command, with the examples that come with it -------------------------------------------------
 
 
-def test_the_examples_are_explained_in_json():
+def test_the_examples_are_compared_in_json_and_for_people():
     files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
     done = command(*files, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["works"], found["tokens"], found["refusals"]) == (True, 8192, [])
-    pairs = {(pair["source_rank"], pair["target_rank"]): pair for pair in found["pairs"]}
-    assert {ranks: pair["heads"]["gqa"] for ranks, pair in pairs.items()} == {
-        (0, 0): [0, 1],
-        (1, 0): [2, 3],
-        (2, 1): [4, 5],
-        (3, 1): [6, 7],
-    }
-    for pair in pairs.values():
-        assert pair["order"] == "rows"
-        assert pair["total_bytes"] == 8192 * 80 * 2 * 2 * 128 * 2
-
-
-def test_the_examples_are_explained_to_people():
-    files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
-    done = command(*files, "--tokens", "1000")
-    assert done.returncode == 0, done.stderr
-    assert "prefill.cache.json (P) to decode.cache.json (D): a request of 1000 tokens" in done.stdout
-    assert "gqa 6-7" in done.stdout
-    assert "rows" in done.stdout
+    mib = 8192 * 80 * 2 * 2 * 128 * 2 / 2**20
+    assert found["works"] is True
+    assert [one["found"].partition(" in ")[0] for one in found["findings"]] == [
+        f"rank to rank {ranks}: they fit, and send gqa heads {heads}, as rows: {mib:.1f} MiB"
+        for ranks, heads in (("0 > 0", "0-1"), ("1 > 0", "2-3"), ("2 > 1", "4-5"), ("3 > 1", "6-7"))
+    ]
+    assert "gqa heads 6-7, as rows" in " ".join(command(*files, "--tokens", "1000").stdout.split())
 
 
 def test_what_cannot_be_is_said_and_is_exit_code_1(tmp_path):
@@ -308,38 +298,39 @@ def test_what_cannot_be_is_said_and_is_exit_code_1(tmp_path):
     given["layers"][0]["head_size"] = 64
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps(given))
-    done = command(str(EXAMPLES / "prefill.cache.json"), str(wrong))
-    assert done.returncode == 1
-    assert "refused, every pair of ranks: layers gqa.0 to gqa.79 (80): bytes of a head" in done.stdout
+    done = command(str(EXAMPLES / "prefill.cache.json"), str(wrong), "--json")
+    (found,) = json.loads(done.stdout)["findings"]
+    assert (done.returncode, found["level"]) == (1, "failure")
+    said = "rank to rank 0 > 0, 1 > 0, 2 > 1, 3 > 1: layers gqa.0 to gqa.79 (80): bytes of a head"
+    assert found["found"].startswith(said)
 
 
-def explained(tmp_path, model, *options):
+def compared(tmp_path, model, *options):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(model))
-    return CliRunner().invoke(cli.app, ["explain", str(path), "--json", "--tokens", "256", *options])
+    return CliRunner().invoke(cli.app, ["doctor", str(path), "--json", "--tokens", "256", *options])
 
 
 @pytest.mark.parametrize(
     ("more", "heads"),
     [
-        ({"num_key_value_heads": 2, "head_dim": 64}, {"gqa": [1, 1]}),
+        ({"num_key_value_heads": 2, "head_dim": 64}, "gqa heads 1-1"),
         (
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
-            {"sliding": [6, 7], "gqa": [6, 7]},
+            "sliding heads 6-7, gqa heads 6-7",
         ),
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, {"mla": None}),
-        ({"sliding_window": 64, "use_sliding_window": False}, {"gqa": [6, 7]}),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "mla"),
+        ({"sliding_window": 64, "use_sliding_window": False}, "gqa heads 6-7"),
     ],
 )
 def test_a_models_own_config_is_enough(tmp_path, more, heads):
     model = {"model_type": "m", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, **more}
     for config in (model, {"model_type": "wrapped", "text_config": model}):
-        result = explained(tmp_path, config, "--tp", "2", "--tp", "4", "--block-size", "32")
+        result = compared(tmp_path, config, "--tp", "2", "--tp", "4", "--block-size", "32")
         assert result.exit_code == 0, result.output
-        report = json.loads(result.output)
-        assert report["works"]
-        last = max(report["pairs"], key=lambda pair: pair["target_rank"])
-        assert (last["target_rank"], last["heads"]) == (3, heads)
+        *_, last = json.loads(result.output)["findings"]
+        assert "> 3: they fit" in last["found"]
+        assert f"send {heads}, as" in last["found"]
 
 
 def test_a_model_that_keeps_what_its_config_does_not_say_is_refused_by_name(tmp_path):
@@ -348,7 +339,7 @@ def test_a_model_that_keeps_what_its_config_does_not_say_is_refused_by_name(tmp_
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types has 'linear_attention'"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
     ):
-        result = explained(tmp_path, {**model, **more})
+        result = compared(tmp_path, {**model, **more})
         assert isinstance(result.exception, ConfigError)
         assert match in str(result.exception)
 
@@ -356,17 +347,15 @@ def test_a_model_that_keeps_what_its_config_does_not_say_is_refused_by_name(tmp_
 def test_a_nodes_own_configuration_may_have_slots_that_are_too_small(tmp_path):
     model = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 2048}
     given = {"kv_connector": "KVConnect", "kv_role": "kv_both"}
-    for extra, works, reasons in (
+    for extra, fits, reasons in (
         ({}, True, []),
         ({"slot_bytes": 4096}, False, ["a slot has 4096 bytes, but layer 'gqa.0' needs at least"]),
     ):
         configuration = json.dumps({**given, "kv_connector_extra_config": extra})
-        result = explained(tmp_path, model, "--tp", "2", "--kv-transfer-config", configuration)
-        report = json.loads(result.output)
-        assert (result.exit_code, report["works"]) == (not works, works)
-        for pair in report["pairs"]:
-            assert len(pair["refusals"]) == len(reasons)
-            assert all(reason in told for reason, told in zip(reasons, pair["refusals"], strict=True))
+        result = compared(tmp_path, model, "--tp", "2", "--kv-transfer-config", configuration)
+        said = json.loads(result.output)
+        assert (result.exit_code, said["works"]) == (not fits, fits)
+        assert all(reason in said["findings"][0]["found"] for reason in reasons)
 
 
 def test_ranks_that_have_places_of_their_own_are_shown_with_them(tmp_path):
@@ -375,12 +364,9 @@ def test_ranks_that_have_places_of_their_own_are_shown_with_them(tmp_path):
         {"kv_role": "kv_both", "kv_connector_extra_config": {"host": "10.1.0.1", "ranks": ranks}}
     )
     options = ("--kv-transfer-config", given, "--tp", "2", "--tp", "1")
-    said = command(str(EXAMPLES / "prefill.cache.json"), *options)
-    assert (
-        "P rank 0 is at 10.1.0.1\nP rank 1 is at 10.2.0.0/16, listening at 0.0.0.0, over eth1\n"
-        in said.stdout
-    )
-    assert json.loads(command(str(EXAMPLES / "prefill.cache.json"), *options, "--json").stdout)["places"] == {
-        "P": ["10.1.0.1", "10.2.0.0/16, listening at 0.0.0.0, over eth1"],
-        "D": ["10.1.0.1"],
+    said = json.loads(command(str(EXAMPLES / "prefill.cache.json"), *options, "--json").stdout)
+    assert {one["about"]: one["found"] for one in said["findings"] if "rank " in one["about"]} == {
+        "P rank 0": "at 10.1.0.1",
+        "P rank 1": "at 10.2.0.0/16, listening at 0.0.0.0, over eth1",
+        "D rank 0": "at 10.1.0.1",
     }

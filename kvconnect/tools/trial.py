@@ -49,7 +49,7 @@ def run_trial(
     surroundings = {**environ, "UCX_PROTO_INFO": "y"}
     if to_other_hosts:
         surroundings.setdefault("UCX_TLS", _NEAR)
-    command = [sys.executable, "-m", "kvconnect.doctor.trial", msgspec.json.encode(settings).decode()]
+    command = [sys.executable, "-m", "kvconnect.tools.trial", msgspec.json.encode(settings).decode()]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_S, env=surroundings)
     except subprocess.TimeoutExpired:

@@ -1,1 +1,0 @@
-"""What two workers would do with each other, worked out from their configurations, with neither running."""

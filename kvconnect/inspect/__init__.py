@@ -1,1 +1,0 @@
-"""What a worker that runs holds and does, asked over its side channel, as tables."""

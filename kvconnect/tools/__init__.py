@@ -1,0 +1,1 @@
+"""What operators ask: ``doctor``, what will work; ``inspect``, what running workers hold, do and did."""

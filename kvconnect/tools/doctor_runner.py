@@ -1,0 +1,111 @@
+"""``kvconnect doctor``: what will work, of a machine, a configuration, peers that serve, or two files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.showing import printable
+from kvconnect.tools.cache_file import read_cache
+from kvconnect.tools.cache_pairs import check_caches
+from kvconnect.tools.checks import check_hardware, check_node, check_software
+from kvconnect.tools.facts import Facts, Probes
+from kvconnect.tools.findings import Finding, Level, failure
+from kvconnect.tools.link_check import check_link
+from kvconnect.tools.node_pair import check_pair, meet, unreached
+from kvconnect.tools.reach import side_channels
+from kvconnect.vllm.configuration import read_configuration
+
+_WIDTH = 80
+_COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
+
+
+Side = tuple[Path, Mapping[str, int]]
+"""A node's cache or model file, and what replaces ``tp_size`` and ``block_size`` of it."""
+
+
+def show(findings: Sequence[Finding], *, json_output: bool) -> int:
+    """Print what was found; 1 if anything of it is a failure, else 0."""
+    works = all(finding.level is not Level.FAILURE for finding in findings)
+    if json_output:
+        print(msgspec.json.encode({"works": works, "findings": findings}).decode())
+    else:
+        _print(findings)
+    return 0 if works else 1
+
+
+def compare(source: Side, target: Side, tokens: int, configuration: str | None = None) -> list[Finding]:
+    """What two nodes would exchange for a request, by their files; neither runs, nor is this one of theirs.
+
+    A ``configuration`` is that of both, in place of the files'. Raises as ``check_caches``.
+    """
+    held, wanted = read_cache(*source), read_cache(*target)
+    if configuration is not None:
+        extra = read_configuration(configuration).extra
+        held, wanted = (msgspec.structs.replace(side, extra=extra) for side in (held, wanted))
+    return list(check_caches(held, wanted, tokens))
+
+
+def examine(
+    configuration: str | None,
+    probes: Probes | None = None,
+    peers: Sequence[str] = (),
+    *,
+    measured: bool = False,
+) -> list[Finding]:
+    """Look at everything. Raises nothing: what is wrong is a finding."""
+    findings, config = [], None
+    try:
+        config = read_configuration(configuration) if configuration is not None else None
+    except ConfigError as error:
+        findings.append(failure("configuration", str(error), "mend it; docs/configuration.md has every key"))
+    probes = probes or Probes()
+    facts = Facts(config, probes)
+    for check in (check_node, check_software, check_hardware):
+        findings += check(facts)
+    for peer in peers:
+        if not facts.key_problem:
+            findings += _ask(facts, probes, peer, measured=measured)
+    return findings
+
+
+def _ask(facts: Facts, probes: Probes, peer: str, *, measured: bool) -> Iterator[Finding]:
+    try:
+        address = side_channels(peer, "--peer")[0]
+        pair = meet(address, facts, probes)
+        yield from check_pair(facts, pair)
+    except KVConnectError as error:
+        yield unreached(peer, error)
+        return
+    if measured and pair.has_one_protocol:
+        try:
+            yield from check_link(facts, pair.peer[0], address)
+        except KVConnectError as error:
+            advice = "look at the rows of engine, transport and caches"
+            yield failure("rate", f"nothing came over: {error}", advice)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    console = Console(width=_WIDTH, highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(width=7, no_wrap=True)
+    table.add_column(width=15)
+    table.add_column(ratio=1, overflow="fold")
+    for finding in findings:
+        colour = _COLOURS[finding.level]
+        text = escape(printable(finding.found))
+        if finding.advice:
+            text += f"\n[bold]> {escape(printable(finding.advice))}[/]"
+        table.add_row(f"[{colour}]{finding.level.value}[/]", escape(finding.about), text)
+    console.print(table)
+    counts = Counter(finding.level for finding in findings)
+    console.print(
+        f"\n{counts[Level.FAILURE]} failures, {counts[Level.WARNING]} warnings, {counts[Level.PASS]} passed"
+    )

@@ -1,0 +1,154 @@
+"""``kvconnect inspect``: asks workers what they hold and what they did: tables, JSON, or a trace file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console, Group
+from rich.table import Table
+
+from kvconnect.addresses import join_address
+from kvconnect.config import ExtraConfig
+from kvconnect.errors import ConfigError, PeerError
+from kvconnect.peer.asking import ask, describe
+from kvconnect.peer.description import Description, read_answer
+from kvconnect.peer.inspection import OF_REQUEST, TOPIC, Inspection
+from kvconnect.peer.keyring import Keyring, load_keyring
+from kvconnect.peer.timeline_page import TOPIC as TIMELINE
+from kvconnect.peer.timeline_page import TimelinePage
+from kvconnect.showing import printable
+from kvconnect.timeline import Record
+from kvconnect.tools.reach import side_channels
+from kvconnect.tools.timelines import TraceSpan, Worker, align, join
+from kvconnect.tools.trace_file import slowest, trace
+from kvconnect.tools.worker_tables import WIDTH, tables
+
+_EACH_S = 1.0
+_MOST_PAGES = 256
+_MOST_TIMELINE_PAGES = 64
+_SHOWN = 10
+
+Address = tuple[str, int]
+
+
+def run_inspect(
+    given: Sequence[str], extra: ExtraConfig, *, request: str = "", watch: bool, json_output: bool
+) -> int:
+    """Print what workers hold, or only what belongs to one ``request``.
+
+    With ``watch`` each second, or why one does not answer then, until Ctrl-C.
+
+    Raises:
+        ConfigError: an address or a key cannot be used.
+        PeerError: a worker does not answer.
+    """
+    workers = [address for one in given for address in side_channels(one, "the address")]
+    keyring, console = load_keyring(extra, os.environ), Console(width=WIDTH, highlight=False)
+
+    def show() -> None:
+        shown: list[Table] = []
+        for worker in workers:
+            described, found = look(extra, keyring, worker, request=request, whole=json_output)
+            if json_output:
+                print(as_json(join_address(*worker), described, found), flush=True)
+            else:
+                shown += tables(join_address(*worker), described, found)
+        if watch and not json_output:
+            console.clear()
+        console.print(Group(*shown), end="")
+
+    with contextlib.suppress(KeyboardInterrupt):
+        show()
+        while watch:
+            time.sleep(_EACH_S)
+            try:
+                show()
+            except PeerError as error:
+                # A worker that is watched may stop, and come back.
+                if json_output:
+                    print(msgspec.json.encode({"error": str(error)}).decode(), flush=True)
+                else:
+                    console.print(printable(str(error)), markup=False)
+    return 0
+
+
+def look(
+    extra: ExtraConfig, keyring: Keyring | None, address: Address, *, request: str = "", whole: bool
+) -> tuple[Description, Inspection]:
+    """What a worker is, and what it holds; ``whole``: with all leases and loads, not only the oldest.
+
+    Raises ``PeerError``.
+    """
+    described = describe(extra, keyring, address).description
+    pages: list[Inspection] = []
+    while not pages or (whole and not pages[-1].is_last and len(pages) < _MOST_PAGES):
+        seen = sum(max(len(page.leases), len(page.loads)) for page in pages)
+        about = f"{OF_REQUEST}{request}" if request else str(seen)
+        pages.append(read_answer(ask(extra, keyring, address, TOPIC, about).data, Inspection))
+    # What lies at the end of a page may move to the next one while the two are read.
+    leases = {(one.digest, one.request_id): one for page in pages for one in page.leases}
+    loads = {one.request_id: one for page in pages for one in page.loads}
+    return described, msgspec.structs.replace(
+        pages[-1], leases=tuple(leases.values()), loads=tuple(loads.values())
+    )
+
+
+def as_json(address: str, described: Description, found: Inspection) -> str:
+    """One object on one line: what it is as ``worker``, and what it ``holds``."""
+    worker = {**msgspec.structs.asdict(described), "address": address}
+    # By what two caches match is what `doctor` shows.
+    del worker["introduced"]
+    return msgspec.json.encode({"worker": worker, "holds": found}).decode()
+
+
+def run_trace(given: Sequence[str], extra: ExtraConfig, *, last: int, out: Path) -> int:
+    """Write the trace of the last so many requests of these nodes, all ranks of them. 1: there were none.
+
+    Raises as ``run_inspect``, and ``ConfigError``: the file cannot be written.
+    """
+    keyring = load_keyring(extra, os.environ)
+    workers = align(read_workers(extra, keyring, given))
+    requests = join(workers)[-last:]
+    try:
+        out.write_text(json.dumps(trace(workers, requests)))
+    except OSError as error:
+        raise ConfigError(f"--trace is {str(out)!r}: {error}") from error
+    for line in slowest(workers, requests, _SHOWN):
+        print(line)
+    print(f"{len(requests)} requests are in {out}: open it with https://ui.perfetto.dev")
+    return 0 if requests else 1
+
+
+def read_workers(extra: ExtraConfig, keyring: Keyring | None, given: Sequence[str]) -> list[Worker]:
+    """These workers and the other ranks of their nodes, each once. Raises as ``run_inspect``."""
+    found: dict[str, Worker] = {}
+    for address in [address for one in given for address in side_channels(one, "the address")]:
+        worker = read_worker(extra, keyring, address)
+        found[worker.name] = worker
+        for other in describe(extra, keyring, address).description.directory:
+            if other.rank != worker.rank:
+                rank = read_worker(extra, keyring, (other.host, other.port))
+                found.setdefault(rank.name, rank)
+    return list(found.values())
+
+
+def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: Address) -> Worker:
+    """All that a worker has recorded. Raises ``PeerError``: it does not answer."""
+    records: list[Record] = []
+    ahead, argument = TraceSpan(), ""
+    # A worker that is busy records more meanwhile, and there is an end all the same.
+    for _ in range(_MOST_TIMELINE_PAGES):
+        reply = ask(extra, keyring, address, TIMELINE, argument)
+        page = read_answer(reply.data, TimelinePage)
+        records += page.records()
+        ahead = TraceSpan(page.clock_s - reply.answered_at, page.clock_s - reply.asked_at).also(ahead)
+        if page.is_last or not records:
+            break
+        argument = repr(records[-1][0])
+    return Worker(f"{page.engine_id} rank {page.rank}", page.rank, records, ahead, page.clock_s)
