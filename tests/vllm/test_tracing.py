@@ -11,8 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.ports import free_port
-
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -24,7 +22,6 @@ from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.full, pytest.mark.servers]
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-PORTS = [free_port(), free_port()]
 
 
 class Collector(ThreadingHTTPServer):
@@ -73,11 +70,8 @@ def servers(collector, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-        own = [{"port": port} for port in PORTS]
         options = ["--otlp-traces-endpoint", collector.url]
-        with pair(
-            write_model("gqa", folder), folder, "nixl", prefill=own[0], decode=own[1], options=options
-        ) as both:
+        with pair(write_model("gqa", folder), folder, "nixl", options=options) as both:
             yield both
 
 
@@ -108,7 +102,7 @@ def test_a_request_that_is_traced_leaves_spans_and_a_timeline(servers, collector
     assert len(handles) == 1, "both are of one handle"
 
     out = tmp_path / "trace.json"
-    command = [*COMMAND, "inspect", *(f"127.0.0.1:{port}" for port in PORTS), "--trace", str(out)]
+    command = [*COMMAND, "inspect", prefill.url, decode.url, "--trace", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].split() == ["load", *PHASES, "late", "request"]
