@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 from kvconnect.addresses import RankAddress
 from kvconnect.config import ExtraConfig
@@ -18,34 +19,21 @@ from kvconnect.peer.agreement import disagreement
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import (
     PROTOCOL_VERSION,
-    Accepted,
     Alive,
     Answer,
     Bad,
-    Cancel,
-    CreditGrant,
-    CreditRequest,
-    Fetch,
-    FindPrefix,
     Hello,
     Introduction,
-    Landed,
     Message,
-    PinPrefix,
-    PrefixFound,
     Question,
     Refused,
-    Release,
-    Renew,
-    Renewed,
     Side,
-    StillAlive,
+    ToDecode,
+    ToPrefill,
     Welcome,
-    Written,
     decode,
     encode,
 )
-from kvconnect.peer.transport import Transport
 
 
 class SessionState(enum.Enum):
@@ -57,24 +45,6 @@ class SessionState(enum.Enum):
     ENDED = "ended"
 
 
-_KEEPS_READY = {
-    Side.DECODE: (
-        Welcome,
-        Accepted,
-        CreditRequest,
-        Landed,
-        Written,
-        Renewed,
-        PrefixFound,
-        StillAlive,
-        Transport,
-        Bad,
-    ),
-    Side.PREFILL: (
-        *(Hello, Fetch, CreditGrant, Cancel, Release, Renew, FindPrefix, PinPrefix),
-        *(Alive, Question, Bad),
-    ),
-}
 TRANSITIONS: dict[tuple[Side, SessionState, type], SessionState] = {
     (Side.DECODE, SessionState.GREETED, Welcome): SessionState.READY,
     (Side.DECODE, SessionState.GREETED, Refused): SessionState.ENDED,
@@ -85,8 +55,9 @@ TRANSITIONS: dict[tuple[Side, SessionState, type], SessionState] = {
     (Side.PREFILL, SessionState.NEW, Question): SessionState.NEW,
     **{
         (side, SessionState.READY, kind): SessionState.READY
-        for side, kinds in _KEEPS_READY.items()
+        for side, kinds in ((Side.DECODE, get_args(ToDecode)), (Side.PREFILL, get_args(ToPrefill)))
         for kind in kinds
+        if kind not in (Refused, Answer)
     },
 }
 """The state after a received message. What is not here is illegal."""
