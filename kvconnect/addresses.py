@@ -68,6 +68,19 @@ def interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.I
     return found
 
 
+def interface_of(host: str) -> str:
+    """The interface that has an address; empty if none has, or ``host`` is a name."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return ""
+    found = [(name, known) for name, known in interface_addresses() if known.version == address.version]
+    if address.is_loopback:
+        # All of 127.0.0.0/8 is there, under one address.
+        return next((name for name, known in found if known.is_loopback), "")
+    return next((name for name, known in found if known == address), "")
+
+
 def is_here(host: str) -> bool:
     """Whether an address, or one in a network, belongs to this machine; so is any name."""
     try:

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from kvconnect.addresses import ANY, address_within, is_loopback, split_address
-from kvconnect.engine_names import check_engine, engine_entry_points
 from kvconnect.errors import ConfigError
 from kvconnect.offload_config import Bound, OffloadConfig, Seconds, Size, check_offload
+from kvconnect.packages import check_engine, engine_entry_points
 from kvconnect.rank_config import RankConfig, check_ranks, settings_of
 from kvconnect.reading import json_object, read_struct
 

@@ -1,10 +1,19 @@
-"""Which packages that matter here are installed, by the names that people know them by. Imports none."""
+"""What is installed: packages, by the names that people know them by, and engines. Imports none of them."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import importlib.util
 import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 
+from kvconnect.errors import ConfigError
+
+ENGINE_GROUP = "kvconnect.engines"
+"""The group of entry points by which distributions, ours among them, register transfer engines."""
 _DISTRIBUTIONS = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -28,3 +37,31 @@ def package_versions() -> dict[str, str]:
                 continue
             break
     return found
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def engine_entry_points() -> Mapping[str, EntryPoint]:
+    """The registered engines by name. Nothing of theirs is imported."""
+    return _engine_entry_points(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _engine_entry_points(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    return {entry.name: entry for entry in sorted(entry_points(group=ENGINE_GROUP))}
+
+
+def check_engine(name: str, where: str = "engine") -> None:
+    """Raises ``ConfigError`` unless an engine of this name is registered, or it is ``"auto"``."""
+    found = engine_entry_points()
+    if name == "auto" or name in found:
+        return
+    hint = (
+        ""
+        if "nixl" in found
+        else "; those of kvconnect are missing: install it with pip, anew after an update"
+    )
+    raise ConfigError(f"{where} is {name!r}: accepted: {', '.join(sorted({'auto', 'none', *found}))}{hint}")

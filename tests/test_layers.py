@@ -9,12 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "kvconnect"
 BASE = {
-    *("errors", "addresses", "engine_names", "reading", "config", "metrics"),
+    *("errors", "addresses", "reading", "config", "metrics"),
     *("packages", "rank_config", "offload_config", "showing", "timeline", "outcome"),
 }
 # A folder imports only from those before it.
 ORDER = [
-    "cache", "runner_kit", "plan", "pack", "engine", "peer", "transfer", "prefill", "decode", "offload",
+    "cache", "plan", "pack", "runner_kit", "engine", "peer", "transfer", "prefill", "decode", "offload",
     "halves", "vllm", "node", "router", "tools", "demo", "cli",
 ]  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))

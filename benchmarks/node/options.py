@@ -18,7 +18,7 @@ from benchmarks.options import (
 from benchmarks.options import Options as BaseOptions
 from benchmarks.transfer.cases import CacheShape, Layouts
 from kvconnect.config import ExtraConfig, parse_kv_transfer_config
-from kvconnect.engine_names import check_engine
+from kvconnect.packages import check_engine
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from benchmarks.options import (
 from benchmarks.options import Options as BaseOptions
 from benchmarks.transfer.cases import VALUE_BYTES, CacheShape, Layouts, PairCase
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.engine_names import check_engine
 from kvconnect.errors import ConfigError
+from kvconnect.packages import check_engine
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import typer
 
 from kvconnect.cli.options import keys_at
 from kvconnect.errors import ConfigError
-from kvconnect.peer import key_files
+from kvconnect.peer import keyring
 from kvconnect.peer.allow_list import AllowList
 
 keys_app = typer.Typer(
@@ -41,7 +41,7 @@ def new(
     """Make a key that all nodes of a small cluster share."""
     from kvconnect.peer.keyring import SharedKeys
 
-    secret = key_files.new_secret()
+    secret = keyring.new_secret()
     if str(file) == "-":
         typer.echo(secret)
         return
@@ -64,10 +64,10 @@ def node(
     """Make a node's own key pair, in a folder for it and for its peers' public keys."""
     from kvconnect.peer.keyring import CLUSTER_KEY, NODE_KEY, PEERS, new_key_pair
 
-    secret = key_files.read_secret(cluster_key, "--cluster-key") if cluster_key else key_files.new_secret()
-    secret = key_files.checked_secret(secret, "--cluster-key")
+    secret = keyring.read_secret(cluster_key, "--cluster-key") if cluster_key else keyring.new_secret()
+    secret = keyring.checked_secret(secret, "--cluster-key")
     _write_key(folder / NODE_KEY, new_key_pair().secret.hex(), replace)
-    key_files.write(folder / CLUSTER_KEY, secret, replace=cluster_key is not None)
+    keyring.write(folder / CLUSTER_KEY, secret, replace=cluster_key is not None)
     (folder / PEERS).mkdir(mode=0o700, exist_ok=True)
     _show_node(folder)
 
@@ -87,7 +87,7 @@ def add(
     public = key_bytes(public_key, "PUBLIC_KEY")
     AllowList(at or (name,), "--at" if at else "NAME, without --at,")
     text = msgspec.json.encode(PeerFile(public.hex(), tuple(at or ()))).decode()
-    key_files.write(_peer_path(folder, name), text, mode=0o644, replace=True)
+    keyring.write(_peer_path(folder, name), text, mode=0o644, replace=True)
     typer.echo(f"{name} ({fingerprint(public)}) may connect; it is expected at {', '.join(at or [name])}")
 
 
@@ -125,7 +125,7 @@ def show(
 
 
 def _write_key(path: Path, text: str, replace: bool) -> None:
-    if not key_files.write(path, text, replace=replace):
+    if not keyring.write(path, text, replace=replace):
         raise ConfigError(f"{path} is there already; give another name, or --replace")
 
 

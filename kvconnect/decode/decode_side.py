@@ -17,6 +17,7 @@ from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchStat
 from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.decode.renewals import Renewals
+from kvconnect.engine.lanes import Transport
 from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause, Outcome, Reason
 from kvconnect.peer.channel import Arrival, Channel, LinkLost
@@ -30,7 +31,6 @@ from kvconnect.peer.messages import (
     Written,
 )
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
-from kvconnect.peer.transport import Transport
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.local import Local

@@ -17,6 +17,7 @@ from kvconnect.addresses import RankAddress, is_address, join_address, split_add
 from kvconnect.cache.shard import Topology, consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import PeerKey
+from kvconnect.engine.lanes import Transport
 from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.packer import Packer
@@ -26,7 +27,6 @@ from kvconnect.peer.channel import Channel
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Introduction, Message, Release, Side
 from kvconnect.peer.session import Event, Ready, Session, SessionState
-from kvconnect.peer.transport import Transport
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.transfer.breaker import Breaker

@@ -12,8 +12,8 @@ from kvconnect.demo.http import BadAnswer
 from kvconnect.demo.pair_outcome import PairOutcome, Tokens
 from kvconnect.demo.prompts import make_prompts
 from kvconnect.demo.report import judging, note, report
-from kvconnect.engine_names import engine_entry_points
 from kvconnect.errors import ConfigError
+from kvconnect.packages import engine_entry_points
 
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 PROMPT_SEED = 7

@@ -1,8 +1,9 @@
-"""What carries bytes to a peer, and how fast that should be: by an engine's words, and by what was seen.
+"""What carries bytes to a peer, and how fast that should be.
 
 UCX chooses a transport for each peer and reports it nowhere but on standard output. So the system's counters
 are read before and after a calibration: those of this process's TCP connections, and of the RDMA ports. What
-neither of the two carried is deduced, and named as that.
+neither of the two carried is deduced, and named as that. All below ``/sys`` is read under a root that is an
+argument.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import ipaddress
 import logging
 import os
 import re
+import shutil
 import socket
 import struct
+import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+import msgspec
+
+from kvconnect.addresses import interface_of
 from kvconnect.config import LaneKind
-from kvconnect.engine.fabric import Fabric, read_text
-from kvconnect.engine.interfaces import interface_of
 
 K = TypeVar("K")
 
@@ -36,8 +41,17 @@ _ALL_OF = 0.9
 _ABOUT = 1.5
 """What grew by no more than this part of it carried little else: headers, and the side channel."""
 _MOST_DESCRIPTORS = 1000
+ACTIVE = "ACTIVE"
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_TOPOLOGY_TIMEOUT_S = 10
 _ACKED_AT = 120
 """Where ``tcpi_bytes_acked`` lies in Linux's ``tcp_info``."""
+MOST_BYTES_PER_S = 1e15
+MOST_TEXT = 256
+BytesPerSecond = Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES_PER_S)]
+_PRINTABLE = r"^[ -~]*\Z"
+"""It is shown in logs."""
+Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT, pattern=_PRINTABLE)]
 _UCX_WRITE = "remote memory write by ucp_put"
 _UCX_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
 _WORDS: tuple[tuple[LaneKind, str], ...] = (
@@ -49,17 +63,73 @@ _WORDS: tuple[tuple[LaneKind, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Lane:
-    """What carries bytes; ``device`` where that is known. ``known_by`` is empty for the engine's own word."""
+class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
+    """P to D, once a connection and before the first fetch is served: what carries bytes, and how fast.
 
-    kind: LaneKind = "unknown"
-    device: str = ""
-    known_by: str = ""
+    ``bytes_per_s`` is what P's calibration reached, 0 where there was none; ``expected_bytes_per_s`` what the
+    hardware should give, 0 where that is not known. ``known_by`` is empty for the engine's own word.
+    ``refusal`` is why P will send nothing, by its own settings.
+    """
+
+    lane: LaneKind = "unknown"
+    device: Text = ""
+    known_by: Text = ""
+    bytes_per_s: BytesPerSecond = 0.0
+    expected_bytes_per_s: BytesPerSecond = 0.0
+    refusal: Annotated[str, msgspec.Meta(max_length=4096, pattern=_PRINTABLE)] = ""
+
+    @property
+    def name(self) -> str:
+        """The lane alone, with its device and how it is known."""
+        known = "; ".join(filter(None, (self.device, self.known_by)))
+        return f"{self.lane} ({known})" if known else self.lane
+
+    @property
+    def share(self) -> float:
+        """Of the expected rate; 1 where either is not known."""
+        known = self.bytes_per_s and self.expected_bytes_per_s
+        return self.bytes_per_s / self.expected_bytes_per_s if known else 1.0
 
     def __str__(self) -> str:
-        known = "; ".join(filter(None, (self.device, self.known_by)))
-        return f"{self.kind} ({known})" if known else self.kind
+        found = self.name
+        if not self.bytes_per_s:
+            return f"{found}, at a rate that was not measured"
+        found += f", at {self.bytes_per_s / 1e9:.3g} GB/s"
+        if not self.expected_bytes_per_s:
+            return found
+        return f"{found}, {self.share:.0%} of the {self.expected_bytes_per_s / 1e9:.3g} that it should give"
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """A port of an RDMA device. ``numa_node`` is -1 where the machine does not report it."""
+
+    device: str
+    port: int
+    state: str
+    rate: str
+    link_layer: str
+    numa_node: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Its rate, as of "400 Gb/sec (4X NDR)"; 0 where it is not known."""
+        found = re.match(r"[\d.]+", self.rate)
+        return float(found[0]) * 1e9 / 8 if found else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """``links`` are GPUs' to each other, ``speeds`` those of network interfaces in Mb/s."""
+
+    rdma: tuple[RdmaPort, ...] = ()
+    speeds: Mapping[str, int] = field(default_factory=dict)
+    links: Mapping[tuple[int, int], str] = field(default_factory=dict)
+
+    @property
+    def active_ports(self) -> list[RdmaPort]:
+        """The RDMA ports that have a link."""
+        return [port for port in self.rdma if port.state == ACTIVE]
 
 
 @dataclass(frozen=True)
@@ -86,15 +156,15 @@ class Seen:
     after: Traffic
 
 
-def lane_of(words: str) -> Lane:
+def lane_of(words: str) -> Transport:
     """The lane that an engine or UCX names, as of "tcp/eth0", "rdma mlx5_0" or "cuda_ipc/cuda"."""
     if words.startswith("UCX"):
         # What it was configured with, perhaps to exclude that: not what it takes for a peer.
-        return Lane()
+        return Transport()
     found = (kind for kind, pattern in _WORDS if re.search(pattern, words.lower()))
     kind: LaneKind = next(found, "unknown")
     _, _, device = words.partition("/") if "/" in words else words.partition(" ")
-    return Lane(kind, device if kind in ("tcp", "rdma") else "")
+    return Transport(kind, device if kind in ("tcp", "rdma") else "")
 
 
 def wire_of(lines: list[str]) -> str:
@@ -108,7 +178,7 @@ def wire_of(lines: list[str]) -> str:
     return found
 
 
-def seen_lane(reported: Lane, seen: Seen, fabric: Fabric) -> Lane:
+def seen_lane(reported: Transport, seen: Seen, fabric: Fabric) -> Transport:
     """The lane of a calibration. What was seen on TCP counts for more than what the engine reports.
 
     Counters also hold what was sent to others meanwhile. So one that grew by about as much as was moved is
@@ -121,16 +191,16 @@ def seen_lane(reported: Lane, seen: Seen, fabric: Fabric) -> Lane:
     carried, ports = _growth(seen.before.tcp, seen.after.tcp), _growth(seen.before.rdma, seen.after.rdma)
     to_peer = {local: count for (local, remote), count in carried.items() if remote == _plain(seen.host)}
     if sum(to_peer.values()) >= needed:
-        return Lane("tcp", interface_of(max(to_peer, key=lambda local: to_peer[local])), "observed")
-    if reported.kind != "unknown":
+        return Transport("tcp", interface_of(max(to_peer, key=lambda local: to_peer[local])), "observed")
+    if reported.lane != "unknown":
         return reported
     memory = _memory_lane(seen)
-    if memory.kind == "nvlink":
+    if memory.lane == "nvlink":
         return memory
     used = ",".join(sorted(port for port, count in ports.items() if count >= needed / len(ports)))
-    rdma = Lane("rdma", used, "deduced: by the ports' counters")
+    rdma = Transport("rdma", used, "deduced: by the ports' counters")
     most, _ = expected_rate(fabric, rdma)
-    tcp = Lane("tcp", known_by="deduced: other connections carried as much meanwhile")
+    tcp = Transport("tcp", known_by="deduced: other connections carried as much meanwhile")
     grown = [(tcp, sum(carried.values()))]
     if not most or seen.bytes_per_s <= most:
         grown.insert(0, (rdma, sum(ports.values())))
@@ -138,41 +208,41 @@ def seen_lane(reported: Lane, seen: Seen, fabric: Fabric) -> Lane:
     for lane, count in fitting:
         if count <= _ABOUT * seen.total_bytes:
             return lane
-    lanes = [lane for lane, _ in fitting] + [memory] * (memory.kind != "unknown")
+    lanes = [lane for lane, _ in fitting] + [memory] * (memory.lane != "unknown")
     if len(lanes) > 1:
-        kinds = " or ".join(lane.kind for lane in lanes)
-        return Lane(known_by=f"{kinds}: others sent so much meanwhile that each is possible")
+        kinds = " or ".join(lane.lane for lane in lanes)
+        return Transport(known_by=f"{kinds}: others sent so much meanwhile that each is possible")
     return lanes[0] if lanes else reported
 
 
-def _memory_lane(seen: Seen) -> Lane:
+def _memory_lane(seen: Seen) -> Transport:
     """What carries bytes within a host that no network carries; unknown for a host that is far."""
     if not seen.is_near:
-        return Lane()
+        return Transport()
     if not seen.on_gpu:
-        return Lane("shared_memory", known_by="deduced: no network carried it")
+        return Transport("shared_memory", known_by="deduced: no network carried it")
     kind: LaneKind = "nvlink" if seen.bytes_per_s > _FASTEST_PCIE_BYTES_PER_S else "cuda_ipc"
-    return Lane(kind, known_by="deduced: by its rate, and no network carried it")
+    return Transport(kind, known_by="deduced: by its rate, and no network carried it")
 
 
-def expected_rate(fabric: Fabric, lane: Lane, copy_bytes_per_s: float = 0.0) -> tuple[float, str]:
+def expected_rate(fabric: Fabric, lane: Transport, copy_bytes_per_s: float = 0.0) -> tuple[float, str]:
     """What a lane should give in bytes a second, and why; 0 where that is not known.
 
     ``copy_bytes_per_s`` is that of a plain copy within a process, and the most that shared memory gives.
     """
     links = [int(link[2:]) for link in fabric.links.values() if re.fullmatch(r"NV\d+", link)]
-    if links and lane.kind in ("nvlink", "cuda_ipc"):
+    if links and lane.lane in ("nvlink", "cuda_ipc"):
         return max(links) * _NVLINK_BYTES_PER_S, f"NV{max(links)}"
-    if lane.kind == "rdma" and (active := fabric.active_ports):
+    if lane.lane == "rdma" and (active := fabric.active_ports):
         devices = {name.partition(":")[0] for name in lane.device.split(",")}
         named = [port for port in active if port.device in devices] or active[:1]
         shown = ", ".join(f"{port.device}, {port.rate}" for port in named)
         return sum(port.bytes_per_s for port in named), shown
-    if lane.kind == "tcp" and (speed := fabric.speeds.get(lane.device)):
+    if lane.lane == "tcp" and (speed := fabric.speeds.get(lane.device)):
         return speed * 1e6 / 8, f"{lane.device}, {speed} Mb/s"
-    if lane.kind == "shared_memory":
+    if lane.lane == "shared_memory":
         return copy_bytes_per_s, "a plain copy of memory"
-    return 0.0, f"nothing known of {lane.kind}{'/' * bool(lane.device)}{lane.device}"
+    return 0.0, f"nothing known of {lane.lane}{'/' * bool(lane.device)}{lane.device}"
 
 
 def look_at_traffic(root: Path = Path("/")) -> Traffic:
@@ -234,3 +304,75 @@ def _plain(host: str) -> str:
     except ValueError:
         return host
     return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def look_at_fabric(root: Path = Path("/"), *, with_gpus: bool) -> Fabric:
+    """Look at this machine; at links of GPUs only if asked, which takes a second."""
+    infiniband = root / "sys/class/infiniband"
+    devices = sorted(infiniband.iterdir()) if infiniband.is_dir() else []
+    return Fabric(
+        rdma=tuple(port for device in devices for port in _ports(device)),
+        speeds=_speeds(root / "sys/class/net"),
+        links=_gpu_links() if with_gpus else {},
+    )
+
+
+def read_text(path: Path) -> str:
+    """A file of the system, empty where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def numa_node(device: Path) -> int:
+    """The node of a device, -1 where the machine does not report it."""
+    text = read_text(device / "numa_node")
+    return int(text) if text.lstrip("-").isdecimal() else -1
+
+
+def _ports(device: Path) -> list[RdmaPort]:
+    return [
+        RdmaPort(
+            device.name,
+            int(port.name),
+            # As "4: ACTIVE".
+            read_text(port / "state").rpartition(":")[2].strip(),
+            read_text(port / "rate"),
+            read_text(port / "link_layer"),
+            numa_node(device / "device"),
+        )
+        for port in sorted((device / "ports").glob("[0-9]*"))
+    ]
+
+
+def _speeds(interfaces: Path) -> dict[str, int]:
+    """Those of interfaces that have a speed; virtual ones have none, or -1."""
+    texts = {path.parent.name: read_text(path) for path in interfaces.glob("*/speed")}
+    return {name: int(text) for name, text in texts.items() if text.isdecimal()}
+
+
+def _gpu_links() -> dict[tuple[int, int], str]:
+    """How GPUs are linked, in the words of ``nvidia-smi topo -m``; nothing without it."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_TOPOLOGY_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return read_topology(done.stdout)
+
+
+def read_topology(text: str) -> dict[tuple[int, int], str]:
+    """The links between GPUs of the matrix that ``nvidia-smi topo -m`` prints."""
+    lines = [_ESCAPES.sub("", line).split() for line in text.splitlines()]
+    header = next((line for line in lines if line and line[0] == "GPU0" and "X" not in line), [])
+    links = {}
+    for line in lines:
+        if line and line[0].startswith("GPU") and line is not header:
+            for column, cell in zip(header, line[1:], strict=False):
+                if column.startswith("GPU") and cell != "X" and column[3:].isdecimal():
+                    links[int(line[0][3:]), int(column[3:])] = cell
+    return links

@@ -23,7 +23,7 @@ import msgspec
 
 from kvconnect.addresses import split_address
 from kvconnect.engine.mooncake_library import prepare_environment
-from kvconnect.engine.store_talk import Order, Settings, StoreAnswer, Verb, receive, send
+from kvconnect.engine.store_process import Order, Settings, StoreAnswer, Verb, receive, send
 from kvconnect.errors import EngineError
 
 _PR_SET_PDEATHSIG = 1

@@ -31,7 +31,6 @@ import msgspec
 
 from kvconnect.engine.adapter import Adapter, decode_card, range_problem
 from kvconnect.engine.base import Batch, Capabilities, Completion, Span
-from kvconnect.engine.interfaces import ucx_options
 from kvconnect.engine.nixl_library import (
     Copy,
     NativeFlight,
@@ -39,12 +38,14 @@ from kvconnect.engine.nixl_library import (
     NixlCard,
     TransferCache,
     by_memory_type,
+    is_dead,
     load_library,
+    own_identity,
     released,
     start_agent,
     transfers,
+    ucx_options,
 )
-from kvconnect.engine.process import is_dead, own_identity
 from kvconnect.errors import ConfigError, EngineError
 
 log = logging.getLogger("kvconnect.engine.nixl")

@@ -8,7 +8,7 @@ import logging
 import os
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +16,18 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from kvconnect.addresses import interface_of, is_address, is_loopback
 from kvconnect.engine import adapter
 from kvconnect.engine.base import Addresses, Batch, Span, SpanSet
-from kvconnect.engine.process import ProcessIdentity
-from kvconnect.errors import EngineError
+from kvconnect.errors import ConfigError, EngineError
+from kvconnect.pack.shared_memory import this_machine
 
 log = logging.getLogger("kvconnect.engine.nixl")
 
 _MAX_IDLE = 256
-_DEVICE_FOLDERS = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
+_RDMA_CARDS = Path("/sys/class/infiniband")
+_DEVICES = "UCX_NET_DEVICES"
+_DEVICE_FOLDERS = (Path("/sys/class/net"), _RDMA_CARDS)
 
 
 def load_library() -> Any:
@@ -64,6 +67,41 @@ def start_agent(backend: str, options: dict[str, str]) -> Any:
         raise EngineError(
             f"NIXL cannot start its backend {backend!r}: {error!r}; in kv_connector_extra_config {settings}"
         ) from error
+
+
+def ucx_options(
+    host: str, device_name: str, options: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """NIXL's parameters for UCX, with the devices that are meant; without any it listens on all interfaces.
+
+    Which RDMA card ``host`` belongs to cannot be known, so with one UCX chooses; else ``host``'s interface is
+    taken. Raises ``ConfigError``: several devices are named, of which this parameter would take the first.
+    """
+    if "," in device_name:
+        raise ConfigError(
+            f"device_name is {device_name!r}: NIXL takes one device; for several set {_DEVICES} in the "
+            "environment"
+        )
+    configured = options.get("engine_config", "")
+    if "NET_DEVICES=" in configured or (environ.get(_DEVICES) and not device_name):
+        return dict(options)
+    device = device_name
+    has_rdma_card = _RDMA_CARDS.is_dir() and any(_RDMA_CARDS.iterdir())
+    if not device and (is_loopback(host) or not has_rdma_card):
+        device = interface_of(host)
+        if not device and is_address(host):
+            raise ConfigError(
+                f"kv_connector_extra_config.host is {host!r}, which no interface here has, and UCX tells "
+                "peers the addresses of its devices alone; accepted: device_name, the device that they reach"
+            )
+    if not device:
+        log.warning(
+            "UCX listens on all interfaces: it is not known which belongs to host %s; set device_name, or "
+            "close its ports to all but peers",
+            host,
+        )
+        return dict(options)
+    return {**options, "engine_config": ",".join(filter(None, (f"NET_DEVICES={device}", configured)))}
 
 
 def released(handle: Any) -> bool:
@@ -115,6 +153,41 @@ class Copy(NamedTuple):
     source: int
     target: int
     length: int
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """One process of one boot of one host, never mistaken for a later process of the same pid."""
+
+    host: str
+    pid: int
+    started: str
+
+
+def own_identity() -> ProcessIdentity:
+    """The identity of this process."""
+    return ProcessIdentity(this_machine(), os.getpid(), _start_time(os.getpid()) or "")
+
+
+def is_dead(process: ProcessIdentity) -> bool:
+    """Whether the process is proven to be gone, and its memory with it.
+
+    Only a process of this host and pid namespace can be proven dead. A zombie counts: its memory is
+    released before its sockets are, long before it is reaped.
+    """
+    if not process.host or process.host != this_machine():
+        return False
+    return _start_time(process.pid) != process.started
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, in the system's ticks; None if it is gone or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name is in parentheses and may hold anything, so read from its last one on.
+            fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else fields[19]
 
 
 class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):

@@ -16,8 +16,8 @@ from typing import Any, cast
 import msgspec
 
 from kvconnect.engine.base import Engine
-from kvconnect.engine_names import check_engine, engine_entry_points
 from kvconnect.errors import ConfigError, EngineError
+from kvconnect.packages import check_engine, engine_entry_points
 
 log = logging.getLogger("kvconnect.engine")
 

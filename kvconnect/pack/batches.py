@@ -13,8 +13,8 @@ from kvconnect.errors import LayoutError
 from kvconnect.pack.digest import Streams
 from kvconnect.pack.numbers import NumberBuffer
 from kvconnect.pack.page_lanes import Access, Column, Lanes
+from kvconnect.plan.blocks import BlockIds
 from kvconnect.plan.chunks import Chunk, Placement
-from kvconnect.runner_kit.block_table import BlockIds
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,24 @@ import triton
 import triton.language as tl
 
 from kvconnect.pack.digest import MULTIPLIER, STEP
-from kvconnect.runner_kit.words_triton import word_pointer
 
 _STEP, _MULTIPLIER = tl.constexpr(STEP), tl.constexpr(MULTIPLIER)
+
+
+@triton.jit
+def word_pointer(address, BYTES: tl.constexpr):
+    """The words of so many bytes at these addresses: 8, 4, 2 or 1."""
+    # An interpreter takes an address below 2**31 for 32 bits, against any annotation.
+    address = address.to(tl.int64)
+    if BYTES == 8:
+        pointer = address.to(tl.pointer_type(tl.uint64))
+    elif BYTES == 4:
+        pointer = address.to(tl.pointer_type(tl.uint32))
+    elif BYTES == 2:
+        pointer = address.to(tl.pointer_type(tl.uint16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.uint8))
+    return pointer
 
 
 @triton.jit

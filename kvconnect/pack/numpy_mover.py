@@ -18,7 +18,7 @@ from kvconnect.pack.batches import Blocks, ChunkLayout, Move, PackTicket, Staged
 from kvconnect.pack.casts import cast_table
 from kvconnect.pack.digest import Streams, digest_streams
 from kvconnect.pack.page_lanes import PLACE_BYTES, Column, Lanes
-from kvconnect.runner_kit.block_table import BlockIds
+from kvconnect.plan.blocks import BlockIds
 
 Words = NDArray[Any]
 _UINTS = {1: np.uint8, 2: np.uint16}

@@ -19,12 +19,11 @@ from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChu
 from kvconnect.pack.numpy_mover import NumpyMover
 from kvconnect.pack.page_lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.torch_mover import TorchMover
+from kvconnect.packages import has_triton
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.blocks import GroupBlocks, page_ids
+from kvconnect.plan.blocks import BlockIds, GroupBlocks, page_ids
 from kvconnect.plan.chunks import Chunk, Chunker, check_held
 from kvconnect.plan.wire import Wire
-from kvconnect.runner_kit.block_table import BlockIds
-from kvconnect.runner_kit.kernels import has_triton
 
 if TYPE_CHECKING:
     from kvconnect.pack.triton_mover import TritonMover

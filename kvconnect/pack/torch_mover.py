@@ -19,7 +19,7 @@ from kvconnect.pack.batches import Blocks, ChunkLayout, Move, PackTicket, Staged
 from kvconnect.pack.casts import cast_table
 from kvconnect.pack.digest import MULTIPLIER, STEP, Streams
 from kvconnect.pack.page_lanes import Lanes
-from kvconnect.runner_kit.block_table import BlockIds
+from kvconnect.plan.blocks import BlockIds
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW_HALF = (1 << 32) - 1

@@ -12,10 +12,10 @@ import msgspec
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import Identity, Naming, Prefix
 from kvconnect.cache.shard import Topology
+from kvconnect.engine.lanes import Transport
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.shared_memory import SharedMemoryCard
-from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import Count
 from kvconnect.plan.chunks import Chunk

@@ -11,11 +11,13 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.shard import Residue, SharedTokens
 from kvconnect.cache.specs import div_ceil
-from kvconnect.runner_kit.block_table import BlockIds, expand_block_ids
+
+BlockIds = NDArray[np.int64]
 
 # Bounds of what a peer may send. They hold where a message is read; our own values are within them.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -91,6 +93,14 @@ def first_needed(positions: BlockIds, geometry: GroupGeometry, num_tokens: int) 
         if len(found):
             return int(found[0])
     return None
+
+
+def expand_block_ids(block_ids: Sequence[int] | BlockIds, blocks_per_kv_block: int) -> BlockIds:
+    """Kernel block ids of logical block ids: ``(n,)`` to int64 of shape ``(n * blocks_per_kv_block,)``."""
+    ids = np.asarray(block_ids, dtype=np.int64)
+    if blocks_per_kv_block == 1:
+        return ids
+    return (ids[:, None] * blocks_per_kv_block + np.arange(blocks_per_kv_block)).reshape(-1)
 
 
 def kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int, BlockIds]:

@@ -20,9 +20,8 @@ from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import LayoutError
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.blocks import NULL_BLOCK, Count, GroupBlocks, Index, first_needed
+from kvconnect.plan.blocks import NULL_BLOCK, BlockIds, Count, GroupBlocks, Index, first_needed
 from kvconnect.plan.wire import Wire
-from kvconnect.runner_kit.block_table import BlockIds
 
 SECONDS_PER_CHUNK = 400e-6
 """What a chunk of any size costs: a launch, a post and a message on either side."""

@@ -9,9 +9,18 @@ import msgspec
 
 from kvconnect.addresses import is_loopback
 from kvconnect.engine.base import Completion
-from kvconnect.engine.lanes import LEAST_SHARE, Lane, Seen, Traffic, expected_rate, lane_of, seen_lane
+from kvconnect.engine.lanes import (
+    LEAST_SHARE,
+    MOST_BYTES_PER_S,
+    MOST_TEXT,
+    Seen,
+    Traffic,
+    Transport,
+    expected_rate,
+    lane_of,
+    seen_lane,
+)
 from kvconnect.peer.allow_list import same_host
-from kvconnect.peer.transport import MOST_BYTES_PER_S, MOST_TEXT, Transport
 from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.transfer.link_reports import Transports
 from kvconnect.transfer.local import Local
@@ -37,18 +46,17 @@ def found_by(probe: ProbeOutbox, local: Local, before: Traffic, host: str, own_h
     return transport_over(seen_lane(reported, seen, local.fabric), seen.bytes_per_s, local)
 
 
-def transport_over(lane: Lane, bytes_per_s: float, local: Local) -> Transport:
+def transport_over(lane: Transport, bytes_per_s: float, local: Local) -> Transport:
     """What carries bytes and how fast, beside what this machine's hardware should give.
 
     What shared memory should give depends on what else the processors do, so nothing is expected of it.
     """
     expected, _ = expected_rate(local.fabric, lane)
-    return Transport(
-        lane.kind,
-        lane.device[:MOST_TEXT],
-        lane.known_by,
-        min(bytes_per_s, MOST_BYTES_PER_S),
-        min(expected, MOST_BYTES_PER_S),
+    return msgspec.structs.replace(
+        lane,
+        device=lane.device[:MOST_TEXT],
+        bytes_per_s=min(bytes_per_s, MOST_BYTES_PER_S),
+        expected_bytes_per_s=min(expected, MOST_BYTES_PER_S),
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.adapter import card_host
-from kvconnect.engine.lanes import Lane, Traffic, lane_of
+from kvconnect.engine.lanes import Traffic, Transport, lane_of
 from kvconnect.errors import EngineError, LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause
@@ -25,7 +25,6 @@ from kvconnect.pack.shared_memory import MappedMemory, this_machine
 from kvconnect.peer.agreement import source_share
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.messages import Introduction
-from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import Share
 from kvconnect.prefill.calibration import ProbeOutbox
@@ -138,7 +137,7 @@ def make_send_path(
     source, target = ours.scratch_address, peer.scratch_address
     if local.maps_peers and (mapped := _map_slots(path.name, peer, metrics)) is not None:
         rate = mapped.copy_bytes_per_s(source, target, scratch_bytes)
-        lane = Lane("shared_memory", known_by="its landing slots are mapped")
+        lane = Transport("shared_memory", known_by="its landing slots are mapped")
         path.mapped, path.is_measured, path.found = mapped, True, transport_over(lane, rate, local)
     elif scratch_bytes:
         path.new_probe = functools.partial(ProbeOutbox, source, target, scratch_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvconnect.cache.specs import div_exact
 from kvconnect.errors import LocalError
+from kvconnect.plan.blocks import BlockIds
 from kvconnect.runner_kit.kernels import wants_triton
 
 PAD_SLOT = -1
@@ -36,41 +37,14 @@ class TableMemory(NamedTuple):
     kernel_block_sizes: Sequence[int]
 
 
-class TableOps(Protocol):
-    """The operations behind ``BlockTables``. Arguments were checked there."""
-
-    def apply(self, records: Numbers, ids: Numbers, keep_order: bool) -> None:
-        """Carry out records; in their order if ``keep_order``, else they name different entries."""
-        ...
-
-    def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
-        """Fill the batch tables."""
-        ...
-
-    def compute_slots(
-        self, indices: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor, num_tokens: int
-    ) -> None:
-        """Fill the slots."""
-        ...
-
-
-def make_table_ops(kernels: str, memory: TableMemory) -> TableOps:
-    """The operations for these tensors; errors as for ``wants_triton``."""
-    if not wants_triton(kernels, bool(memory.tables) and memory.tables[0].is_cuda):
-        return TorchTableOps(memory)
-    from kvconnect.runner_kit.table_ops_triton import TritonTableOps
-
-    return TritonTableOps(memory)
-
-
-class TorchTableOps:
-    """The operations in torch, on any device; a few calls per group."""
+class TableOps:
+    """The operations behind ``BlockTables``, where arguments are checked; in torch a few calls per group."""
 
     def __init__(self, memory: TableMemory) -> None:
         self._tables, self._batch, self._slots, self._ratios, self._sizes = memory
 
     def apply(self, records: Numbers, ids: Numbers, keep_order: bool) -> None:
-        """See ``TableOps``. Later records win where entries repeat, which is their order."""
+        """Carry out records; in their order if ``keep_order``, else they name different entries."""
         for index, table in enumerate(self._tables):
             mine = records[records[:, 0] == index].astype(np.int64)
             if not len(mine):
@@ -93,7 +67,7 @@ class TorchTableOps:
             table.view(-1)[entry] = torch.from_numpy(values).to(table.device)
 
     def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
-        """See ``TableOps``."""
+        """Fill the batch tables."""
         count = len(request_indices)
         for table, batch in zip(self._tables, self._batch, strict=True):
             batch[:count] = table[request_indices]
@@ -102,7 +76,7 @@ class TorchTableOps:
     def compute_slots(
         self, indices: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor, num_tokens: int
     ) -> None:
-        """See ``TableOps``."""
+        """Fill the slots."""
         for slots in self._slots:
             slots[:num_tokens] = PAD_SLOT
         if not len(indices):
@@ -118,18 +92,7 @@ class TorchTableOps:
             slots[: len(positions)] = torch.where(held, picked * size + positions % size, PAD_SLOT)
 
 
-BlockIds = NDArray[np.int64]
 Indices = Sequence[int] | NDArray[np.int64] | torch.Tensor
-
-__all__ = ["PAD_SLOT", "BlockIds", "BlockTables", "expand_block_ids"]
-
-
-def expand_block_ids(block_ids: Sequence[int] | BlockIds, blocks_per_kv_block: int) -> BlockIds:
-    """Kernel block ids of logical block ids: ``(n,)`` to int64 of shape ``(n * blocks_per_kv_block,)``."""
-    ids = np.asarray(block_ids, dtype=np.int64)
-    if blocks_per_kv_block == 1:
-        return ids
-    return (ids[:, None] * blocks_per_kv_block + np.arange(blocks_per_kv_block)).reshape(-1)
 
 
 class BlockTables:
@@ -181,7 +144,13 @@ class BlockTables:
         ]
         sizes = tuple(kernel_block_sizes.values())
         memory = TableMemory(self._tables, self._batch, self._slots, self._ratios, sizes)
-        self._ops = make_table_ops(kernels, memory)
+        self._ops: TableOps
+        if wants_triton(kernels, bool(self._tables) and self._tables[0].is_cuda):
+            from kvconnect.runner_kit.table_ops_triton import TritonTableOps
+
+            self._ops = TritonTableOps(memory)
+        else:
+            self._ops = TableOps(memory)
         self._device = self._tables[0].device if self._tables else torch.device(device)
         self._counts = np.zeros((max_requests, len(self._groups)), dtype=np.int64)
         self._staged = _Staged(max_requests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from kvconnect.errors import ConfigError
-
-
-def has_triton() -> bool:
-    """It is installed."""
-    return importlib.util.find_spec("triton") is not None
+from kvconnect.packages import has_triton
 
 
 def wants_triton(kernels: str, on_cuda: bool) -> bool:

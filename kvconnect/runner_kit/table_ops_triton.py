@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvconnect.runner_kit.block_table import Numbers, TableMemory
+from kvconnect.runner_kit.block_table import Numbers, TableMemory, TableOps
 from kvconnect.runner_kit.kernels import PinnedStaging
 
 _CHUNK = 128
@@ -119,7 +119,7 @@ def _slots_kernel(
         tl.store(target + token, slot, mask=inside)
 
 
-class TritonTableOps:
+class TritonTableOps(TableOps):
     """The operations as one launch each. See ``TableOps``."""
 
     def __init__(self, memory: TableMemory) -> None:
@@ -127,13 +127,13 @@ class TritonTableOps:
         self._device = tables[0].device
         # The kernels hold addresses only: these references keep the memory behind them.
         self._kept = memory
-        self._tables, self._batch, self._slots = (
+        self._table_at, self._batch_at, self._slots_at = (
             self._numbers([tensor.data_ptr() for tensor in tensors]) for tensors in memory[:3]
         )
         self._widths = self._numbers([table.shape[1] for table in tables])
         self._max_requests = tables[0].shape[0]
-        self._ratios = self._numbers(memory.ratios)
-        self._sizes = self._numbers(memory.kernel_block_sizes)
+        self._ratio_of = self._numbers(memory.ratios)
+        self._size_of = self._numbers(memory.kernel_block_sizes)
         self._staging = PinnedStaging(self._device, np.int32)
 
     def apply(self, records: Numbers, ids: Numbers, keep_order: bool) -> None:
@@ -150,9 +150,9 @@ class TritonTableOps:
         programs = len(starts) - 1
         _apply_kernel[(programs,)](
             staged_at,
-            self._tables,
+            self._table_at,
             self._widths,
-            self._ratios,
+            self._ratio_of,
             num_records,
             programs,
             FIELDS=_FIELDS,
@@ -165,8 +165,8 @@ class TritonTableOps:
         if num_rows:
             grid = (num_rows, len(self._widths))
             _gather_kernel[grid](
-                self._tables,
-                self._batch,
+                self._table_at,
+                self._batch_at,
                 self._widths,
                 request_indices,
                 len(request_indices),
@@ -180,10 +180,10 @@ class TritonTableOps:
         """See ``TableOps``."""
         grid = (len(indices) + 1, len(self._widths))
         _slots_kernel[grid](
-            self._tables,
-            self._slots,
+            self._table_at,
+            self._slots_at,
             self._widths,
-            self._sizes,
+            self._size_of,
             indices,
             query_start,
             positions,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -63,7 +62,7 @@ class KVBlockZeroer:
         if len(counts) != 1:
             raise LayoutError(f"the layers of one cache have different block counts: {sorted(counts)}")
         (self.num_blocks,) = counts
-        self._ops: _ZeroOps
+        self._ops: CpuZeroOps
         if use_triton:
             from kvconnect.runner_kit.zeroing_triton import TritonZeroOps
 
@@ -71,7 +70,7 @@ class KVBlockZeroer:
         elif on_cuda:
             raise ConfigError("kernels is 'torch', which zeroes CPU memory only; accepted: auto, triton")
         else:
-            self._ops = _CpuZeroOps(self.pages, self.num_blocks)
+            self._ops = CpuZeroOps(self.pages, self.num_blocks)
 
     @property
     def bytes_per_block(self) -> int:
@@ -91,10 +90,6 @@ class KVBlockZeroer:
             raise LocalError(f"block ids {given} are to be zeroed, the cache has 0..{self.num_blocks - 1}")
         if len(self.pages):
             self._ops.zero(blocks)
-
-
-class _ZeroOps(Protocol):
-    def zero(self, blocks: NDArray[np.int64]) -> None: ...
 
 
 def logical_pages(table: RegionTable, runner_only_layers: frozenset[str] = frozenset()) -> PageTable:
@@ -121,8 +116,8 @@ def word_bytes(pages: PageTable) -> int:
     return math.gcd(8, *(int(value) for value in pages.reshape(-1)))
 
 
-class _CpuZeroOps:
-    """One indexed store per stretch of pages; no Python per page."""
+class CpuZeroOps:
+    """Zeroes blocks on a CPU: one indexed store per stretch of pages, and no Python per page."""
 
     def __init__(self, pages: PageTable, num_blocks: int) -> None:
         word = word_bytes(pages) if len(pages) else 8
@@ -134,6 +129,7 @@ class _CpuZeroOps:
             self._views.append(raw.as_strided((num_blocks, size // word), (stride // word, 1)))
 
     def zero(self, blocks: NDArray[np.int64]) -> None:
+        """Zero these logical blocks in every stretch."""
         index = torch.from_numpy(blocks)
         for view in self._views:
             view.index_fill_(0, index, 0)

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from kvconnect.pack.move_triton import word_pointer
 from kvconnect.runner_kit.kernels import PinnedStaging
-from kvconnect.runner_kit.words_triton import word_pointer
-from kvconnect.runner_kit.zeroing import PageTable, word_bytes
+from kvconnect.runner_kit.zeroing import CpuZeroOps, PageTable, word_bytes
 
 _CHUNK_BYTES = 16 << 10
 
@@ -31,7 +31,7 @@ def _zero_kernel(pages, blocks, WORD: tl.constexpr, CHUNK: tl.constexpr):
     tl.store(target + lanes, tl.zeros((CHUNK,), target.dtype.element_ty), mask=lanes < words)
 
 
-class TritonZeroOps:
+class TritonZeroOps(CpuZeroOps):
     """Zeroes blocks in one launch on the current stream."""
 
     def __init__(self, pages: PageTable, num_blocks: int, device: torch.device) -> None:
@@ -44,7 +44,6 @@ class TritonZeroOps:
         self._blocks = torch.empty(num_blocks, dtype=torch.int64, device=device)
 
     def zero(self, blocks: NDArray[np.int64]) -> None:
-        """Zero these logical blocks in every stretch."""
         if len(blocks) > len(self._blocks):
             blocks = np.unique(blocks)
         # The copy takes the ids before the staging memory is written again.

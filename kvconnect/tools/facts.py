@@ -13,8 +13,14 @@ from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer.asking import TimedDescription, describe
-from kvconnect.peer.key_files import user_key_path
-from kvconnect.peer.keyring import KEY_VARIABLE, KEYS_DIR_VARIABLE, Keyring, described, load_keyring
+from kvconnect.peer.keyring import (
+    KEY_VARIABLE,
+    KEYS_DIR_VARIABLE,
+    Keyring,
+    described,
+    load_keyring,
+    user_key_path,
+)
 from kvconnect.rank_config import ranks_of
 from kvconnect.tools.machine import Machine, PortState, look, look_at_port
 from kvconnect.tools.trial import Trial, TrialSettings, run_trial

@@ -19,7 +19,7 @@ from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.specs import div_ceil
 from kvconnect.engine.base import Engine, Span
-from kvconnect.engine.lanes import LEAST_SHARE
+from kvconnect.engine.lanes import LEAST_SHARE, Transport
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
@@ -29,7 +29,6 @@ from kvconnect.peer.asking import TimedDescription, asking_channel
 from kvconnect.peer.channel import Channel, LinkLost
 from kvconnect.peer.messages import FindPrefix, Introduction, PrefixFound, Side
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, Session
-from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import TokenSpan

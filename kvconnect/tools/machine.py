@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.engine.cuda_driver import supports_dmabuf
-from kvconnect.engine.fabric import Fabric, look_at_fabric, numa_node, read_text
+from kvconnect.engine.lanes import Fabric, look_at_fabric, numa_node, read_text
 from kvconnect.errors import EngineError
 from kvconnect.packages import package_versions
 

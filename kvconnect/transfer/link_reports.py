@@ -9,10 +9,9 @@ import logging
 from collections import OrderedDict
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.lanes import LEAST_SHARE
+from kvconnect.engine.lanes import LEAST_SHARE, Transport
 from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.transport import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.specs import div_ceil
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.engine.base import Engine, Span
-from kvconnect.engine.fabric import Fabric, look_at_fabric
-from kvconnect.engine.lanes import Traffic, look_at_traffic
+from kvconnect.engine.lanes import Fabric, Traffic, look_at_fabric, look_at_traffic
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.metrics import Metrics
 from kvconnect.pack.arena import (

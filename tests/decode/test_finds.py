@@ -13,10 +13,10 @@ import pytest
 
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.config import ExtraConfig
+from kvconnect.engine.lanes import Transport
 from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
 from kvconnect.peer.channel import Frame
-from kvconnect.peer.transport import Transport
 from kvconnect.transfer.orders import Find, Orders
 from tests.transfer.pair import BLOCK_TOKENS, D_IDS, P_IDS, Pair
 

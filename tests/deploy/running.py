@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvconnect.demo.children import Child, Children
-from kvconnect.peer.key_files import new_secret, write
+from kvconnect.peer.keyring import new_secret, write
 from tests.deploy.commands import DEPLOY, Part
 from tests.ports import free_port
 

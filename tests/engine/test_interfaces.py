@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from kvconnect.engine import interfaces
-from kvconnect.engine.interfaces import interface_of, ucx_options
+from kvconnect.addresses import interface_of
+from kvconnect.engine import nixl_library
+from kvconnect.engine.nixl_library import ucx_options
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import ConfigError
 
@@ -56,14 +57,14 @@ def test_what_is_configured_is_not_overruled():
 
 def test_with_an_rdma_card_ucx_chooses_except_on_loopback(monkeypatch, tmp_path, caplog):
     (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setattr(interfaces, "_RDMA_CARDS", tmp_path)
-    monkeypatch.setattr(interfaces, "interface_of", lambda host: "if0")
+    monkeypatch.setattr(nixl_library, "_RDMA_CARDS", tmp_path)
+    monkeypatch.setattr(nixl_library, "interface_of", lambda host: "if0")
     assert ucx_options("10.0.0.1", "", {}, {}) == {}
     assert "listens on all interfaces" in caplog.text
     assert ucx_options("127.0.0.1", "", {}, {}) == {"engine_config": "NET_DEVICES=if0"}
     other = {"engine_config": "TLS=tcp"}
     assert ucx_options("127.0.0.1", "", other, {}) == {"engine_config": "NET_DEVICES=if0,TLS=tcp"}
-    monkeypatch.setattr(interfaces, "_RDMA_CARDS", tmp_path / "none")
+    monkeypatch.setattr(nixl_library, "_RDMA_CARDS", tmp_path / "none")
     assert ucx_options("10.0.0.1", "", {}, {}) == {"engine_config": "NET_DEVICES=if0"}
 
 

@@ -9,8 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from kvconnect.engine.fabric import Fabric, RdmaPort
-from kvconnect.engine.lanes import Lane, Seen, Traffic, expected_rate, lane_of, look_at_traffic, seen_lane
+from kvconnect.engine.lanes import (
+    Fabric,
+    RdmaPort,
+    Seen,
+    Traffic,
+    Transport,
+    expected_rate,
+    lane_of,
+    look_at_traffic,
+    seen_lane,
+)
 
 NEAR, FAR = "127.0.0.1", "192.0.2.9"
 SIDE_CHANNEL = {("10.0.0.1", "10.0.0.2"): 500}
@@ -31,19 +40,19 @@ def busy(rdma, **changes):
 @pytest.mark.parametrize(
     ("words", "lane"),
     [
-        ("tcp/eth0", Lane("tcp", "eth0")),
-        ("tcp", Lane("tcp")),
-        ("rdma mlx5_0,mlx5_1", Lane("rdma", "mlx5_0,mlx5_1")),
-        ("rc_mlx5/mlx5_0:1", Lane("rdma", "mlx5_0:1")),
-        ("cuda_ipc/cuda", Lane("cuda_ipc")),
-        ("nvlink", Lane("nvlink")),
-        ("cma/memory", Lane("shared_memory")),
-        ("memory of this process", Lane("shared_memory")),
-        ("UCX NET_DEVICES=lo", Lane()),
-        ("UCX mlx5_0:1", Lane()),
-        ("UCX TLS=rc,cuda_ipc,tcp", Lane()),
-        ("UCX TLS=^cuda_ipc", Lane()),
-        ("", Lane()),
+        ("tcp/eth0", Transport("tcp", "eth0")),
+        ("tcp", Transport("tcp")),
+        ("rdma mlx5_0,mlx5_1", Transport("rdma", "mlx5_0,mlx5_1")),
+        ("rc_mlx5/mlx5_0:1", Transport("rdma", "mlx5_0:1")),
+        ("cuda_ipc/cuda", Transport("cuda_ipc")),
+        ("nvlink", Transport("nvlink")),
+        ("cma/memory", Transport("shared_memory")),
+        ("memory of this process", Transport("shared_memory")),
+        ("UCX NET_DEVICES=lo", Transport()),
+        ("UCX mlx5_0:1", Transport()),
+        ("UCX TLS=rc,cuda_ipc,tcp", Transport()),
+        ("UCX TLS=^cuda_ipc", Transport()),
+        ("", Transport()),
     ],
 )
 def test_the_words_of_engines_name_a_lane_or_none(words, lane):
@@ -87,7 +96,7 @@ def test_a_lane_is_what_was_seen_else_what_is_reported_else_deduced_or_unknown(
     reported, changes, kind, device, known_by
 ):
     found = seen_lane(lane_of(reported), replace(SEEN, **changes), FABRIC)
-    assert (found.kind, found.device) == (kind, device)
+    assert (found.lane, found.device) == (kind, device)
     assert found.known_by.startswith(known_by)
     assert bool(found.known_by) == bool(known_by)
 
@@ -103,7 +112,7 @@ def test_what_a_connection_of_this_process_sent_is_counted():
         sender.shutdown(socket.SHUT_WR)
         reading.join(10)
         seen = replace(SEEN, total_bytes=1_000_000, before=before, after=look_at_traffic())
-        assert seen_lane(Lane(), seen, FABRIC) == Lane("tcp", "lo", "observed")
+        assert seen_lane(Transport(), seen, FABRIC) == Transport("tcp", "lo", "observed")
     listener.close()
 
 
@@ -150,7 +159,7 @@ def test_what_a_port_sent_is_counted_in_words_or_in_bytes(tmp_path):
 
 def test_the_rate_of_several_ports_is_that_of_all():
     ports = [RdmaPort(f"mlx5_{n}", 1, "ACTIVE", "400 Gb/sec (4X NDR)", "", 0) for n in (0, 1, 10)]
-    rate, why = expected_rate(Fabric(rdma=tuple(ports)), Lane("rdma", "mlx5_0:1,mlx5_10:1"))
+    rate, why = expected_rate(Fabric(rdma=tuple(ports)), Transport("rdma", "mlx5_0:1,mlx5_10:1"))
     assert rate == 100e9
     assert "mlx5_10" in why
     assert "mlx5_1," not in why

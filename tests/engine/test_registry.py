@@ -13,8 +13,8 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.engine import registry
 from kvconnect.engine.base import Engine
-from kvconnect.engine_names import check_engine
 from kvconnect.errors import ConfigError, EngineError
+from kvconnect.packages import check_engine
 from tests.engine.engine_suite import EngineSuite
 
 THIRD_PARTY = """
@@ -77,7 +77,7 @@ def test_an_engine_that_cannot_be_loaded_says_why_and_harms_no_other(tmp_path, m
 
 
 def test_without_metadata_the_error_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr("kvconnect.engine_names.engine_entry_points", dict)
+    monkeypatch.setattr("kvconnect.packages.engine_entry_points", dict)
     monkeypatch.setattr(registry, "engine_entry_points", dict)
     with pytest.raises(ConfigError, match="those of kvconnect are missing: install it with pip"):
         parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "nixl"}})

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal
 
 from kvconnect.errors import KVConnectError
-from kvconnect.peer.key_files import new_secret
+from kvconnect.peer.keyring import new_secret
 from tests.faults import frames
 from tests.faults.attack import Attacker, Tap, Target, loris
 from tests.faults.listeners import listeners

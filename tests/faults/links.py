@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.peer.key_files import new_secret
+from kvconnect.peer.keyring import new_secret
 from tests.faults.kills import wait_in_flight
 from tests.faults.load import Questions, Traffic
 from tests.faults.reports import HitReport, progress

@@ -31,7 +31,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.halves.worker_half import TransferWorker
-from kvconnect.peer.key_files import new_secret
+from kvconnect.peer.keyring import new_secret
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Hold, Load, Orders

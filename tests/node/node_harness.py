@@ -21,7 +21,7 @@ from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output, Request
 from kvconnect.node.serving import build_engine
 from kvconnect.outcome import Cause
-from kvconnect.runner_kit.block_table import expand_block_ids
+from kvconnect.plan.blocks import expand_block_ids
 from kvconnect.transfer.orders import LetGo, Orders, Results
 from tests.node.flex_attention import flex_backend
 

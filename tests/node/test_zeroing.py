@@ -5,7 +5,7 @@ import torch
 
 from kvconnect.cache.specs import StateSpec
 from kvconnect.node.attention import StepContext
-from kvconnect.runner_kit.block_table import expand_block_ids
+from kvconnect.plan.blocks import expand_block_ids
 from tests.node.node_harness import MODEL_NAMES, Client, CopyConnector, make_client, make_prompt
 
 NAN_BYTES = (0x7F, 0xFF)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvconnect.engine.store_talk import Verb
+from kvconnect.engine.store_process import Verb
 from kvconnect.errors import EngineError
 from kvconnect.offload.store.announced import Announced
 from kvconnect.offload.store.store_tier import StoreTier, _Item

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvconnect.engine import mooncake_store
-from kvconnect.engine.store_process import StoreMemory, StoreProcess
-from kvconnect.engine.store_talk import Order, Settings, Verb
+from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvconnect.peer.key_files import write
-from kvconnect.peer.keyring import NodeKeys, new_key_pair
+from kvconnect.peer.keyring import NodeKeys, new_key_pair, write
 
 CLUSTER = "what all nodes sign their handles with"
 

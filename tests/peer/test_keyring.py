@@ -18,8 +18,18 @@ from zmq.utils import z85
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.allow_list import AllowList
-from kvconnect.peer.key_files import read_secret, user_key, user_key_path, write
-from kvconnect.peer.keyring import NodeKeys, SharedKeys, derive, fingerprint, load_keyring, new_key_pair
+from kvconnect.peer.keyring import (
+    NodeKeys,
+    SharedKeys,
+    derive,
+    fingerprint,
+    load_keyring,
+    new_key_pair,
+    read_secret,
+    user_key,
+    user_key_path,
+    write,
+)
 from tests.peer.keys import introduce, make_folder, node_keys
 
 SECRET = "a secret that is long enough for anybody"
@@ -155,7 +165,7 @@ def test_many_that_make_it_at_once_end_up_with_one(tmp_path):
 
 
 def test_processes_that_make_it_at_once_end_up_with_one(tmp_path):
-    script = "import os; from kvconnect.peer.key_files import user_key; print(user_key(os.environ)[0])"
+    script = "import os; from kvconnect.peer.keyring import user_key; print(user_key(os.environ)[0])"
     environ = {**os.environ, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": "", "XDG_CONFIG_HOME": ""}
     started = [
         subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True)

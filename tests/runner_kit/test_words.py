@@ -8,7 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from kvconnect.runner_kit.words_triton import word_pointer  # noqa: E402
+from kvconnect.pack.move_triton import word_pointer  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

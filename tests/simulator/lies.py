@@ -12,6 +12,7 @@ from collections import deque
 
 import msgspec
 
+from kvconnect.engine.lanes import Transport
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause
 from kvconnect.peer.messages import (
@@ -35,7 +36,6 @@ from kvconnect.peer.messages import (
     Written,
     encode,
 )
-from kvconnect.peer.transport import Transport
 from tests.simulator.frames import read_frame, tag_of
 
 Said = list[tuple[float, bytes]]

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.engine.fabric import read_topology
-from kvconnect.engine.lanes import wire_of
+from kvconnect.engine.lanes import read_topology, wire_of
 from kvconnect.errors import ConfigError
-from kvconnect.peer.key_files import new_secret, write
+from kvconnect.peer.keyring import new_secret, write
 from kvconnect.tools.machine import Gpu, Machine, PortState, look
 from kvconnect.tools.trial import Trial, TrialSettings, run_trial
 from kvconnect.vllm.configuration import read_configuration

@@ -19,8 +19,7 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer import messages
 from kvconnect.peer.asking import describe
 from kvconnect.peer.description import introduced
-from kvconnect.peer.key_files import new_secret
-from kvconnect.peer.keyring import new_key_pair
+from kvconnect.peer.keyring import new_key_pair, new_secret
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning
 from kvconnect.tools import doctor_runner, link_check
 from kvconnect.tools.findings import Level, well

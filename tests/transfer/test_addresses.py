@@ -9,8 +9,7 @@ from kvconnect.addresses import RankAddress
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.adapter import card_host
 from kvconnect.engine.mooncake import MooncakeCard
-from kvconnect.engine.nixl_library import NixlCard
-from kvconnect.engine.process import own_identity
+from kvconnect.engine.nixl_library import NixlCard, own_identity
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.messages import Hello, Welcome
 from tests.transfer.pair import Pair

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvconnect.config import ExtraConfig
+from kvconnect.engine.lanes import Transport
 from kvconnect.outcome import Cause
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import SharedMemory
@@ -27,7 +28,6 @@ from kvconnect.peer.messages import (
     Written,
     encode,
 )
-from kvconnect.peer.transport import Transport
 from tests.prefill.prefills import Prefill
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import BLOCK_TOKENS, D_IDS, PAGE_BYTES, SLOT_BYTES, Pair, quarantined

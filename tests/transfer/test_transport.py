@@ -10,9 +10,8 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
-from kvconnect.engine.fabric import Fabric
+from kvconnect.engine.lanes import Fabric, Transport
 from kvconnect.peer.messages import Fetch
-from kvconnect.peer.transport import Transport
 from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.link_meter import LinkMeter
 from kvconnect.transfer.link_reports import refusal

@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvconnect.engine.store_process import StoreProcess
-from kvconnect.engine.store_talk import Order, Verb
+from kvconnect.engine.store_process import Order, StoreProcess, Verb
 from kvconnect.errors import KVConnectError
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from kvconnect.addresses import own_address, split_address
 from kvconnect.cache.specs import div_ceil
-from kvconnect.engine.store_process import StoreMemory, StoreProcess
-from kvconnect.engine.store_talk import Order, Settings, Verb
+from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
 from kvconnect.errors import ConfigError
 from kvconnect.offload.completion_tracker import Kind
 from kvconnect.offload.namespace import Namespace
