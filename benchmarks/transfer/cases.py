@@ -167,24 +167,21 @@ class RoundResult:
 class EngineLimit:
     """What an engine alone reaches between the two devices.
 
-    ``contiguous`` is one copy per batch of ``batch_bytes``, ``pages`` by page size one copy per page in
-    random order, ``peer_copy`` a plain copy of a tensor between the devices (None without a GPU).
+    ``contiguous`` is of batches of ``batch_bytes``, ``peer_copy`` a plain copy of a tensor between the
+    devices (None without a GPU).
     """
 
     engine: str
     device: str
     batch_bytes: int
     contiguous_gb_per_s: float
-    pages_gb_per_s: Mapping[str, float]
     peer_copy_gb_per_s: float | None
 
     def rounded(self) -> EngineLimit:
         """The rates as they are reported."""
-        pages = {size: round(rate, 3) for size, rate in self.pages_gb_per_s.items()}
         return replace(
             self,
             contiguous_gb_per_s=round(self.contiguous_gb_per_s, 3),
-            pages_gb_per_s=pages,
             peer_copy_gb_per_s=self.peer_copy_gb_per_s and round(self.peer_copy_gb_per_s, 3),
         )
 

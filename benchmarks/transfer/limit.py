@@ -9,9 +9,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 
 from benchmarks.device import use_device, wait_for_device
@@ -19,17 +18,16 @@ from benchmarks.transfer.cases import EngineAddress
 from benchmarks.transfer.options import Options
 from benchmarks.transfer.process import Side, StepFailed
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.engine.base import Addresses, Batch, Capabilities, Engine, Span
+from kvconnect.engine.base import Batch, Engine, Span
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import ConfigError
 from kvconnect.pack.arena import Arena
 
 _BATCHES_IN_BUFFER = 4
 _BATCHES_PER_SAMPLE = 8
-_MOST_PAGES = 16_384
 _PEER = "target"
 
-Columns = tuple[Addresses, Addresses, Addresses]
+Columns = tuple[int, int, int]
 
 
 class EngineSide(Side):
@@ -72,13 +70,6 @@ class EngineSide(Side):
         """GB/s with one copy per batch."""
         return self._rate(lambda: self._contiguous(batch_bytes), _BATCHES_PER_SAMPLE * batch_bytes)
 
-    def pages(self, page_bytes: int) -> float:
-        """GB/s with one copy per page, in random order on both sides."""
-        count = min(_MOST_PAGES, self._buffer.numel() // page_bytes)
-        rng = np.random.default_rng(0)
-        source, target = (rng.permutation(count).astype(np.int64) * page_bytes for _ in range(2))
-        return self._rate(lambda: self._pages(source, target, page_bytes), count * page_bytes)
-
     def peer_copy(self, device: str) -> float:
         """GB/s of copying one tensor from this side's device to another."""
         source = self._buffer[: self._batch_bytes]
@@ -115,20 +106,7 @@ class EngineSide(Side):
     def _contiguous(self, batch_bytes: int) -> Iterator[Columns]:
         for index in range(_BATCHES_PER_SAMPLE):
             offset = index % _BATCHES_IN_BUFFER * batch_bytes
-            yield self._columns(np.array([offset]), np.array([offset]), batch_bytes)
-
-    def _pages(self, source: Addresses, target: Addresses, page_bytes: int) -> Iterator[Columns]:
-        bounds: Capabilities = self.engine.capabilities
-        step = max(1, min(bounds.max_copies, bounds.max_bytes // page_bytes))
-        for start in range(0, len(source), step):
-            yield self._columns(source[start : start + step], target[start : start + step], page_bytes)
-
-    def _columns(self, source: Addresses, target: Addresses, length: int) -> Columns:
-        return (
-            source + self._buffer.data_ptr(),
-            target + self._target,
-            np.full(len(source), length, dtype=np.int64),
-        )
+            yield self._buffer.data_ptr() + offset, self._target + offset, batch_bytes
 
     def _seconds(self, batches: Iterator[Columns]) -> float:
         """Seconds from the first post to the last completion.
@@ -155,7 +133,7 @@ class EngineSide(Side):
                 raise StepFailed(f"{in_flight} batches were not answered within {timeout_s:g} s")
         return time.perf_counter() - began
 
-    def _submit(self, columns: Sequence[Addresses]) -> None:
+    def _submit(self, columns: Columns) -> None:
         source, target, length = columns
         self.engine.submit(
             Batch(next(self._batch_ids), _PEER, source, target, length, self._options.timeout_s)

@@ -78,14 +78,10 @@ def measure_limit(options: Options, engine: str, devices: Devices) -> EngineLimi
         pair.prefill.ask("connect", target)
         batch_bytes = min(source.max_bytes, target.max_bytes)
         contiguous: float = pair.prefill.ask("contiguous", batch_bytes)
-        pages: dict[str, float] = {
-            str(page_bytes): pair.prefill.ask("pages", page_bytes)
-            for page_bytes in dict.fromkeys(options.page_bytes)
-        }
         peer_copy: float | None = None
         if options.device == "cuda":
             peer_copy = pair.prefill.ask("peer_copy", devices[1])
-    return EngineLimit(source.engine, options.device, batch_bytes, contiguous, pages, peer_copy)
+    return EngineLimit(source.engine, options.device, batch_bytes, contiguous, peer_copy)
 
 
 def open_workers(
@@ -209,7 +205,6 @@ class PairRounds:
             "gb_per_s": rate,
             "engine_contiguous_gb_per_s": shown and shown.contiguous_gb_per_s,
             "of_contiguous": limit and round(rate / limit.contiguous_gb_per_s, 3),
-            "engine_pages_gb_per_s": shown and shown.pages_gb_per_s[str(case.page_bytes)],
             "peer_copy_gb_per_s": shown and shown.peer_copy_gb_per_s,
             "copies": round(results[0].copies / requests),
             "verified": True,

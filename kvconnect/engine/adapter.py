@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from kvconnect.engine.base import Addresses, Batch, Capabilities, Completion, SpanSet
+from kvconnect.engine.base import Batch, Capabilities, Completion, SpanSet
 from kvconnect.errors import EngineError, LocalError
 
 log = logging.getLogger("kvconnect.engine")
@@ -157,20 +156,8 @@ def check_batch(
     name = f"batch {batch.batch_id} to {batch.peer!r}"
     if batch.peer not in peers:
         raise LocalError(f"{name}: no such peer is connected")
-    columns = (batch.source, batch.target, batch.length)
-    if any(column.dtype != np.int64 or column.ndim != 1 for column in columns):
-        raise LocalError(f"{name}: source, target and length must be one-dimensional int64 arrays")
-    copies = len(batch.length)
-    if len(batch.source) != copies or len(batch.target) != copies:
-        raise LocalError(
-            f"{name}: {len(batch.source)} sources, {len(batch.target)} targets and {copies} lengths"
-        )
-    if copies > capabilities.max_copies:
-        raise LocalError(f"{name}: {copies} copies, at most {capabilities.max_copies} are taken")
-    if copies and batch.length.min() < 0:
-        raise LocalError(f"{name}: a length is negative")
-    if batch.total_bytes > capabilities.max_bytes:
-        raise LocalError(f"{name}: {batch.total_bytes} bytes, at most {capabilities.max_bytes} are taken")
+    if not 0 <= batch.total_bytes <= capabilities.max_bytes:
+        raise LocalError(f"{name}: {batch.total_bytes} bytes, 0 to {capabilities.max_bytes} are taken")
     if not batch.timeout_s > 0:
         raise LocalError(f"{name}: timeout_s is {batch.timeout_s}, it must be positive")
     if any(other.batch_id == batch.batch_id for other in in_flight):
@@ -184,7 +171,7 @@ def check_batch(
 
 
 def source_problem(batch: Batch, spans: SpanSet) -> str:
-    """Which copy of the batch reads memory that is not registered here; empty if none does."""
+    """That the batch reads memory which is not registered here; empty if it is."""
     return _problem("local", batch.source, batch, spans)
 
 
@@ -193,11 +180,7 @@ def range_problem(batch: Batch, local: SpanSet, remote: SpanSet) -> str:
     return source_problem(batch, local) or _problem("remote", batch.target, batch, remote)
 
 
-def _problem(side: str, addresses: Addresses, batch: Batch, spans: SpanSet) -> str:
-    index = spans.outside(addresses, batch.length)
-    if index is None:
+def _problem(side: str, address: int, batch: Batch, spans: SpanSet) -> str:
+    if spans.find(address, batch.total_bytes) is not None:
         return ""
-    return (
-        f"{side} memory is not registered: {int(batch.length[index])} bytes at {int(addresses[index]):#x} "
-        f"(copy {index} of {len(batch.length)})"
-    )
+    return f"{side} memory is not registered: {batch.total_bytes} bytes at {address:#x}"

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvconnect.errors import EngineError
-
-Addresses = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +37,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do, and the bounds that a caller keeps when it cuts a plan into batches.
+    """What an engine can do, and the bounds that a caller keeps.
 
-    ``max_copies`` and ``max_bytes`` are of one batch, ``max_batches_per_peer`` are in flight at one time.
+    ``max_bytes`` are of one batch, ``max_batches_per_peer`` are in flight at one time.
     ``target_must_poll``: a transfer advances only while its target polls often, as with UCX that has no
     progress thread. ``lane`` is what carries the bytes, in the engine's own words, for people.
     ``may_be_bypassed``: peers of this machine may be written to through shared memory instead, since no
@@ -52,7 +47,6 @@ class Capabilities:
     """
 
     name: str
-    max_copies: int
     max_bytes: int
     max_batches_per_peer: int
     target_must_poll: bool
@@ -65,23 +59,17 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Bytes of this process to be written to one peer's memory, submitted together.
+    """``total_bytes`` at our address ``source`` to be written to the peer's address ``target``.
 
-    ``source``, ``target`` and ``length`` are int64 columns: copy ``i`` moves ``length[i]`` bytes from our
-    address ``source[i]`` to the peer's address ``target[i]``. ``batch_id`` is chosen by the caller and never
-    used twice. ``timeout_s`` counts from ``submit``.
+    ``batch_id`` is chosen by the caller and never used twice. ``timeout_s`` counts from ``submit``.
     """
 
     batch_id: int
     peer: str
-    source: Addresses
-    target: Addresses
-    length: Addresses
+    source: int
+    target: int
+    total_bytes: int
     timeout_s: float
-    total_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total_bytes", int(self.length.sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +143,13 @@ class Engine(Protocol):
 class SpanSet:
     """The registered spans of an engine, and the checks that no library makes in time.
 
-    Mooncake over TCP, for one, sends from memory that was never registered. Checks are vectorised.
+    Mooncake over TCP, for one, sends from memory that was never registered.
     """
 
     def __init__(self) -> None:
         self._rebuild(())
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Span]:
         return iter(self._spans.values())
 
     def add(self, spans: Sequence[Span]) -> None:
@@ -172,7 +160,7 @@ class SpanSet:
                     f"cannot register {span.length_bytes} bytes at {span.address:#x}: "
                     "a span needs a positive address and length"
                 )
-        ordered = sorted([*self._spans.values(), *spans], key=lambda span: span.address)
+        ordered = sorted([*self, *spans], key=lambda span: span.address)
         for before, after in itertools.pairwise(ordered):
             if before.address + before.length_bytes > after.address:
                 raise EngineError(
@@ -190,34 +178,15 @@ class SpanSet:
                     "no such span is registered"
                 )
         gone = {span.address for span in spans}
-        self._rebuild([span for span in self._spans.values() if span.address not in gone])
+        self._rebuild([span for span in self if span.address not in gone])
 
-    def outside(self, addresses: Addresses, length: Addresses) -> int | None:
-        """The index of the first stretch that is not inside one registered span, or None."""
-        if len(addresses) == 0:
-            return None
-        if len(self._starts) == 0:
-            return 0
-        if len(addresses) == 1:
-            # A chunk in a slot: the numbers of one stretch are compared sooner than columns are.
-            address = int(addresses[0])
-            at = bisect_right(self._first, address) - 1
-            is_inside = at >= 0 and 0 <= int(length[0]) <= self._last[at] - address
-            return None if is_inside else 0
-        owner = np.searchsorted(self._starts, addresses, side="right") - 1
-        # Subtracted rather than added: an address near the end of the number range must not wrap.
-        inside = (owner >= 0) & (length >= 0) & (addresses <= self._ends[np.maximum(owner, 0)] - length)
-        return None if bool(inside.all()) else int(np.argmin(inside))
-
-    def gpus(self, addresses: Addresses) -> Addresses:
-        """``Span.gpu`` of the span that each address lies in."""
-        return self._gpus[np.searchsorted(self._starts, addresses, side="right") - 1]
+    def find(self, address: int, length_bytes: int) -> Span | None:
+        """The span that so many bytes lie in, or None."""
+        at = bisect_right(self._starts, address) - 1
+        span = self._spans[self._starts[at]] if at >= 0 else None
+        is_inside = span is not None and 0 <= length_bytes <= span.address + span.length_bytes - address
+        return span if is_inside else None
 
     def _rebuild(self, ordered: Sequence[Span]) -> None:
-        ordered = sorted(ordered, key=lambda span: span.address)
-        self._gpus = np.array([span.gpu for span in ordered], dtype=np.int64)
         self._spans = {span.address: span for span in ordered}
-        self._first = [span.address for span in ordered]
-        self._last = [span.address + span.length_bytes for span in ordered]
-        self._starts = np.array(self._first, dtype=np.int64)
-        self._ends = np.array(self._last, dtype=np.int64)
+        self._starts = list(self._spans)

@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
 
 from kvconnect.engine.adapter import Adapter, Flight, decode_card, range_problem
-from kvconnect.engine.base import Addresses, Batch, Capabilities, Completion, Span
+from kvconnect.engine.base import Batch, Capabilities, Completion, Span
 from kvconnect.errors import ConfigError, EngineError
 
 
@@ -41,7 +40,6 @@ class MemoryEngine(Adapter):
         protocol: str = "auto",
         *,
         clock: Callable[[], float] = time.monotonic,
-        max_copies: int = 16_384,
         max_bytes: int = 64 << 20,
         max_batches_per_peer: int = 8,
     ) -> None:
@@ -49,7 +47,6 @@ class MemoryEngine(Adapter):
             raise ConfigError(f"protocol is {protocol!r}: the memory engine has none, leave it at 'auto'")
         capabilities = Capabilities(
             name="memory",
-            max_copies=max_copies,
             max_bytes=max_bytes,
             max_batches_per_peer=max_batches_per_peer,
             target_must_poll=False,
@@ -117,7 +114,7 @@ class MemoryEngine(Adapter):
         with target._lock:
             error = range_problem(batch, self._spans, target._spans)
             if not error:
-                _move(batch.source, batch.target, batch.length)
+                ctypes.memmove(batch.target, batch.source, batch.total_bytes)
         return error
 
     def _end_early(self, flight: Flight, error: str) -> None:
@@ -127,17 +124,3 @@ class MemoryEngine(Adapter):
 def _engine_of(token: bytes) -> MemoryEngine | None:
     with _engines_lock:
         return _engines.get(token)
-
-
-def _move(source: Addresses, target: Addresses, length: Addresses) -> None:
-    """Copy address ranges; neighbours on both sides become one copy."""
-    keep = length > 0
-    if not keep.all():
-        source, target, length = source[keep], target[keep], length[keep]
-    if len(length) == 0:
-        return
-    joined = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
-    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
-    sizes = np.add.reduceat(length, heads)
-    for to, from_, size in zip(target[heads].tolist(), source[heads].tolist(), sizes.tolist(), strict=True):
-        ctypes.memmove(to, from_, size)

@@ -2,8 +2,6 @@
 
 Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it is:
 
-- More than 2048 entries to one peer fail at once, more than 1024 unless they drain within a second.
-  Batches of at most 1024 go to a peer one at a time, but for the smallest ones over NVLink.
 - Registering an overlapping range returns -7. Unregistering a batch with one unknown address leaves
   the others half gone for ever. Over TCP, memory that was never registered is sent gladly. So every
   range is checked against our own ``SpanSet`` first.
@@ -34,10 +32,8 @@ log = logging.getLogger("kvconnect.engine.mooncake")
 _MAX_TCP_BYTES = 64 << 20
 _MAX_BYTES = 256 << 20
 
-# Over NVLink a call waits for its copies one by one, and the link would idle from one call to the next. Only
-# batches of few copies take turns: the library fails when it has more than 1024 to a peer that do not drain.
+# Over NVLink the link would idle from one call to the next.
 _NVLINK_SENDERS = 2
-_FEW_COPIES = 16
 
 # Threads that the library keeps in a call long after their batch was answered; most per peer.
 _MAX_STUCK_SENDERS = 3
@@ -70,7 +66,7 @@ class MooncakeEngine(Adapter):
         settle_s: how long a batch that failed may take to be proven quiescent.
         library_timeout_s: when the library gives up a transfer by itself (``MC_TRANSFER_TIMEOUT``).
             What it has not given up cannot be proven quiescent.
-        max_copies, max_bytes: the bounds to announce; 0 bytes for what suits the protocol.
+        max_bytes: the bound to announce; 0 for what suits the protocol.
 
     Raises ``EngineError``: Mooncake is missing, cannot start, or would use another protocol.
     """
@@ -87,18 +83,14 @@ class MooncakeEngine(Adapter):
         *,
         settle_s: float = 5.0,
         library_timeout_s: int = 10,
-        max_copies: int = 1024,
         max_bytes: int = 0,
     ) -> None:
-        if not 0 < max_copies <= 1024:
-            raise EngineError(f"max_copies is {max_copies}: Mooncake takes 1 to 1024 at once to a peer")
         self._library = Library(host, protocol, device_name, library_timeout_s)
         is_tcp = self._library.is_tcp
         self._senders_per_peer = _NVLINK_SENDERS if self._library.protocol == NVLINK else 1
         super().__init__(
             Capabilities(
                 name="mooncake",
-                max_copies=max_copies,
                 # A batch cannot be called back: over TCP a large one would outlive its deadline.
                 max_bytes=max_bytes or (_MAX_TCP_BYTES if is_tcp else _MAX_BYTES),
                 # One for each thread waits here, not in the library, to spare the gap between two polls.
@@ -194,19 +186,15 @@ class MooncakeEngine(Adapter):
         if problem or not batch.total_bytes:
             self._answer(job, problem)
             return
-        job.sender = self._sender_for(batch, peer)
+        job.sender = self._sender_for(batch.peer, peer)
         job.sender.put(job)
 
-    def _sender_for(self, batch: Batch, peer: _Peer) -> NativeSender:
-        """The thread that has least to do, of those that a batch of so many copies may go to."""
-        if not peer.senders or (
-            len(peer.senders) < self._senders_per_peer and len(batch.length) <= _FEW_COPIES
-        ):
-            peer.senders.append(NativeSender(self._lane_key(batch.peer), self._pool, self._results))
+    def _sender_for(self, name: str, peer: _Peer) -> NativeSender:
+        """The thread of a peer that has least to do."""
+        if len(peer.senders) < self._senders_per_peer:
+            peer.senders.append(NativeSender(self._lane_key(name), self._pool, self._results))
             self._senders = [sender for sender in self._senders if sender.is_alive()]
             self._senders.append(peer.senders[-1])
-        if len(batch.length) > _FEW_COPIES:
-            return peer.senders[0]
         busy = [job.sender for job in self._flights.values() if job.sender in peer.senders]
         return min(peer.senders, key=busy.count)
 

@@ -2,9 +2,9 @@
 
 Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it is:
 
-- A batch that returns -1 is not at rest: its other entries keep flowing, and take source bytes that
-  were written after the return. No call waits for them. Destroying the engine that sent them stops
-  them, so transfers go out through engines that can be thrown away: lanes. The engine whose address
+- A batch that returns -1 is not at rest: what the library still has of it keeps flowing, and takes source
+  bytes that were written after the return. No call waits for it. Destroying the engine that sent it stops
+  it, so transfers go out through engines that can be thrown away: lanes. The engine whose address
   peers know only listens and survives.
 - Destroying an engine takes 0.2 to 0.8 s (its accept loop wakes that often) and holds the GIL all
   that time. It happens once per failed batch, so a failure is dear and a success costs nothing.
@@ -238,7 +238,9 @@ class NativeSender(threading.Thread):
                 return JobEnd(job, True, problem)
             if not job.post():
                 return JobEnd(job, True, "timed out before it could be posted")
-            code = _transfer(lane.engine, job)
+            batch = job.batch
+            columns = [batch.source], [batch.target], [batch.total_bytes]
+            code = int(lane.engine.batch_transfer_sync_write(job.session, *columns))
             if code == 0:
                 return JobEnd(job, True, "")
             # Retired before it is given back, so that giving it back can destroy it.
@@ -285,10 +287,3 @@ def _leave_the_library() -> None:
         sender.put(None)
     for sender in senders:
         sender.join(max(until - time.monotonic(), 0.0))
-
-
-def _transfer(engine: Any, job: LaneJob) -> int:
-    batch = job.batch
-    # Lists: numpy arrays are converted three times slower by the binding, with the GIL held.
-    columns = (batch.source.tolist(), batch.target.tolist(), batch.length.tolist())
-    return int(engine.batch_transfer_sync_write(job.session, *columns))

@@ -2,9 +2,8 @@
 
 Observed with nixl 1.5.1 and UCX, which made the code what it is:
 
-- Posting is synchronous per descriptor: about 2.6 us each over shared memory and 10 us over TCP for
-  16 KiB, and over shared memory with CMA the post moves the bytes itself, 10 ms for 128 MiB. So
-  ``max_copies`` and ``max_bytes`` bound how long ``submit`` takes.
+- Over shared memory with CMA the post moves the bytes itself, 10 ms for 128 MiB. So ``max_bytes`` bounds how
+  long ``submit`` takes.
 - A progress thread burns a core for ever. Without one both sides advance only in ``poll``, where
   fetching notifications also progresses what peers have in flight to us.
 - A killed peer is seen in some 15 ms over TCP while a transfer is in flight, and at the next post
@@ -14,8 +13,8 @@ Observed with nixl 1.5.1 and UCX, which made the code what it is:
   ends every transfer to the peer, so it waits until those under way have ended or the link stands still.
 - Releasing a handle that is in progress succeeds, but what is in the kernel's socket buffers still
   lands when the peer wakes. That memory is not quiescent.
-- To make a transfer takes several times as long as to post it, so those of one copy, which come again and
-  again between the same slots, are kept. A transfer that was done can be posted again.
+- To make a transfer takes several times as long as to post it, so they are kept: they come again and again
+  between the same slots, and one that was done can be posted again.
 - Over shared memory nothing checks the peer's registration but our copy of its card, so ranges are
   checked against the card before a post.
 """
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -40,10 +39,10 @@ from kvconnect.engine.nixl_library import (
     by_memory_type,
     is_dead,
     load_library,
+    make_transfer,
     own_identity,
     released,
     start_agent,
-    transfers,
     ucx_options,
 )
 from kvconnect.errors import ConfigError, EngineError
@@ -63,7 +62,7 @@ class NixlEngine(Adapter):
         backend_options: parameters of the backend, added to ours.
         settle_s: how long a batch that failed may wait for the proof that it is quiescent, while no other
             batch to its peer ends.
-        max_copies, max_bytes: the bounds to announce.
+        max_bytes: the bound to announce.
 
     Raises ``ConfigError`` for a device name that the backend does not take, ``EngineError`` if NIXL or the
     backend is missing, or refuses to start.
@@ -81,7 +80,6 @@ class NixlEngine(Adapter):
         *,
         backend_options: Mapping[str, str] | None = None,
         settle_s: float = 1.0,
-        max_copies: int = 1024,
         max_bytes: int = 256 << 20,
     ) -> None:
         backend = "UCX" if protocol == "auto" else protocol
@@ -94,7 +92,6 @@ class NixlEngine(Adapter):
         super().__init__(
             Capabilities(
                 name="nixl",
-                max_copies=max_copies,
                 max_bytes=max_bytes,
                 max_batches_per_peer=_MAX_BATCHES_PER_PEER,
                 target_must_poll=True,
@@ -217,22 +214,15 @@ class NixlEngine(Adapter):
         try:
             if peer.broken and not self._heal(peer, now):
                 return
-            flight.is_posted = True
-            for handle in self._handles(flight, peer):
-                flight.handles.append(handle)
-                if self._agent.transfer(handle) == "ERR":
-                    raise EngineError("NIXL refused the transfer")
+            flight.is_posted, batch = True, flight.batch
+            flight.copy = Copy(peer.agent, batch.source, batch.target, batch.total_bytes)
+            flight.handle = self._cache.take(flight.copy)
+            if flight.handle is None:
+                flight.handle = make_transfer(self._agent, batch, self._spans, peer.spans, peer.agent)
+            if self._agent.transfer(flight.handle) == "ERR":
+                raise EngineError("NIXL refused the transfer")
         except Exception as error:
             self._fail(flight, error)
-
-    def _handles(self, flight: NativeFlight, peer: NativePeer) -> Iterable[Any]:
-        batch = flight.batch
-        if len(batch.length) == 1:
-            flight.copy = Copy(peer.agent, int(batch.source[0]), int(batch.target[0]), batch.total_bytes)
-            kept = self._cache.take(flight.copy)
-            if kept is not None:
-                return [kept]
-        return transfers(self._agent, batch, self._spans, peer.spans, peer.agent)
 
     def _advance(self, flight: NativeFlight, now: float) -> None:
         """One look at a batch that was not answered."""
@@ -240,30 +230,29 @@ class NixlEngine(Adapter):
             self._post_if_healthy(flight, self._peers[flight.batch.peer], now)
             return
         try:
-            flight.handles = [handle for handle in flight.handles if not self._ended(flight, handle)]
+            self._look(flight)
         except Exception as error:
             self._fail(flight, error)
         if flight.error:
             self._settle(flight, now)
-        elif flight.is_posted and not flight.handles:
+        elif flight.is_posted and flight.handle is None:
             self._answer(flight, "")
         elif now >= flight.deadline:
             flight.error = flight.overdue
             flight.settle_until = now + self._settle_s
 
-    def _ended(self, flight: NativeFlight, handle: Any) -> bool:
-        """Whether a transfer was done, in which case its handle is kept or released. Raises if it failed."""
-        state = self._agent.check_xfer_state(handle)
-        if state == "PROC":
-            return False
+    def _look(self, flight: NativeFlight) -> None:
+        """Whether its transfer was done, in which case the handle is kept for others. Raises if it failed."""
+        if flight.handle is None:
+            return
+        assert flight.copy is not None, "a transfer was made"
+        state = self._agent.check_xfer_state(flight.handle)
         if state == "ERR":
             raise EngineError("NIXL reports an error of the transfer")
-        self._peers[flight.batch.peer].progressed_at = time.monotonic()
-        if flight.copy is not None:
-            self._cache.put(flight.copy, handle)
-        else:
-            self._release(handle)
-        return True
+        if state != "PROC":
+            self._peers[flight.batch.peer].progressed_at = time.monotonic()
+            self._cache.put(flight.copy, flight.handle)
+            flight.handle = None
 
     def _settle(self, flight: NativeFlight, now: float) -> None:
         """Answer a failed batch once it is proven quiescent, or when it had its time.
@@ -276,7 +265,7 @@ class NixlEngine(Adapter):
             last = flight.deadline + self._settle_s
             until = min(last, max(until, peer.progressed_at + self._settle_s))
         dead = flight.severed and is_dead(peer.card.process)
-        if dead or (not flight.handles and not flight.severed):
+        if dead or (flight.handle is None and not flight.severed):
             self._answer(flight, flight.error)
         elif now >= until:
             self._end_early(flight, flight.error)
@@ -284,10 +273,10 @@ class NixlEngine(Adapter):
     def _fail(self, flight: NativeFlight, error: Exception) -> None:
         """The library reported a failure: stop the batch, and renew the link before the next one."""
         peer = self._peers[flight.batch.peer]
-        posted = bool(flight.handles)
-        for handle in flight.handles:
-            self._release(handle)
-        flight.handles = []
+        posted = flight.handle is not None
+        if posted:
+            self._release(flight.handle)
+            flight.handle = None
         if not flight.error:
             flight.error = f"{type(error).__name__}: {error}"
             flight.settle_until = time.monotonic() + self._settle_s
@@ -300,14 +289,12 @@ class NixlEngine(Adapter):
         """Answer a batch now. What is still in progress is released, which does not prove its end."""
         quiescent = not flight.severed
         try:
-            flight.handles = [handle for handle in flight.handles if not self._ended(flight, handle)]
+            self._look(flight)
         except Exception as cause:
             log.debug("batch %d failed while it was given up: %r", flight.batch.batch_id, cause)
+        if flight.handle is not None:
             quiescent = False
-        if flight.handles:
-            quiescent = False
-            for handle in flight.handles:
-                self._release(handle)
+            self._release(flight.handle)
             # Renewing the link also cuts what is still queued on it.
             self._peers[flight.batch.peer].broken = True
         self._answer(flight, error, quiescent)
@@ -330,7 +317,7 @@ class NixlEngine(Adapter):
         under_way = [
             flight
             for flight in self._flights.values()
-            if flight.handles and self._peers[flight.batch.peer].agent == peer.agent
+            if flight.handle is not None and self._peers[flight.batch.peer].agent == peer.agent
         ]
         if under_way and now < max(peer.heal_asked_at, peer.progressed_at) + self._settle_s:
             return False

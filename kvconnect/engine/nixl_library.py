@@ -8,8 +8,8 @@ import logging
 import os
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from kvconnect.addresses import interface_of, is_address, is_loopback
 from kvconnect.engine import adapter
-from kvconnect.engine.base import Addresses, Batch, Span, SpanSet
+from kvconnect.engine.base import Batch, Span, SpanSet
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.pack.shared_memory import this_machine
 
@@ -123,23 +123,18 @@ def by_memory_type(spans: Sequence[Span]) -> dict[str, list[tuple[int, int, int,
     return groups
 
 
-def transfers(agent: Any, batch: Batch, local: SpanSet, remote: SpanSet, peer: str) -> Iterator[Any]:
-    """Make the handles of a batch: one for each pair of memory types in it, as descriptor lists have one."""
-    source_gpu, target_gpu = local.gpus(batch.source), remote.gpus(batch.target)
-    kind = (source_gpu >= 0) * 2 + (target_gpu >= 0)
-    is_copy = batch.length > 0
-    for value in np.unique(kind[is_copy]).tolist():
-        pick = is_copy & (kind == value)
-        length = batch.length[pick]
-        source = _descriptors(agent, batch.source[pick], length, source_gpu[pick], bool(value & 2))
-        target = _descriptors(agent, batch.target[pick], length, target_gpu[pick], bool(value & 1))
-        yield agent.initialize_xfer("WRITE", source, target, peer)
+def make_transfer(agent: Any, batch: Batch, local: SpanSet, remote: SpanSet, peer: str) -> Any:
+    """The handle of a batch, whose memory is registered on both sides."""
+    source = _descriptors(agent, batch.source, batch.total_bytes, local)
+    target = _descriptors(agent, batch.target, batch.total_bytes, remote)
+    return agent.initialize_xfer("WRITE", source, target, peer)
 
 
-def _descriptors(agent: Any, addresses: Addresses, length: Addresses, gpu: Addresses, on_gpu: bool) -> Any:
-    rows = np.empty((len(length), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, length, np.maximum(gpu, 0)
-    return agent.get_xfer_descs(rows, _memory_type(on_gpu))
+def _descriptors(agent: Any, address: int, length_bytes: int, spans: SpanSet) -> Any:
+    span = spans.find(address, length_bytes)
+    assert span is not None, "it was checked"
+    row = np.array([[address, length_bytes, max(span.gpu, 0)]], dtype=np.uint64)
+    return agent.get_xfer_descs(row, _memory_type(span.gpu >= 0))
 
 
 def _memory_type(on_gpu: bool) -> str:
@@ -147,7 +142,7 @@ def _memory_type(on_gpu: bool) -> str:
 
 
 class Copy(NamedTuple):
-    """What a transfer of one copy was made from."""
+    """What a transfer was made from."""
 
     agent: str
     source: int
@@ -202,15 +197,15 @@ class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):
 class NativeFlight(adapter.Flight):
     """A batch that was not answered yet.
 
-    ``handles`` are those which may still be in progress. Once ``error`` is set the batch is answered when it
-    is proven quiescent, or once it had its time, ``settle_until`` at the earliest. ``copy`` is set where its
-    handle can be posted again. ``is_posted`` is False while it waits for its peer's link to be renewed.
+    ``handle`` is set while its transfer may be in progress, which was made from ``copy``. Once ``error`` is
+    set the batch is answered when it is proven quiescent, or once it had its time, ``settle_until`` at the
+    earliest. ``is_posted`` is False while it waits for its peer's link to be renewed.
     """
 
-    handles: list[Any] = field(default_factory=list)
+    handle: Any = None
+    copy: Copy | None = None
     settle_until: float = 0.0
     severed: bool = False
-    copy: Copy | None = None
     is_posted: bool = False
 
 
@@ -232,7 +227,7 @@ class NativePeer:
 
 
 class TransferCache:
-    """Idle transfers of one copy by what they were made from; the least recently used one is evicted.
+    """Idle transfers by what they were made from; the least recently used one is evicted.
 
     To make a transfer costs NIXL several times what it takes to post it, and slots are used in turn. One that
     is under way belongs to its batch, and is put back only if it succeeded.

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from kvconnect.engine.base import Completion
-from kvconnect.prefill.outbox import BatchOutbox, Columns
+from kvconnect.prefill.outbox import BatchOutbox
 
 _FIRST_BYTES, _GROWTH = 4096, 4
 _LONGEST_S = 0.5
@@ -45,7 +43,7 @@ class ProbeOutbox(BatchOutbox):
             lengths.append(length)
         # The largest three times: one that was disturbed does not measure the link.
         lengths += [scratch_bytes] * 3
-        super().__init__((_copy(source, target, length) for length in lengths), copies=0)
+        super().__init__(((source, target, length) for length in lengths), copies=0)
         self._scratch_bytes = scratch_bytes
         self._is_connected = False
 
@@ -72,8 +70,3 @@ class ProbeOutbox(BatchOutbox):
         if not self._is_connected or completion.seconds <= _LONGEST_S:
             self._next = next(self._batches, None)
         self._is_connected = True
-
-
-def _copy(source: int, target: int, length: int) -> Columns:
-    column = np.array((source, target, length), dtype=np.int64)
-    return column[:1], column[1:2], column[2:]

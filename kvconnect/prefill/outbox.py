@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvconnect.cache.region_table import GroupGeometry
-from kvconnect.engine.base import Addresses, Completion
+from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
 from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
@@ -125,7 +123,7 @@ class ChunkSupply:
 _MOST_IN_TURN = 4
 """Chunks that this thread packs into landing slots before it looks at anything else: some milliseconds."""
 
-Columns = tuple[Addresses, Addresses, Addresses]
+Columns = tuple[int, int, int]
 """Of a batch: source, target and length."""
 
 
@@ -177,8 +175,7 @@ class Parcel:
     def columns(self) -> Columns:
         """Its batch."""
         assert self.slot is not None, "what is packed into a landing slot is no batch"
-        numbers = np.array((self.slot.address, self.grant.address, self.length_bytes), dtype=np.int64)
-        return numbers[:1], numbers[1:2], numbers[2:]
+        return self.slot.address, self.grant.address, self.length_bytes
 
 
 class SlotOutbox:

@@ -269,14 +269,14 @@ class Sender:
             return False
         source, target, length = columns
         # A peer's first batch may exceed the bound: those that do not answer cannot hold all that is allowed.
-        if under_way and self._in_flight_bytes + int(length.sum()) > self._config.max_inflight_bytes:
+        if under_way and self._in_flight_bytes + length > self._config.max_inflight_bytes:
             return False
         batch = Batch(
             batch_id=next(self._batch_ids),
             peer=sending.peer,
             source=source,
             target=target,
-            length=length,
+            total_bytes=length,
             timeout_s=min(self._config.transfer_timeout_s, max(0.001, sending.deadline - now)),
         )
         try:

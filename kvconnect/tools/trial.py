@@ -78,7 +78,6 @@ def main() -> None:
 
 
 def _try(settings: TrialSettings) -> Trial:
-    import numpy as np
     import torch
 
     from kvconnect.engine.base import Batch, Span
@@ -93,10 +92,8 @@ def _try(settings: TrialSettings) -> Trial:
         engine.register([Span(tensor.data_ptr(), _BYTES, device)])
     source, target = engines
     source.connect("target", target.card())
-    begin, end, length = (
-        np.array([number], dtype=np.int64) for number in (*(t.data_ptr() for t in memory), _BYTES)
-    )
-    source.submit(Batch(1, "target", begin, end, length, timeout_s=_WRITE_S))
+    begin, end = (tensor.data_ptr() for tensor in memory)
+    source.submit(Batch(1, "target", begin, end, _BYTES, timeout_s=_WRITE_S))
     done, deadline = source.poll(), time.monotonic() + 2 * _WRITE_S
     while not done and time.monotonic() < deadline:
         target.poll()

@@ -6,9 +6,9 @@ Owns the rule that every batch is answered exactly once. It must not know what a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import numpy as np
 import pytest
 
 from kvconnect.engine.base import Batch, Completion, Engine
@@ -35,15 +35,14 @@ class Driver:
     def submit(
         self,
         peer: str,
-        local: Sequence[int] | np.ndarray,
-        remote: Sequence[int] | np.ndarray,
-        length: Sequence[int] | np.ndarray,
+        local: int,
+        remote: int,
+        length: int,
         timeout_s: float = 10.0,
     ) -> int:
-        """Submit copies between absolute addresses; returns the batch id."""
-        source, target, sizes = (np.asarray(column, dtype=np.int64) for column in (local, remote, length))
+        """Submit a copy between absolute addresses; returns the batch id."""
         batch_id, self._next_id = self._next_id, self._next_id + 1
-        self.engine.submit(Batch(batch_id, peer, source, target, sizes, timeout_s))
+        self.engine.submit(Batch(batch_id, peer, local, remote, length, timeout_s))
         self.pending.add(batch_id)
         return batch_id
 
@@ -75,8 +74,22 @@ class Driver:
         self, peer: str, remote: int, length: int = 4096, offset: int = 0, timeout_s: float = 10.0
     ) -> Completion:
         """One copy between the buffer at ``offset`` and ``remote``, waited for."""
-        batch_id = self.submit(peer, [self.address + offset], [remote], [length], timeout_s)
+        batch_id = self.submit(peer, self.address + offset, remote, length, timeout_s)
         return self.wait(batch_id, timeout_s + HANG_S)
+
+
+@contextmanager
+def met(make_engine: MakeEngine, length_bytes: int) -> Iterator[tuple[Driver, PeerProcess, int]]:
+    """An engine, and ``peer`` that it is connected to, with a registered ``buffer`` and its address."""
+    peer, driver = PeerProcess(make_engine), Driver(make_engine(), length_bytes)
+    try:
+        remote = peer.allocate("buffer", length_bytes)
+        peer.register([("buffer", 0, length_bytes)])
+        driver.engine.connect("peer", peer.card())
+        yield driver, peer, remote
+    finally:
+        peer.close()
+        driver.engine.close()
 
 
 class EngineCases:

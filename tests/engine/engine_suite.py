@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from kvconnect.errors import EngineError, LocalError
-from tests.engine.engine_driver import BUFFER_BYTES, HANG_S, Driver
+from tests.engine.engine_driver import BUFFER_BYTES, HANG_S, Driver, met
 from tests.engine.engine_faults import FaultCases
 from tests.engine.engine_peer import PeerProcess, random_bytes, span_of, wait_until
 
-__all__ = ["Driver", "EngineSuite", "scattered_copies"]
+__all__ = ["Driver", "EngineSuite", "met", "scattered_copies"]
 
 
 class EngineSuite(FaultCases):
@@ -27,54 +27,27 @@ class EngineSuite(FaultCases):
     # ---- bytes
 
     def test_scattered_copies_match_brute_force(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        """One after the other and several at a time, of odd lengths and of none."""
         far_address = shared_peer.allocate("scattered", BUFFER_BYTES, seed=2)
         shared_peer.register([("scattered", 0, BUFFER_BYTES)])
         driver.engine.connect("peer", shared_peer.card())
-        source, target, length = scattered_copies(BUFFER_BYTES, 300, seed=3)
         near, far = driver.buffer.copy(), random_bytes(BUFFER_BYTES, 2)
-        for i in range(len(length)):
-            far[target[i] : target[i] + length[i]] = near[source[i] : source[i] + length[i]]
-        answer = driver.wait(driver.submit("peer", driver.address + source, far_address + target, length))
-        assert answer.ok, answer
-        assert answer.total_bytes == length.sum()
-        assert np.array_equal(shared_peer.content("scattered"), far)
-        assert np.array_equal(driver.buffer, near)
-
-    def test_ten_thousand_copies(self, driver: Driver, shared_peer: PeerProcess) -> None:
-        remote = self._meet(driver, shared_peer)
-        page, count = 256, 10_000
-        order = np.random.default_rng(4).permutation(BUFFER_BYTES // page)[:count]
-        target = order * page
-        source = np.arange(count) * page
-        expected = np.zeros(BUFFER_BYTES, dtype=np.uint8)
-        expected.reshape(-1, page)[order] = driver.buffer.reshape(-1, page)[:count]
-        bounds = driver.engine.capabilities
-        size = min(bounds.max_copies, bounds.max_bytes // page)
-        for start in range(0, count, size):
-            part = slice(start, start + size)
-            assert wait_until(lambda: driver.in_flight() < bounds.max_batches_per_peer, HANG_S, 0.0005)
-            near, far = driver.address + source[part], remote + target[part]
-            driver.submit("peer", near, far, np.full(len(near), page))
+        most = driver.engine.capabilities.max_batches_per_peer
+        for source, target, length in zip(*scattered_copies(BUFFER_BYTES, 300, seed=3), strict=True):
+            far[target : target + length] = near[source : source + length]
+            assert wait_until(lambda: driver.in_flight() < most, HANG_S, 0.0005)
+            driver.submit("peer", driver.address + source, far_address + target, length)
         assert wait_until(lambda: not driver.in_flight(), HANG_S)
         assert all(answer.ok for answer in driver.answers.values())
-        assert np.array_equal(shared_peer.content(self._buffer), expected)
-
-    def test_no_copies_and_empty_copies_are_done_at_once(
-        self, driver: Driver, shared_peer: PeerProcess
-    ) -> None:
-        remote = self._meet(driver, shared_peer)
-        assert driver.wait(driver.submit("peer", [], [], [])).ok
-        assert driver.wait(driver.submit("peer", [driver.address], [remote], [0])).ok
-        mixed = driver.submit("peer", [driver.address] * 2, [remote] * 2, [0, 64])
-        assert driver.wait(mixed).ok
-        assert np.array_equal(shared_peer.content(self._buffer)[:64], driver.buffer[:64])
+        assert np.array_equal(shared_peer.content("scattered"), far)
+        assert np.array_equal(driver.buffer, near)
 
     # ---- registration
 
     def test_unregistered_local_memory_fails(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)
         stranger = random_bytes(4096, 5)
-        answer = driver.wait(driver.submit("peer", [span_of(stranger).address], [remote], [4096]))
+        answer = driver.wait(driver.submit("peer", span_of(stranger).address, remote, 4096))
         assert not answer.ok
         assert answer.quiescent
         beyond = driver.copy("peer", remote, length=4096, offset=BUFFER_BYTES - 4095)
@@ -107,10 +80,10 @@ class EngineSuite(FaultCases):
         ):
             with pytest.raises(EngineError):
                 driver.engine.register([good, bad])
-            sent = driver.submit("peer", [good.address], [remote], [8192])
+            sent = driver.submit("peer", good.address, remote, 8192)
             assert not driver.wait(sent).ok, "a span stayed registered after its batch was refused"
         driver.engine.register([good])
-        sent = driver.submit("peer", [good.address], [remote], [8192])
+        sent = driver.submit("peer", good.address, remote, 8192)
         assert driver.wait(sent).ok
 
     def test_unregistered_again_and_registered_again(self, driver: Driver, shared_peer: PeerProcess) -> None:
@@ -139,16 +112,10 @@ class EngineSuite(FaultCases):
         remote = self._meet(driver, shared_peer)
         bounds, here = driver.engine.capabilities, driver.address
         with pytest.raises(LocalError, match="no such peer"):
-            driver.submit("nobody", [here], [remote], [1])
-        over = bounds.max_copies + 1
-        with pytest.raises(LocalError, match="copies"):
-            driver.submit("peer", [here] * over, [remote] * over, [1] * over)
-        with pytest.raises(LocalError, match="bytes"):
-            driver.submit("peer", [here], [remote], [bounds.max_bytes + 1])
-        with pytest.raises(LocalError):
-            driver.submit("peer", [here], [remote], [-1])
-        with pytest.raises(LocalError):
-            driver.submit("peer", [here, here], [remote], [1])
+            driver.submit("nobody", here, remote, 1)
+        for length in (-1, bounds.max_bytes + 1):
+            with pytest.raises(LocalError, match="bytes"):
+                driver.submit("peer", here, remote, length)
         for card in (b"", b"\x00\xff garbage", b"\x80"):
             with pytest.raises(EngineError):
                 driver.engine.connect("other", card)
@@ -171,7 +138,7 @@ class EngineSuite(FaultCases):
             if len(driver.pending) >= limit:
                 driver.wait(min(driver.pending))
             address = driver.address if not bad else 1 << 45
-            driver.submit(name, [address], [remotes[name]], [16384])
+            driver.submit(name, address, remotes[name], 16384)
             asked += 1
         assert wait_until(lambda: not driver.in_flight(), HANG_S)
         assert len(driver.answers) == asked
@@ -182,12 +149,12 @@ class EngineSuite(FaultCases):
     def test_disconnect_answers_what_is_in_flight(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)
         assert driver.copy("peer", remote).ok
-        batch_id = driver.submit("peer", [driver.address], [remote], [BUFFER_BYTES])
+        batch_id = driver.submit("peer", driver.address, remote, BUFFER_BYTES)
         driver.engine.disconnect("peer")
         driver.engine.disconnect("peer")
         driver.wait(batch_id)
         with pytest.raises(LocalError):
-            driver.submit("peer", [driver.address], [remote], [16])
+            driver.submit("peer", driver.address, remote, 16)
         remote = self._meet(driver, shared_peer)
         assert driver.copy("peer", remote).ok
 
@@ -197,7 +164,7 @@ class EngineSuite(FaultCases):
         assert driver.copy("peer", remote).ok
         own_peer.stop()
         try:
-            driver.submit("peer", [driver.address], [remote], [BUFFER_BYTES], 30.0)
+            driver.submit("peer", driver.address, remote, BUFFER_BYTES, 30.0)
             begun = time.monotonic()
             driver.engine.close()
             assert time.monotonic() - begun < 10.0
@@ -220,7 +187,7 @@ class EngineSuite(FaultCases):
         assert time.process_time() - before < 1.0
 
 
-def scattered_copies(length_bytes: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def scattered_copies(length_bytes: int, count: int, seed: int) -> tuple[list[int], list[int], list[int]]:
     """Source offsets, disjoint target offsets and lengths, odd ones and zeros among them."""
     rng = np.random.default_rng(seed)
     slot = length_bytes // count
@@ -228,4 +195,4 @@ def scattered_copies(length_bytes: int, count: int, seed: int) -> tuple[np.ndarr
     length[:3] = (0, 1, slot - 64)
     target = rng.permutation(count) * slot + rng.integers(0, 64, count)
     source = rng.integers(0, length_bytes - slot, count)
-    return source, target, length
+    return source.tolist(), target.tolist(), length.tolist()

@@ -6,8 +6,6 @@ import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from kvconnect.engine.adapter import Flight
 from kvconnect.engine.base import Batch
 from kvconnect.engine.memory import MemoryEngine, _engine_of
@@ -89,13 +87,14 @@ class FaultyEngine(MemoryEngine):
         elif not batch.total_bytes:
             self._answer(flight, "")
         else:
-            self._run(flight, _head(batch, faults.cut_bytes))
+            most = batch.total_bytes if faults.cut_bytes is None else faults.cut_bytes
+            self._run(flight, replace(batch, total_bytes=min(batch.total_bytes, most)))
 
     def _run(self, flight: Flight, batch: Batch) -> None:
         faults = self._batch_faults[batch.batch_id]
         error = self._copy_here(batch, self._local_target(batch.peer))
         if not error and faults.flip_byte is not None and batch.total_bytes:
-            _flip(batch, faults.flip_byte % batch.total_bytes)
+            ctypes.c_uint8.from_address(batch.target + faults.flip_byte % batch.total_bytes).value ^= 0xFF
         if not error and faults.cut_bytes is not None:
             self._answer(flight, faults.error, faults.quiescent)
         else:
@@ -109,20 +108,3 @@ class FaultyEngine(MemoryEngine):
             self._late.append((batch, self._peers.get(batch.peer, b"")))
             del self._late[:-64]
         super()._answer(flight, error, quiescent)
-
-
-def _head(batch: Batch, cut_bytes: int | None) -> Batch:
-    """The batch without what comes after its first ``cut_bytes``."""
-    if cut_bytes is None:
-        return batch
-    before = np.cumsum(batch.length) - batch.length
-    return replace(batch, length=np.clip(cut_bytes - before, 0, batch.length))
-
-
-def _flip(batch: Batch, offset: int) -> None:
-    """Flip the byte that landed at ``offset`` of the batch."""
-    ends = np.cumsum(batch.length)
-    copy = int(np.searchsorted(ends, offset, side="right"))
-    address = int(batch.target[copy] + offset - (ends[copy] - batch.length[copy]))
-    byte = ctypes.c_uint8.from_address(address)
-    byte.value ^= 0xFF

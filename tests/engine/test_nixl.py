@@ -12,11 +12,14 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from kvconnect.addresses import interface_of
+from kvconnect.engine import nixl_library
 from kvconnect.engine.base import Engine, Span
+from kvconnect.engine.nixl_library import Copy, TransferCache, ucx_options
 from kvconnect.engine.registry import available_engines
-from kvconnect.errors import EngineError
+from kvconnect.errors import ConfigError, EngineError
 from tests.engine.engine_peer import PeerProcess
-from tests.engine.engine_suite import Driver, EngineSuite
+from tests.engine.engine_suite import Driver, EngineSuite, met
 
 _PROBLEM = available_engines()["nixl"]
 pytestmark = pytest.mark.skipif(bool(_PROBLEM), reason=_PROBLEM or "usable")
@@ -48,14 +51,8 @@ class TestNixlEngineOverTcp(EngineSuite):
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Driver, PeerProcess, int]]:
-    peer = PeerProcess(make_tcp_engine)
-    driver = Driver(make_tcp_engine(), 16 << 20)
-    remote = peer.allocate("buffer", 16 << 20)
-    peer.register([("buffer", 0, 16 << 20)])
-    driver.engine.connect("peer", peer.card())
-    yield driver, peer, remote
-    peer.close()
-    driver.engine.close()
+    with met(make_tcp_engine, 16 << 20) as made:
+        yield made
 
 
 def test_a_lost_link_between_living_peers_heals_by_itself(
@@ -107,9 +104,9 @@ def test_batches_to_a_peer_that_stood_still_outlive_one_that_was_given_up(
     given_up, *others = (
         driver.submit(
             "peer",
-            [driver.address + part * quarter],
-            [remote + part * quarter],
-            [quarter],
+            driver.address + part * quarter,
+            remote + part * quarter,
+            quarter,
             timeout_s=0.5 if part == 0 else 30.0,
         )
         for part in range(4)
@@ -130,7 +127,7 @@ def test_the_death_of_a_peer_on_this_host_is_proven_quiet(
     driver, peer, remote = pair
     assert driver.copy("peer", remote).ok
     peer.stop()
-    batch_id = driver.submit("peer", [driver.address], [remote], [16 << 20], timeout_s=10.0)
+    batch_id = driver.submit("peer", driver.address, remote, 16 << 20, timeout_s=10.0)
     driver.poll()
     peer.kill()
     answer = driver.wait(batch_id)
@@ -182,3 +179,115 @@ def test_a_device_that_is_not_here_is_named_with_its_key_and_those_that_are() ->
         EngineError, match=r"protocol is 'UCX', and UCX gets NET_DEVICES=nope0 by device_name.* lo"
     ):
         NixlEngine(device_name="nope0")
+
+
+# Transfers that are kept to be posted again.
+
+
+def copy(number: int, agent: str = "a") -> Copy:
+    return Copy(agent, number, number, 8)
+
+
+def test_a_transfer_is_taken_by_one_batch_at_a_time():
+    kept = TransferCache(lambda _: None)
+    kept.put(copy(1), "first")
+    assert kept.take(copy(2)) is None
+    assert kept.take(copy(1, "b")) is None
+    assert kept.take(copy(1)) == "first"
+    assert kept.take(copy(1)) is None
+
+
+def test_what_is_not_kept_is_released_once():
+    released: list[str] = []
+    kept = TransferCache(released.append)
+    kept.put(copy(1), "first")
+    kept.put(copy(1), "second")
+    assert released == ["first"], "two batches of one copy were under way"
+    for number in range(2, 1000):
+        kept.put(copy(number), str(number))
+    assert len(kept) < 500
+    assert released[:3] == ["first", "second", "2"]
+    assert len(released) + len(kept) == 1000
+
+
+def test_those_to_one_agent_go_with_it_and_all_go_with_the_memory():
+    released: list[str] = []
+    kept = TransferCache(released.append)
+    for agent in "ab":
+        for number in (1, 2):
+            kept.put(copy(number, agent), f"{agent}{number}")
+    kept.drop("a")
+    assert released == ["a1", "a2"]
+    assert kept.take(copy(1, "a")) is None
+    kept.drop()
+    assert sorted(released) == ["a1", "a2", "b1", "b2"]
+
+
+# The interface that an address belongs to, and that UCX listens there and nowhere else.
+
+LISTENING = """
+import os, sys, torch
+from kvconnect.addresses import interface_of
+from kvconnect.engine import nixl_library
+from kvconnect.engine.base import Span
+from kvconnect.engine.registry import create_engine
+
+engine = create_engine("nixl", host=sys.argv[1])
+memory = torch.zeros(1 << 16, dtype=torch.uint8)
+engine.register([Span(memory.data_ptr(), 1 << 16, "cpu")])
+files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+mine = {os.readlink(path) for path in files if os.path.exists(path)}
+for line in open("/proc/net/tcp"):
+    fields = line.split()
+    if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+        print("listens", fields[1].split(":")[0])
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_is_an_interface_of_its_own(host):
+    name = interface_of(host)
+    assert name in {name for _, name in socket.if_nameindex()}
+    assert name.startswith("lo")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.77", "2001:db8::77", "a.name"])
+def test_what_is_no_address_of_this_machine_has_none(host):
+    assert interface_of(host) == ""
+
+
+def test_what_is_configured_is_not_overruled():
+    named = {"engine_config": "X=1,NET_DEVICES=eth7"}
+    assert ucx_options("127.0.0.1", "", named, {}) == named
+    assert ucx_options("127.0.0.1", "", {"a": "b"}, {"UCX_NET_DEVICES": "eth7"}) == {"a": "b"}
+    assert ucx_options("10.0.0.1", "mlx5_0:1", {}, {"UCX_NET_DEVICES": "eth7"}) == {
+        "engine_config": "NET_DEVICES=mlx5_0:1"
+    }
+    with pytest.raises(ConfigError, match="takes one device; for several set UCX_NET_DEVICES"):
+        ucx_options("10.0.0.1", "a,b", {}, {})
+
+
+def test_with_an_rdma_card_ucx_chooses_except_on_loopback(monkeypatch, tmp_path, caplog):
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(nixl_library, "_RDMA_CARDS", tmp_path)
+    monkeypatch.setattr(nixl_library, "interface_of", lambda host: "if0")
+    assert ucx_options("10.0.0.1", "", {}, {}) == {}
+    assert "listens on all interfaces" in caplog.text
+    assert ucx_options("127.0.0.1", "", {}, {}) == {"engine_config": "NET_DEVICES=if0"}
+    other = {"engine_config": "TLS=tcp"}
+    assert ucx_options("127.0.0.1", "", other, {}) == {"engine_config": "NET_DEVICES=if0,TLS=tcp"}
+    monkeypatch.setattr(nixl_library, "_RDMA_CARDS", tmp_path / "none")
+    assert ucx_options("10.0.0.1", "", {}, {}) == {"engine_config": "NET_DEVICES=if0"}
+
+
+def test_nixl_listens_on_the_interface_of_its_host_alone():
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("UCX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENING, "127.0.0.1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    listens = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("listens")]
+    assert set(listens) == {"0100007F"}, done.stderr

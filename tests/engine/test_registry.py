@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvconnect.config import parse_kv_transfer_config
@@ -15,7 +16,7 @@ from kvconnect.engine import registry
 from kvconnect.engine.base import Engine
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.packages import check_engine
-from tests.engine.engine_suite import EngineSuite
+from tests.engine.engine_driver import met
 
 THIRD_PARTY = """
 from kvconnect.engine.nixl import NixlEngine
@@ -45,26 +46,19 @@ def make_parcel() -> Engine:
 
 
 @pytest.mark.skipif(bool(registry.available_engines()["nixl"]), reason="NIXL does not work here")
-class TestEngineOfAnotherDistribution(EngineSuite):
-    make_engine = staticmethod(make_parcel)
-    settle_s = 1.0
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def distribution(cls, tmp_path_factory):
-        with pytest.MonkeyPatch.context() as patch:
-            folder = tmp_path_factory.mktemp("site") / "packages"
-            patch.syspath_prepend(with_distribution(folder, {"parcel": "parcel_engine:ParcelEngine"}))
-            yield
-
-    def test_it_can_be_configured_by_its_name(self):
-        config = parse_kv_transfer_config(
-            {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "parcel"}}
-        )
-        assert config.extra.engine == "parcel"
-        assert registry.available_engines()["parcel"] == ""
-        with pytest.raises(ConfigError, match="auto, memory, mooncake, nixl, none, parcel"):
-            check_engine("parcle")
+def test_an_engine_of_another_distribution_is_configured_by_its_name_and_moves_bytes(tmp_path, monkeypatch):
+    engines = {"parcel": "parcel_engine:ParcelEngine"}
+    monkeypatch.syspath_prepend(with_distribution(tmp_path / "site", engines))
+    config = parse_kv_transfer_config(
+        {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "parcel"}}
+    )
+    assert config.extra.engine == "parcel"
+    assert registry.available_engines()["parcel"] == ""
+    with pytest.raises(ConfigError, match="auto, memory, mooncake, nixl, none, parcel"):
+        check_engine("parcle")
+    with met(make_parcel, 4096) as (driver, peer, remote):
+        assert driver.copy("peer", remote).ok
+        assert np.array_equal(peer.content("buffer"), driver.buffer)
 
 
 def test_an_engine_that_cannot_be_loaded_says_why_and_harms_no_other(tmp_path, monkeypatch) -> None:
@@ -87,22 +81,22 @@ def test_without_metadata_the_error_says_what_to_install(monkeypatch) -> None:
 
 def test_options_reach_the_engine() -> None:
     assert registry.available_engines()["memory"] == ""
-    engine = registry.create_engine("memory", host="127.0.0.1", options={"max_copies": 7})
-    assert (engine.capabilities.name, engine.capabilities.max_copies) == ("memory", 7)
+    engine = registry.create_engine("memory", host="127.0.0.1", options={"max_bytes": 7})
+    assert (engine.capabilities.name, engine.capabilities.max_bytes) == ("memory", 7)
     engine.close()
 
 
 def test_unknown_names_and_options_say_what_is_known() -> None:
     with pytest.raises(ConfigError, match="accepted: auto, memory, mooncake, nixl"):
         registry.create_engine("carrier-pigeon", host="127.0.0.1")
-    with pytest.raises(ConfigError, match="max_copies"):
-        registry.create_engine("memory", host="127.0.0.1", options={"max_copy": 1})
+    with pytest.raises(ConfigError, match="max_bytes"):
+        registry.create_engine("memory", host="127.0.0.1", options={"max_byte": 1})
 
 
 def test_options_of_a_wrong_type_are_named() -> None:
     for value in ("5", 5.5, None):
-        with pytest.raises(ConfigError, match=r"engine_options\.max_copies is .*: Expected `int`"):
-            registry.create_engine("memory", host="127.0.0.1", options={"max_copies": value})
+        with pytest.raises(ConfigError, match=r"engine_options\.max_bytes is .*: Expected `int`"):
+            registry.create_engine("memory", host="127.0.0.1", options={"max_bytes": value})
 
 
 def test_auto_takes_the_first_that_works_and_says_so(

@@ -204,7 +204,7 @@ class Checks:
         worker = self._by_engine.get(id(target))
         if worker is None or worker.is_strange:
             return
-        touched = worker.memory.blocks_at(batch.target, batch.length)
+        touched = worker.memory.blocks_at(batch.target, batch.total_bytes)
         if touched:
             self.world.fail(
                 "no_page_is_written",
@@ -213,7 +213,7 @@ class Checks:
 
     def no_page_is_read(self, engine: SimEngine, batch: Batch) -> None:
         """1: the engine reads slots, whatever is held."""
-        touched = self._by_engine[id(engine)].memory.blocks_at(batch.source, batch.length)
+        touched = self._by_engine[id(engine)].memory.blocks_at(batch.source, batch.total_bytes)
         if touched:
             self.world.fail(
                 "no_page_is_read",
@@ -230,7 +230,7 @@ class Checks:
                 if (
                     self.world.now < until < math.inf
                     and other.engine.target_of(batch) is worker.engine
-                    and address in batch.target
+                    and address == batch.target
                 ):
                     self.world.fail(
                         "slots_are_quiet",
@@ -241,7 +241,7 @@ class Checks:
     def send_slot_is_quiet(self, worker: SimWorker, address: int) -> None:
         """1: P packs into no slot while its engine can still read it."""
         for batch, until in worker.engine.may_move.values():
-            if until > self.world.now and address in batch.source:
+            if until > self.world.now and address == batch.source:
                 self.world.fail(
                     "slots_are_quiet",
                     f"{worker.who} packs into send slot {worker.memory.send.index(address)}, and batch "

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvconnect.engine.base import Batch, Completion
 from kvconnect.engine.memory import MemoryEngine
 from tests.engine.faulty_engine import FaultyEngine
@@ -64,7 +62,6 @@ class SimEngine(FaultyEngine):
     ) -> None:
         super().__init__(
             clock=world.clock,
-            max_copies=plan.max_copies,
             max_bytes=plan.max_bytes,
             max_batches_per_peer=plan.max_batches,
         )
@@ -103,9 +100,7 @@ class SimEngine(FaultyEngine):
         elif kind < faults.fail + faults.busy + faults.cut + faults.corrupt:
             what = "is corrupted"
             self.corrupt_next(world.random.randrange(1 << 16))
-        world.note(
-            self.who, "engine takes", batch.batch_id, batch.peer, len(batch.length), batch.total_bytes, what
-        )
+        world.note(self.who, "engine takes", batch.batch_id, batch.peer, batch.total_bytes, what)
         super().submit(batch)
         self.may_move[batch.batch_id] = (batch, world.now + batch.timeout_s)
         self._aimed_at[batch.batch_id] = self._local_target(batch.peer)
@@ -207,7 +202,7 @@ class SimEngine(FaultyEngine):
             self._copy_here(batch, target)
 
     def _copy_here(self, batch: Batch, target: MemoryEngine | None) -> str:
-        if target is not None and np.any(batch.length):
+        if target is not None and batch.total_bytes:
             self._watch.moves(self, batch, target)
         return super()._copy_here(batch, target)
 

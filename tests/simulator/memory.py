@@ -173,18 +173,14 @@ class RankMemory:
         place = address - self.address
         self._bytes[place : place + len(content)] = content
 
-    def blocks_at(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> set[int]:
-        """The logical blocks that some stretches of this memory touch."""
+    def blocks_at(self, address: int, length_bytes: int) -> set[int]:
+        """The logical blocks that a stretch of this memory touches."""
         found: set[int] = set()
-        low, place = addresses - self.address, 0
+        low, place = address - self.address, 0
         for layer in self.model.layers:
             size = self._layer_bytes(layer)
-            inside = (low < place + size) & (low + lengths > place)
-            if inside.any():
+            if low < place + size and low + length_bytes > place:
                 page = self._block_bytes(layer)
-                first = (low[inside] - place) // page
-                last = (low[inside] + lengths[inside] - 1 - place) // page
-                for start, stop in zip(first.tolist(), last.tolist(), strict=True):
-                    found.update(range(start, stop + 1))
+                found.update(range((low - place) // page, (low + length_bytes - 1 - place) // page + 1))
             place += size
         return found

@@ -149,7 +149,6 @@ class NodePlan:
     chunk_tokens: int
     step_s: float
     kernel_s: float
-    max_copies: int
     max_bytes: int
     max_batches: int
     engine_faults: EngineFaults

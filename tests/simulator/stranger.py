@@ -80,7 +80,7 @@ class Scribbler:
         rng, pool = self._rng, target.landing
         if not pool.slots or not is_lying(self._world) or rng.random() >= _STRAY:
             return
-        touched = [slot.address for slot in pool.slots if slot.address in batch.target]
+        touched = [slot.address for slot in pool.slots if slot.address == batch.target]
         if touched:
             address = rng.choice(touched)
             self._world.after(rng.choice(_WAITS_S), lambda: self._scribble(target, address))

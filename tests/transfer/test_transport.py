@@ -300,7 +300,7 @@ def probed(bytes_per_s: float) -> tuple[ProbeOutbox, list[int]]:
     """A calibration over a link of this rate, and the bytes of its batches."""
     probe, sizes = ProbeOutbox(1 << 20, 1 << 30, MIB), []
     while (columns := probe.peek()) is not None:
-        sizes.append(int(columns[2].sum()))
+        sizes.append(columns[2])
         probe.submitted(len(sizes))
         assert probe.peek() is None, "each is alone on its way"
         # To connect takes as long as it takes.
