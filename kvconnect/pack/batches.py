@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -134,3 +135,52 @@ def make_move(lanes: Lanes, chunk: Chunk, placement: Placement) -> Move | None:
     wire = placement.base[stream] + lanes.wire_offset[start:stop]
     pages = PageRange(lanes.group, first, count)
     return Move(lanes, slice(start, stop), wire, pages, first * tokens - first_row, rows)
+
+
+class PlainMover:
+    """What movers without a kernel of their own have in common: nothing of a chunk is worked out before."""
+
+    def prepare(self, total_bytes: int, streams: Streams, moves: tuple[Move, ...]) -> ChunkLayout:
+        """See ``Launcher``."""
+        return ChunkLayout(total_bytes, streams, moves)
+
+    def stage(self, layouts: Sequence[ChunkLayout], blocks: Blocks) -> list[StagedChunk]:
+        """See ``TritonMover``."""
+        return [StagedChunk(layout, blocks) for layout in layouts]
+
+
+class Part(NamedTuple):
+    """The pages ``first <= i < stop`` of a move, of each of which ``tokens`` rows travel after ``skipped``.
+
+    The first of these rows lies ``at`` bytes into those of its lane in the slot.
+    """
+
+    first: int
+    stop: int
+    skipped: int
+    tokens: int
+    at: int
+
+
+def parts(move: Move, count: int) -> Iterator[Part]:
+    """A move's pages: the whole ones, and the first and the last, of which less may travel."""
+    walk = move.lanes.walk
+    head = 1 if move.lead < 0 else 0
+    tail = max(head, count - 1 if move.lead + count * walk.tokens > move.rows else count)
+    for first, stop in ((0, head), (head, tail), (tail, count)):
+        if first < stop:
+            row = move.lead + first * walk.tokens
+            skipped = max(0, -row)
+            tokens = min(walk.tokens, move.rows - row) - skipped
+            yield Part(first, stop, skipped, tokens, (row + skipped) * walk.wire_token_stride)
+
+
+def values_by_scale(
+    lanes: Lanes, planes: int, run: int, scales: Sequence[float]
+) -> Iterator[tuple[int, slice, float]]:
+    """Of the values of a head in each plane those of K, and those of V, with their scale."""
+    for plane in range(planes):
+        keys = min(max(lanes.key_values - plane * run, 0), run)
+        for first, stop, scale in ((0, keys, scales[0]), (keys, run, scales[1])):
+            if first < stop:
+                yield plane, slice(first, stop), scale

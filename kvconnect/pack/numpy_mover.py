@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.pack.batches import Blocks, ChunkLayout, Move, PackTicket, StagedChunk
+from kvconnect.pack.batches import Move, PackTicket, PlainMover, StagedChunk, parts, values_by_scale
 from kvconnect.pack.casts import cast_table
-from kvconnect.pack.digest import Streams, digest_streams
+from kvconnect.pack.digest import digest_streams
 from kvconnect.pack.page_lanes import PLACE_BYTES, Column, Lanes
 from kvconnect.plan.blocks import BlockIds
 
@@ -27,7 +27,7 @@ _BYTES_AT_ONCE = 256 << 10
 _FEW_PAGES = 8
 
 
-class NumpyMover:
+class NumpyMover(PlainMover):
     """Moves chunks in the memory of a CPU; for ``is_placed`` see ``Launcher``."""
 
     def __init__(self, all_lanes: Sequence[Lanes], digest_sample: int = 1, is_placed: bool = False) -> None:
@@ -38,14 +38,6 @@ class NumpyMover:
         self._whole = {lanes: _whole_pages(pages, lanes) for lanes, pages in self._pages.items()}
         placed = self._pages if is_placed else {}
         self._placed = {lanes: [one[:, 0, 0, 0] for one in pages] for lanes, pages in placed.items()}
-
-    def prepare(self, total_bytes: int, streams: Streams, moves: tuple[Move, ...]) -> ChunkLayout:
-        """See ``Launcher``. Nothing is worth it."""
-        return ChunkLayout(total_bytes, streams, moves)
-
-    def stage(self, layouts: Sequence[ChunkLayout], blocks: Blocks) -> list[StagedChunk]:
-        """See ``TritonMover``. There is nothing to bring anywhere."""
-        return [StagedChunk(layout, blocks) for layout in layouts]
 
     def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
         """Move the pages into the slot at this address, or out of it."""
@@ -113,22 +105,15 @@ def _move_rows(
     slot: NDArray[np.uint8],
     pack: bool,
 ) -> None:
-    """Move the pages of each lane: the whole ones, and the first and the last, of which less may travel."""
-    walk, cast, count = move.lanes.walk, move.lanes.access.cast, len(of_pages)
+    """Move the pages of each lane."""
+    walk, cast = move.lanes.walk, move.lanes.access.cast
     word = min(8, move.lanes.access.memory) if cast is None else cast.wire_bytes
     step = walk.tokens * walk.wire_token_stride
     strides = (step, walk.wire_token_stride, walk.wire_head_stride, walk.wire_run_bytes, word)
     all_scales = move.lanes.scales[move.which].tolist()
-    head = 1 if move.lead < 0 else 0
-    tail = max(head, count - 1 if move.lead + count * walk.tokens > move.rows else count)
-    for first, stop in ((0, head), (head, tail), (tail, count)):
-        if first == stop:
-            continue
+    for first, stop, skipped, tokens, at in parts(move, len(of_pages)):
         # What all lanes have in common is worked out before, since there may be hundreds.
-        row = move.lead + first * walk.tokens
-        skipped = max(0, -row)
-        tokens = min(walk.tokens, move.rows - row) - skipped
-        blocks, at = of_pages[first:stop], (row + skipped) * walk.wire_token_stride
+        blocks = of_pages[first:stop]
         if whole_pages and tokens == walk.tokens and len(blocks) <= _FEW_PAGES:
             # For few pages numpy takes longer to prepare a copy of all than to copy each.
             _copy_whole(whole_pages, blocks.tolist(), slot, [wire + at for wire in move.wire.tolist()], pack)
@@ -210,10 +195,7 @@ def _cast_values(source: Words, target: Words, lanes: Lanes, scales: list[float]
     cast, (planes, run) = lanes.access.cast, source.shape[3:]
     assert cast is not None
     types = (cast.memory, cast.wire) if pack else (cast.wire, cast.memory)
-    for plane in range(planes):
-        keys = min(max(lanes.key_values - plane * run, 0), run)
-        for first, stop, scale in ((0, keys, scales[0]), (keys, run, scales[1])):
-            if first < stop:
-                codes = source[..., plane, first:stop]
-                made = cast_table(*types, scale).take(codes.view(_UINTS[codes.itemsize]), mode="wrap")
-                target[..., plane, first:stop] = made.view(target.dtype)
+    for plane, values, scale in values_by_scale(lanes, planes, run, scales):
+        codes = source[..., plane, values]
+        made = cast_table(*types, scale).take(codes.view(_UINTS[codes.itemsize]), mode="wrap")
+        target[..., plane, values] = made.view(target.dtype)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvconnect.pack.batches import Blocks, ChunkLayout, Move, PackTicket, StagedChunk
+from kvconnect.pack.batches import Move, PackTicket, PlainMover, StagedChunk, parts, values_by_scale
 from kvconnect.pack.casts import cast_table
-from kvconnect.pack.digest import MULTIPLIER, STEP, Streams
+from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.pack.page_lanes import Lanes
 from kvconnect.plan.blocks import BlockIds
 
@@ -25,7 +25,7 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW_HALF = (1 << 32) - 1
 
 
-class TorchMover:
+class TorchMover(PlainMover):
     """All work is on ``cuda_stream``; None for the one that is current now, or for a CPU."""
 
     def __init__(
@@ -37,14 +37,6 @@ class TorchMover:
         self._pages = {
             lanes: [self._pages_of(at, lanes) for at in lanes.address.tolist()] for lanes in all_lanes
         }
-
-    def prepare(self, total_bytes: int, streams: Streams, moves: tuple[Move, ...]) -> ChunkLayout:
-        """See ``Launcher``. Nothing is worth it."""
-        return ChunkLayout(total_bytes, streams, moves)
-
-    def stage(self, layouts: Sequence[ChunkLayout], blocks: Blocks) -> list[StagedChunk]:
-        """See ``TritonMover``. The numbers of blocks go to the device with each move."""
-        return [StagedChunk(layout, blocks) for layout in layouts]
 
     def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
         """Move the pages into the slot at this address, or out of it."""
@@ -88,18 +80,10 @@ class TorchMover:
         slot: torch.Tensor,
         pack: bool,
     ) -> None:
-        """Move the pages of each lane: the whole ones, and the first and last, of which less may travel."""
-        walk, cast, count = move.lanes.walk, move.lanes.access.cast, len(of_pages)
+        """Move the pages of each lane."""
+        walk, cast = move.lanes.walk, move.lanes.access.cast
         step = walk.tokens * walk.wire_token_stride
-        head = 1 if move.lead < 0 else 0
-        tail = max(head, count - 1 if move.lead + count * walk.tokens > move.rows else count)
-        for first, stop in ((0, head), (head, tail), (tail, count)):
-            if first == stop:
-                continue
-            row = move.lead + first * walk.tokens
-            skipped = max(0, -row)
-            tokens = min(walk.tokens, move.rows - row) - skipped
-            at = (row + skipped) * walk.wire_token_stride
+        for first, stop, skipped, tokens, at in parts(move, len(of_pages)):
             blocks = of_pages[first:stop]
             # The null block may be no memory at all: it is not read, and not written.
             (kept,) = np.nonzero(blocks)
@@ -132,16 +116,11 @@ class TorchMover:
         cast, (planes, run) = lanes.access.cast, codes.shape[3:]
         assert cast is not None
         types = (cast.memory, cast.wire) if pack else (cast.wire, cast.memory)
-        parts = []
-        for plane in range(planes):
-            keys = min(max(lanes.key_values - plane * run, 0), run)
-            made = [
-                _table(*types, scale, self._device)[_unsigned(codes[..., plane, first:stop])]
-                for first, stop, scale in ((0, keys, scales[0]), (keys, run, scales[1]))
-                if first < stop
-            ]
-            parts.append(torch.cat(made, dim=-1))
-        return torch.stack(parts, dim=3)
+        made = [
+            _table(*types, scale, self._device)[_unsigned(codes[..., plane, values])]
+            for plane, values, scale in values_by_scale(lanes, planes, run, scales)
+        ]
+        return torch.cat(made, dim=-1).unflatten(-1, (planes, run))
 
 
 class _DeviceBytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -188,25 +189,13 @@ class Chunker:
         end = div_ceil(max(span.stop for span in spans), step)
         least = self._at_least(first, stop, step, slot_bytes)
         while at < end:
-            # What fits for sure, then growing strides, then halves: a few looks, however many steps.
-            low, stride = min(at + least, end), 1
-            high = end
-            while low < end:
-                reached = min(low + stride, end)
-                if self._steps_bytes(first, stop, spans, step, at, reached) > slot_bytes:
-                    high = reached - 1
-                    break
-                low, stride = reached, 2 * stride
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._steps_bytes(first, stop, spans, step, at, middle) <= slot_bytes:
-                    low = middle
-                else:
-                    high = middle - 1
-            clipped = _clip(spans, at * step, low * step)
+            # From what fits for sure on: a few looks, however many steps.
+            ends, begin = range(min(at + least, end), end + 1), at
+            bytes_to = functools.partial(self._steps_bytes, first, stop, spans, step, begin)
+            at = ends[max(0, bisect_right(ends, slot_bytes, key=bytes_to) - 1)]
+            clipped = _clip(spans, begin * step, at * step)
             if clipped:
                 yield Chunk(first, stop, clipped)
-            at = low
 
     def _steps_bytes(
         self, first: int, stop: int, spans: Iterable[TokenSpan], step: int, start_step: int, stop_step: int

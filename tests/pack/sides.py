@@ -24,11 +24,15 @@ from kvconnect.cache.specs import (
     StateSpec,
     UniformTypeSpec,
 )
+from kvconnect.errors import LayoutError
 from kvconnect.pack.digest import MULTIPLIER, STEP
+from kvconnect.pack.packer import Packer
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk
+from kvconnect.plan.wire import align_wire
 from tests.caches import attention_layer, fill_random
+from tests.pack.values import ITEM, cast_row
 
 TOGETHER = ["block token head", "block head token", "head block token"]
 APART = [
@@ -330,3 +334,115 @@ def rows_of(layer: Layer, chunk: Chunk) -> range:
 
 def slot_for(staged, fill=0xA5):
     return torch.full((staged.total_bytes + 32,), fill, dtype=torch.uint8, device=DEVICE)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def fill_values(side: Side, seed: int) -> None:
+    """Values of every size that an fp8 cache may be made from, beside the random bits that are there."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in side.model.layers:
+        if name_of(layer.dtype) not in ITEM:
+            continue
+        tensor = side.tensors[layer.name].tensor
+        raw = torch.empty(0, dtype=layer.dtype, device=tensor.device).set_(tensor.untyped_storage())
+        sizes = torch.randint(-12, 11, raw.shape, generator=generator)
+        values = torch.randn(raw.shape, generator=generator) * torch.exp2(sizes.float())
+        kept = torch.rand(raw.shape, generator=generator) < 0.2
+        bits = values.to(layer.dtype).view(torch.uint8).view(len(raw), -1)
+        merged = torch.where(kept[:, None], raw.cpu().view(torch.uint8).view(len(raw), -1), bits)
+        raw.view(torch.uint8).copy_(merged.reshape(-1))
+
+
+def shared_heads(layer: Layer, side: Side, other: Side) -> list[int]:
+    """The heads that travel, as this side counts them; one of everything where there are none."""
+    if not layer.has_heads:
+        return [0]
+    shared = side.heads.intersect(other.heads)
+    return [head - side.heads.start for head in range(shared.start, shared.stop)]
+
+
+def wire_type(source: Layer, target: Layer) -> torch.dtype:
+    return target.dtype if target.dtype.itemsize < source.dtype.itemsize else source.dtype
+
+
+def cast_as(layer: Layer, row: bytes, source: torch.dtype, target: torch.dtype, scales) -> bytes:
+    if source == target:
+        return row
+    keys = layer.width if layer.has_heads else len(row)
+    return cast_row(row, name_of(source), name_of(target), keys, scales.get(layer.name, (1.0, 1.0)))
+
+
+def expected_streams(source: Side, held, target: Side, wire, chunk, scales):
+    """The streams of a chunk as (offset, word bytes, data): rows picked out and cast one at a time."""
+    at, made = 0, []
+    theirs = {layer.name: layer for layer in target.model.layers}
+    ours = {layer.name: layer for layer in source.model.layers}
+    for stream in wire.streams[chunk.first_stream : chunk.stop_stream]:
+        layer = ours[stream.layer]
+        travels = wire_type(layer, theirs[stream.layer])
+        rows, data = source.reader(layer), b""
+        for row in rows_of(layer, chunk):
+            block, token = source.kernel_block(layer, held[layer.group], row)
+            for head in shared_heads(layer, source, target):
+                one = cast_as(layer, rows.row(block, token, head), layer.dtype, travels, scales)
+                data += one if block else bytes(len(one))
+        made.append((at, stream.word_bytes, data))
+        at += -(-len(data) // 16) * 16
+    return at, made
+
+
+def write_streams(source: Side, target: Side, wanted, wire, chunk, streams, scales, images):
+    """Cast rows and put them into copies of the target's caches, one at a time."""
+    theirs = {layer.name: layer for layer in target.model.layers}
+    ours = {layer.name: layer for layer in source.model.layers}
+    chosen = wire.streams[chunk.first_stream : chunk.stop_stream]
+    for stream, (_, _, data) in zip(chosen, streams, strict=True):
+        layer = theirs[stream.layer]
+        travels = wire_type(ours[stream.layer], layer)
+        rows, heads = rows_of(layer, chunk), shared_heads(layer, target, source)
+        width = len(data) // (len(rows) * len(heads)) if len(rows) else 0
+        for row in rows:
+            block, token = target.kernel_block(layer, wanted[layer.group], row)
+            for head in heads:
+                one, data = data[:width], data[width:]
+                if block:
+                    landed = cast_as(layer, one, travels, layer.dtype, scales)
+                    images[layer.name].write(block, token, head, landed)
+
+
+def exchange(kernels, source: Side, held, target: Side, wanted, spans, slot_bytes, seed, scales=None):
+    """Pack and unpack a request chunk by chunk, comparing slot, digests and caches on the way."""
+    wire, scales = align_wire(source.card(), target.card(), "rows", convert=True), scales or {}
+    choices = {"device": DEVICE, "kernels": kernels}
+    packer = Packer(source.table, wire, side="source", **choices)
+    unpacker = Packer(target.table, wire, side="target", **choices)
+    try:
+        chunks = packer.chunker.cut(spans, slot_bytes)
+    except LayoutError:
+        chunks = packer.chunker.cut(spans, 1 << 20)
+    untouched = {layer.name: source.storage(layer.name) for layer in source.model.layers}
+    images = {layer.name: target.reader(layer) for layer in target.model.layers}
+    outgoing = packer.stage(list(held.values()), chunks, source.model.num_tokens)
+    incoming = unpacker.stage(list(wanted.values()), chunks, source.model.num_tokens)
+    for chunk, ours, theirs in zip(chunks, outgoing, incoming, strict=True):
+        total, streams = expected_streams(source, held, target, wire, chunk, scales)
+        assert total == ours.total_bytes == theirs.total_bytes
+        slot = slot_for(ours)
+        expected = slot.cpu().numpy().copy()
+        for offset, _, data in streams:
+            expected[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        ticket = packer.pack(slot, ours, seed)
+        ticket.wait()
+        assert np.array_equal(slot.cpu().numpy(), expected)
+        assert ticket.digest == digest_by_hand(streams, seed)
+        landed = unpacker.unpack(slot, theirs, seed)
+        landed.wait()
+        assert landed.digest == ticket.digest
+        assert np.array_equal(slot.cpu().numpy(), expected)
+        write_streams(source, target, wanted, wire, chunk, streams, scales, images)
+    for name, before in untouched.items():
+        assert torch.equal(source.storage(name), before)
+        assert torch.equal(target.storage(name), images[name].storage())

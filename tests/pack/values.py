@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import bisect
 import functools
-import math
+import itertools
 import struct
 from fractions import Fraction
 
 FORMATS = {"bfloat16": (8, 7, True), "float16": (5, 10, True), "float8_e4m3fn": (4, 3, False)}
 ITEM = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+PAIRS = list(itertools.permutations(ITEM, 2))
 INFINITE, NAN = "infinite", "nan"
 
 
@@ -96,11 +97,3 @@ def cast_row(row: bytes, source: str, target: str, key_values: int, scales: tupl
         scale = scales[0] if index < key_values else scales[1]
         made += cast(source, target, code, scale).to_bytes(ITEM[target], "little")
     return made
-
-
-def as_float(name: str, code: int) -> float:
-    """What bits stand for, for a look at it."""
-    sign_bit, rest = divmod(code, 1 << 8 * ITEM[name] - 1)
-    size = magnitude(name, rest)
-    value = {NAN: math.nan, INFINITE: math.inf}.get(size) if isinstance(size, str) else float(size)
-    return -value if sign_bit else value

@@ -6,8 +6,6 @@ import hashlib
 import hmac
 import os
 import stat
-import subprocess
-import sys
 import threading
 import time
 
@@ -162,16 +160,6 @@ def test_many_that_make_it_at_once_end_up_with_one(tmp_path):
         thread.join()
     assert len(found) == 8
     assert len(set(found)) == 1
-
-
-def test_processes_that_make_it_at_once_end_up_with_one(tmp_path):
-    script = "import os; from kvconnect.peer.keyring import user_key; print(user_key(os.environ)[0])"
-    environ = {**os.environ, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": "", "XDG_CONFIG_HOME": ""}
-    started = [
-        subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    assert len({one.communicate(timeout=60)[0] for one in started}) == 1
 
 
 def test_a_home_that_cannot_be_written_is_a_config_error(tmp_path):

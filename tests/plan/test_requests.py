@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks
 from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
 from kvconnect.errors import LayoutError
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunker, RequestCutter
 from kvconnect.plan.wire import align_wire
 from tests.caches import attention_layer, block_values, fill_random
-from tests.pack.sides import DEVICE, NUM_BLOCKS, Shape, Side, held_blocks, models, rank_heads, shapes
+from tests.pack.sides import NUM_BLOCKS, Shape, Side, held_blocks, models, rank_heads, shapes
 from tests.slots import carry_over
 
 LARGE = 1 << 20
@@ -39,59 +38,6 @@ def requests(draw):
         theirs = draw(shapes(model))
     held, wanted = draw(held_blocks(model, ours, False)), draw(held_blocks(model, theirs, True))
     return model, (ours, theirs), worlds, held, wanted, draw(st.sampled_from([500, 2048, LARGE]))
-
-
-def as_it_shall_be(source: Side, held, target: Side, wanted):
-    """Copies of the target's layers with what it wants, row by row."""
-    is_whole_pages = align_wire(source.card(), target.card()).order == "pages"
-    images = {}
-    for layer in target.model.layers:
-        ours, image = source.reader(layer), target.reader(layer)
-        heads, first, into = HeadInterval(0, 1), 0, 0
-        if layer.has_heads:
-            heads = source.heads.intersect(target.heads)
-            first, into = source.heads.start, target.heads.start
-        tokens, kernel = target.model.num_tokens, target.shape.kernel[layer.group]
-        if is_whole_pages:
-            tokens = -(-tokens // kernel) * kernel
-        for row in range(1 if layer.kind == "state" else -(-tokens // layer.row_tokens)):
-            block, at = source.kernel_block(layer, held[layer.group], row)
-            place, to = target.kernel_block(layer, wanted[layer.group], row)
-            for head in range(heads.start, heads.stop) if place else ():
-                one = ours.row(block, at, head - first)
-                image.write(place, to, head - into, one if block else bytes(len(one)))
-        images[layer.name] = image
-    return images
-
-
-@given(requests())
-def test_any_layout_any_ratio_any_world(case):
-    model, shapes, worlds, held, wanted, slot_bytes = case
-    sources = [
-        Side(model, shapes[0], rank_heads(model, rank, worlds[0]), NUM_BLOCKS, 100 + 10 * rank)
-        for rank in range(worlds[0])
-    ]
-    before = [{name: source.storage(name) for name in source.tensors} for source in sources]
-    for rank in range(worlds[1]):
-        target = Side(model, shapes[1], rank_heads(model, rank, worlds[1]), NUM_BLOCKS, 7)
-        fed = set()
-        for partner in partner_ranks(rank, Topology(worlds[1]), Topology(worlds[0]), model.total_heads):
-            source = sources[partner]
-            images = as_it_shall_be(source, held, target, wanted)
-            blocks = [list(side.values()) for side in (held, wanted)]
-            carried = source.table, target.table, *blocks, model.num_tokens
-            try:
-                carry_over(*carried, slot_bytes=slot_bytes, device=DEVICE)
-            except LayoutError:
-                carry_over(*carried, slot_bytes=LARGE, device=DEVICE)
-            for name, image in images.items():
-                assert torch.equal(target.storage(name), image.storage()), name
-            shared = source.heads.intersect(target.heads)
-            fed |= set(range(shared.start, shared.stop))
-        assert fed == set(range(target.heads.start, target.heads.stop))
-    for source, was in zip(sources, before, strict=True):
-        for name, storage in was.items():
-            assert torch.equal(source.storage(name), storage), "a byte of the source changed"
 
 
 @given(requests(), st.sampled_from([1.0, 1e6, 1e11]))

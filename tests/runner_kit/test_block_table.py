@@ -10,16 +10,12 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.runner_kit.block_table import PAD_SLOT, BlockTables
+from tests.pack.sides import DEVICE, KERNELS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = 3
-
-try:
-    import triton  # noqa: F401
-
-    KERNELS = ["torch", "triton"]
-except ImportError:
-    KERNELS = ["torch"]
+KERNELS = [name for name in KERNELS if name != "numpy"]
+EXAMPLES = {"torch": 500, "triton": 500 if DEVICE == "cuda" else 100}
+"""In Triton's interpreter one takes a tenth of a second."""
 
 
 def tables(max_blocks=6, ratio=2, kernels="torch", max_tokens=40):
@@ -74,6 +70,7 @@ def check_operations(kernels, ratio, steps):
     made = tables(ratio=ratio, kernels=kernels)
     plain = Plain(ratio, {0: made.capacity(0), 2: made.capacity(2)})
     addresses = [made.table(group).data_ptr() for group in (0, 2)]
+    shown = [plain.table(group) for group in (0, 2)]
     for step in [*steps, ("apply",)]:
         match step:
             case ("append", row, first, second, overwrite):
@@ -87,25 +84,22 @@ def check_operations(kernels, ratio, steps):
                 plain.clear(row)
             case ("apply",):
                 made.apply()
-                for group in (0, 2):
-                    assert made.table(group).tolist() == plain.table(group)
+                shown = [plain.table(group) for group in (0, 2)]
+        assert [made.table(group).tolist() for group in (0, 2)] == shown, "nothing shows before it is applied"
     for (group, row), expected in plain.rows.items():
         assert made.row(group, row).tolist() == expected
         assert made.num_blocks(group, row) == len(expected)
     assert addresses == [made.table(group).data_ptr() for group in (0, 2)]
 
 
-@settings(max_examples=500)
-@given(st.integers(1, 4), st.lists(operation, max_size=10))
-def test_torch_tables_match_plain_lists(ratio, steps):
-    check_operations("torch", ratio, steps)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_tables_match_plain_lists(kernels):
+    @settings(max_examples=EXAMPLES[kernels])
+    @given(st.integers(1, 4), st.lists(operation, max_size=10))
+    def any_steps(ratio, steps):
+        check_operations(kernels, ratio, steps)
 
-
-@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
-@settings(max_examples=500)
-@given(st.integers(1, 4), st.lists(operation, max_size=6))
-def test_triton_tables_match_plain_lists(ratio, steps):
-    check_operations("triton", ratio, steps)
+    any_steps()
 
 
 @settings(max_examples=500)
@@ -169,17 +163,14 @@ def check_batch(kernels, data):
         assert made.slots(group).tolist()[:num_tokens] == expected
 
 
-@settings(max_examples=500)
-@given(st.data())
-def test_torch_batches_match_plain_lists(data):
-    check_batch("torch", data)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_batches_match_plain_lists(kernels):
+    @settings(max_examples=EXAMPLES[kernels])
+    @given(st.data())
+    def any_batch(data):
+        check_batch(kernels, data)
 
-
-@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
-@settings(max_examples=500)
-@given(st.data())
-def test_triton_batches_match_plain_lists(data):
-    check_batch("triton", data)
+    any_batch()
 
 
 def test_capacity_is_in_kernel_blocks_and_an_overflow_stages_nothing():
@@ -193,15 +184,6 @@ def test_capacity_is_in_kernel_blocks_and_an_overflow_stages_nothing():
     made.apply()
     assert made.row(0, 0).tolist() == [2, 3, 4, 5, 6, 7]
     assert made.row(2, 0).tolist() == [1, 2, 3]
-
-
-def test_nothing_shows_before_it_is_applied():
-    made = tables()
-    made.append_block_ids(1, ([3], [], [7]))
-    assert not made.table(0).any()
-    made.apply()
-    assert made.table(0)[1].tolist()[:2] == [6, 7]
-    assert made.table(0).dtype == torch.int32
 
 
 def test_what_cannot_be_is_an_error_and_changes_nothing():

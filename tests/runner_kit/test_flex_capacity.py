@@ -69,7 +69,7 @@ def fills(draw):
     return limits, draw(st.lists(steps, min_size=1, max_size=3))
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(fills())
 def test_fill_matches_plain_python_and_leaves_nothing_of_the_step_before(case):
     limits, steps = case
@@ -97,32 +97,6 @@ def beyond(buffers):
     return kv.as_strided((kv.shape[0],), (kv.stride(0),), kv.storage_offset() + kv.shape[1])
 
 
-@st.composite
-def limits_with_batch(draw):
-    limits = draw(capacities())
-    return limits, draw(batches(limits))
-
-
-@settings(max_examples=500)
-@given(limits_with_batch())
-def test_capacity_suffices_for_any_batch_and_stays_within_its_bound(case):
-    limits, requests = case
-    needed = brute_force([(q, s, list(range(1, 1 + len(p)))) for q, s, p in requests], limits, None)
-    # No two requests share a page: every group needs as many as its requests have, one by one.
-    distinct = brute_force(
-        [(q, s, [1 + row * 100 + k for k in range(len(p))]) for row, (q, s, p) in enumerate(requests)],
-        limits,
-        None,
-    )
-    assert len(needed) <= limits.query_groups
-    assert all(len(pages) <= limits.kv_indices for pages in distinct)
-    # Less than one group more than the batch fills, and less than one page a token more than a sequence.
-    assert limits.query_groups * limits.q_block_size < limits.max_num_batched_tokens + limits.q_block_size
-    tokens = limits.kv_indices * limits.page_tokens
-    assert tokens < limits.q_block_size * (limits.max_model_len + limits.page_tokens)
-
-
-@settings(max_examples=500)
 @given(capacities())
 def test_the_worst_batch_needs_every_slot(limits):
     per_request = -(-limits.max_model_len // limits.page_tokens)
@@ -141,21 +115,14 @@ def test_the_worst_batch_needs_every_slot(limits):
 def test_a_long_model_with_a_small_batch_is_sized_by_the_batch():
     """Rows by max_model_len give [4096, 256], which has no room for the [1024, 4096] that a step needs.
 
-    A runner sized so crashed at start: "fail to re-stride a persistent tensor of shape [4096, 256] for a
-    tensor of shape [1024, 4096]". The model's length says how many pages one token may see; how many groups
-    there are depends on the tokens of a batch alone.
+    A runner sized so crashed at start. The model's length says how many pages one token may see; how many
+    groups there are depends on the tokens of a batch alone.
     """
     limits = FlexCapacity(
         max_num_batched_tokens=16_384, max_model_len=65_536, q_block_size=16, page_tokens=256
     )
-    by_model_length = (65_536 // 16, 65_536 // 256)
-    assert by_model_length == (4096, 256)
-    assert (limits.query_groups, limits.kv_indices) == (1024, 4096)
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        torch.zeros(by_model_length, dtype=torch.int32).as_strided((1024, 4096), (4096, 1))
     buffers = FlexBuffers(limits)
-    assert buffers.kv_num_blocks.shape == (1024,)
-    assert buffers.kv_indices.shape == (1024, 4096)
+    assert buffers.kv_indices.shape == (limits.query_groups, limits.kv_indices) == (1024, 4096)
     assert buffers.kv_num_blocks.dtype == buffers.kv_indices.dtype == torch.int32
     table = torch.arange(1, 1 + 16 * 256, dtype=torch.int32).view(16, 256)
     blocks = buffers.fill(query_lens=[1024] * 16, seq_lens=[65_536] * 16, block_tables=table)
@@ -166,20 +133,6 @@ def test_a_long_model_with_a_small_batch_is_sized_by_the_batch():
     blocks = buffers.fill(query_lens=[1] * 16, seq_lens=[65_536] * 16, block_tables=table)
     assert blocks.kv_num_blocks.tolist() == [4096]
     assert not beyond(buffers).any()
-
-
-def test_a_new_step_reuses_the_memory_and_forgets_the_old_one():
-    limits = FlexCapacity(32, 64, 8, 16)
-    buffers = FlexBuffers(limits)
-    table = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32)
-    first = buffers.fill(query_lens=[32], seq_lens=[64], block_tables=table)
-    assert first.kv_num_blocks.tolist() == [3, 3, 4, 4]
-    addresses = first.kv_num_blocks.data_ptr(), first.kv_indices.data_ptr()
-    second = buffers.fill(query_lens=[3], seq_lens=[40], block_tables=table, sliding_window=4)
-    assert second.kv_indices[0, :3].tolist() == [7, 0, 0]
-    assert (second.kv_num_blocks.data_ptr(), second.kv_indices.data_ptr()) == addresses
-    assert buffers.kv_num_blocks.tolist() == [1, 0, 0, 0]
-    assert buffers.kv_indices.count_nonzero() == 1
 
 
 @pytest.mark.parametrize(

@@ -38,21 +38,6 @@ class Backend:
 GQA = FullAttentionSpec(128, 4, 64, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("block_size", "accepted", "expected"),
-    [
-        (128, [(16, 32, 64), (MultipleOf(16),)], 64),
-        (16, [(MultipleOf(16),)], 16),
-        (128, [(MultipleOf(16),)], 128),
-        (128, [(64, 128), (MultipleOf(32),)], 128),
-        (96, [(MultipleOf(16),), (32, 48)], 48),
-    ],
-)
-def test_vectors(block_size, accepted, expected):
-    backends = [Backend(f"b{index}", sizes) for index, sizes in enumerate(accepted)]
-    assert select_common_block_size(block_size, backends) == expected
-
-
 def test_no_common_size_names_every_backend_and_what_it_takes():
     with pytest.raises(LayoutError, match=r"128.*flash takes 64.*mla takes 48"):
         select_common_block_size(128, [Backend("flash", (64,)), Backend("mla", (48,))])

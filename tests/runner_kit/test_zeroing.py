@@ -23,23 +23,9 @@ from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.runner_kit.block_table import BlockTables
 from kvconnect.runner_kit.zeroing import KVBlockZeroer, logical_pages, word_bytes
 from tests.caches import attention_layer, fill_random
+from tests.pack.sides import DEVICE, KERNELS, on_device
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-try:
-    import triton  # noqa: F401
-
-    KERNELS = ["triton"] if DEVICE == "cuda" else ["torch", "triton"]
-except ImportError:
-    KERNELS = ["torch"]
-
-
-def to_device(cache: CacheTensor) -> CacheTensor:
-    """The same view of a copy of the storage, padding included."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage()).to(DEVICE)
-    view = raw.view(cache.tensor.dtype).as_strided(
-        cache.tensor.shape, cache.tensor.stride(), cache.tensor.storage_offset()
-    )
-    return CacheTensor(view, cache.axes)
+KERNELS = [name for name in KERNELS if name == "triton" or (name == "torch" and DEVICE == "cpu")]
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +75,7 @@ def caches(draw):
 
 def check(kernels, case):
     num_blocks, ratio, kernel, layers, ids, skipped = case
-    tensors = {name: to_device(cache) for name, cache, _ in layers}
+    tensors = {name: on_device(cache) for name, cache, _ in layers}
     specs = {name: spec for name, _, spec in layers}
     config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(specs), UniformTypeSpec(specs)),))
     table = RegionTable.build(config, {0: kernel}, tensors)
@@ -103,18 +89,14 @@ def check(kernels, case):
         assert torch.equal(raw_bytes(cache.tensor), expected[name])
 
 
-@pytest.mark.skipif("torch" not in KERNELS, reason="needs CPU memory")
-@settings(max_examples=500)
-@given(caches())
-def test_torch_zeroes_exactly_the_pages(case):
-    check("torch", case)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_exactly_the_pages_are_zeroed(kernels):
+    @settings(max_examples=500 if kernels == "torch" or DEVICE == "cuda" else 100)
+    @given(caches())
+    def any_cache(case):
+        check(kernels, case)
 
-
-@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
-@settings(max_examples=500)
-@given(caches())
-def test_triton_zeroes_exactly_the_pages(case):
-    check("triton", case)
+    any_cache()
 
 
 def overlaid(num_blocks=5, order=("state", "narrow", "wide")):
@@ -199,7 +181,6 @@ def test_words_are_as_wide_as_every_number_allows():
     assert word_bytes(np.array([[63, 128, 20]])) == 1
 
 
-@settings(max_examples=500)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))
 def test_compressed_blocks_split_in_stored_rows_or_are_refused(stored, ratio, width, num_blocks):
     """A block of `ratio` kernel blocks that keeps `stored` rows: split where that gives whole rows."""
