@@ -1,7 +1,4 @@
-"""Two region tables lined up: which region of one side feeds which region of the other.
-
-All refusals are collected, so that an operator sees them at once.
-"""
+"""A region table as a peer gets to know it, and whether it can be one."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import msgspec
 
 from kvconnect.cache.region_table import GroupGeometry, Region, RegionTable, are_scales
 from kvconnect.cache.retention import parse
-from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError
 
 
@@ -75,30 +71,4 @@ def card_refusal(card: TableCard) -> str | None:
             return f"layer {region.layer[:200]!r} of the peer's table has impossible sizes"
         if not are_scales(region.scales):
             return f"layer {region.layer[:200]!r} of the peer's table has impossible scales {region.scales}"
-    return None
-
-
-def heads_refusal(
-    source: HeadInterval | None, target: HeadInterval | None, source_count: int, target_count: int
-) -> str | None:
-    """Why pages cannot be matched head by head, or as a whole where neither is divided; None if they can."""
-    if (source is None) != (target is None):
-        return "only one side's pages can be divided by head"
-    if source is None and source_count != target_count:
-        return (
-            f"pages cannot be divided by head, and hold {source_count} heads on the source, "
-            f"{target_count} on the target"
-        )
-    return None
-
-
-def group_refusal(layer: str, source: GroupGeometry, target: GroupGeometry) -> str | None:
-    """Why the blocks of two groups cannot hold the same tokens of a layer; None if they can."""
-    if source.is_state != target.is_state:
-        return f"layer {layer!r}: one side keeps state, the other keeps tokens"
-    if not source.is_state and source.block_tokens != target.block_tokens:
-        return (
-            f"layer {layer!r}: kernel blocks differ, source {source.block_tokens} tokens, "
-            f"target {target.block_tokens} tokens"
-        )
     return None

@@ -17,7 +17,7 @@ import msgspec
 from kvconnect.cache.region_table import Region, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError, LocalError
-from kvconnect.plan.align import TableCard, group_refusal, heads_refusal
+from kvconnect.plan.align import TableCard
 from kvconnect.plan.conversion import ITEM_BYTES, Conversion, is_convertible, make_conversion
 
 ORDERS = ("pages", "rows")
@@ -61,35 +61,37 @@ def align_wire(source: TableCard, target: TableCard, order: str | None = None, c
     """
     if order not in (None, *ORDERS):
         raise LocalError(f"wire order is {order!r}; accepted: {', '.join(ORDERS)}")
+    if order != "rows" and (wire := _page_wire(source, target)) is not None:
+        return wire
+    if order == "pages":
+        raise LayoutError("the two caches cannot be matched: their pages are not alike")
     refusals: list[str] = []
-    if order != "rows":
-        wire = _page_wire(source, target, refusals)
-        if not refusals:
-            return wire
-    if order != "pages":
-        refusals = []
-        wire = _row_wire(source, target, convert, refusals)
-        if not refusals:
-            return wire
-    raise LayoutError("the two caches cannot be matched: " + "; ".join(dict.fromkeys(refusals)))
+    wire = _row_wire(source, target, convert, refusals)
+    if refusals:
+        raise LayoutError("the two caches cannot be matched: " + "; ".join(dict.fromkeys(refusals)))
+    return wire
 
 
-def _page_wire(source: TableCard, target: TableCard, refusals: list[str]) -> Wire:
-    """Region by region; both sides' pages must be equal but for the gaps between them."""
+def _page_wire(source: TableCard, target: TableCard) -> Wire | None:
+    """Region by region; None where both sides' pages are not equal but for the gaps between them."""
     ours = {(region.layer, region.first_plane, region.heads): region for region in source.regions}
     source_groups, target_groups = source.geometry(), target.geometry()
     streams = []
     for theirs in target.regions:
         region = ours.get((theirs.layer, theirs.first_plane, theirs.heads))
-        if region is None:
-            refusals.append(f"layer {theirs.layer!r}: the source has no region of the same planes and heads")
-            continue
-        source_group, target_group = source_groups[region.group], target_groups[theirs.group]
-        if (region.dtype, region.axes, region.scales) != (theirs.dtype, theirs.axes, theirs.scales):
-            refusals.append(f"layer {theirs.layer!r}: the pages of the two sides are not alike")
-        elif refusal := group_refusal(theirs.layer, source_group, target_group):
-            refusals.append(refusal)
-        state = target_group.is_state
+        if region is None or (region.dtype, region.axes, region.scales) != (
+            theirs.dtype,
+            theirs.axes,
+            theirs.scales,
+        ):
+            return None
+        tokens = [
+            1 if group.is_state else group.block_tokens
+            for group in (source_groups[region.group], target_groups[theirs.group])
+        ]
+        state = target_groups[theirs.group].is_state
+        if tokens[0] != tokens[1] or source_groups[region.group].is_state != state:
+            return None
         streams.append(
             WireStream(
                 layer=theirs.layer,
@@ -98,7 +100,7 @@ def _page_wire(source: TableCard, target: TableCard, refusals: list[str]) -> Wir
                 is_state=state,
                 first_plane=theirs.first_plane,
                 heads=theirs.heads,
-                row_tokens=1 if state else target_group.block_tokens,
+                row_tokens=tokens[1],
                 head_bytes=theirs.page_bytes,
                 width_bytes=theirs.page_bytes,
                 word_bytes=math.gcd(8, theirs.page_bytes),
@@ -204,9 +206,13 @@ def _row_stream(layer: str, source: _LayerRows, target: _LayerRows, converted: b
 def _row_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
     if source.is_state != target.is_state:
         return "one side keeps state, the other keeps tokens"
-    refusal = heads_refusal(source.heads, target.heads, source.undivided_heads, target.undivided_heads)
-    if refusal:
-        return refusal
+    if (source.heads is None) != (target.heads is None):
+        return "only one side's pages can be divided by head"
+    if source.heads is None and source.undivided_heads != target.undivided_heads:
+        return (
+            f"pages cannot be divided by head, and hold {source.undivided_heads} heads on the source, "
+            f"{target.undivided_heads} on the target"
+        )
     if source.heads is not None and target.heads is not None and not source.heads.intersect(target.heads):
         return "the source has none of the heads that the target keeps"
     if source.row_tokens is None or source.row_tokens != target.row_tokens:

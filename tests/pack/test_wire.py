@@ -167,7 +167,7 @@ def test_pages_are_chosen_where_they_are_equal_and_refused_where_not():
     assert align_wire(card(), card()).order == "pages"
     for other in ({"layout": "block head token"}, {"kernel": 2}, {"heads": (0, 2)}):
         assert align_wire(card(), card(**other)).order == "rows"
-        with pytest.raises(LayoutError, match="layer 'a'"):
+        with pytest.raises(LayoutError, match="their pages are not alike"):
             align_wire(card(), card(**other), "pages")
     with pytest.raises(LocalError, match="accepted: pages, rows"):
         align_wire(card(), card(), "columns")
