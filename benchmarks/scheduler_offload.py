@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
+from kvconnect.config import OffloadConfig
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.node.kv_events import BlockRemoved, BlockStored
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier_events import Described, EventMaker, TierEvents
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.orders import OffloadReport, Orders, Results
 from kvconnect.transfer.stack import Computed, Step
 

@@ -10,9 +10,7 @@ import typing
 
 import msgspec
 
-from kvconnect.config import ExtraConfig, Limits
-from kvconnect.offload_config import OffloadConfig
-from kvconnect.rank_config import RankConfig
+from kvconnect.config import ExtraConfig, Limits, OffloadConfig, RankConfig
 
 _HEAD = """\
 # Configuration
@@ -23,7 +21,7 @@ others, `kv_consumer` fetches from others, `kv_both`), `kv_load_failure_policy` 
 unknown key or a wrong value is an error that names the key, the value, what is accepted and the nearest known
 key. Examples for every engine are in `deploy/`.
 
-This page is made from the docstrings in `kvconnect/config.py`, `rank_config.py` and `offload_config.py`:
+This page is made from the docstrings in `kvconnect/config.py`:
 `python -m tests.configuration_page > docs/configuration.md`.
 """
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.addresses import split_address
-from kvconnect.config import ExtraConfig, TransferConfig, parse_kv_transfer_config
+from kvconnect.config import ExtraConfig, OffloadConfig, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.offload_config import OffloadConfig
 
 FULL = {
     "kv_connector": "KVConnect",

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "kvconnect"
 BASE = {
     *("errors", "addresses", "reading", "config", "metrics"),
-    *("packages", "rank_config", "offload_config", "showing", "timeline", "outcome"),
+    *("packages", "timeline", "outcome"),
 }
 # A folder imports only from those before it.
 ORDER = [

@@ -21,11 +21,11 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.retention import Retention, joined
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import LayoutError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.leases import Lease

@@ -11,7 +11,7 @@ import typer
 
 from kvconnect.cli.options import JsonObject
 from kvconnect.errors import ConfigError
-from kvconnect.showing import duration, size
+from kvconnect.tools.showing import duration, size
 
 cache_app = typer.Typer(
     name="cache",

@@ -20,7 +20,7 @@ from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.config import TransferConfig
+from kvconnect.config import TransferConfig, place_of
 from kvconnect.engine.base import Engine
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
@@ -36,7 +36,6 @@ from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import ASLEEP, STOPPING
-from kvconnect.rank_config import place_of
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.transfer.kept import KeptByName
 from kvconnect.transfer.local import open_local

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.config import parse_kv_transfer_config
+from kvconnect.config import OffloadConfig, parse_kv_transfer_config
 from kvconnect.halves.building import (
     KeptBlocks,
     KeptCache,
@@ -36,7 +36,6 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier_events import TierEvents
 from kvconnect.offload.worker.offload_worker import OffloadWorker
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.peer.handles import digest_prompt
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, RequestView, SchedulerHooks, StackTraits, WorkerHooks

@@ -19,8 +19,8 @@ import torch
 from kvconnect.cache.region_table import Region, RegionTable
 from kvconnect.cache.retention import Retention
 from kvconnect.cache.specs import KVCacheConfig, LayerSpec, StateSpec
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
-from kvconnect.offload_config import OffloadConfig
 
 # Of the rows themselves: how the pages of a block follow one another. Another number for another order.
 FORMAT_VERSION = 1

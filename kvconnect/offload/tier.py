@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from kvconnect.offload_config import OffloadConfig
+from kvconnect.config import OffloadConfig
 
 Content = tuple[int, bytes]
 """What a row holds: the cache group, and the hash of the tokens up to the end of the block."""

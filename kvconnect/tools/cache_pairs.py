@@ -29,13 +29,13 @@ from kvconnect.cache.specs import (
     div_ceil,
     div_exact,
 )
+from kvconnect.config import place_of
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunker, RequestCutter
 from kvconnect.plan.wire import Wire, align_wire
-from kvconnect.rank_config import place_of
 from kvconnect.tools.cache_file import (
     CacheFile,
     HeadLayers,

@@ -10,8 +10,8 @@ from importlib.metadata import entry_points
 
 from kvconnect import __version__
 from kvconnect.addresses import is_loopback
+from kvconnect.config import place_of
 from kvconnect.engine.lanes import ACTIVE
-from kvconnect.rank_config import place_of
 from kvconnect.tools.facts import Facts
 from kvconnect.tools.findings import Finding, failure, failure_if, warning, warning_if, well
 from kvconnect.tools.trial import Trial

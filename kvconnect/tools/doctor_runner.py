@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.showing import printable
 from kvconnect.tools.cache_file import read_cache
 from kvconnect.tools.cache_pairs import check_caches
 from kvconnect.tools.checks import check_hardware, check_node, check_software
@@ -21,6 +20,7 @@ from kvconnect.tools.findings import Finding, Level, failure
 from kvconnect.tools.link_check import check_link
 from kvconnect.tools.node_pair import check_pair, meet, unreached
 from kvconnect.tools.reach import side_channels
+from kvconnect.tools.showing import printable
 from kvconnect.vllm.configuration import read_configuration
 
 _WIDTH = 80

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvconnect.addresses import is_here, is_loopback
-from kvconnect.config import ExtraConfig, TransferConfig
+from kvconnect.config import ExtraConfig, TransferConfig, ranks_of
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer.asking import TimedDescription, describe
@@ -21,7 +21,6 @@ from kvconnect.peer.keyring import (
     load_keyring,
     user_key_path,
 )
-from kvconnect.rank_config import ranks_of
 from kvconnect.tools.machine import Machine, PortState, look, look_at_port
 from kvconnect.tools.trial import Trial, TrialSettings, run_trial
 

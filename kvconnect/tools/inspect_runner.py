@@ -22,9 +22,9 @@ from kvconnect.peer.inspection import OF_REQUEST, TOPIC, Inspection
 from kvconnect.peer.keyring import Keyring, load_keyring
 from kvconnect.peer.timeline_page import TOPIC as TIMELINE
 from kvconnect.peer.timeline_page import TimelinePage
-from kvconnect.showing import printable
 from kvconnect.timeline import Record
 from kvconnect.tools.reach import side_channels
+from kvconnect.tools.showing import printable
 from kvconnect.tools.timelines import TraceSpan, Worker, align, join
 from kvconnect.tools.trace_file import slowest, trace
 from kvconnect.tools.worker_tables import WIDTH, tables

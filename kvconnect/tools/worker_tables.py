@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvconnect.peer.description import Description
 from kvconnect.peer.inspection import Inspection, LeaseView, LoadView, PeerView, RecordView, SlotsView
-from kvconnect.showing import duration, printable, size
+from kvconnect.tools.showing import duration, printable, size
 
 WIDTH = 80
 _MOST_ROWS = 10

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 from kvconnect.cache.identity import Naming
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.vllm.adapters import Adapters, named_with
 from kvconnect.vllm.geometry import group_spec, is_state, scheduler_config, transferred_groups
 

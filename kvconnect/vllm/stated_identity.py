@@ -21,8 +21,8 @@ from torch import nn
 
 from kvconnect.cache.identity import Identity, default
 from kvconnect.cache.shard import layer_number
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.namespace import salted
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.vllm.geometry import HeadCounts, VllmCache, group_spec, has_slots, is_state
 from kvconnect.vllm.offload import hash_block_tokens
 from kvconnect.vllm.page_order import page_orders

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier_events import TierEvents
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.stack import Computed, StateBlock, Step
 from tests.offload.event_replay import Plain, Replay
 from tests.offload.half_model import ROOT, ROW_BYTES, Clock, Device, Kind, Req, chained, name_of

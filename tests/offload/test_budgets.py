@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, StateSpec
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_arena, plan_for, usual_shares
-from kvconnect.offload_config import OffloadConfig
 
 FULL = KVCacheGroup(("full",), FullAttentionSpec(16, 1, 8, torch.bfloat16))
 WINDOW = KVCacheGroup(("window",), SlidingWindowSpec(16, 1, 8, torch.bfloat16, sliding_window=128))

@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
 from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk import row_files
@@ -27,7 +28,6 @@ from kvconnect.offload.disk.disk_tier import READ_THREADS, DiskTier, open_disk_t
 from kvconnect.offload.disk.folder import FolderOwner, RowFile, bytes_on_disk, row_name
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
-from kvconnect.offload_config import OffloadConfig
 from tests.faults.disk_rows import taken_bytes
 from tests.offload.disk_kit import (
     NAMESPACE,

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kvconnect.config import OffloadConfig
 from kvconnect.engine import mooncake_store
 from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.store.store_tier import _Item, open_store_tier
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.orders import Seek, Store, TierFetch
 from tests.offload.store_master import StoreMaster, master_binary
 from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, some_rows

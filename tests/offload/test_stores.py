@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.orders import OffloadReport, Results
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.index_kit import check_index

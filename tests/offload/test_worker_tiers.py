@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.tier import lower_tier_names
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, Restore, Seek, Store, TierChange, TierFetch
 from tests.offload.memory_tier import MemoryTier
 from tests.offload.rows_by_hand import rows_of

@@ -16,9 +16,9 @@ from kvconnect.cache.specs import (
     MLASpec,
     SlidingWindowSpec,
 )
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.tier import TierUpdate
 from kvconnect.offload.worker.offload_worker import OffloadWorker
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.orders import OffloadOrders, Restore, RowCopies
 from tests.caches import attention_layer, fill_random
 from tests.identities import named

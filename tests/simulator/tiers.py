@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Naming
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.host_arena import RowArena
 from kvconnect.offload.copies.rows import RowLayout, RowParts
@@ -23,7 +24,6 @@ from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload.worker.row_work import RowWork
 from kvconnect.offload.worker.tier_loop import Command
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.orders import OffloadOrders, RowCopies
 from tests.identities import named
 from tests.simulator.device import Stream

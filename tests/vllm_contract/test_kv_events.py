@@ -25,11 +25,11 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
+from kvconnect.config import OffloadConfig
 from kvconnect.node.kv_events import EventBatch, tier_events
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import DEVICE, EventMaker, TierEvents
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, Step
 from kvconnect.vllm.events import describe, event_maker

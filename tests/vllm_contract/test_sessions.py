@@ -12,10 +12,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from vllm.v1.request import Request, RequestStatus
 
 from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.config import OffloadConfig
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.half_kit import Kind
 from tests.vllm_contract import test_scheduler_hooks as hooks_kit

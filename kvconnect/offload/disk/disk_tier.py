@@ -12,6 +12,7 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk import failures
 from kvconnect.offload.disk.catalog import Catalog, KeptFile
@@ -19,7 +20,6 @@ from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
 from kvconnect.offload.disk.io_threads import IoThreads
 from kvconnect.offload.disk.row_files import RowFiles
 from kvconnect.offload.tier import Content, TierRow, TierUpdate
-from kvconnect.offload_config import OffloadConfig
 
 if TYPE_CHECKING:
     from kvconnect.offload.namespace import Namespace

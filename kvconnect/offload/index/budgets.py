@@ -14,8 +14,8 @@ from types import MappingProxyType
 import msgspec
 
 from kvconnect.cache.specs import KVCacheGroup, div_ceil
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.offload_config import OffloadConfig
 
 ROW_ALIGN_BYTES = 64
 # What a prompt is taken to be where no setting has the shares of the groups: long enough that the part which

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
@@ -24,7 +25,6 @@ from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import DISK, HOST, lower_tier_names
 from kvconnect.offload.tier_events import TierEvents
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.transfer.orders import OffloadOrders, OffloadReport, Results
 from kvconnect.transfer.stack import RequestView, Step

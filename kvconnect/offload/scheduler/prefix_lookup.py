@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import Host, Job, JobKind
 from kvconnect.offload.scheduler.offload_requests import Lookup, OffloadRequest, Pins
 from kvconnect.offload.tier import SOUGHT, Content, lower_tier_names
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.orders import Restore, RowCopies, Seek, TierFetch
 
 _NEGATIVE_TTL_S = 0.05

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.session_pins import Pin
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
@@ -21,7 +22,6 @@ from kvconnect.offload.scheduler.host import Host
 from kvconnect.offload.scheduler.offload_requests import NEVER
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.tier import DISK, HOST
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.transfer.params import transfer_params
 from kvconnect.transfer.stack import RequestView
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from kvconnect.addresses import own_address, split_address
 from kvconnect.cache.specs import div_ceil
+from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
 from kvconnect.errors import ConfigError
 from kvconnect.offload.completion_tracker import Kind
@@ -23,7 +24,6 @@ from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
 from kvconnect.offload.store.announced import MOST, Announced
 from kvconnect.offload.store.link import LinkState, StoreLink
 from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierRow, TierUpdate
-from kvconnect.offload_config import OffloadConfig
 
 logger = logging.getLogger(__name__)
 

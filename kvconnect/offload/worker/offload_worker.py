@@ -20,6 +20,7 @@ from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import EngineError, LayoutError, LocalError
 from kvconnect.metrics import Changes, OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
@@ -31,7 +32,6 @@ from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.jobs import RankJobs, Report
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.tier_loop import Command, TierLoop
-from kvconnect.offload_config import OffloadConfig
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.transfer.orders import OffloadOrders, Results, RowCopies
 
