@@ -110,19 +110,16 @@ def test_layers_packed_inside_a_block_are_kept_apart():
     assert {region.block_stride for region in built.table.regions} == {storage[0].nbytes}
 
 
-def overlay(second_offset=0, second_stride=None):
+def overlay(second_offset=0):
     """A sliding and a full group that share a storage, block by block."""
     storage = torch.zeros(8 * 256 + second_offset + 64, dtype=torch.float16)
     view = storage[: 8 * 256].view(8, 16, 2, 8)
-    stride = second_stride or 256
-    blocks = 8 if second_stride is None else 4
-    other = storage[second_offset:].as_strided((8, 16, 2, 8), (stride, 16, 8, 1))
+    other = storage[second_offset:].as_strided((8, 16, 2, 8), (256, 16, 8, 1))
     specs = (
         SlidingWindowSpec(16, 2, 4, torch.float16, sliding_window=32),
         FullAttentionSpec(16, 2, 4, torch.float16),
     )
     config = KVCacheConfig(8, (KVCacheGroup(("sliding",), specs[0]), KVCacheGroup(("full",), specs[1])))
-    del blocks
     return RegionTable.build(
         config,
         {0: 16, 1: 16},

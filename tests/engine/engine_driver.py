@@ -84,7 +84,7 @@ def met(make_engine: MakeEngine, length_bytes: int) -> Iterator[tuple[Driver, Pe
     peer, driver = PeerProcess(make_engine), Driver(make_engine(), length_bytes)
     try:
         remote = peer.allocate("buffer", length_bytes)
-        peer.register([("buffer", 0, length_bytes)])
+        peer.register("buffer")
         driver.engine.connect("peer", peer.card())
         yield driver, peer, remote
     finally:
@@ -141,8 +141,8 @@ class EngineCases:
     ) -> int:
         """Give the peer a fresh registered buffer of zeros, and connect; returns its address."""
         buffer = f"{name}-{time.monotonic_ns()}"
-        address = peer.allocate(buffer, length_bytes)
-        peer.register([(buffer, 0, length_bytes)])
+        address: int = peer.allocate(buffer, length_bytes)
+        peer.register(buffer)
         driver.engine.connect(name, peer.card())
         self._buffer = buffer
         return address

@@ -6,23 +6,21 @@ The child polls its engine between commands, so an engine whose target must poll
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
 from kvconnect.engine.base import Engine, Span
 
 MakeEngine = Callable[[], Engine]
-Range = tuple[str, int, int]  # buffer name, offset, length in bytes
-_Given = ParamSpec("_Given")
-_Answer = TypeVar("_Answer")
 
 _POLL_EVERY_S = 0.0002
 _ANSWER_S = 30.0
@@ -42,13 +40,9 @@ class PeerCommands:
         self._buffers[name] = zeros if seed is None else random_bytes(length_bytes, seed)
         return span_of(self._buffers[name]).address
 
-    def register(self, ranges: Sequence[Range]) -> None:
-        """Register parts of buffers."""
-        self.engine.register([span_of(self._buffers[name], *part) for name, *part in ranges])
-
-    def unregister(self, ranges: Sequence[Range]) -> None:
-        """Unregister parts of buffers."""
-        self.engine.unregister([span_of(self._buffers[name], *part) for name, *part in ranges])
+    def register(self, name: str) -> None:
+        """Register a buffer."""
+        self.engine.register([span_of(self._buffers[name])])
 
     def card(self) -> bytes:
         """The card of the engine."""
@@ -58,40 +52,17 @@ class PeerCommands:
         """A copy of a whole buffer."""
         return self._buffers[name].copy()
 
-    def count(self, name: str, value: int) -> int:
-        """How many bytes of a buffer have this value."""
-        return int(np.count_nonzero(self._buffers[name] == value))
-
     def restart_engine(self) -> None:
         """Close the engine and make a new one over the same buffers; nothing is registered."""
         self.engine.close()
         self.engine = self._make_engine()
 
 
-def _in_child(
-    command: Callable[Concatenate[PeerCommands, _Given], _Answer],
-) -> Callable[Concatenate[PeerProcess, _Given], _Answer]:
-    name = command.__name__
-
-    def ask(peer: PeerProcess, /, *arguments: _Given.args, **named: _Given.kwargs) -> _Answer:
-        return cast("_Answer", peer._ask(name, *arguments, **named))
-
-    return ask
-
-
 class PeerProcess:
-    """``PeerCommands`` in a spawned process. Every call waits for the child's answer.
+    """``PeerCommands`` in a spawned process, each by its name. Every call waits for the child's answer.
 
     ``make_engine`` is a function of a module that the child can import.
     """
-
-    allocate = _in_child(PeerCommands.allocate)
-    register = _in_child(PeerCommands.register)
-    unregister = _in_child(PeerCommands.unregister)
-    card = _in_child(PeerCommands.card)
-    content = _in_child(PeerCommands.content)
-    count = _in_child(PeerCommands.count)
-    restart_engine = _in_child(PeerCommands.restart_engine)
 
     def __init__(self, make_engine: MakeEngine) -> None:
         context = multiprocessing.get_context("spawn")
@@ -100,6 +71,11 @@ class PeerProcess:
         self._process.start()
         child_end.close()
         self.card()
+
+    def __getattr__(self, command: str) -> Callable[..., Any]:
+        if command.startswith("_"):
+            raise AttributeError(command)
+        return functools.partial(self._ask, command)
 
     @property
     def pid(self) -> int:

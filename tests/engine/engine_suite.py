@@ -29,7 +29,7 @@ class EngineSuite(FaultCases):
     def test_scattered_copies_match_brute_force(self, driver: Driver, shared_peer: PeerProcess) -> None:
         """One after the other and several at a time, of odd lengths and of none."""
         far_address = shared_peer.allocate("scattered", BUFFER_BYTES, seed=2)
-        shared_peer.register([("scattered", 0, BUFFER_BYTES)])
+        shared_peer.register("scattered")
         driver.engine.connect("peer", shared_peer.card())
         near, far = driver.buffer.copy(), random_bytes(BUFFER_BYTES, 2)
         most = driver.engine.capabilities.max_batches_per_peer

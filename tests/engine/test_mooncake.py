@@ -181,7 +181,7 @@ def make_engine():
 if __name__ == "__main__":
     peer, driver = PeerProcess(make_engine), Driver(make_engine(), 64 << 20)
     remote = peer.allocate("buffer", 64 << 20)
-    peer.register([("buffer", 0, 64 << 20)])
+    peer.register("buffer")
     driver.engine.connect("peer", peer.card())
     assert driver.copy("peer", remote, 64 << 20).ok
     peer.stop()
