@@ -120,7 +120,8 @@ class TorchMover(PlainMover):
             _table(*types, scale, self._device)[_unsigned(codes[..., plane, values])]
             for plane, values, scale in values_by_scale(lanes, planes, run, scales)
         ]
-        return torch.cat(made, dim=-1).unflatten(-1, (planes, run))
+        joined = torch.cat(made, dim=-1)
+        return joined.view(*joined.shape[:-1], planes, run)
 
 
 class _DeviceBytes:
