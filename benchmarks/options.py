@@ -12,8 +12,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from benchmarks.report import Report
-from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.node.demo import PROTOCOLS
 
 DEVICES = ("cpu", "cuda")
 

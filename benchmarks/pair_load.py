@@ -14,9 +14,9 @@ from pathlib import Path
 from benchmarks.options import Options as BaseOptions
 from benchmarks.options import option
 from benchmarks.report import Report
-from kvconnect.demo.children import Children
-from kvconnect.demo.pair import ask, start_nodes, start_reference, start_router
 from kvconnect.errors import KVConnectError
+from kvconnect.node.children import Children
+from kvconnect.node.demo import ask, start_nodes, start_router
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,15 @@ def bench_idle(options: Options, report: Report) -> None:
     """
     engine, model = options.engine, options.model
     with tempfile.TemporaryDirectory(prefix="kvconnect-bench-") as folder, Children(Path(folder)) as children:
-        nodes = start_nodes(children, engine, model)
-        pair = start_router(children, engine, model, nodes)
-        single = start_reference(children, model)
+        serve = ("serve", "--model", model, "--port", "0")
+        prefill, decode = start_nodes(children, engine, model, *serve)
+        router = start_router(children, prefill, decode)
+        single = children.start("single", *serve)
         single.wait_ready()
-        for url in (single.url, pair.router.url):
+        for url in (single.url, router.url):
             ask(url, model, list(range(1, 100)))
         time.sleep(1.0)
-        watched = {"alone": single, "prefill": pair.prefill, "decode": pair.decode}
+        watched = {"alone": single, "prefill": prefill, "decode": decode}
         before = {name: _cpu_seconds(child.pid) for name, child in watched.items()}
         started = time.monotonic()
         time.sleep(options.seconds)

@@ -19,11 +19,9 @@ from typing import Any
 from benchmarks.options import Options as BaseOptions
 from benchmarks.options import carrying_protocol, extra_option, option
 from benchmarks.report import Report
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import growth, read_metrics
-from kvconnect.demo.pair import RESERVED_BLOCKS, ask
-from kvconnect.demo.pair_outcome import tokens_of
 from kvconnect.errors import KVConnectError
+from kvconnect.node.children import Children, growth, read_metrics
+from kvconnect.node.demo import RESERVED_BLOCKS, ask, tokens_of
 
 _BLOCK_TOKENS = 16
 _VOCABULARY = 512

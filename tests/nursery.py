@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from kvconnect.demo.children import ENVIRONMENT, Child, die_with_parent
 from kvconnect.errors import KVConnectError
+from kvconnect.node.children import ENVIRONMENT, Child, die_with_parent
 
 _MODULE = "tests.nursery"
 _CLONE_NEWNET = 0x40000000

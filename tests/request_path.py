@@ -20,12 +20,11 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import kvconnect
-from kvconnect.demo.children import ENVIRONMENT, Child, Children
-from kvconnect.demo.http import fetch_json
+from kvconnect.node.children import ENVIRONMENT, Child, Children, fetch_json
 
 _PACKAGE = str(Path(kvconnect.__file__).parent) + "/"
 _OUT = "REQUEST_PATH_OUT"
-_LEFT_OUT = ("node/", "cli/", "demo/", "__main__.py")
+_LEFT_OUT = ("node/", "cli/", "__main__.py")
 _PROMPT = [(11 * position) % 250 for position in range(300)]
 
 

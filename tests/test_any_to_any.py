@@ -18,9 +18,9 @@ from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, UniformTypeSpec
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.engine.registry import available_engines
 from kvconnect.halves.worker_half import TransferWorker
+from kvconnect.node.demo import PROTOCOLS
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Hold, Load, Orders

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,10 +19,8 @@ from typer.testing import CliRunner
 import kvconnect
 from kvconnect import cli
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.demo import children, demo_runner, http, pair_outcome, prompts
-from kvconnect.demo.demo_options import DemoOptions
-from kvconnect.demo.pair_outcome import PairOutcome, Tokens
-from kvconnect.demo.report import report
+from kvconnect.node import children, demo
+from kvconnect.node.demo import DemoOptions, PairOutcome, Tokens
 from kvconnect.node.node_options import NodeOptions
 
 ROOT = Path(__file__).parents[1]
@@ -120,14 +117,14 @@ def test_the_example_configurations_are_valid(path: Path) -> None:
 
 
 def test_prompts_are_seeded_and_none_continues_into_another() -> None:
-    made = prompts.make_prompts(16, 7)
-    assert made == prompts.make_prompts(16, 7)
-    assert made != prompts.make_prompts(16, 8)
+    made = demo.make_prompts(16, 7)
+    assert made == demo.make_prompts(16, 7)
+    assert made != demo.make_prompts(16, 8)
     lengths = {len(prompt) for prompt in made}
     assert {1, 128} <= lengths
     assert any(1 < length < 16 for length in lengths)
     assert max(lengths) > 300
-    assert all(0 <= token < prompts.VOCAB for prompt in made for token in prompt)
+    assert all(0 <= token < demo.VOCAB for prompt in made for token in prompt)
     for one in made:
         for other in made:
             assert one is other or len(one) == 1 or other[: len(one)] != one
@@ -137,15 +134,15 @@ def test_prompts_are_seeded_and_none_continues_into_another() -> None:
 
 def test_a_difference_is_named_and_a_failure_is_never_equality() -> None:
     same = Tokens([1, 2], [3])
-    assert pair_outcome.difference(same, Tokens([1, 2], [3])) == ""
-    assert "place 1: 2 from the pair, 9 from" in pair_outcome.difference(same, Tokens([1, 9], [3]))
-    assert "place 1: nothing from the pair" in pair_outcome.difference(Tokens([1], [3]), same)
-    assert "draft tokens differ" in pair_outcome.difference(Tokens([1, 2], [4]), same)
-    assert "draft tokens differ" in pair_outcome.difference(Tokens([1, 2], None), same)
-    failed = http.BadAnswer("gone")
-    assert pair_outcome.difference(failed, failed) == "the single node failed: gone"
-    assert pair_outcome.difference(failed, same) == "the pair failed: gone"
-    assert pair_outcome.difference(Tokens([], None), Tokens([], None)) != ""
+    assert demo.difference(same, Tokens([1, 2], [3])) == ""
+    assert "place 1: 2 from the pair, 9 from" in demo.difference(same, Tokens([1, 9], [3]))
+    assert "place 1: nothing from the pair" in demo.difference(Tokens([1], [3]), same)
+    assert "draft tokens differ" in demo.difference(Tokens([1, 2], [4]), same)
+    assert "draft tokens differ" in demo.difference(Tokens([1, 2], None), same)
+    failed = children.BadAnswer("gone")
+    assert demo.difference(failed, failed) == "the single node failed: gone"
+    assert demo.difference(failed, same) == "the pair failed: gone"
+    assert demo.difference(Tokens([], None), Tokens([], None)) != ""
 
 
 @pytest.mark.parametrize(
@@ -162,7 +159,7 @@ def test_a_difference_is_named_and_a_failure_is_never_equality() -> None:
     ],
 )
 def test_block_ids_differ_in_every_group(prefill: object, decode: object, differ: bool) -> None:
-    assert pair_outcome.all_differ(prefill, decode) is differ
+    assert demo.all_differ(prefill, decode) is differ
 
 
 METRICS = """# HELP kvconnect_transfers_total x
@@ -177,9 +174,9 @@ kvconnect_transfer_seconds_total{direction="received"} %s
 
 def judged(ok: float, failed: float, moved: float, seconds: float) -> PairOutcome:
     made = PairOutcome(engine="memory", model="gqa", requests=3)
-    before = http.parse_metrics(METRICS % (1, 0, 1e9, 1))
-    after = http.parse_metrics(METRICS % (1 + ok, failed, 1e9 + moved, 1 + seconds))
-    pair_outcome.judge_transfer(made, before, after, [[1], [1, 2], [1, 2, 3]])
+    before = children.parse_metrics(METRICS % (1, 0, 1e9, 1))
+    after = children.parse_metrics(METRICS % (1 + ok, failed, 1e9 + moved, 1 + seconds))
+    demo.judge_transfer(made, before, after, [[1], [1, 2], [1, 2, 3]])
     return made
 
 
@@ -195,11 +192,7 @@ def test_only_the_growth_of_the_counters_counts() -> None:
 def test_a_line_of_the_demo_fits_80_columns_and_has_no_rate_of_tiny_models(capsys) -> None:
     pair = PairOutcome(engine="mooncake", model="sliding", requests=128, token_exact=128, seconds=100.0)
     pair.kv_bytes, pair.gb_per_s, pair.lane = 123_456_789, 0.002, "shared_memory"
-
-    def run(_: Path) -> Iterator[PairOutcome]:
-        yield pair
-
-    assert report(run, json_output=False) == 0
+    pair.report(json_output=False)
     (line,) = capsys.readouterr().out.splitlines()
     assert len(line) <= 80, line
     assert line.startswith("ok     mooncake/sliding 128 of 128 exact, 123 MB over shared_memory")
@@ -209,17 +202,17 @@ def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_named(monke
     reasons = {"mooncake": "apt-get install libibverbs1", "nixl": ""}
     monkeypatch.setattr("kvconnect.engine.registry.available_engines", lambda: reasons)
     ran: list[str] = []
-    monkeypatch.setattr(demo_runner, "_run_model", lambda engines, *_: ran.extend(engines) or [])
+    monkeypatch.setattr(demo, "_run_model", lambda engines, *_: ran.extend(engines) or [])
     everything = DemoOptions(model=["gqa"], requests=1)
-    assert demo_runner.run_demo(everything, json_output=True) == 0
+    assert demo.run_demo(everything, json_output=True) == 0
     assert ran == ["nixl"]
     assert "mooncake is skipped: apt-get install libibverbs1" in capsys.readouterr().err
     for named in (["mooncake"], ["nixl", "mooncake"]):
         with pytest.raises(kvconnect.errors.ConfigError, match="libibverbs1"):
-            demo_runner.run_demo(replace(everything, engine=named))
+            demo.run_demo(replace(everything, engine=named))
     assert ran == ["nixl"]
     reasons["nixl"] = "pip install nixl"
-    assert demo_runner.run_demo(everything) == 1
+    assert demo.run_demo(everything) == 1
     assert "no engine can run here" in capsys.readouterr().err
 
 
@@ -301,7 +294,7 @@ def test_one_flipped_byte_fails_the_demo(engine, flip, said, tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(children, "COMMAND", (sys.executable, str(script)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = demo_runner.run_demo(DemoOptions([engine], ["gqa"], requests=4), json_output=True)
+    code = demo.run_demo(DemoOptions([engine], ["gqa"], requests=4), json_output=True)
     out, err = capfd.readouterr()
     found = json.loads(out)
     assert code == 1
@@ -328,7 +321,7 @@ def children_of(pid: int) -> set[int]:
 def test_no_child_outlives_the_demo(number: signal.Signals, tmp_path) -> None:
     command = [sys.executable, "-m", "kvconnect", "demo", "--engine", "nixl", "--model", "gqa"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    demo = subprocess.Popen(
+    process = subprocess.Popen(
         command,
         cwd=ROOT,
         env=environment,
@@ -339,17 +332,17 @@ def test_no_child_outlives_the_demo(number: signal.Signals, tmp_path) -> None:
     )
     try:
         deadline = time.monotonic() + 30
-        while len(started := children_of(demo.pid)) < 3:
+        while len(started := children_of(process.pid)) < 3:
             assert time.monotonic() < deadline, "the demo started no nodes"
             time.sleep(0.05)
         time.sleep(0.5)  # let them become what they are to be
-        demo.send_signal(number)
-        assert demo.wait(30) != 0
+        process.send_signal(number)
+        assert process.wait(30) != 0
         while any(Path(f"/proc/{pid}").exists() for pid in started):
             assert time.monotonic() < deadline + 30, "a child outlives the demo"
             time.sleep(0.05)
         if number is not signal.SIGKILL:
             assert list(tmp_path.glob("kvconnect-demo-*")) == [], "its logs are left behind"
     finally:
-        demo.kill()
-        demo.wait(5)
+        process.kill()
+        process.wait(5)

@@ -8,9 +8,8 @@ import threading
 import time
 import urllib.request
 
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import fetch_json, growth, read_metrics
-from kvconnect.demo.pair import ask
+from kvconnect.node.children import Children, fetch_json, growth, read_metrics
+from kvconnect.node.demo import ask
 from tests.ports import free_port
 
 PROMPTS = [list(range(1 + 3 * number, 150 + 20 * number)) for number in range(8)]

@@ -16,7 +16,7 @@ BASE = {
 # A folder imports only from those before it.
 ORDER = [
     "cache", "plan", "pack", "runner_kit", "engine", "peer", "transfer", "prefill", "decode", "offload",
-    "halves", "vllm", "node", "router", "tools", "demo", "cli",
+    "halves", "vllm", "node", "router", "tools", "cli",
 ]  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -27,7 +27,7 @@ NATIVE = {
     "vllm": "vllm",
     "opentelemetry": "vllm",
     "zmq": "peer",
-    "aiohttp": ("node", "router", "demo"),
+    "aiohttp": ("node", "router"),
 }
 
 

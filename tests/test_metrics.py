@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvconnect.demo.http import parse_metrics
 from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics, merge_changes, summarize
+from kvconnect.node.children import parse_metrics
 
 PARTS = (Metrics, OffloadMetrics)
 GAUGES = [family for family in Metrics.declared() if family.kind == "gauge"]

@@ -19,9 +19,8 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.demo.children import COMMAND, Children
-from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
-from kvconnect.demo.pair import PROTOCOLS, ask
+from kvconnect.node.children import COMMAND, BadAnswer, Children, fetch_json, growth, read_metrics
+from kvconnect.node.demo import PROTOCOLS, ask
 from kvconnect.peer.handles import Handles
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.tools.inspect_runner import as_json, look

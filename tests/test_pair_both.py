@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import growth, read_metrics
-from kvconnect.demo.pair import ask
+from kvconnect.node.children import Children, growth, read_metrics
+from kvconnect.node.demo import ask
 from tests.test_pair import ASK_FOR_KV, node_options
 
 

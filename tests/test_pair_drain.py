@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import BadAnswer
-from kvconnect.demo.pair import ask
+from kvconnect.node.children import BadAnswer, Children
+from kvconnect.node.demo import ask
 
 PROMPT = list(range(1, 201))
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import BadAnswer, growth, read_metrics
-from kvconnect.demo.pair import ask
+from kvconnect.node.children import BadAnswer, Children, growth, read_metrics
+from kvconnect.node.demo import ask
 from tests.peer.keys import introduce, make_folder
 
 EXTRA = {"engine": "nixl", "lease_s": 10, "peer_timeout_s": 4}

@@ -11,9 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
-from kvconnect.demo.pair import ask
+from kvconnect.node.children import BadAnswer, Children, fetch_json, growth, read_metrics
+from kvconnect.node.demo import ask
 from tests.ports import free_port
 from tests.test_pair import node_options, until_ready
 

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import fetch_json, growth, read_metrics
-from kvconnect.demo.pair import PROTOCOLS, ask
+from kvconnect.node.children import Children, fetch_json, growth, read_metrics
+from kvconnect.node.demo import PROTOCOLS, ask
 from tests.test_pair import EXTRA, until_ready
 
 STREAMING = {"protocol": PROTOCOLS["nixl"], "slot_bytes": 65536, "stream_min_tokens": 200}

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import growth, read_metrics
-from kvconnect.demo.pair import PROTOCOLS, ask
+from kvconnect.node.children import Children, growth, read_metrics
+from kvconnect.node.demo import PROTOCOLS, ask
 
 PROMPT = list(range(1, 201))
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -16,7 +16,7 @@ import torch
 
 from kvconnect.node.attention import AttentionPages, RequestStates, StepContext, attend_rows
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.models.model import Model, ModelOutput
+from kvconnect.node.models import Model, ModelOutput
 from kvconnect.node.request import EngineStep
 
 # Runs before a capture, so that libraries have made their plans and workspaces.

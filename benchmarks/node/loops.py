@@ -21,7 +21,7 @@ from benchmarks.transfer.cache import BenchCache
 from kvconnect.cache.specs import div_ceil
 from kvconnect.node.kv_cache import NodeCache
 from kvconnect.node.model_runner import Runner
-from kvconnect.node.models.model import CacheLayout, CacheSizing
+from kvconnect.node.models import CacheLayout, CacheSizing
 from kvconnect.node.request import EngineStep, ScheduledChunk
 
 Blocks = Sequence[Sequence[int]]

@@ -18,7 +18,7 @@ from kvconnect.cache.specs import FullAttentionSpec
 from kvconnect.errors import LocalError
 from kvconnect.node.attention import Backend, StepContext
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.models.model import CachedLayer, CacheLayout, CacheSizing, ModelOutput
+from kvconnect.node.models import CachedLayer, CacheLayout, CacheSizing, ModelOutput
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
 
 DTYPE = torch.bfloat16
@@ -67,7 +67,7 @@ class _Layer:
 
 
 class BenchModel:
-    """See ``kvconnect.node.models.model.Model``. ``cache`` is set before the first step."""
+    """See ``kvconnect.node.models.Model``. ``cache`` is set before the first step."""
 
     def __init__(self, size: ModelSize, layout: Layout, device: str) -> None:
         self.name = f"bench:{size}"

@@ -15,7 +15,7 @@ from benchmarks.node.model import BenchModel
 from kvconnect.cache.specs import div_ceil
 from kvconnect.node.attention import AttentionPages, Segment, StepContext
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.models.model import ModelOutput
+from kvconnect.node.models import ModelOutput
 
 
 class PromptModel(BenchModel):

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from kvconnect.demo.children import Child
 from kvconnect.errors import KVConnectError
+from kvconnect.node.children import Child
 
 _END_S = 10.0
 _GRACE_S = 5.0

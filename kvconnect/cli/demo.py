@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvconnect.cli.options import with_options_of
-from kvconnect.demo.demo_options import DemoOptions
+from kvconnect.node.demo import DemoOptions, run_demo
 
 
 @with_options_of(DemoOptions)
@@ -16,6 +16,4 @@ def demo(
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """Prove it here: prefill node, decode node and router as processes, compared with a single node."""
-    from kvconnect.demo.demo_runner import run_demo
-
     raise typer.Exit(run_demo(options, json_output=json_output))

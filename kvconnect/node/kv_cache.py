@@ -28,7 +28,7 @@ from kvconnect.node.attention import (
     PagedRows,
     StatePages,
 )
-from kvconnect.node.models.model import CACHE_DTYPE, CachedLayer, CacheLayout
+from kvconnect.node.models import CACHE_DTYPE, CachedLayer, CacheLayout
 from kvconnect.runner_kit.attention_groups import init_attention
 from kvconnect.runner_kit.block_table import BlockTables
 

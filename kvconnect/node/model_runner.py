@@ -8,7 +8,7 @@ import torch
 
 from kvconnect.node.attention import Segment, segment_step
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.models.model import Model, ModelOutput
+from kvconnect.node.models import Model, ModelOutput
 from kvconnect.node.request import EngineStep
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
 

@@ -27,7 +27,7 @@ from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.node.block_manager import HASH_SCHEME
 from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
-from kvconnect.node.models.model import Model
+from kvconnect.node.models import Model
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Request
 from kvconnect.node.transfers import align_tokens

@@ -18,8 +18,7 @@ from kvconnect.node.engine import NodeEngine
 from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
 from kvconnect.node.kv_events import configured_publisher
 from kvconnect.node.model_runner import Runner
-from kvconnect.node.models import build_model
-from kvconnect.node.models.model import CacheSizing, Model
+from kvconnect.node.models import CacheSizing, Model, build_model
 from kvconnect.node.node_connector import Connector, configured_connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.scheduler import Scheduler

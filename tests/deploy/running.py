@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvconnect.demo.children import Child, Children
+from kvconnect.node.children import Child, Children
 from kvconnect.peer.keyring import new_secret, write
 from tests.deploy.commands import DEPLOY, Part
 from tests.ports import free_port

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvconnect.demo.http import fetch_json, growth, read_metrics
+from kvconnect.node.children import fetch_json, growth, read_metrics
 from tests.deploy.commands import WITH_README, deployment
 from tests.deploy.running import END_TIMEOUT_S, localised, running
 

@@ -17,10 +17,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvconnect.demo.children import Child, Children
-from kvconnect.demo.http import BadAnswer, fetch_json
-from kvconnect.demo.pair import PROTOCOLS, ask
 from kvconnect.metrics import FAMILIES, PREFIX
+from kvconnect.node.children import BadAnswer, Child, Children, fetch_json
+from kvconnect.node.demo import PROTOCOLS, ask
 from kvconnect.router.pool import Pool
 from kvconnect.router.router_metrics import RouterMetrics
 from tests.deploy.commands import DEPLOY

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvconnect.demo.http import BadAnswer, answers
+from kvconnect.node.children import BadAnswer, answers
 from tests.faults.load import Clients, Questions, Traffic
 from tests.faults.reports import HitReport, progress
 from tests.faults.stage import DEADLINES, Actor, Side, StageOptions, wait_until

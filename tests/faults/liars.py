@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-from kvconnect.demo.http import BadAnswer
+from kvconnect.node.children import BadAnswer
 from tests.faults import frames
 from tests.faults.attack import Tap
 from tests.faults.hostile import Health, HostileReport

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from kvconnect.demo.http import BadAnswer, fetch_json
+from kvconnect.node.children import BadAnswer, fetch_json
 from tests.faults.stage import Actor, Stage
 
 VOCABULARY = 512

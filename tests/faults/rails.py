@@ -28,9 +28,9 @@ from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, UniformTypeSpec
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.halves.worker_half import TransferWorker
+from kvconnect.node.demo import PROTOCOLS
 from kvconnect.peer.keyring import new_secret
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.plan.blocks import GroupBlocks

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvconnect.demo.children import Child, ChildFailed, Process
-from kvconnect.demo.http import BadAnswer, Samples, fetch_json, read_metrics
-from kvconnect.demo.pair import PROTOCOLS, RESERVED_BLOCKS
-from tests.nursery import Nursery, is_running
+from kvconnect.node.children import BadAnswer, Child, ChildFailed, Samples, fetch_json, read_metrics
+from kvconnect.node.demo import PROTOCOLS, RESERVED_BLOCKS
+from tests.nursery import Forked, Nursery, is_running
 from tests.ports import free_port
 
 DEADLINES: dict[str, float] = {
@@ -80,7 +79,7 @@ class Actor(Child):
         self._stage = stage
         self._namespace = namespace
 
-    def _spawn(self) -> Process:
+    def _spawn(self) -> Forked:
         assert self.log is not None
         self.starts += 1
         environment = self._stage.options.environment

@@ -7,9 +7,9 @@ import pytest
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.demo.http import BadAnswer, fetch_json
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import build_scheduler_half, configured_trust
+from kvconnect.node.children import BadAnswer, fetch_json
 from kvconnect.transfer.stack import StackTraits
 from tests.halves.test_scheduler_half import ATTENTION, Request
 from tests.ports import free_port

@@ -14,8 +14,7 @@ from kvconnect.errors import PeerError
 from kvconnect.node.attention import Backend
 from kvconnect.node.block_manager import BlockPool
 from kvconnect.node.engine import NodeEngine
-from kvconnect.node.models import build_model
-from kvconnect.node.models.model import CacheLayout, CacheSizing, Model
+from kvconnect.node.models import CacheLayout, CacheSizing, Model, build_model
 from kvconnect.node.node_connector import Connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output, Request

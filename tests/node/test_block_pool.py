@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.node.block_manager import BlockManager, BlockPool
 from kvconnect.node.kv_cache import build_cache_config
-from kvconnect.node.models import build_model
-from kvconnect.node.models.model import CacheSizing
+from kvconnect.node.models import CacheSizing, build_model
 from tests.node.node_harness import check_pool, make_client, make_prompt
 
 CONFIGS = {

@@ -9,8 +9,7 @@ from kvconnect.cache.identity import Naming
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
 from kvconnect.node.kv_cache import CACHE_DTYPES, NodeCache
-from kvconnect.node.models import build_model
-from kvconnect.node.models.model import CacheSizing
+from kvconnect.node.models import CacheSizing, build_model
 from kvconnect.node.node_connector import identity
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.runner_kit.attention_groups import GraphSupport

@@ -8,8 +8,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.node.attention import AttentionPages, StatePages
 from kvconnect.node.kv_cache import NodeCache
 from kvconnect.node.model_runner import Runner
-from kvconnect.node.models import build_model
-from kvconnect.node.models.model import CacheSizing
+from kvconnect.node.models import CacheSizing, build_model
 from kvconnect.node.request import EngineStep, ScheduledChunk
 from tests.caches import overlaid_groups
 from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kvconnect.demo.http import fetch_json
+from kvconnect.node.children import fetch_json
 from kvconnect.node.node_connector import Connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.serving import build_engine

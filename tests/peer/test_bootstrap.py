@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from kvconnect.demo.http import BadAnswer, fetch, fetch_json
 from kvconnect.errors import ConfigError
+from kvconnect.node.children import BadAnswer, fetch, fetch_json
 from kvconnect.peer.bootstrap import Bootstrap
 from tests.ports import free_port
 

@@ -9,8 +9,7 @@ import time
 import aiohttp
 import pytest
 
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import growth, read_metrics
+from kvconnect.node.children import Children, growth, read_metrics
 from tests.ports import free_port
 
 BLOCK = 16

@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import fetch_json, growth, read_metrics
-from kvconnect.demo.pair import start_reference
+from kvconnect.node.children import Children, fetch_json, growth, read_metrics
 from tests.ports import free_port
 from tests.routers.vllm_router import (
     CONCURRENT,
@@ -39,7 +37,7 @@ def nodes(tmp_path_factory, bootstrap_port):
     """A single node, a prefill and a decode node."""
     find_router()
     with Children(tmp_path_factory.mktemp("nodes")) as children:
-        made = [start_reference(children, "gqa")]
+        made = [children.start("single", "serve", "--model", "gqa", "--port", "0")]
         made.append(start(children, "producer", bootstrap_port=bootstrap_port))
         # Ids of blocks that cannot be the same on both sides.
         made.append(start(children, "consumer", "--reserved-blocks", "61"))

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from kvconnect.demo.children import Children
-from kvconnect.demo.http import growth, read_metrics
+from kvconnect.node.children import Children, growth, read_metrics
 from tests.ports import free_port
 from tests.routers.vllm_router import complete, find_router, routed, token_ids
 

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvconnect.demo.children import Child
-from kvconnect.demo.http import fetch_json
+from kvconnect.node.children import Child, fetch_json
 from tests.ports import free_port
 
 ENVIRONMENT = Path(os.environ.get("KVCONNECT_ROUTERS", Path(__file__).parents[2] / ".venv-routers"))

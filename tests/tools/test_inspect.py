@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvconnect.addresses import RankAddress
-from kvconnect.demo.children import COMMAND
+from kvconnect.node.children import COMMAND
 from kvconnect.peer.description import Description
 from kvconnect.peer.inspection import Inspection, LeaseView, LoadView, PeerView, RecordView, SlotsView
 from kvconnect.tools.inspect_runner import as_json

@@ -22,7 +22,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-from kvconnect.demo.children import die_with_parent
+from kvconnect.node.children import die_with_parent
 
 
 def main() -> None:

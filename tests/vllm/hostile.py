@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvconnect.demo.http import BadAnswer, fetch
+from kvconnect.node.children import BadAnswer, fetch
 from tests.faults import frames
 from tests.ports import free_port
 from tests.vllm.servers import Server, members, running, transfer_config

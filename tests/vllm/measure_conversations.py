@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvconnect.demo.children import COMMAND, ENVIRONMENT, Child
-from kvconnect.demo.http import BadAnswer
+from kvconnect.node.children import COMMAND, ENVIRONMENT, BadAnswer, Child
 from tests.ports import free_port
 from tests.vllm.load_client import streamed_tokens
 from tests.vllm.load_figures import quantile

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconnect.demo.http import BadAnswer, fetch
+from kvconnect.node.children import BadAnswer, fetch
 from tests.vllm.dense_model import Shape, write_model
 from tests.vllm.pairs import Lines, Pair, Variant, brought_up, environment, gpu_options, tell_failure
 from tests.vllm.servers import Server, random_prompt

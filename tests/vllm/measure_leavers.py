@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvconnect.demo.http import BadAnswer
+from kvconnect.node.children import BadAnswer
 from tests.vllm.load_figures import in_ms, quantile
 from tests.vllm.measure_gpu import ask
 from tests.vllm.pairs import NIXL, Pair, Variant, environment, gpu_options, named_variant, prepared

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.config import ExtraConfig
-from kvconnect.demo.http import BadAnswer
 from kvconnect.errors import KVConnectError
+from kvconnect.node.children import BadAnswer
 from kvconnect.tools.inspect_runner import run_trace
 from tests.ports import free_port
 from tests.vllm import load_client

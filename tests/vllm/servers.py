@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvconnect.demo.children import Child, ChildFailed, Process
-from kvconnect.demo.http import BadAnswer, fetch
-from kvconnect.demo.pair import PROTOCOLS
+from kvconnect.node.children import BadAnswer, Child, ChildFailed, fetch
+from kvconnect.node.demo import PROTOCOLS
 from tests.nursery import Nursery
 from tests.ports import free_port
 from tests.vllm.tiny_models import Recipe
@@ -131,7 +130,7 @@ class Server(Child):
         super().__init__(name, command, folder / f"{name}.log", environment, url)
         self.start()
 
-    def _spawn(self) -> Process:
+    def _spawn(self) -> Any:
         python, _, _, *arguments = self.command
         if self.nursery is None or python != sys.executable:
             return super()._spawn()

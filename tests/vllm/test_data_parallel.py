@@ -17,7 +17,7 @@ from tests.ports import free_port
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.demo.http import answers, fetch_json
+from kvconnect.node.children import answers, fetch_json
 from tests.vllm.servers import OBSERVED, ROOT, Server, random_prompt, running, transfer_config
 from tests.vllm.tiny_models import write_model
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.demo.http import fetch, fetch_json
+from kvconnect.node.children import fetch, fetch_json
 from tests.deploy.commands import KINDS, deployment
 from tests.deploy.running import localised, running
 from tests.vllm.servers import ASK_FOR_KV

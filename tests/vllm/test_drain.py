@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.demo.http import BadAnswer
+from kvconnect.node.children import BadAnswer
 from tests.vllm.servers import pair, random_prompt
 from tests.vllm.tiny_models import write_model
 

@@ -15,7 +15,7 @@ from tests.ports import free_port
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.demo.http import BadAnswer
+from kvconnect.node.children import BadAnswer
 from tests.vllm.comparing import assert_bytes_landed, assert_nothing_landed, became_of
 from tests.vllm.servers import ASK_FOR_KV, EXACT, members, pair, random_prompt
 from tests.vllm.tiny_models import write_model

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from kvconnect.demo.http import BadAnswer  # noqa: E402
+from kvconnect.node.children import BadAnswer  # noqa: E402
 from tests.vllm import dense_model, measure_gpu  # noqa: E402
 from tests.vllm.dense_model import Shape  # noqa: E402
 from tests.vllm.measure_gpu import Answer, variants  # noqa: E402

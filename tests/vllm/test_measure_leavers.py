@@ -8,7 +8,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from kvconnect.demo.http import BadAnswer  # noqa: E402
+from kvconnect.node.children import BadAnswer  # noqa: E402
 from tests.vllm import measure_leavers  # noqa: E402
 from tests.vllm.measure_gpu import Answer  # noqa: E402
 from tests.vllm.measure_leavers import Accepted, Load, Outcome, measured, parsed  # noqa: E402

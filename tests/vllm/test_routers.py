@@ -14,7 +14,7 @@ from tests.ports import free_port
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.demo.http import BadAnswer, fetch, fetch_json
+from kvconnect.node.children import BadAnswer, fetch, fetch_json
 from tests.vllm.comparing import assert_bytes_landed
 from tests.vllm.servers import EXACT, ROOT, Server, pair, random_prompt
 from tests.vllm.tiny_models import write_model

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from kvconnect.demo.children import COMMAND
+from kvconnect.node.children import COMMAND
 from kvconnect.tools.timelines import PHASES
 from tests.vllm.servers import ASK_FOR_KV, pair, random_prompt
 from tests.vllm.tiny_models import write_model

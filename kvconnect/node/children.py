@@ -1,20 +1,24 @@
-"""Child processes: started together, waited for until they answer, and ended in every case."""
+"""Child processes: started together, asked over HTTP until they answer, and ended in every case."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from kvconnect.demo.http import answers
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvconnect.errors import KVConnectError
 
 _READY = re.compile(r"^kvconnect (?:node|router) ready on (http://\S+)", re.MULTILINE)
@@ -27,19 +31,78 @@ COMMAND = (sys.executable, "-m", "kvconnect")
 # A child is one of several on a machine, and its log is read while it runs.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
+# The children are on this machine: a proxy that the environment names is not for them.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 class ChildFailed(KVConnectError):
     """A child ended early or was not ready in time. The text holds the end of its log."""
 
 
-class Process(Protocol):
-    """What is needed of ``subprocess.Popen``."""
+class BadAnswer(KVConnectError):
+    """A child answered with an error, or not at all."""
 
-    pid: int
 
-    def poll(self) -> int | None: ...
+def fetch(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
+    """GET ``url``, or POST ``body`` to it as JSON.
 
-    def wait(self, timeout: float | None = None) -> int: ...
+    Raises ``BadAnswer``: no answer, or a status other than 200; the text holds its body's beginning.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    try:
+        with _opener.open(request, timeout=timeout_s) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        text = error.read(500).decode(errors="replace")
+        raise BadAnswer(f"{url} answered {error.code}: {text}") from error
+    except OSError as error:
+        raise BadAnswer(f"{url} gave no answer: {error}") from error
+
+
+def fetch_json(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
+    """The same, with its JSON parsed. Raises BadAnswer: no answer, an error, or no JSON."""
+    raw = fetch(url, body, timeout_s)
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        raise BadAnswer(f"{url} answered something that is not JSON: {raw[:200]!r}") from error
+
+
+def answers(url: str, timeout_s: float = 5.0) -> bool:
+    """Whether a URL answers with 200."""
+    try:
+        fetch(url, timeout_s=timeout_s)
+    except BadAnswer:
+        return False
+    return True
+
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+"""Metrics: name and sorted labels to value."""
+
+
+def parse_metrics(text: str) -> Samples:
+    """Prometheus' text format."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def read_metrics(url: str) -> Samples:
+    """The metrics of a child."""
+    return parse_metrics(fetch(url + "/metrics").decode())
+
+
+def growth(before: Samples, after: Samples, name: str, **labels: str) -> float:
+    """By how much a counter grew, summed over all samples that carry ``labels``."""
+    return sum(
+        value - before.get((sample, pairs), 0.0)
+        for (sample, pairs), value in after.items()
+        if sample == name and labels.items() <= dict(pairs).items()
+    )
 
 
 class Child:
@@ -62,7 +125,8 @@ class Child:
         self.command = command
         self.log = log
         self.url = url
-        self.process: Process
+        # What has ``poll`` and ``wait`` as ``subprocess.Popen`` does.
+        self.process: Any = None
         # Its group's too.
         self.pid = 0
         self._environment = {**os.environ, **(environment or {})}
@@ -80,7 +144,7 @@ class Child:
         self.pid = self.process.pid
         return self
 
-    def _spawn(self) -> Process:
+    def _spawn(self) -> Any:
         with contextlib.ExitStack() as opened:
             out = None if self.log is None else opened.enter_context(self.log.open("ab"))
             files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
@@ -113,15 +177,12 @@ class Child:
 
     def exit_code(self) -> int | None:
         """None while it runs."""
-        return self.process.poll()
+        code: int | None = self.process.poll()
+        return code
 
     def output(self) -> str:
         """Its output since its last start."""
-        if self.log is None:
-            return ""
-        with self.log.open("rb") as file:
-            file.seek(self._log_start)
-            return file.read().decode(errors="replace")
+        return "" if self.log is None else self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def tail(self, lines: int = 30) -> str:
         """The end of its log, for an error report."""
@@ -134,7 +195,7 @@ class Child:
                 os.killpg(self.pid, number)
 
     def ask_to_end(self) -> None:
-        """SIGTERM to the whole group, once."""
+        """SIGTERM to the whole group, once: a second one ends a node at once."""
         if not self._is_asked:
             self._is_asked = True
             self.send(signal.SIGTERM)
@@ -149,7 +210,8 @@ class Child:
     def kill(self) -> int:
         """SIGKILL to the whole group, which may outlive its leader. Returns the exit code."""
         self.send(signal.SIGKILL)
-        return self.process.wait()
+        code: int = self.process.wait()
+        return code
 
 
 class Children:

@@ -1,0 +1,373 @@
+"""The demo: proof on this machine that a pair decodes the same tokens as a single node.
+
+Starts real processes through the command line, as an operator would, and judges them from outside, over HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NamedTuple
+
+from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.node.children import BadAnswer, Child, Children, Samples, fetch_json, growth, read_metrics
+from kvconnect.packages import engine_entry_points
+
+MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
+PROTOCOLS = {"mooncake": "tcp", "nixl": "UCX"}
+"""By engine, for nodes with CPU caches: left at auto, those of one machine would not need the engine."""
+# The decode node never uses these ids, so that the two sides cannot agree on ids by accident.
+RESERVED_BLOCKS = 61
+
+PROMPT_SEED, VOCAB = 7, 512
+# One token; less than a block; exact blocks of 16, 32 and 128; one more than that; several hundred.
+_LENGTHS = (1, 9, 16, 129, 333, 128, 32, 257, 64, 150, 15, 480, 2, 17, 384, 96)
+# Every so many prompts one continues another: its beginning may already lie in a cache.
+_SHARED_EVERY, _SHARED_TOKENS = 4, 128
+MAX_TOKENS = 12
+CONCURRENCY = 4
+REQUEST_TIMEOUT_S, IDLE_TIMEOUT_S, READY_TIMEOUT_S = 90.0, 45.0, 15.0
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What runs, as ``kvconnect demo`` is asked. Raises ``ConfigError``: no prompt does."""
+
+    engine: Annotated[
+        list[str],
+        "Engine to run, exit 2 if it cannot (several times for several); default: every one that works here.",
+    ] = field(default_factory=list)
+    model: Annotated[list[str], "Model to run (several times for several); default: all."] = field(
+        default_factory=list
+    )
+    requests: Annotated[int, "Prompts per engine and model."] = 8
+    device: Annotated[str, "Where the nodes compute: cpu, cuda, cuda:N."] = "cpu"
+    kv_cache_dtype: Annotated[str, "What the nodes' caches keep: auto, bf16 or fp8_e4m3."] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.requests < 1:
+            raise ConfigError(f"requests is {self.requests}, it must be at least 1")
+
+
+class Tokens(NamedTuple):
+    """What was generated for one prompt; ``draft`` is None for a model without a draft."""
+
+    token_ids: list[int]
+    draft: list[int] | None
+
+
+@dataclass(kw_only=True)
+class PairOutcome:
+    """What one engine with one model did. ``gb_per_s`` are received bytes by seconds of their transfers.
+
+    ``problems`` is empty exactly if everything was as it must be.
+    """
+
+    engine: str
+    model: str
+    requests: int
+    token_exact: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    kv_bytes: int = 0
+    transfer_s: float = 0.0
+    gb_per_s: float = 0.0
+    lane: str = ""
+    block_ids_differ: bool = False
+
+    def report(self, *, json_output: bool) -> None:
+        """Print what was found in a line, with its problems to stderr, and as JSON if that is wanted."""
+        name, verdict = f"{self.engine}/{self.model}", "FAILED" if self.problems else "ok"
+        moved = f"{self.kv_bytes / 1e6:.3g} MB over {self.lane}" if self.lane else "no KV came"
+        found = f"{self.token_exact} of {self.requests} exact, {moved}, {self.seconds:.1f} s"
+        line = f"{verdict:6} {name:15} {found}"
+        print(line, file=sys.stderr if json_output else sys.stdout, flush=True)
+        for problem in self.problems:
+            _note(f"{name}: {problem}")
+        if json_output:
+            print(json.dumps(asdict(self)), flush=True)
+
+
+def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
+    """Outcomes go to stdout, everything else to stderr.
+
+    Returns the exit code: 1 if anything was not as it must be, or no engine can run here.
+    Raises ``ConfigError``: an unknown name, or an engine asked for by name cannot run here.
+    """
+    from kvconnect.engine.registry import available_engines
+
+    models = _known("model", options.model, MODELS)
+    # The memory engine does not leave its process.
+    engines = _known("engine", options.engine, [name for name in engine_entry_points() if name != "memory"])
+    reasons = available_engines()
+    for name in [name for name in engines if reasons[name]]:
+        if options.engine:
+            raise ConfigError(f"engine {name!r} cannot run here: {reasons[name]}")
+        _note(f"{name} is skipped: {reasons[name]}")
+        engines.remove(name)
+    if not engines:
+        _note("no engine can run here")
+        return 1
+    folder = Path(tempfile.mkdtemp(prefix="kvconnect-demo-"))
+    failed = False
+    before = signal.signal(signal.SIGTERM, _raise_exit)
+    try:
+        for model in models:
+            for outcome in _run_model(engines, model, options, folder):
+                failed = failed or bool(outcome.problems)
+                outcome.report(json_output=json_output)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if failed:
+            _note(f"logs are kept in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 1 if failed else 0
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _raise_exit(number: int, _frame: FrameType | None) -> None:
+    """Turn SIGTERM into an exception, so that every ``with`` block ends its children."""
+    raise SystemExit(128 + number)
+
+
+def _known(what: str, names: Sequence[str], accepted: Sequence[str]) -> list[str]:
+    """These names, each once; none means all. Raises ConfigError: one is not accepted."""
+    for name in names:
+        if name not in accepted:
+            raise ConfigError(f"{what} {name!r} is unknown; choose from {', '.join(accepted)}")
+    return list(dict.fromkeys(names)) or list(accepted)
+
+
+def make_prompts(count: int, seed: int) -> list[list[int]]:
+    """``count`` different prompts of random ids, whose lengths sit on and around every block border.
+
+    The same arguments always give the same prompts. No prompt is the beginning of another one, save for
+    those of one token: a node that has seen the others still lacks the end of each.
+    """
+    generator = random.Random(seed)
+    shared = [generator.randrange(VOCAB) for _ in range(_SHARED_TOKENS)]
+    prompts = []
+    for index in range(count):
+        length = _LENGTHS[index % len(_LENGTHS)]
+        prompt = [generator.randrange(VOCAB) for _ in range(length)]
+        if index % _SHARED_EVERY == _SHARED_EVERY - 1:
+            prompt = shared + prompt[: max(2, length - _SHARED_TOKENS)]
+        prompts.append(prompt)
+    return prompts
+
+
+# --- the processes --------------------------------------------------------------------------------
+
+
+def _run_model(
+    engines: Sequence[str], model: str, options: DemoOptions, folder: Path
+) -> Iterator[PairOutcome]:
+    """One model with every engine. The single node is asked once, while the first pair starts."""
+    prompts = make_prompts(options.requests, PROMPT_SEED)
+    # One prompt more, which is sent to both nodes without the router.
+    prompts.append(make_prompts(3, PROMPT_SEED + 1)[2] + make_prompts(5, PROMPT_SEED + 2)[4])
+    expected: list[Tokens | BadAnswer] = []
+    serve = ("serve", "--model", model, "--port", "0", "--device", options.device)
+    serve = (*serve, "--kv-cache-dtype", options.kv_cache_dtype)
+    with Children(folder) as single:
+        alone = single.start(f"single-{model}", *serve)
+        for engine in engines:
+            outcome = PairOutcome(engine=engine, model=model, requests=options.requests)
+            started = time.monotonic()
+            _note(f"{'...':6} {engine + '/' + model:15} its processes start, which takes some seconds")
+            with Children(folder) as children:
+                try:
+                    nodes = start_nodes(children, engine, model, *serve, on_cpu=options.device == "cpu")
+                    if not expected:
+                        expected = ask_all(alone.wait_ready(), model, prompts)
+                        single.end()
+                    router = start_router(children, *nodes)
+                    _judge(outcome, *nodes, router, prompts, expected)
+                except KVConnectError as error:
+                    outcome.problems.append(str(error))
+                outcome.seconds = round(time.monotonic() - started, 2)
+                if outcome.problems:
+                    _note(children.tails())
+            yield outcome
+            if not expected:
+                break  # there is nothing to compare with
+
+
+def start_nodes(
+    children: Children, engine: str, model: str, *serve: str, on_cpu: bool = True
+) -> tuple[Child, Child]:
+    """Start a prefill and a decode node with the command ``serve``. Returns before they are ready."""
+
+    def start(side: str, role: str, *more: str) -> Child:
+        name = f"{side}-{engine}-{model}"
+        protocol = PROTOCOLS.get(engine, "auto") if on_cpu else "auto"
+        extra = {"engine": engine, "protocol": protocol, "host": "127.0.0.1", "port": 0}
+        config = json.dumps({"kv_role": role, "engine_id": name, "kv_connector_extra_config": extra})
+        return children.start(name, *serve, "--kv-transfer-config", config, *more)
+
+    own = ("--reserved-blocks", str(RESERVED_BLOCKS))
+    return start("prefill", "kv_producer"), start("decode", "kv_consumer", *own)
+
+
+def start_router(children: Children, prefill: Child, decode: Child) -> Child:
+    """Wait for both nodes, then put a router before them and wait until it is ready to route.
+
+    Raises ``ChildFailed``: one of them ended or was too slow, or the router did not find both nodes healthy.
+    """
+    options = ("--port", "0", "--prefill", prefill.wait_ready(), "--decode", decode.wait_ready())
+    router = children.start(prefill.name.replace("prefill", "router", 1), "router", *options)
+    router.wait_ready()
+    router.wait_answer("/ready?all", READY_TIMEOUT_S)
+    return router
+
+
+def ask(url: str, model: str, prompt: Sequence[int], **more: Any) -> Any:
+    """One completion, as the whole answer. Raises BadAnswer: an error, or no answer."""
+    body = {"model": model, "prompt": list(prompt), "max_tokens": MAX_TOKENS, "temperature": 0, **more}
+    return fetch_json(url + "/v1/completions", body, REQUEST_TIMEOUT_S)
+
+
+def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]]) -> list[Tokens | BadAnswer]:
+    """All prompts, several at a time. A failed one is its error, in its place."""
+
+    def one(prompt: Sequence[int]) -> Tokens | BadAnswer:
+        try:
+            return tokens_of(ask(url, model, prompt))
+        except BadAnswer as error:
+            return error
+
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        return list(pool.map(one, prompts))
+
+
+def tokens_of(answer: Any) -> Tokens:
+    """The generated tokens in an answer. Raises BadAnswer: it holds none."""
+    try:
+        drafts = answer.get("draft_token_ids")
+        return Tokens(list(answer["choices"][0]["token_ids"]), None if drafts is None else list(drafts))
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise BadAnswer(f"an answer without token ids: {str(answer)[:200]}") from error
+
+
+# --- the rules by which a pair is right or wrong --------------------------------------------------
+
+
+def _judge(
+    outcome: PairOutcome,
+    prefill: Child,
+    decode: Child,
+    router: Child,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[Tokens | BadAnswer],
+) -> None:
+    """Send everything through a pair and write down what was found.
+
+    The last prompt is sent to both nodes without the router, to see the block ids of both sides.
+    """
+    *routed, by_hand = prompts
+    before = read_metrics(decode.url)
+    # One alone, so that the router knows the prefill node before it is asked for the others.
+    got = [answer for some in (routed[:1], routed[1:]) for answer in ask_all(router.url, outcome.model, some)]
+    for index, (prompt, mine, single) in enumerate(zip(routed, got, expected[:-1], strict=True)):
+        if problem := difference(mine, single):
+            outcome.problems.append(f"prompt {index} of {len(prompt)} tokens: {problem}")
+        else:
+            outcome.token_exact += 1
+    judge_transfer(outcome, before, read_metrics(decode.url), routed)
+    alone = growth({}, read_metrics(router.url), "kvconnect_router_fallbacks_total")
+    # A prefill node of a recurrent model has nothing to hand out for one token.
+    if alone > sum(len(prompt) == 1 for prompt in routed):
+        outcome.problems.append(f"the router sent {alone:.0f} requests to the decode node alone")
+    _judge_block_ids(outcome, prefill, decode, by_hand, expected[-1])
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
+    for side, child in (("prefill", prefill), ("decode", decode)):
+        while (state := fetch_json(child.url + "/debug/state"))["blocks"]["held"]:
+            if time.monotonic() > deadline:
+                outcome.problems.append(f"the {side} node did not come to rest: {state}")
+                break
+            time.sleep(0.1)
+
+
+def _judge_block_ids(
+    outcome: PairOutcome, prefill: Child, decode: Child, prompt: Sequence[int], single: Tokens | BadAnswer
+) -> None:
+    try:
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+        first = ask(prefill.url, outcome.model, prompt, max_tokens=1, kv_transfer_params=wanted)
+        params = first.get("kv_transfer_params") or {}
+        second = ask(decode.url, outcome.model, prompt, kv_transfer_params=params, return_kv_block_ids=True)
+        problem = difference(tokens_of(second), single)
+    except BadAnswer as error:
+        outcome.problems.append(f"both requests by hand: {error}")
+        return
+    if problem:
+        outcome.problems.append(f"both requests by hand: {problem}")
+    theirs, mine = params.get("remote_block_ids"), second.get("kv_block_ids")
+    outcome.block_ids_differ = all_differ(theirs, mine)
+    if not outcome.block_ids_differ:
+        outcome.problems.append(f"block ids do not differ: {theirs} on prefill, {mine} on decode")
+
+
+def all_differ(prefill: Any, decode: Any) -> bool:
+    """In every cache group that holds blocks on both sides the ids differ, and there is such a group."""
+    if not isinstance(prefill, list) or not isinstance(decode, list) or len(prefill) != len(decode):
+        return False
+    shared = [(a[: len(b)], b[: len(a)]) for a, b in zip(prefill, decode, strict=True)]
+    held = [(theirs, mine) for theirs, mine in shared if any(theirs) and any(mine)]
+    return bool(held) and all(theirs != mine for theirs, mine in held)
+
+
+def difference(pair: Tokens | BadAnswer, single: Tokens | BadAnswer) -> str:
+    """How the pair's tokens differ from the single node's; empty if they are the same."""
+    for name, answer in (("single node", single), ("pair", pair)):
+        if isinstance(answer, BadAnswer):
+            return f"the {name} failed: {answer}"
+        if not answer.token_ids:
+            return f"the {name} generated nothing"
+    for what, mine, theirs in zip(("tokens", "draft tokens"), pair, single, strict=True):
+        both = itertools.zip_longest(mine or (), theirs or (), fillvalue="nothing")
+        for place, (one, other) in enumerate(both):
+            if one != other:
+                return f"{what} differ at place {place}: {one} from the pair, {other} from the single node"
+    return ""
+
+
+def judge_transfer(
+    outcome: PairOutcome, before: Samples, after: Samples, prompts: Sequence[Sequence[int]]
+) -> None:
+    """A pair that computes everything twice is exact too: only the counters differ."""
+    received = {"direction": "received"}
+    outcome.kv_bytes = int(growth(before, after, "kvconnect_transfer_bytes_total", **received))
+    outcome.transfer_s = growth(before, after, "kvconnect_transfer_seconds_total", **received)
+    if outcome.transfer_s > 0:
+        outcome.gb_per_s = round(outcome.kv_bytes / outcome.transfer_s / 1e9, 6)
+    moved = {pair for pair in after if pair[0] == "kvconnect_transfer_bytes_total"}
+    grown = [dict(labels) for name, labels in moved if after[name, labels] > before.get((name, labels), 0.0)]
+    outcome.lane = "+".join(sorted({one["lane"] for one in grown if one["direction"] == "received"}))
+    count = growth(before, after, "kvconnect_transfers_total", outcome="ok", **received)
+    wrong = growth(before, after, "kvconnect_transfers_total", **received) - count
+    # What one token leaves behind may be cheaper to compute than to fetch.
+    needed = sum(len(prompt) > 1 for prompt in prompts)
+    if count < needed:
+        outcome.problems.append(
+            f"{needed} prompts need KV of the prefill node, but {count:.0f} received some"
+        )
+    if wrong:
+        outcome.problems.append(f"{wrong:.0f} transfers failed")
+    if needed and not (outcome.kv_bytes > 0 and outcome.transfer_s > 0):
+        outcome.problems.append(f"{outcome.kv_bytes} bytes in {outcome.transfer_s} s were received")
