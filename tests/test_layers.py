@@ -16,7 +16,7 @@ BASE = {
 # A folder imports only from those before it.
 ORDER = [
     "cache", "plan", "pack", "runner_kit", "engine", "peer", "transfer", "prefill", "decode", "offload",
-    "halves", "vllm", "node", "router", "tools", "cli",
+    "halves", "vllm", "router", "node", "tools", "cli",
 ]  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -19,8 +19,8 @@ from benchmarks.node.decode import Decoder
 from benchmarks.node.model import DTYPE, BenchModel, layer_pages
 from benchmarks.transfer.cache import BenchCache
 from kvconnect.cache.specs import div_ceil
+from kvconnect.node.engine import Runner
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.model_runner import Runner
 from kvconnect.node.models import CacheLayout, CacheSizing
 from kvconnect.node.request import EngineStep, ScheduledChunk
 

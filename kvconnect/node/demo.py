@@ -182,8 +182,8 @@ def _run_model(
     # One prompt more, which is sent to both nodes without the router.
     prompts.append(make_prompts(3, PROMPT_SEED + 1)[2] + make_prompts(5, PROMPT_SEED + 2)[4])
     expected: list[Tokens | BadAnswer] = []
-    serve = ("serve", "--model", model, "--port", "0", "--device", options.device)
-    serve = (*serve, "--kv-cache-dtype", options.kv_cache_dtype)
+    node = ("--device", options.device, "--kv-cache-dtype", options.kv_cache_dtype)
+    serve = ("serve", "--model", model, "--port", "0", *node)
     with Children(folder) as single:
         alone = single.start(f"single-{model}", *serve)
         for engine in engines:
@@ -339,6 +339,8 @@ def difference(pair: Tokens | BadAnswer, single: Tokens | BadAnswer) -> str:
             return f"the {name} failed: {answer}"
         if not answer.token_ids:
             return f"the {name} generated nothing"
+    assert isinstance(pair, Tokens)
+    assert isinstance(single, Tokens)
     for what, mine, theirs in zip(("tokens", "draft tokens"), pair, single, strict=True):
         both = itertools.zip_longest(mine or (), theirs or (), fillvalue="nothing")
         for place, (one, other) in enumerate(both):

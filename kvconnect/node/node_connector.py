@@ -30,7 +30,7 @@ from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
 from kvconnect.node.models import Model
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Request
-from kvconnect.node.transfers import align_tokens
+from kvconnect.node.scheduler import align_tokens
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler

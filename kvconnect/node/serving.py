@@ -14,16 +14,14 @@ import torch
 from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
 from kvconnect.node.block_manager import BlockManager, BlockPool
-from kvconnect.node.engine import NodeEngine
+from kvconnect.node.engine import NodeEngine, Runner
 from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
 from kvconnect.node.kv_events import configured_publisher
-from kvconnect.node.model_runner import Runner
 from kvconnect.node.models import CacheSizing, Model, build_model
 from kvconnect.node.node_connector import Connector, configured_connector
 from kvconnect.node.node_options import NodeOptions
-from kvconnect.node.scheduler import Scheduler
+from kvconnect.node.scheduler import Scheduler, Transfers
 from kvconnect.node.server import HttpLimits, NodeServer
-from kvconnect.node.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -38,7 +39,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 _http_logger = logging.getLogger("kvconnect.router.http")
-_http_logger.addFilter(_is_ours)
 
 _Run = Callable[[web.Request, str, float], Awaitable[web.StreamResponse]]
 
@@ -199,7 +199,7 @@ def error_response(
 def create_router_app(
     options: RouterOptions, limits: RouterLimits | None = None, clock: Clock = time.monotonic
 ) -> web.Application:
-    """The router as an aiohttp application. Serve it with ``router_runner``.
+    """The router as an aiohttp application. Serve it with ``app_runner``.
 
     Raises:
         ConfigError: a URL, or what the policy needs, cannot be used.
@@ -222,10 +222,11 @@ def create_router_app(
     return app
 
 
-def router_runner(app: web.Application) -> web.AppRunner:
-    """The runner that the application needs: a client that leaves cancels its handler."""
+def app_runner(app: web.Application, log: logging.Logger = _http_logger, **more: Any) -> web.AppRunner:
+    """What runs an application: a client that leaves cancels its handler, and is no error that is logged."""
+    log.addFilter(_is_ours)
     return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=_http_logger
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=log, **more
     )
 
 
@@ -236,7 +237,7 @@ async def serve_router(app: web.Application, host: str, port: int, stop: asyncio
         ConfigError: the address cannot be listened on.
     """
     router = app[ROUTER]
-    runner = router_runner(app)
+    runner = app_runner(app)
     await runner.setup()
     try:
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,60 +19,38 @@ class RouterMetrics:
     """Counters of one router. Several can live in one process."""
 
     def __init__(self, *pools: Pool) -> None:
-        registry = CollectorRegistry()
-        self._registry = registry
-        counter = partial(Counter, registry=registry)
-        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
-        self.requests = counter("kvconnect_router_requests", "Answered requests.", ["endpoint", "status"])
-        self.in_flight = Gauge("kvconnect_router_in_flight", "Requests being served now.", registry=registry)
-        self.node_request_seconds = histogram(
-            "kvconnect_router_node_request_seconds",
-            "Seconds from the start of a request to a node to the end of its answer.",
-            ["role"],
+        self._registry = CollectorRegistry()
+        counter, seconds, gauge = (
+            partial(self._made, kind) for kind in (Counter, partial(Histogram, buckets=_SECONDS), Gauge)
         )
-        self.first_byte_seconds = histogram(
-            "kvconnect_router_first_byte_seconds",
-            "Seconds from a request's arrival to the first byte of its answer.",
+        self.requests = counter("requests", "Answered requests.", "endpoint", "status")
+        self.in_flight = gauge("in_flight", "Requests being served now.")
+        text = "Seconds from the start of a request to a node to the end of its answer."
+        self.node_request_seconds = seconds("node_request_seconds", text, "role")
+        text = "Seconds from a request's arrival to the first byte of its answer."
+        self.first_byte_seconds = seconds("first_byte_seconds", text)
+        text = "Requests to nodes that gave no whole answer, by what happened."
+        self.node_request_failures = counter("node_request_failures", text, "role", "reason")
+        self.retries = counter("retries", "Requests tried again on another node.", "role")
+        text = "Requests that the decode node served alone, by why; prefill_* where prefill failed."
+        self.fallbacks = counter("fallbacks", text, "reason")
+        text = "Requests that went to both nodes: sequential, parallel, or resumed, which is a parallel one "
+        self.flows = counter("flows", text + "whose decode request had to be given up.", "flow")
+        self.clients_gone = counter("clients_gone", "Clients that left before their answer ended.")
+        text = "Requests of policy prefix, by what decided: prefix where a node has some of the prompt, load."
+        self.placements = counter("placements", text, "by")
+        self.known_blocks = gauge("known_blocks", "Blocks that nodes are known to have.")
+        text = (
+            "Published blocks that are not known: there are too many, or the block before them is not known."
         )
-        self.node_request_failures = counter(
-            "kvconnect_router_node_request_failures",
-            "Requests to nodes that gave no whole answer, by what happened.",
-            ["role", "reason"],
-        )
-        self.retries = counter("kvconnect_router_retries", "Requests tried again on another node.", ["role"])
-        self.fallbacks = counter(
-            "kvconnect_router_fallbacks",
-            "Requests that the decode node served alone, by why; prefill_* where prefill failed.",
-            ["reason"],
-        )
-        self.flows = counter(
-            "kvconnect_router_flows",
-            "Requests that went to both nodes: sequential, parallel, or resumed, which is a parallel one "
-            "whose decode request had to be given up.",
-            ["flow"],
-        )
-        self.clients_gone = counter(
-            "kvconnect_router_clients_gone", "Clients that left before their answer ended."
-        )
-        self.placements = counter(
-            "kvconnect_router_placements",
-            "Requests of policy prefix, by what decided: prefix where a node has some of the prompt, load.",
-            ["by"],
-        )
-        self.known_blocks = Gauge(
-            "kvconnect_router_known_blocks", "Blocks that nodes are known to have.", registry=registry
-        )
-        self.blocks_left_out = counter(
-            "kvconnect_router_blocks_left_out",
-            "Published blocks that are not known: there are too many, or the block before them is not known.",
-        )
-        self.kv_events_missed = counter(
-            "kvconnect_router_kv_events_missed", "Messages of KV events that did not arrive."
-        )
-        self.kv_events_unread = counter(
-            "kvconnect_router_kv_events_unread", "Messages of KV events that could not be read.", ["node"]
-        )
-        registry.register(_PoolCollector(pools))
+        self.blocks_left_out = counter("blocks_left_out", text)
+        self.kv_events_missed = counter("kv_events_missed", "Messages of KV events that did not arrive.")
+        text = "Messages of KV events that could not be read."
+        self.kv_events_unread = counter("kv_events_unread", text, "node")
+        self._registry.register(_PoolCollector(pools))
+
+    def _made(self, kind: Callable[..., Any], name: str, text: str, *labels: str) -> Any:
+        return kind(f"kvconnect_router_{name}", text, labels, registry=self._registry)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.node.decode import Decoder
-from kvconnect.node.model_runner import Runner, by_request
+from kvconnect.node.engine import Runner, by_request
 
 
 def padded_sizes(max_num_seqs):

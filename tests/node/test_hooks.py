@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.node.block_manager import PrefixHashes, RequestBlocks
 from kvconnect.node.request import EngineStep, Request, ScheduledChunk
-from kvconnect.node.transfers import Transfers, align_tokens
+from kvconnect.node.scheduler import Transfers, align_tokens
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 

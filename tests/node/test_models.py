@@ -6,8 +6,8 @@ import torch
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
 from kvconnect.node.attention import AttentionPages, StatePages
+from kvconnect.node.engine import Runner
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.model_runner import Runner
 from kvconnect.node.models import CacheSizing, build_model
 from kvconnect.node.request import EngineStep, ScheduledChunk
 from tests.caches import overlaid_groups

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvconnect.router.app import ROUTER, Router, create_router_app, router_runner
+from kvconnect.router.app import ROUTER, Router, app_runner, create_router_app
 from kvconnect.router.router_options import RouterLimits, RouterOptions
 from tests.ports import free_port
 
@@ -155,7 +155,7 @@ async def routed(prefill: list[str], decode: list[str], **limits: Any) -> AsyncI
     known = {one.name for one in fields(RouterOptions)}
     options = {name: limits.pop(name) for name in known & limits.keys()}
     app = create_router_app(RouterOptions(decode, prefill, **options), RouterLimits(**limits))
-    runner = router_runner(app)
+    runner = app_runner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.kv_event_reader import KVEvents
+from kvconnect.router.policy import KVEvents
 from kvconnect.router.pool import NodeState, Pool
 from kvconnect.router.prefix_index import Hit
 from tests.ports import free_port
