@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from kvconnect.errors import PeerError
@@ -27,6 +28,8 @@ from tests.node.flex_attention import flex_backend
 torch.set_num_threads(1)
 
 MODEL_NAMES = ("gqa", "mla", "mixed", "sliding", "hybrid")
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+DEVICES = ("cpu", pytest.param("cuda", marks=ON_GPU))
 MAX_STEPS = 5000
 
 
@@ -116,7 +119,24 @@ class Client:
         last = self.last(name)
         assert last is not None
         assert last.failure is None, last.failure
+        return self.answer(name)
+
+    def answer(self, name: str) -> list[int]:
+        """The tokens of a request, and the draft tokens after them."""
         return self.tokens(name) + self.drafts(name)
+
+    def together(self, prompts: Sequence[list[int]], *counts: int, steps: int = 0) -> list[list[int]]:
+        """Answers to prompts that run at the same time, each submitted so many steps after the last.
+
+        ``counts`` are their tokens to generate; the last is of all that follow.
+        """
+        names = [f"together-{index}" for index in range(len(prompts))]
+        wanted = [*counts, *[counts[-1] if counts else 8] * len(prompts)]
+        for name, prompt, count in zip(names, prompts, wanted, strict=False):
+            self.submit(name, prompt, count)
+            self.steps(steps)
+        self.run(*names)
+        return [self.answer(name) for name in names]
 
     @property
     def held(self) -> int:
@@ -200,9 +220,6 @@ class CopyConnector:
 
     def is_restored(self, request_id):
         return False
-
-    def changes(self):
-        return None
 
     def state(self):
         return {}
@@ -304,3 +321,14 @@ class CopyConnector:
         width = {1: torch.int8, 2: torch.int16}[cache.tensors[layer].tensor.dtype.itemsize]
         moved = peer_cache.tensors[layer].tensor.view(width).index_select(dim, sources)
         cache.tensors[layer].tensor.view(width).index_copy_(dim, targets, moved)
+
+
+def prefilled(prompt: list[int], **options: object) -> tuple[CopyConnector, dict]:
+    """P, which holds a prompt for others, and the parameters that it hands out for it."""
+    prefill = CopyConnector()
+    p = prefill.attach(**options)
+    p.submit("p", prompt, 1, {"do_remote_decode": True})
+    p.run("p")
+    last = p.last("p")
+    assert last is not None
+    return prefill, dict(last.kv_transfer_params or {})

@@ -1,40 +1,65 @@
-"""Batched decode steps of fixed shapes: the tokens of the plain path, and not a byte elsewhere."""
+"""Batched decode steps of fixed shapes, also from CUDA graphs: the tokens of the plain path."""
+
+import gc
 
 import pytest
 import torch
 
-from tests.node.decoding import decode_with, padded_sizes
-from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt
-from tests.node.test_zeroing import poison
+from benchmarks.node.decode import Decoder
+from kvconnect.node.engine import Runner, by_request
+from tests.node.node_harness import DEVICES, MODEL_NAMES, ON_GPU, Client, make_client, make_prompt
+from tests.node.test_zeroing import NoZeroer, poison
 
 LENGTHS = (40, 7, 129, 96, 1)
+PROMPTS = [make_prompt(length, seed=length) for length in LENGTHS]
+COUNTS = (50, 9, 20, 33, 3)
 
 
+class DecodingRunner(Runner):
+    """Takes a runner's place: ``decoder`` runs the steps that only decode and fit, ``num_runs`` of them."""
+
+    def __init__(self, runner, sizes, *, captured):
+        super().__init__(runner.model, runner.cache)
+        self.decoder = Decoder(runner.model, runner.cache, sizes=sizes, captured=captured)
+        self.num_runs = 0
+
+    @torch.inference_mode()
+    def execute(self, step):
+        chunks = step.chunks
+        if len(chunks) > self.decoder.sizes[-1] or any(
+            len(chunk.token_ids) > 1 or not chunk.samples for chunk in chunks
+        ):
+            return super().execute(step)
+        self.num_runs += 1
+        return by_request([chunk.request_id for chunk in chunks], self.decoder.run(step))
+
+
+def decode_with(client: Client, *sizes: int) -> DecodingRunner:
+    """Have a client's decode steps run so, from graphs where there is a GPU. Returns its new runner."""
+    captured = client.engine.runner.cache.device.type == "cuda"
+    client.engine.runner = made = DecodingRunner(client.engine.runner, sizes, captured=captured)
+    return made
+
+
+def with_graphs(client: Client) -> DecodingRunner:
+    """Have the client's decode steps replayed from CUDA graphs, of all sizes that a node could want."""
+    most = client.engine.options.max_num_seqs
+    return decode_with(client, *(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_batched_decoding_gives_the_tokens_of_the_plain_path(name, dtype):
+@pytest.mark.parametrize("name", [*MODEL_NAMES, "wide"])
+def test_batched_decoding_gives_the_tokens_of_the_plain_path(name, dtype, device):
     """Requests come and go, blocks grow, and free blocks hold NaN where that is zeroed away."""
-    prompts = [make_prompt(length, seed=length) for length in LENGTHS]
-    counts = [50, 9, 20, 33, 3]
     options = {"model": name, "kv_cache_dtype": dtype, "enable_prefix_caching": False, "max_model_len": 256}
-    plain = make_client(**options)
-    expected = [plain.complete(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
-    client = make_client(**options)
-    decoder = decode_with(
-        client,
-        (
-            1,
-            2,
-            4,
-        ),
-    )
+    plain = make_client(device=device, **options)
+    expected = [plain.complete(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+    client = make_client(device=device, **options)
+    runner = decode_with(client, 1, 2, 4)
     poison(client, 0x7F)
-    for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-        client.submit(str(index), prompt, count)
-        client.steps(3)
-    client.run(*map(str, range(5)))
-    assert [client.tokens(str(i)) + client.drafts(str(i)) for i in range(5)] == expected
-    assert decoder.num_runs > 40
+    assert client.together(PROMPTS, *COUNTS, steps=3) == expected
+    assert runner.num_runs > 40
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +76,7 @@ def test_padded_rows_change_no_byte(name):
         client = make_client(model=name, max_model_len=256)
         client.submit("r", make_prompt(40), 20)
         client.steps(1)
-        decode_with(client, (size,))
+        decode_with(client, size)
         client.steps(5)
         cache = client.engine.runner.cache
         storages = {t.tensor.untyped_storage().data_ptr(): t.tensor for t in cache.tensors.values()}
@@ -62,34 +87,56 @@ def test_padded_rows_change_no_byte(name):
     assert all(torch.equal(one, eight) for one, eight in zip(*results, strict=True))
 
 
-def test_pages_that_no_query_sees_are_not_read():
-    """The null block may hold anything: rows of the batch tables end in it."""
-    client = make_client(model="sliding", max_model_len=512)
-    expected = make_client(model="sliding").complete(make_prompt(200), 20)
-    decode_with(client, (2,))
+@pytest.mark.gpu
+@ON_GPU[1]
+def test_capturing_changes_no_byte_of_the_cache():
+    client = make_client(model="hybrid", device="cuda", max_model_len=256)
+    with_graphs(client)
     for tensor in client.engine.runner.cache.tensors.values():
-        tensor.tensor.select(tensor.axes.split().index("block"), 0).view(torch.int8).fill_(-1)
-    assert client.complete(make_prompt(200), 20) == expected
+        assert not tensor.tensor.contiguous().view(torch.uint8).any()
 
 
-def test_steps_of_other_shapes_run_as_they_are():
-    client = make_client(max_num_batched_tokens=64)
-    decoder = decode_with(client, (2,))
-    for index in range(3):
-        client.submit(str(index), make_prompt(20, seed=index), 12)
-    client.steps(1)
-    assert decoder.num_runs == 0
-    client.run("0", "1", "2")
-    assert decoder.num_runs == 0, "three requests are more than two rows"
-    client.submit("one", make_prompt(70, seed=9), 12)
+@pytest.mark.gpu
+@ON_GPU[1]
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_a_replayed_step_reads_new_blocks_only_after_they_were_zeroed(zeroed):
+    prompt = make_prompt(60)
+    options = {"model": "hybrid", "kv_cache_dtype": "fp8_e4m3", "device": "cuda", "max_model_len": 256}
+    expected = make_client(**options).complete(prompt, 20)
+    client = make_client(**options)
+    with_graphs(client)
+    client.submit("r", prompt, 20)
     client.steps(2)
-    assert decoder.num_runs == 0
-    client.run("one")
-    assert decoder.num_runs == 11
+    poison(client, 0xFF)
+    if not zeroed:
+        client.engine.runner.zeroer = NoZeroer()
+        # Token 64 is the first in the next block; from there on every score is NaN.
+        expected[6:] = [0] * 14
+    client.run("r")
+    assert client.tokens("r")[:4] == expected[:4]
+    assert client.tokens("r")[6:] == expected[6:]
 
 
-@pytest.mark.parametrize(
-    ("most", "sizes"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (16, [1, 2, 4, 8, 16])]
-)
-def test_padded_sizes(most, sizes):
-    assert padded_sizes(most) == sizes
+@pytest.mark.gpu
+@ON_GPU[1]
+def test_graphs_of_a_node_that_is_garbage_do_not_disturb_a_capture(monkeypatch):
+    """The collector may run at any allocation, so during a capture too, and destroy a graph there."""
+    forward = Decoder._forward
+
+    def collecting(self, size):
+        if torch.cuda.is_current_stream_capturing() and gc.isenabled():
+            gc.collect()
+        return forward(self, size)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1 << 30)
+    try:
+        client = make_client(device="cuda", max_model_len=256)
+        with_graphs(client)
+        # A cycle, so that only the collector can free the node and its graphs.
+        client.engine.runner.decoder.owner = client
+        del client
+        monkeypatch.setattr(Decoder, "_forward", collecting)
+        assert with_graphs(make_client(device="cuda", max_model_len=256)).decoder._graphs
+    finally:
+        gc.set_threshold(*thresholds)

@@ -11,7 +11,7 @@ from kvconnect.node.kv_cache import NodeCache
 from kvconnect.node.models import CacheSizing, build_model
 from kvconnect.node.request import EngineStep, ScheduledChunk
 from tests.caches import overlaid_groups
-from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt
+from tests.node.node_harness import DEVICES, MODEL_NAMES, make_client, make_prompt
 
 
 class Bench:
@@ -35,23 +35,42 @@ class Bench:
     def feed(self, start: int, tokens: list[int]) -> tuple[int, int | None]:
         return self.runner.execute(EngineStep(chunks=[ScheduledChunk("r", 1, start, tokens, True)]))["r"]
 
-    def states(self) -> dict[str, torch.Tensor]:
-        return {
-            name: pages.pages.clone()
-            for name, pages in self.cache.pages.items()
-            if isinstance(pages, StatePages)
-        }
-
     def decode(self, count: int) -> list[tuple[int, int | None]]:
         """Decode from the last prompt token on, and leave the cache of the prompt as it was."""
-        saved = self.states()
+        states = [pages.pages for pages in self.cache.pages.values() if isinstance(pages, StatePages)]
+        saved = [pages.clone() for pages in states]
         token, out = self.prompt[-1], []
         for position in range(len(self.prompt) - 1, len(self.prompt) - 1 + count):
             out.append(self.feed(position, [token]))
             token = out[-1][0]
-        for name, pages in saved.items():
-            self.cache.pages[name].pages.copy_(pages)  # type: ignore[union-attr]
+        for pages, before in zip(states, saved, strict=True):
+            pages.copy_(before)
         return out
+
+    def bits(self, rng: torch.Generator):
+        """A few places of every block in use of every layer: the bits, an index into them, and its name."""
+
+        def below(end: int, first: int = 0) -> int:
+            return int(torch.randint(first, end, (), generator=rng))
+
+        used = len(self.prompt) - 1
+        for layer, pages in self.cache.pages.items():
+            group = self.cache.group_of[layer]
+            spec = self.cache.config.groups[group].spec_of(layer)
+            if isinstance(pages, StatePages):
+                for _ in range(6):
+                    yield pages.pages, (self.blocks[group][0], below(spec.content_bytes)), layer
+                continue
+            assert isinstance(pages, AttentionPages)
+            size, window = self.cache.kernel_block_sizes[group], getattr(spec, "sliding_window", None)
+            first = 0 if window is None else used - window + 1
+            row = self.cache.tables.row(group, 1)
+            for block in range(first // size, -(-used // size)):
+                position = below(min(used, (block + 1) * size), max(first, block * size))
+                for rows in (pages.keys, pages.values) if pages.values else (pages.keys,):
+                    bits = rows.pages.view(torch.int16)
+                    place = (int(row[block]), position % size, below(bits.shape[2]), below(bits.shape[3]))
+                    yield bits, place, layer
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
@@ -71,71 +90,34 @@ def test_flipping_one_bit_of_any_block_in_use_changes_the_output(name):
     bench = Bench(name, make_prompt(150 if name != "mixed" else 300, seed=3))
     expected = bench.decode(8)
     assert bench.decode(8) == expected
-    rng = torch.Generator().manual_seed(0)
-    used = len(bench.prompt) - 1
-    for layer, pages in bench.cache.pages.items():
-        group = bench.cache.group_of[layer]
-        spec = bench.cache.config.groups[group].spec_of(layer)
-        if isinstance(pages, StatePages):
-            for _ in range(6):
-                byte = int(torch.randint(spec.content_bytes, (), generator=rng))
-                pages.pages[bench.blocks[group][0], byte] ^= 1
-                assert bench.decode(8) != expected, f"{layer}: byte {byte} does not matter"
-                pages.pages[bench.blocks[group][0], byte] ^= 1
-            continue
-        assert isinstance(pages, AttentionPages)
-        size = bench.cache.kernel_block_sizes[group]
-        window = getattr(spec, "sliding_window", None)
-        first = 0 if window is None else used - window + 1
-        row = bench.cache.tables.row(group, 1)
-        for block in range(first // size, -(-used // size)):
-            low, high = max(first, block * size), min(used, (block + 1) * size)
-            position = int(torch.randint(low, high, (), generator=rng))
-            for rows in (pages.keys, pages.values) if pages.values else (pages.keys,):
-                bits = rows.pages.view(torch.int16)
-                head = int(torch.randint(bits.shape[2], (), generator=rng))
-                column = int(torch.randint(bits.shape[3], (), generator=rng))
-                place = (int(row[block]), position % size, head, column)
-                bits[place] ^= 1
-                assert bench.decode(8) != expected, f"{layer}: {place} does not matter"
-                bits[place] ^= 1
+    for bits, place, layer in bench.bits(torch.Generator().manual_seed(0)):
+        bits[place] ^= 1
+        assert bench.decode(8) != expected, f"{layer}: {place} does not matter"
+        bits[place] ^= 1
     assert bench.decode(8) == expected
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_tokens_do_not_depend_on_the_token_budget(name):
-    prompt = make_prompt(333, seed=5)
-    results = [
-        make_client(model=name, max_num_batched_tokens=budget).complete(prompt, 12)
-        for budget in (1024, 50, 17)
-    ]
-    assert results[0] == results[1] == results[2]
+def test_a_changed_cache_of_the_wide_model_changes_tokens():
+    """It reads a few rows only, so a single bit may not matter."""
+    client = make_client(model="wide")
+    client.submit("a", make_prompt(200), 30)
+    client.steps(2)
+    for cached in client.engine.runner.cache.tensors.values():
+        cached.tensor[:] = 0.5
+    client.run("a")
+    assert client.tokens("a") != make_client(model="wide").complete(make_prompt(200), 30)
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_the_cache_can_be_described_as_regions(name):
-    cache = make_client(model=name).engine.runner.cache
-    table = RegionTable.build(cache.config, cache.kernel_block_sizes, cache.tensors)
-    overlaid = {"sliding": 3, "hybrid": 6}
-    assert len(overlaid_groups(table)) == overlaid.get(name, 0)
-
-
-def test_mixed_registers_two_kernel_blocks_per_block():
-    cache = make_client(model="mixed", num_blocks=10).engine.runner.cache
-    assert cache.kernel_block_sizes == {0: 64}
-    blocks = {
-        name: tensor.tensor.shape[tensor.axes.split().index("block")]
-        for name, tensor in cache.tensors.items()
-    }
-    assert set(blocks.values()) == {20}
-    pages = {spec.page_size_bytes for _, spec in cache.config.groups[0].layer_specs()}
-    assert len(pages) == 2
-
-
-def test_seed_and_name_choose_the_weights():
-    prompt = make_prompt(20)
-    outputs = [make_client(seed=seed).complete(prompt) for seed in (0, 1, 0)]
-    assert outputs[0] == outputs[2] != outputs[1]
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
+@pytest.mark.parametrize("name", [*MODEL_NAMES, "wide"])
+def test_tokens_depend_on_neither_budget_nor_concurrency(name, dtype, device):
+    prompts = [make_prompt(length, seed=length) for length in (333, 33, 64)]
+    options = {"model": name, "kv_cache_dtype": dtype, "enable_prefix_caching": False, "device": device}
+    alone = make_client(**options)
+    expected = [alone.complete(prompt, 20) for prompt in prompts]
+    for budget in (17, 50):
+        assert make_client(**options, max_num_batched_tokens=budget).together(prompts, 20) == expected
 
 
 @pytest.mark.parametrize("size", [32, 64])
@@ -144,21 +126,31 @@ def test_block_size_does_not_change_tokens(size):
     assert make_client(block_size=size).complete(prompt) == make_client().complete(prompt)
 
 
-def test_bad_choices_are_named():
-    with pytest.raises(ConfigError, match="'nope' is unknown.*gqa"):
-        make_client(model="nope")
-    with pytest.raises(ConfigError, match="at least 2[0-9]"):
-        make_client(model="hybrid", block_size=16)
-    with pytest.raises(ConfigError, match="TORCH_LATENT_64 takes 64"):
-        make_client(model="mixed", block_size=32)
-    with pytest.raises(ConfigError, match="reserved_blocks 300"):
-        make_client(num_blocks=256, reserved_blocks=300)
+def test_seed_and_name_choose_the_weights():
+    prompt = make_prompt(20)
+    outputs = [make_client(seed=seed).complete(prompt) for seed in (0, 1, 0)]
+    assert outputs[0] == outputs[2] != outputs[1]
 
 
-def test_fresh_state_blocks_are_zeroed():
-    client = make_client(model="hybrid")
-    prompt = make_prompt(40)
-    expected = client.complete(prompt)
-    for tensor in client.engine.runner.cache.tensors.values():
-        tensor.tensor.view(torch.int8).fill_(0x55)
-    assert client.complete(prompt) == expected
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_the_cache_can_be_described_as_regions(name):
+    cache = make_client(model=name).engine.runner.cache
+    table = RegionTable.build(cache.config, cache.kernel_block_sizes, cache.tensors)
+    assert len(overlaid_groups(table)) == {"sliding": 3, "hybrid": 6}.get(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "nope"}, "'nope' is unknown.*gqa"),
+        ({"model": "hybrid", "block_size": 16}, "at least 2[0-9]"),
+        ({"model": "hybrid", "block_size": 32, "kv_cache_dtype": "fp8_e4m3"}, "at least 41"),
+        ({"model": "mixed", "block_size": 32}, "TORCH_LATENT_64 takes 64"),
+        ({"block_size": 32, "kernel_block_sizes": (64,)}, "TORCH_GROUPED takes 64"),
+        ({"num_blocks": 256, "reserved_blocks": 300}, "reserved_blocks 300"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4'; accepted: auto, bf16, fp8_e4m3"),
+    ],
+)
+def test_bad_choices_are_named(options, said):
+    with pytest.raises(ConfigError, match=said):
+        make_client(**options)

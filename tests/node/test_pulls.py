@@ -60,6 +60,15 @@ def closing(*clients: Keeper):
             client.close()
 
 
+@contextmanager
+def source_and_target(source_options: dict | None = None, **options):
+    """A node, and one that asks it; in the end nothing is under way at either, and both are closed."""
+    source = node(**(source_options or {}))
+    with closing(source, node(source, reserved_blocks=61, **options)) as both:
+        yield both
+        assert_at_rest(*both)
+
+
 def pulled(client: Keeper) -> dict[str, int]:
     """What came of pulls, by outcome, and the tokens that they brought."""
     client.steps(2)
@@ -83,48 +92,37 @@ def assert_at_rest(*clients: Keeper) -> None:
 @pytest.mark.parametrize(("model", "keeps"), [*((model, True) for model in MODELS), ("gqa", False)])
 def test_a_node_gets_what_another_has_computed_and_answers_alike(model, keeps):
     plain = make_client(model=model, enable_prefix_caching=False)
-    source = node(model=model)
-    target = node(source, keeps=keeps, model=model, reserved_blocks=61)
-    with closing(source, target):
+    with source_and_target({"model": model}, keeps=keeps, model=model) as (source, target):
         prompt = make_prompt(300, seed=1)
         answer = source.ask(prompt)
         assert target.ask(prompt) == answer == plain.complete(prompt)
         assert target.cached >= 256
-        assert pulled(target)["loaded"] == 1
+        brought = pulled(target)
+        assert brought == {"loaded": 1, "tokens": target.cached}
+        records = target.engine.worker.transfer._metrics.timeline.records()
+        assert [record[5] for record in records if record[1] == f"{Moment.PULL}loaded"] == [target.cached]
+        if keeps and model == "gqa":
+            assert target.ask(prompt) == answer
+            assert target.cached >= 256
+            assert pulled(target) == brought, "it is kept here now"
         longer = [*prompt, *make_prompt(90, seed=2)]
         assert target.ask(longer) == plain.complete(longer)
         other = make_prompt(200, seed=3)
         assert target.ask(other) == plain.complete(other)
         assert target.cached == 0
         assert pulled(target)["missed"] >= 1
-        assert_at_rest(source, target)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (64, 16), (16, 48)])
 def test_blocks_of_another_size_are_pulled_by_names_of_the_sources_length(ours, theirs):
     plain = make_client(enable_prefix_caching=False)
-    source = node(block_size=theirs)
-    target = node(source, block_size=ours, reserved_blocks=61)
-    with closing(source, target):
+    with source_and_target({"block_size": theirs}, block_size=ours) as (source, target):
         for seed in (1, 2):
             prompt = make_prompt(300, seed=seed)
             source.ask(prompt)
             assert target.ask(prompt) == plain.complete(prompt)
             assert target.cached == 299 // theirs * theirs
         assert pulled(target) == {"loaded": 2, "tokens": 2 * (299 // theirs * theirs)}
-        assert_at_rest(source, target)
-
-
-def test_what_is_kept_here_is_not_pulled():
-    source = node()
-    target = node(source, reserved_blocks=61)
-    with closing(source, target):
-        prompt = make_prompt(300, seed=1)
-        source.ask(prompt)
-        target.ask(prompt)
-        target.ask(prompt)
-        assert target.cached == 288
-        assert pulled(target) == {"loaded": 1, "tokens": 288}
 
 
 def test_a_source_that_is_killed_costs_a_prompt_and_no_request():
@@ -157,9 +155,7 @@ def test_a_request_names_its_source_which_is_trusted_like_any_address():
 
 
 def test_several_requests_of_one_prompt_are_pulled_once():
-    source = node()
-    target = node(source, reserved_blocks=61)
-    with closing(source, target):
+    with source_and_target() as (source, target):
         prompt = make_prompt(300, seed=1)
         answer = source.ask(prompt)
         names = [f"r{number}" for number in range(3)]
@@ -168,14 +164,11 @@ def test_several_requests_of_one_prompt_are_pulled_once():
         target.run(*names)
         target.settle()
         assert all(target.tokens(name) == answer for name in names)
-        assert_at_rest(source, target)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_client_that_leaves_while_its_kv_is_asked_for_or_loaded_leaves_nothing(steps):
-    source = node()
-    target = node(source, reserved_blocks=61)
-    with closing(source, target):
+    with source_and_target() as (source, target):
         prompt = make_prompt(600, seed=1)
         source.ask(prompt)
         target.submit("gone", prompt)
@@ -186,7 +179,6 @@ def test_a_client_that_leaves_while_its_kv_is_asked_for_or_loaded_leaves_nothing
             assert time.monotonic() < deadline
             target.step()
         target.settle()
-        assert_at_rest(source, target)
         assert target.ask(prompt) == source.ask(prompt)
 
 
@@ -279,18 +271,6 @@ def test_nothing_is_pulled_over_a_link_that_is_slower_than_computing(monkeypatch
         assert outcomes.pop("unmeasured", 0) or is_configured
         assert outcomes == {"tokens": 0}
         assert_at_rest(source, target)
-
-
-def test_the_timeline_has_what_came_of_it():
-    source = node()
-    target = node(source, reserved_blocks=61)
-    with closing(source, target):
-        prompt = make_prompt(300, seed=1)
-        source.ask(prompt)
-        target.ask(prompt)
-        pulled(target)
-        records = target.engine.worker.transfer._metrics.timeline.records()
-        assert [record[5] for record in records if record[1] == f"{Moment.PULL}loaded"] == [288]
 
 
 def test_what_the_device_has_kept_longer_is_in_host_memory_again_once_it_is_used():

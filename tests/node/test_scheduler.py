@@ -1,9 +1,18 @@
-"""Batching, preemption, aborts and refusals: none of them changes a token or loses a block."""
+"""Batching, preemption, aborts and loads: none of them changes a token or loses a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import pytest
+import torch
 
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import LocalError
-from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt
+from kvconnect.node.block_manager import RequestBlocks
+from kvconnect.node.request import EngineStep, Request, ScheduledChunk
+from kvconnect.node.scheduler import Transfers, align_tokens
+from tests.node.node_harness import DEVICES, MODEL_NAMES, CopyConnector, make_client, make_prompt, prefilled
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
@@ -11,49 +20,25 @@ def test_tokens_do_not_depend_on_concurrency_or_preemption(name):
     prompts = [make_prompt(length, seed=length) for length in (100, 170, 7, 120, 64)]
     alone = [make_client(model=name).complete(prompt, 60) for prompt in prompts]
     # Few blocks: the requests cannot all run to their end at once.
-    num_blocks = {"mixed": 6, "sliding": 42, "hybrid": 24}.get(name, 24)
+    num_blocks = {"mixed": 6, "sliding": 42}.get(name, 24)
     client = make_client(
         model=name, num_blocks=num_blocks, reserved_blocks=1, max_num_batched_tokens=48, max_model_len=256
     )
-    for index, prompt in enumerate(prompts):
-        client.submit(str(index), prompt, 60)
-    client.run(*map(str, range(5)))
-    assert [client.tokens(str(i)) + client.drafts(str(i)) for i in range(5)] == alone
+    assert client.together(prompts, 60) == alone
     assert client.engine.scheduler.counts.preemptions > 0
     assert client.held == 0
 
 
-def test_requests_share_steps():
-    client = make_client()
-    for index in range(4):
-        client.submit(str(index), make_prompt(20, seed=index), 10)
-    client.run("0", "1", "2", "3")
-    assert client.engine.snapshot.steps <= 11
-
-
-def test_no_more_than_max_num_seqs_run_at_once():
-    client = make_client(max_num_seqs=2)
-    for index in range(5):
-        client.submit(str(index), make_prompt(20, seed=index), 4)
-    most = 0
-    for _ in range(40):
-        client.steps(1)
-        most = max(most, len(client.engine.scheduler.running))
-    assert most == 2
-    assert all(client.last(str(index)) for index in range(5))
-
-
-def test_a_step_computes_no_more_than_its_budget():
-    client = make_client(max_num_batched_tokens=32)
-    for index in range(3):
-        client.submit(str(index), make_prompt(50, seed=index), 4)
-    engine = client.engine
-    execute, sizes = engine.runner.execute, []
-    engine.runner.execute = lambda step: (
-        sizes.append(sum(len(c.token_ids) for c in step.chunks)) or execute(step)
+def test_steps_are_shared_within_their_limits():
+    client = make_client(max_num_seqs=4, max_num_batched_tokens=32)
+    execute, steps = client.engine.runner.execute, []
+    client.engine.runner.execute = lambda step: (
+        steps.append([len(chunk.token_ids) for chunk in step.chunks]) or execute(step)
     )
-    client.run("0", "1", "2")
-    assert max(sizes) == 32
+    client.together([make_prompt(50, seed=index) for index in range(6)], 10)
+    assert max(map(sum, steps)) == 32
+    assert max(map(len, steps)) == 4
+    assert len(steps) <= 6 * 50 / 32 + 2 * 10 + 2
 
 
 def test_abort_frees_blocks_at_every_stage():
@@ -109,3 +94,256 @@ def test_a_long_window_prompt_fits_a_cache_smaller_than_all_its_blocks():
     client = make_client(model="sliding", num_blocks=70, max_num_batched_tokens=64)
     assert client.engine.refusal(600, 8) is None
     assert client.complete(make_prompt(600)) == make_client(model="sliding").complete(make_prompt(600))
+
+
+# --- loads, their failures and aborts, and blocks that wait to be fetched ---
+
+PROMPT = make_prompt(100)
+
+
+def make_pair(name="gqa", prompt=PROMPT, *, prefill_options=None, **options):
+    """A prefilled prompt on P, and D, whose loads copy P's pages. Returns both connectors and parameters."""
+    prefill, params = prefilled(prompt, model=name, **(prefill_options or {}))
+    decode = CopyConnector(prefill.client)
+    decode.attach(model=name, reserved_blocks=11, **options)
+    return prefill, decode, params
+
+
+def loading(**options):
+    """D, with a load that is under way, and its connector."""
+    _, decode, params = make_pair(**options)
+    decode.hold_loads = True
+    decode.client.submit("loading", PROMPT, 8, params)
+    decode.client.steps(2)
+    return decode.client, decode
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [*MODEL_NAMES, "wide"])
+@pytest.mark.parametrize("length", [1, 2, 128, 129, 300])
+def test_a_loaded_request_gives_the_tokens_of_a_local_one(name, length, device):
+    prompt = make_prompt(length, seed=length)
+    expected = make_client(model=name, device=device).complete(prompt)
+    budget = {"max_num_batched_tokens": 100, "device": device}
+    prefill, decode, params = make_pair(name, prompt, prefill_options=budget, device=device)
+    p, d = prefill.client, decode.client
+    is_held = length > 1 or name != "hybrid"
+    assert (p.held > 0) == is_held
+    assert d.complete(prompt, 8, params) == expected
+    p.steps(1)
+    assert p.held == d.held == 0
+    if is_held:
+        assert decode.calls[1] == ("alloc", "request-0", length - (name == "hybrid"))
+        assert d.last("request-0").cached_tokens == length - 1
+
+
+@pytest.mark.parametrize("name", ["gqa", "sliding", "hybrid"])
+def test_a_load_is_needed_for_the_right_tokens(name):
+    """The check above would be empty if the loaded bytes did not matter."""
+    _, decode, params = make_pair(name)
+    decode._copy = lambda _: None
+    assert decode.client.complete(PROMPT, 8, params) != make_client(model=name).complete(PROMPT)
+
+
+def test_a_local_prefix_is_not_loaded():
+    _, decode, params = make_pair()
+    d = decode.client
+    expected = d.complete(PROMPT)
+    assert d.complete(PROMPT, 8, params) == expected
+    assert ("matched", "request-1", 96) in decode.calls
+    assert ("alloc", "request-1", 4) in decode.calls
+
+
+def test_blocks_wait_until_they_were_sent():
+    prefill, _, params = make_pair()
+    p = prefill.client
+    p.steps(5)
+    assert p.held == 7
+    assert p.engine.snapshot.requests["waiting_to_be_fetched"] == 1
+    assert params["blocks"] == p.last("p").kv_block_ids
+    prefill.sent.append("p")
+    p.steps(1)
+    assert p.held == 0
+
+
+def test_others_run_while_a_request_loads_and_its_blocks_are_not_reused_as_prefix():
+    d, decode = loading()
+    assert d.engine.snapshot.requests["waiting_for_kv"] == 1
+    assert d.complete(PROMPT) == make_client().complete(PROMPT)
+    assert d.last("request-1").cached_tokens == 0
+    decode.release()
+    d.run("loading")
+    assert d.tokens("loading") == make_client().complete(PROMPT)
+
+
+def test_an_abort_while_loading_keeps_the_blocks_until_they_are_quiet():
+    d, decode = loading()
+    d.engine.abort("loading")
+    d.steps(3)
+    assert decode.finished_calls("loading") == [False]
+    assert d.last("loading").finish_reason == "abort"
+    assert d.held == 7
+    assert d.engine.snapshot.requests["aborted_while_loading"] == 1
+    decode.fail_with = "cancelled"
+    decode.release()
+    d.steps(1)
+    assert d.held == 0
+    assert decode.finished_calls("loading") == [False]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_failed_load_is_computed_here_or_ends_the_request_as_configured(recompute):
+    _, decode, params = make_pair(recompute=recompute)
+    decode.fail_with = "the peer left"
+    d = decode.client
+    d.submit("r", PROMPT, 8, params)
+    d.run("r")
+    failure = d.last("r").failure
+    assert d.held == 0
+    assert decode.finished_calls("r") == [recompute]
+    if recompute:
+        assert failure is None
+        assert d.tokens("r") == make_client().complete(PROMPT)
+        assert d.last("r").cached_tokens == 0
+        assert [call[0] for call in decode.calls].count("matched") == 2
+    else:
+        assert (failure.status, failure.message) == (502, "the peer left")
+
+
+def test_the_connector_may_ask_to_be_asked_again():
+    _, decode, params = make_pair()
+    decode.defer = 3
+    d = decode.client
+    d.submit("r", PROMPT, 8, params)
+    d.submit("other", make_prompt(5), 8)
+    assert d.engine.run_once() == 0.0, "the other one runs"
+    d.run("r", "other")
+    assert d.tokens("r") == make_client().complete(PROMPT)
+    assert [call[0] for call in decode.calls if "r" in call].count("matched") == 4
+
+
+def test_refused_parameters_end_the_request():
+    connector = CopyConnector()
+    client = connector.attach()
+    client.submit("r", make_prompt(5), 8, {"bad": 1})
+    client.run("r")
+    assert client.last("r").failure.status == 400
+    assert connector.finished_calls("r") == [False]
+
+
+def test_loaded_requests_overtake_one_that_waits_for_blocks():
+    """Without it, the request at the head and the loaded one behind it would wait for each other."""
+    d, decode = loading(num_blocks=11 + 1 + 18, max_num_seqs=1)
+    # Starts with 8 of the remaining 11 blocks, and runs out of them while the loaded one waits for a row.
+    d.submit("long", make_prompt(120, seed=1), 100)
+    d.steps(3)
+    decode.release()
+    d.run("loading", "long")
+    assert d.requests["long"].preemptions > 0
+    assert d.tokens("long") == make_client().complete(make_prompt(120, seed=1), 100)
+    assert d.tokens("loading") == make_client().complete(PROMPT)
+    assert d.held == 0
+
+
+@pytest.mark.parametrize("name", ["gqa", "hybrid", "sliding"])
+def test_a_preempted_loaded_request_is_computed_here(name):
+    needed = {"gqa": 20, "hybrid": 16, "sliding": 50}[name]
+    _, decode, params = make_pair(name, num_blocks=12 + needed)
+    d = decode.client
+    d.submit("first", make_prompt(120, seed=1), 90)
+    d.steps(1)
+    d.submit("r", PROMPT, 90, params)
+    d.run("first", "r")
+    assert d.requests["r"].preemptions > 0
+    assert d.tokens("r") == make_client(model=name).complete(PROMPT, 90)
+
+
+def test_every_request_is_finished_exactly_once():
+    connector = CopyConnector()
+    client = connector.attach(num_blocks=30)
+    for index in range(12):
+        client.submit(str(index), make_prompt(30 + index, seed=index), 20)
+    client.steps(4)
+    for index in (0, 5, 11):
+        client.engine.abort(str(index))
+    client.run(*map(str, range(12)))
+    for index in range(12):
+        assert connector.finished_calls(str(index)) == [index not in (0, 5, 11)]
+
+
+def test_results_that_nothing_awaits_are_logged_once(caplog):
+    connector = CopyConnector()
+    client = connector.attach()
+    for _ in range(2):
+        connector.sent.append("stranger")
+        client.steps(1)
+    assert caplog.text.count("that nothing is awaited for: ['stranger']") == 1
+
+
+# --- what a connector is asked and told of steps ---
+
+
+@dataclass
+class Half:
+    """A scheduler half that writes down what it is told."""
+
+    places: tuple[int, ...] = ()
+    due: dict[str, int] = field(default_factory=dict)
+    told: list[tuple] = field(default_factory=list)
+
+    def checkpoints(self, request):
+        return self.places
+
+    def launched(self, step):
+        self.told += [("state", *state[:4]) for state in step.states]
+        self.told += [("computed", *computed) for computed in step.computed]
+
+
+def config(*sizes: int, states: int = 0) -> KVCacheConfig:
+    groups = [KVCacheGroup((f"a{size}",), FullAttentionSpec(size, 1, 8, torch.bfloat16)) for size in sizes]
+    state = StateSpec(512, ((4,),), (torch.float32,))
+    return KVCacheConfig(8, (*groups, *(KVCacheGroup((f"s{index}",), state) for index in range(states))))
+
+
+def request(*blocks: list[int]) -> Request:
+    made = Request("r", list(range(100)), 5, lambda _: None)
+    made.blocks = RequestBlocks(list(blocks), [0] * len(blocks), [0] * len(blocks))
+    return made
+
+
+def test_blocks_align_at_their_least_common_multiple_and_states_do_not_count():
+    assert align_tokens(config(16, 24, states=2)) == 48
+
+
+@pytest.mark.parametrize(
+    ("states", "first", "cuts"), [(1, [32, 24], [32, 1, 32, 1, 100, 5]), (0, [100, 100], [100] * 5 + [5])]
+)
+def test_a_chunk_ends_at_the_next_checkpoint_where_there_are_states(states, first, cuts):
+    transfers = Transfers(Half(places=(32, 64, 96)), config(16, states=states), recompute_failed_loads=False)
+    one = request([1], [2])
+    firsts = [transfers.first_chunk(one, 100)]
+    one.num_computed_tokens = 40
+    assert [*firsts, transfers.first_chunk(one, 100)] == first
+    asked = [(0, 100), (31, 100), (32, 100), (95, 100), (96, 100), (33, 5)]
+    assert [transfers.cut(one, *each) for each in asked] == cuts
+
+
+def test_a_step_is_told_once_something_came_of_it():
+    half = Half(due={"r": 40, "other": 0})
+    transfers = Transfers(half, config(16, states=2), recompute_failed_loads=False)
+    one = request([5, 6, 7], [8], [9])
+
+    def tell(start: int, end: int, **given) -> list[tuple]:
+        half.told = []
+        step = EngineStep(chunks=[ScheduledChunk("r", 3, start, list(range(start, end)), False)], **given)
+        transfers.launched(step, {"r": one})
+        return half.told
+
+    assert tell(0, 20, new_rows=[(3, [[5, 6], [8], [9]])]) == [("computed", "r", 20, [[5, 6], [8], [9]])]
+    assert tell(20, 25) == []
+    assert tell(25, 33, grown_rows=[(3, [[7], [], []])]) == [("computed", "r", 33, [[7], [], []])]
+    assert tell(33, 39, grown_rows=[(4, [[7], [], []])]) == []
+    assert tell(39, 41) == [("computed", "r", 41, None)]
+    # The states come first, and at whole blocks of the others only.
+    states = [("state", "r", group, 48, block) for group, block in ((1, 8), (2, 9))]
+    assert tell(41, 48) == [*states, ("computed", "r", 48, None)]

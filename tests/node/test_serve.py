@@ -1,18 +1,14 @@
 """``kvconnect serve`` as a process: how it ends, and what it uses when idle."""
 
-import contextlib
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
-from kvconnect.node.children import fetch_json
+from kvconnect.node.children import Children, fetch_json
 from kvconnect.node.node_connector import Connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.serving import build_engine
@@ -20,100 +16,55 @@ from tests.node.node_harness import CopyConnector, make_client, make_prompt
 
 PROMPT = make_prompt(50)
 PRODUCER = '{"kv_role": "kv_producer", "kv_connector_extra_config": {"engine": "memory"}}'
-SERVE = "import sys; from kvconnect.cli import main; sys.argv[1:1] = ['serve', '--num-threads', '1']; main()"
 
 
-class Served:
-    """``kvconnect serve`` in a process group of its own."""
-
-    def __init__(self, *options, wait=True):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, "--model", "mla", "--num-blocks", "300", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.pid = self.process.pid
-        if wait:
-            found = re.search(r"ready on (http://\S+)", self.process.stdout.readline())
-            self.url = found[1]
-            self.port = int(self.url.rpartition(":")[2])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process.stdout.close()
-        self.process.stderr.close()
-
-    def complete(self, timeout_s=20.0, **body):
-        return fetch_json(self.url + "/v1/completions", {"prompt": PROMPT, **body}, timeout_s)
-
-    def end(self, timeout_s=15.0):
-        """Its exit code and what it said."""
-        code = self.process.wait(timeout_s)
-        return code, self.process.stderr.read()
+@pytest.fixture
+def serve(tmp_path):
+    """Starts a node of its own with these options."""
+    common = ("--model", "mla", "--num-blocks", "300", "--port", "0", "--num-threads", "1")
+    with Children(tmp_path) as children:
+        yield lambda *options: children.start("node", "serve", *common, *options)
 
 
-def until(true, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if true():
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def can_bind(port):
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
+def complete(url, **body):
+    return fetch_json(url + "/v1/completions", {"prompt": PROMPT, **body}, 20.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_served_node_ends_on_a_signal_and_leaves_nothing(number):
-    with Served() as node:
-        asked = []
-        asking = threading.Thread(target=lambda: asked.append(node.complete(max_tokens=60)))
-        asking.start()
-        until(lambda: fetch_json(node.url + "/debug/state")["requests"]["running"])
-        os.kill(node.pid, number)
-        asking.join()
-        # What was in flight is answered first.
-        assert len(asked[0]["choices"][0]["token_ids"]) == 60
-        code, said = node.end()
-        assert code == 0
-        assert can_bind(node.port)
-        assert "Traceback" not in said
+def test_the_served_node_ends_on_a_signal_and_leaves_nothing(serve, number):
+    node = serve()
+    url = node.wait_ready()
+    asked = []
+    asking = threading.Thread(target=lambda: asked.append(complete(url, max_tokens=60)))
+    asking.start()
+    node.wait_until(lambda: fetch_json(url + "/debug/state")["requests"]["running"], 5)
+    node.send(number)
+    asking.join()
+    # What was in flight is answered first.
+    assert len(asked[0]["choices"][0]["token_ids"]) == 60
+    assert node.process.wait(15) == 0
+    socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))).close()
+    assert "Traceback" not in node.output()
 
 
-def test_a_second_signal_ends_a_node_that_waits_for_a_lease():
+def test_a_second_signal_ends_a_node_that_waits_for_a_lease(serve):
     """The first one says what is awaited, and for how long: 30 s by default."""
-    with Served("--kv-transfer-config", PRODUCER) as node:
-        assert node.complete(max_tokens=1, kv_transfer_params={"do_remote_decode": True})[
-            "kv_transfer_params"
-        ]
-        os.kill(node.pid, signal.SIGINT)
-        time.sleep(1.0)
-        assert node.process.poll() is None
-        os.kill(node.pid, signal.SIGINT)
-        code, said = node.end(10.0)
-    assert code == 0
-    assert "1 requests are held for peers, which may fetch them for 30 s more" in said
-    assert "a second signal ends the node at once" in said
+    node = serve("--kv-transfer-config", PRODUCER)
+    answer = complete(node.wait_ready(), max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    assert answer["kv_transfer_params"]
+    node.send(signal.SIGINT)
+    time.sleep(1.0)
+    assert node.exit_code() is None
+    node.send(signal.SIGINT)
+    assert node.process.wait(10) == 0
+    assert "1 requests are held for peers, which may fetch them for 30 s more" in node.output()
+    assert "a second signal ends the node at once" in node.output()
 
 
-def test_a_wrong_configuration_is_one_line():
-    with Served("--kv-transfer-config", "{", wait=False) as node:
-        code, said = node.end(30)
-        assert code == 2
-        assert re.fullmatch(r"kvconnect: .*\n", said), said
+def test_a_wrong_configuration_is_one_line(serve):
+    node = serve("--kv-transfer-config", "{")
+    assert node.process.wait(30) == 2
+    assert re.fullmatch(r"kvconnect: .*\n", node.output())
 
 
 @pytest.mark.parametrize("outstanding", [False, True])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.node.node_harness import make_client, make_prompt
-from tests.node.test_cuda_graphs import with_graphs
+from tests.node.test_decode import with_graphs
 from tests.offload.node_kit import ORACLES, POOLS, disk_settings, make_keeper, wipe
 
 pytestmark = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -25,6 +26,24 @@ PARAMS = {
     "remote_port": 4711,
     "remote_handle": "opaque ü ⟂",
 }
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 60))
+
+    return run
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Wait until a condition holds, which may have to be awaited."""
+    async with asyncio.timeout(timeout_s):
+        while not (await held if asyncio.iscoroutine(held := condition()) else held):
+            await asyncio.sleep(0.01)
+
 
 Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -131,6 +150,10 @@ class Client:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.session.post(self.url + path, data=data, headers=headers) as response:
             return response.status, response.headers, await response.read()
+
+    async def status(self, body: Any) -> int:
+        """That of a request's answer."""
+        return (await self.post(body))[0]
 
     async def get(self, path: str) -> tuple[int, str]:
         async with self.session.get(self.url + path) as response:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.node.block_manager import BlockManager, BlockPool
+from kvconnect.node.block_manager import BlockManager, BlockPool, PrefixHashes
 from kvconnect.node.kv_cache import build_cache_config
 from kvconnect.node.models import CacheSizing, build_model
 from tests.node.node_harness import check_pool, make_client, make_prompt
@@ -18,23 +18,38 @@ CONFIGS = {
 }
 
 
-def test_the_null_block_and_reserved_blocks_are_never_given_out():
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+
+
+def hashes(token_ids: list[int], block_tokens: int, *cuts: int) -> list[bytes]:
+    """Those of all whole blocks, also where they come in pieces."""
+    made = PrefixHashes(block_tokens)
+    for cut in sorted(cuts):
+        made.extend_to(token_ids[:cut])
+    made.extend_to(token_ids)
+    return made
+
+
+@given(TOKENS, TOKENS, st.integers(1, 7), st.integers(1, 4), st.lists(st.integers(0, 40), max_size=4))
+def test_hashes_are_equal_exactly_where_all_tokens_up_to_them_are(one, other, size, times, cuts):
+    found = hashes(one, size, *cuts)
+    assert len(found) == len(one) // size
+    for number, (a, b) in enumerate(zip(found, hashes(other, size), strict=False), 1):
+        assert (a == b) == (one[: number * size] == other[: number * size])
+    # Blocks of another size have the same hash where they end.
+    assert hashes(one, size * times) == found[times - 1 :: times]
+
+
+def test_blocks_are_given_out_and_released_once_and_never_the_null_block_or_reserved_ones():
     pool = BlockPool(10, reserved=3)
     assert pool.total == 6
-    assert sorted(pool.allocate(6)) == [4, 5, 6, 7, 8, 9]
+    taken = pool.allocate(6)
+    assert sorted(taken) == [4, 5, 6, 7, 8, 9]
     with pytest.raises(LocalError, match="1 blocks wanted, 0 of 6"):
         pool.allocate(1)
-
-
-def test_a_block_is_released_once():
-    pool = BlockPool(4)
-    taken = pool.allocate(1)
     pool.release(taken)
     with pytest.raises(LocalError, match="has no holder"):
-        pool.release(taken)
-
-
-def test_a_pool_needs_a_usable_block():
+        pool.release(taken[:1])
     with pytest.raises(ConfigError, match="at least 1"):
         BlockPool(1)
 

@@ -15,6 +15,8 @@ def test_the_prefill_leg_asks_for_one_token_and_for_its_kv_cache() -> None:
         "model": "m",
         "prompt": [1, 2],
         "max_tokens": 50,
+        "n": 4,
+        "best_of": 5,
         "min_tokens": 10,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -45,12 +47,6 @@ def test_the_decode_leg_is_the_clients_with_the_params_verbatim() -> None:
     params = {"remote_port": 1, "anything": [None, {"a": 1.5}]}
     assert bodies.decode_body(body, params) == {**body, "kv_transfer_params": params}
     assert bodies.decode_body(body, None) == body
-
-
-def test_a_client_cannot_bring_transfer_params() -> None:
-    assert bodies.parse_body(b'{"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}') == {
-        "prompt": "x"
-    }
 
 
 def test_what_a_client_asks_for_its_session_reaches_both_nodes_untouched() -> None:
@@ -122,39 +118,22 @@ def test_headers_of_one_connection_stay_on_it() -> None:
     ]
 
 
-@pytest.mark.parametrize("given", ["", "a b", "x" * 513, "ü"])
-def test_an_unfit_request_id_is_replaced(given: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [("", False), ("a b", False), ("x" * 513, False), ("ü", False), ("mine-1", True), ("x" * 512, True)],
+)
+def test_an_unfit_request_id_is_replaced(given: str, is_kept: bool) -> None:
     made = bodies.request_id_of({"X-Request-Id": given})
-    assert made != given
-    assert len(made) == 32
+    assert (made == given) is is_kept
+    assert is_kept or len(made) == 32
 
 
-@pytest.mark.parametrize("given", ["mine-1", "x" * 170, "x" * 512])
-def test_a_printable_request_id_is_kept(given: str) -> None:
-    assert bodies.request_id_of({"X-Request-Id": given}) == given
-
-
-HANDED = {"remote_host": "10.0.0.1", "remote_port": 5600, "remote_engine_id": "P"}
-
-
-def test_a_handle_of_the_prefill_node_vouches_for_its_address_later() -> None:
-    first, later = (bodies.side_channel({**HANDED, "kvconnect_handle": text}) for text in ("s2.a", "s2.b"))
-    assert first == later, "another handle is no other place"
-    assert first is not None
-    told = bodies.announced_decode("t", first)
-    assert told["kvconnect_peer"] == "s2.a"
-    assert "kvconnect_handle" not in told, "that would be what is fetched"
-
-
-@pytest.mark.parametrize("handle", [None, 7, ""])
-def test_without_a_handle_nobody_vouches(handle: object) -> None:
-    channel = bodies.side_channel({**HANDED, "kvconnect_handle": handle})
+@pytest.mark.parametrize("handle", ["s2.a", None, 7, ""])
+def test_a_handle_of_the_prefill_node_vouches_for_its_address_later(handle) -> None:
+    handed = {"remote_host": "10.0.0.1", "remote_port": 5600, "remote_engine_id": "P"}
+    channel = bodies.side_channel({**handed, "kvconnect_handle": handle})
     assert channel is not None
-    assert "kvconnect_peer" not in bodies.announced_decode("t", channel)
-
-
-def test_several_answers_need_one_prefill() -> None:
-    leg = bodies.prefill_body({"prompt": "x", "n": 4, "best_of": 5, "max_tokens": 9})
-    assert "n" not in leg
-    assert "best_of" not in leg
-    assert bodies.decode_body({"prompt": "x", "n": 4}, {"a": 1})["n"] == 4
+    assert channel == bodies.side_channel({**handed, "kvconnect_handle": "s2.b"}), "it is no other place"
+    told = bodies.announced_decode("t", channel)
+    assert told.get("kvconnect_peer") == (handle if handle == "s2.a" else None)
+    assert "kvconnect_handle" not in told, "that would be what is fetched"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 from dataclasses import dataclass, field
 
@@ -17,26 +16,20 @@ from kvconnect.peer.feed import Feed
 from kvconnect.router.app import ROUTER, create_router_app
 from kvconnect.router.placing import NodeChoice
 from kvconnect.router.policy import Published
-from kvconnect.router.pool import Pool
 from kvconnect.router.prefix_index import Hit
-from kvconnect.router.router_options import RouterLimits, RouterOptions
+from kvconnect.router.router_options import RouterOptions
 from tests.ports import free_port
-from tests.router.router_doubles import Node, routed
+from tests.router.router_doubles import Node, in_loop, routed, until
 
 SIZE = 16
 
 
-def in_loop(test):
-    """Run a test in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*arguments, **named):
-        asyncio.run(asyncio.wait_for(test(*arguments, **named), 60))
-
-    return run
-
-
 PROMPT = list(range(1000, 1000 + 40 * SIZE))
+
+
+def stored_event(hashes, tokens):
+    told = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "token_ids": tokens}
+    return {**told, "block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": None}
 
 
 @dataclass
@@ -56,13 +49,7 @@ class Server(Node):
     def store(self, tokens, medium="GPU", salt=0, **more):
         """All whole blocks of these tokens, in one event."""
         hashes = [hash((salt, *tokens[:end])) % 2**63 for end in range(SIZE, len(tokens) + 1, SIZE)]
-        told = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "block_size": SIZE}
-        told |= {
-            "token_ids": tokens[: len(hashes) * SIZE],
-            "lora_id": None,
-            "medium": medium,
-            "lora_name": None,
-        }
+        told = stored_event(hashes, tokens[: len(hashes) * SIZE]) | {"medium": medium}
         self.publish({**told, **more})
         return hashes
 
@@ -117,11 +104,7 @@ async def heard(client, found):
 async def settled(client, server, tokens, hit):
     """Until the router knows so much of a prompt at a server."""
     index = client.router.flow.placing.index
-    for _ in range(500):
-        if index.hits([server.url], tokens)[server.url] == hit:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{index.hits([server.url], tokens)} instead of {hit}")
+    await until(lambda: index.hits([server.url], tokens)[server.url] == hit)
 
 
 @in_loop
@@ -167,11 +150,9 @@ async def test_load_outweighs_a_prefix():
         await settled(client, first, other, Hit(2 * SIZE, 2 * SIZE))
         # Most of this one has to be computed, and the next waits for that where its prefix is.
         waiting = [asyncio.create_task(client.post({"model": "m", "prompt": other}))]
-        while not first.completions:
-            await asyncio.sleep(0.01)
+        await until(lambda: first.completions)
         waiting.append(asyncio.create_task(client.post({"model": "m", "prompt": PROMPT})))
-        while not second.completions:
-            await asyncio.sleep(0.01)
+        await until(lambda: second.completions)
         release.set()
         await asyncio.gather(*waiting)
 
@@ -189,17 +170,17 @@ async def test_what_was_published_before_and_what_was_missed_is_asked_for():
         # Its socket loses a message; the number of the next shows it.
         server.feed._count += 1
         lost = server.feed._last
-        lost.append(((1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [_stored([5] * SIZE)], 0])))
+        lost.append(
+            (
+                (1).to_bytes(8, "big"),
+                msgspec.msgpack.encode([1.0, [stored_event([5], [5] * SIZE)], 0]),
+            )
+        )
         await asyncio.sleep(0.3)
         server.store([6] * SIZE)
         await settled(client, server, [5] * SIZE, Hit(SIZE, SIZE))
         await settled(client, server, [6] * SIZE, Hit(SIZE, SIZE))
         assert await client.metric("kvconnect_router_kv_events_missed_total") == 0
-
-
-def _stored(tokens):
-    told = {"type": "BlockStored", "block_hashes": [sum(tokens)], "parent_block_hash": None}
-    return {**told, "token_ids": tokens, "block_size": SIZE, "lora_id": None, "medium": "GPU"}
 
 
 @in_loop
@@ -225,14 +206,14 @@ async def test_messages_that_are_no_events_are_counted_and_others_go_on():
         ):
             server.feed.publish(payload)
         # It can be read, and no token is so large.
-        server.publish({**_stored([9] * SIZE), "token_ids": [2**63] * SIZE})
+        server.publish({**stored_event([9], [9] * SIZE), "token_ids": [2**63] * SIZE})
         await asyncio.sleep(0.1)
-        server.publish({"type": "AllBlocksCleared"}, _stored([9] * SIZE))
+        server.publish({"type": "AllBlocksCleared"}, stored_event([9], [9] * SIZE))
         await settled(client, server, [9] * SIZE, Hit(SIZE, SIZE))
         name = f'kvconnect_router_kv_events_unread_total{{node="{server.url}"}}'
         assert await client.metric(name) == 5
-        server.publish({**_stored([8] * SIZE), "parent_block_hash": 77})
-        server.publish(_stored([7] * SIZE))
+        server.publish({**stored_event([8], [8] * SIZE), "parent_block_hash": 77})
+        server.publish(stored_event([7], [7] * SIZE))
         await settled(client, server, [7] * SIZE, Hit(SIZE, SIZE))
         assert await client.metric("kvconnect_router_blocks_left_out_total") == 1
 
@@ -342,12 +323,10 @@ async def test_a_node_that_has_less_is_told_of_the_one_that_has_more():
 
         first.script = slow
         tasks = [asyncio.create_task(client.post({"model": "m", "prompt": [7] * 600})) for _ in range(3)]
-        while len(first.completions) + len(second.completions) < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(first.completions + second.completions) == 3)
         before = len(second.completions)
         tasks.append(asyncio.create_task(client.post({"model": "m", "prompt": PROMPT})))
-        while len(second.completions) == before:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(second.completions) > before)
         assert second.completions[-1].body["kv_transfer_params"] == {"kv_sources": ["10.0.0.1:1"]}
         release.set()
         await asyncio.gather(*tasks)
@@ -376,28 +355,6 @@ def test_what_a_node_has_to_pull_costs_less_than_what_it_computes():
     assert told.params("a") == told.params("c") == alone.params("b") == {}
 
 
-def test_the_node_of_a_session_is_taken_among_equals_and_never_when_it_is_overrun():
-    pool = Pool("decode", ["a", "b"])
-    taken = [pool.take(prefers="b").url for _ in range(8)]
-    assert taken[:3] == ["b", "b", "b"]
-    assert taken.count("b") <= 2 * taken.count("a") + 3
-    # Less to compute is no tie.
-    assert pool.take(work={"a": 1.0, "b": 2.0}, prefers="b").url == "a"
-    assert pool.take(avoid=["a"], prefers="a").url == "b"
-
-
-def test_the_node_that_is_done_first_is_taken():
-    pool = Pool("decode", ["a", "b"], RouterLimits())
-    taken = [pool.take(work={"a": 10.0, "b": 25.0}) for _ in range(4)]
-    assert [lease.url for lease in taken] == ["a", "a", "b", "a"]
-    pool.computed(taken[0])
-    pool.computed(taken[0])
-    assert [node.work for node in pool.view()] == [20.0, 25.0]
-    for lease in taken:
-        pool.release(lease)
-    assert [node.work for node in pool.view()] == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -407,6 +364,7 @@ def test_the_node_that_is_done_first_is_taken():
         ({"events": {"http://a": "tcp://b:1"}, "sources": {"http://a": "b"}}, "accepted: host:port"),
         ({"events": {"http://a": "tcp://b:1"}, "sources": {"http://a": "b:x"}}, "accepted: host:port"),
         ({"events": {"http://other": "tcp://b:1"}}, "http://other is no node of this router"),
+        ({"events": {"dns+http://h": "tcp://a:1"}}, r"accepted: as tcp://\*:5557"),
     ],
 )
 def test_a_policy_that_cannot_work_says_why(options, problem):
@@ -430,8 +388,9 @@ async def test_plain_servers_need_no_prefill_node():
         status, _, raw = await client.post({"model": "m", "prompt": "hello", "n": 2})
         assert (status, json.loads(raw)["object"]) == (200, "text_completion")
         assert "kv_transfer_params" not in one.seen[-1].body
-        for _ in range(100):
-            if (await client.get("/ready?all"))[0] == 200:
-                break
-            await asyncio.sleep(0.05)
+
+        async def is_ready():
+            return (await client.get("/ready?all"))[0] == 200
+
+        await until(is_ready)
         assert json.loads((await client.get("/ready?all"))[1]) == {"status": "ready", "missing": []}
