@@ -61,7 +61,6 @@ _LONGEST = (
     "test_pair.py",
     "test_any_to_any.py",
     "test_pair_parallel.py",
-    "test_pair_streaming.py",
     "offload/test_store_tier.py",
     "faults/test_stops.py",
     "benchmarks/test_pair_load.py",
@@ -75,7 +74,6 @@ _LONGEST = (
     "benchmarks/test_transfer.py",
     "benchmarks/test_node.py",
     "offload/test_node.py",
-    "test_pair_drain.py",
     "test_wheel.py",
 )
 """The files that take longest begin first, so that none of them ends long after all others."""

@@ -5,25 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 import urllib.request
 
-from kvconnect.node.children import Children, fetch_json, growth, read_metrics
-from kvconnect.node.demo import ask
+from kvconnect.node.children import Children
+from tests.pair_kit import grown, route, serve, tokens, until
 from tests.ports import free_port
 
 PROMPTS = [list(range(1 + 3 * number, 150 + 20 * number)) for number in range(8)]
 CLIENTS = 3
-
-
-def serve(name):
-    transfer = {
-        "kv_connector": "KVConnect",
-        "kv_role": "kv_both",
-        "engine_id": name,
-        "kv_connector_extra_config": {"engine": "nixl", "drain_s": 20},
-    }
-    return ["serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(transfer)]
 
 
 class Load:
@@ -41,7 +30,7 @@ class Load:
                 return
             at = number % len(PROMPTS)
             try:
-                got = ask(self._url, "gqa", PROMPTS[at])["choices"][0]["token_ids"]
+                got = tokens(self._url, PROMPTS[at])
             except Exception as error:
                 self.wrong.append(str(error))
                 continue
@@ -61,11 +50,9 @@ class Load:
 
     def goes_on(self, requests=3 * CLIENTS):
         """Wait for so many answers more: all that began before have ended."""
-        until, deadline = self.answered + requests, time.monotonic() + 60
-        while self.answered < until:
-            assert not self.wrong
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wanted = self.answered + requests
+        until(lambda: self.wrong or self.answered >= wanted, 60, every_s=0.01)
+        assert not self.wrong
 
 
 def test_nodes_are_added_drained_and_given_the_other_role_under_load(tmp_path):
@@ -80,19 +67,13 @@ def test_nodes_are_added_drained_and_given_the_other_role_under_load(tmp_path):
     def gone(role, url):
         """A node is drained of its requests: then it may end."""
         nodes("DELETE", role=role, url=url)
-        deadline = time.monotonic() + 30
-        while (role, url) in nodes():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: (role, url) not in nodes(), 30)
 
     with Children(tmp_path) as children:
-        made = {name: children.start(name, *serve(name)) for name in "abcde"}
+        made = {name: serve(children, name, "kv_both", protocol="auto", drain_s=20) for name in "abcde"}
         url = {name: child.wait_ready() for name, child in made.items()}
-        expected = [ask(url["a"], "gqa", prompt)["choices"][0]["token_ids"] for prompt in PROMPTS]
-        options = ["--prefill", url["a"], "--prefill", url["b"], "--decode", url["c"]]
-        router = children.start(
-            "router", "router", "--port", "0", *options, "--admin", f"127.0.0.1:{admin}"
-        ).wait_ready()
+        expected = [tokens(url["a"], prompt) for prompt in PROMPTS]
+        router = route(children, [url["a"], url["b"]], [url["c"]], "--admin", f"127.0.0.1:{admin}")
         with Load(router, expected) as load:
             load.goes_on()
             # From P to D, without a restart of anything.
@@ -115,8 +96,6 @@ def test_nodes_are_added_drained_and_given_the_other_role_under_load(tmp_path):
             load.goes_on()
         assert not load.wrong
         assert set(nodes()) == {("prefill", url["e"]), ("prefill", url["d"]), ("decode", url["b"])}
-        assert fetch_json(router + "/ready?all")["status"] == "ready"
         for name, way in (("b", "received"), ("d", "received"), ("d", "sent"), ("e", "sent")):
-            now = read_metrics(url[name])
-            moved = growth({}, now, "kvconnect_transfers_total", direction=way, outcome="ok")
+            moved = grown(url[name], {}, "transfers_total", direction=way, outcome="ok")
             assert moved > 0, f"{name} has {way} nothing"

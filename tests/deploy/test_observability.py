@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvconnect.metrics import FAMILIES, PREFIX
 from kvconnect.node.children import BadAnswer, Child, Children, fetch_json
-from kvconnect.node.demo import PROTOCOLS, ask
 from kvconnect.router.pool import Pool
 from kvconnect.router.router_metrics import RouterMetrics
 from tests.deploy.commands import DEPLOY
+from tests.pair_kit import prefilled, route, serve, tokens
 from tests.ports import free_port
 from tests.test_docs import texts
 
@@ -35,7 +35,6 @@ ALERTS = {rule["alert"]: rule for rule in GROUP["rules"]}
 EXPRESSIONS = {**QUERIES, **{name: rule["expr"] for name, rule in ALERTS.items()}}
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 MOST_LOAD_S = 30
-ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def tool(name: str) -> str:
@@ -153,24 +152,6 @@ class Prometheus:
         return [name for name, query in QUERIES.items() if not self.has_data(query, since)]
 
 
-def node(name: str, role: str, port: int, *options: str, **extra: Any) -> list[str]:
-    transfer = {
-        "kv_connector": "KVConnect",
-        "kv_role": role,
-        "engine_id": name,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "engine": "nixl",
-            "protocol": PROTOCOLS["nixl"],
-            "lease_s": 2,
-            "peer_timeout_s": 2,
-            **extra,
-        },
-    }
-    config = "--kv-transfer-config", json.dumps(transfer)
-    return ["serve", "--model", "gqa", "--port", str(port), *config, *options]
-
-
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory) -> Iterator[tuple[Prometheus, float]]:
     """A Prometheus that has seen a pair under load, a lease that ends, other weights, and P being killed."""
@@ -182,13 +163,16 @@ def watched(tmp_path_factory) -> Iterator[tuple[Prometheus, float]]:
         # First, since it takes seconds to begin.
         prometheus = Prometheus(folder, {name: urls[name] for name in ("prefill", "decode", "router")})
         children.add(prometheus.child)
-        prefill = children.start("prefill", *node("prefill", "kv_producer", ports["prefill"], offload=kept))
-        children.start("decode", *node("decode", "kv_consumer", ports["decode"]))
-        children.start("other", *node("other", "kv_producer", ports["other"], "--seed", "1")).wait_ready()
-        addresses = "--prefill", urls["prefill"], "--decode", urls["decode"]
-        router = children.start("router", "router", "--port", str(ports["router"]), *addresses)
-        router.wait_ready()
-        router.wait_answer("/ready?all")
+
+        def node(name: str, role: str, *options: str, **extra: Any) -> Child:
+            at = "--port", str(ports[name])
+            extra |= {"lease_s": 2, "peer_timeout_s": 2}
+            return serve(children, name, role, *at, *options, policy="recompute", **extra)
+
+        prefill = node("prefill", "kv_producer", offload=kept)
+        node("decode", "kv_consumer")
+        node("other", "kv_producer", "--seed", "1").wait_ready()
+        route(children, [urls["prefill"]], [urls["decode"]], "--port", str(ports["router"]))
         prometheus.child.wait_until(prometheus.sees_all, 30)
         began_at = time.time()
         sent = [f"rate(kvconnect_{name}[8s]) > 0" for name in ("lease_seconds_count", "offload_rows_total")]
@@ -202,15 +186,15 @@ def load(urls: dict[str, str], is_seen: Callable[[], bool]) -> None:
     """Requests through the router, and for the nodes alone what goes wrong there, until it is seen."""
     for number, name in enumerate(("prefill", "other")):
         try:
-            answer = ask(urls[name], "gqa", prompt(number), max_tokens=1, kv_transfer_params=ASK_FOR_KV)
+            params = prefilled(urls[name], prompt(number))
         except BadAnswer:
             continue
         if name == "other":
-            ask(urls["decode"], "gqa", prompt(number), kv_transfer_params=answer["kv_transfer_params"])
+            tokens(urls["decode"], prompt(number), kv_transfer_params=params)
     deadline = time.monotonic() + MOST_LOAD_S
     while time.monotonic() < deadline and not is_seen():
         for number in range(7):
-            ask(urls["router"], "gqa", prompt(number + 2))
+            tokens(urls["router"], prompt(number + 2))
 
 
 def prompt(number: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +9,7 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.node.children import Children, fetch_json, growth, read_metrics
+from tests.pair_kit import alone, assert_at_rest, serve
 from tests.ports import free_port
 from tests.routers.vllm_router import (
     CONCURRENT,
@@ -37,17 +37,15 @@ def nodes(tmp_path_factory, bootstrap_port):
     """A single node, a prefill and a decode node."""
     find_router()
     with Children(tmp_path_factory.mktemp("nodes")) as children:
-        made = [children.start("single", "serve", "--model", "gqa", "--port", "0")]
+        made = [alone(children)]
         made.append(start(children, "producer", bootstrap_port=bootstrap_port))
         # Ids of blocks that cannot be the same on both sides.
         made.append(start(children, "consumer", "--reserved-blocks", "61"))
         yield [node.wait_ready() for node in made]
 
 
-def start(children, role, *options, http_port=0, **extra):
-    config = {"kv_role": f"kv_{role}", "kv_connector_extra_config": {"engine": "nixl", **extra}}
-    serve = ("serve", "--model", "gqa", "--port", str(http_port), "--kv-transfer-config", json.dumps(config))
-    return children.start(role, *serve, *options)
+def start(children, role, *options, **extra):
+    return serve(children, role, f"kv_{role}", *options, protocol="auto", **extra)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -76,17 +74,6 @@ def moved(url):
     return ok, others, fetch_json(url + "/debug/state")["counts"]["cached_tokens"]
 
 
-def assert_at_rest(url, within_s=5):
-    deadline = time.monotonic() + within_s
-    while True:
-        state = fetch_json(url + "/debug/state")
-        left = {key: state["connector"][key] for key in ("leases", "sendings", "loads")}
-        if state["blocks"]["held"] == 0 and not any(left.values()):
-            return
-        assert time.monotonic() < deadline, state
-        time.sleep(0.1)
-
-
 def assert_all_came_over(nodes, router, prompts, ask):
     """``ask`` gets the same of the router as of a single node, and the decode node loads all of it."""
     single, *pair = nodes
@@ -94,8 +81,7 @@ def assert_all_came_over(nodes, router, prompts, ask):
     loads, failed, cached = moved(pair[1])
     with ThreadPoolExecutor(CONCURRENT) as pool:
         assert list(pool.map(lambda prompt: ask(router, prompt), prompts)) == expected
-    for url in pair:
-        assert_at_rest(url)
+    assert_at_rest(*pair, within_s=5)
     # The last token of each is what a decode node begins with.
     tokens = sum(len(prompt) - 1 for prompt in prompts)
     assert moved(pair[1]) == (loads + len(prompts), failed, cached + tokens)
@@ -125,9 +111,8 @@ def test_streams(nodes, router, salt):
 
 def test_clients_that_leave_free_both_nodes(nodes, router, salt):
     leave(router, body([salt, 9, *range(1, 200)], max_tokens=2000), (0.0, 0.02, 0.1, 0.3))
-    for url in nodes[1:]:
-        # Where the client left between the two requests, nobody tells the prefill node: its lease has to end.
-        assert_at_rest(url, within_s=45)
+    # Where the client left between the two requests, nobody tells the prefill node: its lease has to end.
+    assert_at_rest(*nodes[1:], within_s=45)
 
 
 def test_request_ids_are_as_long_as_with_names_of_pods(nodes, router):
@@ -137,9 +122,9 @@ def test_request_ids_are_as_long_as_with_names_of_pods(nodes, router):
 
 
 def test_what_a_router_was_answered_outlives_a_restart_of_the_prefill_node(nodes, tmp_path):
-    bootstrap_port, http_port, port = free_port(), free_port(), free_port()
+    bootstrap_port, http_port, port = free_port(), str(free_port()), free_port()
     with Children(tmp_path) as children:
-        prefill = start(children, "producer", http_port=http_port, port=port, bootstrap_port=bootstrap_port)
+        prefill = start(children, "producer", "--port", http_port, port=port, bootstrap_port=bootstrap_port)
         decode = start(children, "consumer")
         pair = [prefill.wait_ready(), decode.wait_ready()]
         with routed(tmp_path, *pd_arguments("mooncake", *pair, bootstrap_port)) as url:
