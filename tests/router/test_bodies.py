@@ -49,6 +49,12 @@ def test_the_decode_leg_is_the_clients_with_the_params_verbatim() -> None:
     assert bodies.decode_body(body, None) == body
 
 
+@pytest.mark.parametrize("params", [{"remote_host": "evil"}, {}, None, 5, "x", [1]])
+def test_a_client_cannot_bring_transfer_params(params: object) -> None:
+    raw = json.dumps({"prompt": "x", "kv_transfer_params": params}).encode()
+    assert bodies.parse_body(raw) == {"prompt": "x"}
+
+
 def test_what_a_client_asks_for_its_session_reaches_both_nodes_untouched() -> None:
     hints = {"kv_hints": {"actions": [1, {"a": None}]}, "session_id": "s"}
     given = {"prompt": "x", "kv_hints": 1, "kv_transfer_params": {**hints, "remote_host": "evil"}}
