@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.report import Report
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.node.demo import PROTOCOLS
+from kvconnect.node.pair_demo import PROTOCOLS
 
 DEVICES = ("cpu", "cuda")
 

@@ -16,7 +16,7 @@ from benchmarks.options import option
 from benchmarks.report import Report
 from kvconnect.errors import KVConnectError
 from kvconnect.node.children import Children
-from kvconnect.node.demo import ask, start_nodes, start_router
+from kvconnect.node.pair_demo import ask, start_nodes, start_router
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from benchmarks.options import carrying_protocol, extra_option, option
 from benchmarks.report import Report
 from kvconnect.errors import KVConnectError
 from kvconnect.node.children import Children, growth, read_metrics
-from kvconnect.node.demo import RESERVED_BLOCKS, ask, tokens_of
+from kvconnect.node.pair_demo import RESERVED_BLOCKS, ask, tokens_of
 
 _BLOCK_TOKENS = 16
 _VOCABULARY = 512

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvconnect.node.children import Child, Children, fetch_json, growth, read_metrics
-from kvconnect.node.demo import PROTOCOLS, ask
+from kvconnect.node.pair_demo import PROTOCOLS, ask
 
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 FOR_D = ("--reserved-blocks", "61")

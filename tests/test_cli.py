@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 import kvconnect
 from kvconnect import cli
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.node import children, demo
-from kvconnect.node.demo import DemoOptions, PairOutcome, Tokens
+from kvconnect.node import children
+from kvconnect.node import pair_demo as demo
 from kvconnect.node.node_options import NodeOptions
+from kvconnect.node.pair_demo import DemoOptions, PairOutcome, Tokens
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,7 +20,7 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.node.children import COMMAND, BadAnswer, Children, read_metrics
-from kvconnect.node.demo import ask
+from kvconnect.node.pair_demo import ask
 from kvconnect.peer.handles import Handles
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.tools.inspect_runner import as_json, look

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvconnect.node.children import BadAnswer, Children, fetch_json, read_metrics
-from kvconnect.node.demo import ask
+from kvconnect.node.pair_demo import ask
 from tests.pair_kit import (
     ASK_FOR_KV,
     FOR_D,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvconnect.cli.options import with_options_of
-from kvconnect.node.demo import DemoOptions, run_demo
+from kvconnect.node.pair_demo import DemoOptions, run_demo
 
 
 @with_options_of(DemoOptions)

@@ -14,7 +14,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine import registry
 from kvconnect.engine.base import Engine
 from kvconnect.errors import ConfigError, EngineError
-from kvconnect.node.demo import PROTOCOLS
+from kvconnect.node.pair_demo import PROTOCOLS
 from kvconnect.packages import check_engine
 from tests.engine.engine_driver import met
 

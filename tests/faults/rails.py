@@ -30,7 +30,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.halves.worker_half import TransferWorker
-from kvconnect.node.demo import PROTOCOLS
+from kvconnect.node.pair_demo import PROTOCOLS
 from kvconnect.peer.keyring import new_secret
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.plan.blocks import GroupBlocks

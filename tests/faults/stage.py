@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvconnect.node.children import BadAnswer, Child, ChildFailed, Samples, fetch_json, read_metrics
-from kvconnect.node.demo import PROTOCOLS, RESERVED_BLOCKS
+from kvconnect.node.pair_demo import PROTOCOLS, RESERVED_BLOCKS
 from tests.nursery import Forked, Nursery, is_running
 from tests.ports import free_port
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kvconnect.node.children import Children, fetch_json, growth, read_metrics
-from kvconnect.node.demo import ask
+from kvconnect.node.pair_demo import ask
 from tests.node.node_harness import make_prompt
 
 FIRST, SECOND = make_prompt(300, seed=1), make_prompt(200, seed=2)

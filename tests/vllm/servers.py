@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvconnect.node.children import BadAnswer, Child, ChildFailed, fetch
-from kvconnect.node.demo import PROTOCOLS
+from kvconnect.node.pair_demo import PROTOCOLS
 from tests.nursery import Nursery
 from tests.ports import free_port
 from tests.vllm.tiny_models import Recipe
