@@ -26,7 +26,7 @@ from benchmarks.report import Report
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.disk.folder import FolderOwner
-from kvconnect.offload.tier import TierRow
+from kvconnect.offload.tier import Kind, TierRow
 
 _NAMESPACE = "be" * 32
 _PLAIN_BYTES = 8 << 20
@@ -152,16 +152,16 @@ def _rows(memory: np.ndarray, record_bytes: int) -> list[TierRow]:
     ]
 
 
-def _run(tier: DiskTier, kind: str, rows: Sequence[TierRow]) -> None:
+def _run(tier: DiskTier, kind: Kind, rows: Sequence[TierRow]) -> None:
     """All rows in jobs, as a worker gives them."""
-    call = tier.write if kind == "written" else tier.read
+    call = tier.write if kind == "write" else tier.read
     jobs = set()
     for start in range(0, len(rows), _JOB_ROWS):
         jobs.add(start)
         call(start, rows[start : start + _JOB_ROWS])
     deadline = time.monotonic() + _HANG_S
     while jobs:
-        told = getattr(tier.poll(), kind)
+        told = tier.poll().done.get(kind, {})
         if any(told.values()) or time.monotonic() > deadline:
             raise KVConnectError(f"rows are missing: {tier.state()}")
         jobs -= told.keys()
@@ -173,7 +173,7 @@ def _tier_write(folder: Path, memory: np.ndarray, record_bytes: int) -> tuple[fl
     tier = _open(folder, 2 * len(memory) + (64 << 20) + 16384 * len(rows))
     os.sync()
     start = time.perf_counter()
-    _run(tier, "written", rows)
+    _run(tier, "write", rows)
     written_s = time.perf_counter() - start
     tier.close()
     os.sync()
@@ -202,7 +202,7 @@ def _time_recovery(folder: Path, records: int) -> dict[str, float]:
     memory = np.zeros(_SMALL_BYTES, dtype=np.uint8)
     rows = [TierRow(0, index.to_bytes(32, "little"), memory.data) for index in range(records)]
     tier = _open(folder, limit_bytes)
-    _run(tier, "written", rows)
+    _run(tier, "write", rows)
     tier.close()
     times = []
     for is_forgotten in (True, False):

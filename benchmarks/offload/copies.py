@@ -17,8 +17,7 @@ from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import CacheShape, Layout
 from kvconnect.errors import ConfigError
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
-from kvconnect.offload.copies.host_arena import RowArena
-from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.copies.rows import RowArena, RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.pack.page_lanes import Column
 from kvconnect.transfer.orders import RowCopies

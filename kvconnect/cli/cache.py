@@ -30,9 +30,9 @@ Names = Annotated[
 @cache_app.command("ls")
 def list_command(path: CachePath, json_output: JsonObject = False) -> None:
     """Show what is kept: model, rank, records, bytes, age, and the process that uses it."""
-    from kvconnect.offload.disk import survey
+    from kvconnect.offload.disk.folder import cache_folders, look
 
-    found = [survey.look(folder) for folder in survey.cache_folders(path)]
+    found = [look(folder) for folder in cache_folders(path)]
     if json_output:
         typer.echo(json.dumps({"path": str(path), "folders": found}))
         return
@@ -52,7 +52,7 @@ def list_command(path: CachePath, json_output: JsonObject = False) -> None:
 @cache_app.command()
 def verify(path: CachePath, name: Names = None, json_output: JsonObject = False) -> None:
     """Read and check every record; report what is wrong. Exit 1 if anything is."""
-    from kvconnect.offload.disk.survey import verify as verify_folder
+    from kvconnect.offload.disk.folder import verify as verify_folder
 
     reports = []
     for folder in _chosen(path, name):
@@ -87,7 +87,7 @@ def clear(
     json_output: JsonObject = False,
 ) -> None:
     """Remove folders. Refused while a process uses one of them: nothing is removed then."""
-    from kvconnect.offload.disk.survey import remove
+    from kvconnect.offload.disk.folder import remove
 
     if bool(name) == everything:
         raise ConfigError("cache clear wants either --name or --all")
@@ -104,7 +104,7 @@ def clear(
 
 def _chosen(path: Path, names: list[str] | None) -> list[Path]:
     """The folders whose names begin with one of these; all, if none is given."""
-    from kvconnect.offload.disk.survey import cache_folders
+    from kvconnect.offload.disk.folder import cache_folders
 
     folders = cache_folders(path)
     for name in names or ():

@@ -193,7 +193,7 @@ def _write(path: Path, numbers: Sequence[int], namespace: str) -> Spans:
     tier = _open(path, namespace)
     for start in range(0, len(numbers), _ROWS_PER_JOB):
         tier.write(1, disk_rows.numbered_rows(numbers[start : start + _ROWS_PER_JOB], _LONGEST_BYTES))
-        failed, _failures = disk_rows.finish(tier, "written", 1)
+        failed, _failures = disk_rows.finish(tier, "write", 1)
         assert not failed
     tier.close()
     return {

@@ -110,7 +110,7 @@ def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng:
         tier.write(1, rows)
         # The next ones are made while these are written, so that most kills hit a write.
         rows = disk_rows.numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
-        failed, _failures = disk_rows.finish(tier, "written", 1)
+        failed, _failures = disk_rows.finish(tier, "write", 1)
         if failed:
             raise RuntimeError(f"{len(failed)} rows were not kept")
         os.write(pipe, b"".join(_ACKNOWLEDGED.pack(one) for one in numbers))

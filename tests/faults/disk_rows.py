@@ -13,7 +13,7 @@ import numpy as np
 
 from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.disk.folder import FolderOwner
-from kvconnect.offload.tier import Content, TierRow
+from kvconnect.offload.tier import Content, Kind, TierRow
 
 NAMESPACE = hashlib.sha256(b"python -m tests.faults disk").hexdigest()
 OTHER_NAMESPACE = hashlib.sha256(b"another").hexdigest()
@@ -54,7 +54,7 @@ def numbered_rows(numbers: Iterable[int], longest: int) -> list[TierRow]:
     return [TierRow(*content_of(number), memoryview(bytes_of(number, longest))) for number in numbers]
 
 
-def finish(tier: DiskTier, kind: str, job: int) -> tuple[tuple[Content, ...], Counter[str]]:
+def finish(tier: DiskTier, kind: Kind, job: int) -> tuple[tuple[Content, ...], Counter[str]]:
     """Wait for a job; what its report names, and the failures told meanwhile.
 
     Raises:
@@ -65,7 +65,7 @@ def finish(tier: DiskTier, kind: str, job: int) -> tuple[tuple[Content, ...], Co
     while time.monotonic() < deadline:
         news = tier.poll()
         failures.update(news.failures)
-        told = getattr(news, kind)
+        told = news.done.get(kind, {})
         if job in told:
             return told[job], failures
         time.sleep(0.0002)

@@ -223,7 +223,7 @@ def test_orders_of_what_does_not_exist_end_and_the_rest_goes_on():
 
 
 def test_copies_across_pinned_pieces_are_right(monkeypatch):
-    import kvconnect.offload.copies.host_arena as arenas
+    import kvconnect.offload.copies.rows as arenas
 
     init = arenas.RowArena.__init__
     monkeypatch.setattr(

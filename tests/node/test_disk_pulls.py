@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvconnect.offload.disk.disk_tier import DiskTier
-from kvconnect.offload.worker.row_work import RowWork
+from kvconnect.offload.worker.tier_loop import TierLoop
 from tests.node.node_harness import make_client, make_prompt
 from tests.node.test_pulls import MODELS, assert_at_rest, closing, node, pulled
 from tests.offload.node_kit import DEADLINE_S, Keeper, disk_settings, make_keeper
@@ -151,8 +151,8 @@ def test_what_is_in_host_memory_is_not_read_again(split, tmp_path, monkeypatch):
     prompt = make_prompt(300, seed=1)
     source = restarted(tmp_path, prompt)
     target = asking(source)
-    read, fetch = [], RowWork.fetch
-    monkeypatch.setattr(RowWork, "fetch", lambda *given: (read.append(len(given[1].named)), fetch(*given)))
+    read, fetch = [], TierLoop.fetch
+    monkeypatch.setattr(TierLoop, "fetch", lambda *given: (read.append(len(given[1].named)), fetch(*given)))
     with closing(source, target):
         source.ask(prompt[: split + 1])
         assert target.ask(prompt) == plain.complete(prompt)
@@ -196,7 +196,7 @@ def test_of_a_disk_that_was_never_read_a_little_is_read_first(tmp_path):
     source = keeping(tmp_path)
     target = asking(source)
     with closing(source, target):
-        work = source.engine.worker.offload._loop.work
+        work = source.engine.worker.offload._loop
         assert not work.disk_bytes_per_s
         assert target.ask(prompt) == plain.complete(prompt)
         assert target.cached == 0

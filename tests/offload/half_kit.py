@@ -1,22 +1,458 @@
 """A serving stack and its worker ranks in miniature, which know at any time what every byte should be.
 
 A slot of a block holds a digest of all tokens that its bytes would depend on; so does a row. Whatever is
-stored, restored or computed from is compared with what it should be.
+stored, restored or computed from is compared with what it should be. ``chain[n]`` of a request is a digest of
+its first ``n`` tokens. Ranks answer late, in any order, and fail; a row that somebody may write to is busy:
+nobody may read it or be given it.
+
+A router in miniature knows of tiers from events alone, which must be what these hold.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
+import torch
+
+from kvconnect.cache.specs import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVCacheGroup,
+    SlidingWindowSpec,
+    StateSpec,
+)
 from kvconnect.config import OffloadConfig
+from kvconnect.offload.index.tier_index import ABSENT, PENDING, READY, TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
-from kvconnect.offload.tier_events import TierEvents
+from kvconnect.offload.tier import HOST
+from kvconnect.offload.tier_events import DEVICE, TierEvents
+from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, StateBlock, Step
-from tests.offload.event_replay import Plain, Replay
-from tests.offload.half_model import ROOT, ROW_BYTES, Clock, Device, Kind, Req, chained, name_of
-from tests.offload.half_ranks import GARBAGE, Ranks
-from tests.offload.index_kit import check_index
+
+
+class Stored(NamedTuple):
+    """A tier has got blocks of ``size`` tokens that follow one another, and that of the hash ``parent``."""
+
+    tier: str
+    group: int
+    hashes: Sequence[bytes]
+    parent: bytes | None
+    size: int
+    tokens: Sequence[int]
+
+
+class Removed(NamedTuple):
+    """A tier has these contents no more."""
+
+    tier: str
+    group: int
+    hashes: Sequence[bytes]
+
+
+class Plain:
+    """Stands for an ``EventMaker``: events are what it is given. Requests have tokens alone."""
+
+    removed = Removed
+
+    def describe(self, view, first, count, size):
+        if isinstance(view, dict):
+            return view
+        tokens = view.token_ids if hasattr(view, "token_ids") else view.tokens
+        return {"token_ids": tokens[first * size : (first + count) * size]}
+
+    def stored(self, tier, group, runs):
+        return [
+            Stored(
+                tier, group, names, parent, size, self.describe(view, first, len(names), size)["token_ids"]
+            )
+            for (first, view, parent, size), names in runs
+        ]
+
+
+class Replay:
+    """``chain`` extends a hash by the tokens of one block; ``roots`` is the hash before the first."""
+
+    def __init__(self, chain, root) -> None:
+        self.chain, self.root = chain, root
+        self.held: dict[tuple[str, int], set[bytes]] = {}
+        self.num_unknown = 0
+
+    def apply(self, events) -> None:
+        for event in events:
+            if isinstance(event, Removed):
+                held = self.held[event.tier, event.group]
+                assert held.issuperset(event.hashes), "what was never announced is taken back"
+                assert len(set(event.hashes)) == len(event.hashes)
+                held.difference_update(event.hashes)
+                continue
+            assert isinstance(event, Stored)
+            held, names = self.held.setdefault((event.tier, event.group), set()), event.hashes
+            assert names
+            assert len(set(names)) == len(names)
+            assert held.isdisjoint(names), "announced twice"
+            held.update(names)
+            self._check(event, names)
+
+    def _check(self, event, names) -> None:
+        size, before = event.size, event.parent
+        if not size:
+            self.num_unknown += len(names)
+            return
+        for at, name in enumerate(names):
+            tokens = event.tokens[at * size : (at + 1) * size]
+            assert len(tokens) == size
+            before = self.chain(self.root if before is None else before, tokens)
+            assert before == name, "the tokens are not those of the block"
+
+    def check(self, half) -> None:
+        """What was heard is what the scheduler half knows to be there."""
+        index, lower = half.host.index, half.host.lower
+        there = {(HOST, group): set() for group in half.plan.groups}
+        for rows in index.classes:
+            for group, names in rows.row_of.items():
+                there[HOST, group] = {name for name, row in names.items() if rows.state[row] == READY}
+        for (tier, group), ranks in lower._ranks.items():
+            there[tier, group] = {name for name, bits in ranks.items() if bits & 1}
+        for key in {*there, *self.held}:
+            if key[0] != DEVICE:
+                assert self.held.get(key, set()) == there.get(key, set()), key
+
+
+def check_index(index: TierIndex) -> None:
+    """Rows are each free or held once, contents are found where they are, and ages are of what may go."""
+    for rows in index.classes:
+        held = np.flatnonzero(rows.state)
+        assert sorted([*rows.free, *held.tolist()]) == list(range(rows.num_rows))
+        for row, group in zip(held.tolist(), rows.group[held].tolist(), strict=True):
+            content = rows.hash[row]
+            assert rows.row_of[group].get(content) == row
+        is_pinned = rows.pins > 0
+        assert not (rows.pins < 0).any()
+        assert not np.isin(rows.state[is_pinned], (ABSENT, PENDING)).any()
+        assert not rows.is_session_pinned[np.flatnonzero(rows.state == ABSENT)].any()
+        aging = np.flatnonzero((rows.state == READY) & ~is_pinned & ~rows.is_session_pinned)
+        assert sorted(rows.ages.rows().tolist()) == aging.tolist()
+        assert all(len(row_of) <= rows.num_rows for row_of in rows.row_of.values())
+
+
+GARBAGE = "garbage"
+
+
+class Ranks:
+    """Worker ranks that carry out orders when ``work`` is called, in any order, and fail now and then."""
+
+    def __init__(self, stack, num_ranks, rng, *, fail=0.0, tiers=(), lag=0.5) -> None:
+        self.stack, self.rng, self.fail, self.lag = stack, rng, fail, lag
+        self.tiers = tiers
+        self.rows = [{} for _ in range(num_ranks)]
+        self.lower = [{tier: {} for tier in tiers} for _ in range(num_ranks)]
+        self.todo = [[] for _ in range(num_ranks)]
+        self.awaited: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
+        self.num_restored = self.cleared = 0
+        self.silent: set[int] = set()
+
+    def place(self, group, row):
+        return (self.stack.half.plan.class_of[group], row)
+
+    def before_step(self, orders) -> None:
+        self.cleared += orders.clear
+        if orders.clear:
+            for lower in self.lower:
+                for kept in lower.values():
+                    kept.clear()
+            for todo in self.todo:
+                todo[:] = [("keep", job[1], job[2], ()) if job[0] == "keep" else job for job in todo]
+                for at, job in enumerate(todo):
+                    if job[0] == "store":
+                        todo[at] = (*job[:4], "cleared")
+        for store in orders.stores:
+            group, ids, rows = store.copies.group, store.copies.block_ids, store.copies.rows
+            content = []
+            for block_id, name in zip(ids, store.hashes, strict=True):
+                held = self.stack.read(group, block_id)
+                assert held == self.stack.expected[group, name], (group, block_id, held)
+                content.append(held)
+            for rank in range(len(self.rows)):
+                for row in rows:
+                    assert self.rows[rank].get(self.place(group, row)) != "busy"
+                    self.rows[rank][self.place(group, row)] = "busy"
+                self.todo[rank].append(("store", store.job, store, tuple(content), ""))
+
+    def start(self, orders) -> None:
+        for restore in orders.restores:
+            self.awaited[restore.request_id] = len(self.rows)
+            if restore.refusal:
+                self.failed[restore.request_id] = restore.refusal
+        for rank in range(len(self.rows)):
+            for restore in orders.restores:
+                self.todo[rank].append(("restore", restore.request_id, restore, ()))
+            for fetch in orders.fetches:
+                for row in fetch.rows:
+                    assert self.rows[rank].get(self.place(fetch.group, row)) != "busy"
+                    self.rows[rank][self.place(fetch.group, row)] = "busy"
+                self.todo[rank].append(("fetch", fetch.job, fetch, ()))
+            for seek in orders.seeks:
+                self.todo[rank].append(("seek", seek.job, seek, ()))
+
+    def work(self, everything=False) -> Results:
+        reports, received = [], []
+        for rank in range(len(self.rows)):
+            if rank in self.silent:
+                continue
+            told = {"stored": {}, "kept": [], "fetched": {}, "found": {}}
+            changes = []
+            later = []
+            todo, self.todo[rank] = self.todo[rank], []
+            self.rng.shuffle(todo)
+            for job in todo:
+                if not everything and self.rng.random() < self.lag:
+                    later.append(job)
+                    continue
+                getattr(self, "_" + job[0])(rank, job, told, changes, received, later)
+            self.todo[rank].extend(later)
+            if self.fail and self.rng.random() < 0.1:
+                for tier in self.tiers:
+                    kept = self.lower[rank][tier]
+                    if kept:
+                        gone = self.rng.choice(sorted(kept))
+                        del kept[gone]
+                        changes.append(TierChange(tier, gone[0], (), (gone[1],)))
+            told["kept"] = tuple(told["kept"])
+            reports.append(OffloadReport(rank, self.cleared, **told, changes=tuple(changes)))
+        self.rng.shuffle(reports)
+        failed = {name: self.failed.pop(name) for name in received if name in self.failed}
+        return Results(received=tuple(received), failed=failed, offload=tuple(r for r in reports if r))
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(self.todo) and not self.awaited
+
+    def _breaks(self) -> bool:
+        return self.rng.random() < self.fail
+
+    def _store(self, rank, job, told, changes, received, later) -> None:
+        _, number, store, content, cleared = job
+        bad, good = [], []
+        for row, name, held in zip(store.copies.rows, store.hashes, content, strict=True):
+            place = self.place(store.copies.group, row)
+            assert self.rows[rank][place] == "busy"
+            if self._breaks():
+                bad.append(name)
+                # Out of use until the job was kept.
+                self.rows[rank][place] = "busy" if store.keep else GARBAGE
+            else:
+                self.rows[rank][place] = held
+                good.append((name, place, held))
+        told["stored"][number] = tuple(bad)
+        if store.keep:
+            broken = [
+                self.place(store.copies.group, row)
+                for row, name in zip(store.copies.rows, store.hashes, strict=True)
+                if name in bad
+            ]
+            if cleared:
+                good = []
+            later.append(("keep", number, (store, broken), tuple(good)))
+
+    def _keep(self, rank, job, told, changes, received, later) -> None:
+        _, number, about, good = job
+        store, broken = about
+        for name, place, held in good:
+            assert self.rows[rank][place] == held, "a row was reused while it was read"
+            if self._breaks():
+                continue
+            for tier in self.tiers:
+                self.lower[rank][tier][store.copies.group, name] = held
+                changes.append(TierChange(tier, store.copies.group, (name,)))
+        for place in broken:
+            assert self.rows[rank][place] == "busy"
+            self.rows[rank][place] = GARBAGE
+        told["kept"].append(number)
+
+    def _fetch(self, rank, job, told, changes, received, later) -> None:
+        fetch = job[2]
+        missing = []
+        for row, name in zip(fetch.rows, fetch.hashes, strict=True):
+            place = self.place(fetch.group, row)
+            assert self.rows[rank][place] == "busy"
+            held = self.lower[rank][fetch.tier].get((fetch.group, name))
+            if fetch.tier == "store":
+                # It keeps no index: what is seen there is announced, and what is missed taken back.
+                seen = ((), (name,)) if held is None else ((name,), ())
+                changes.append(TierChange(fetch.tier, fetch.group, *seen))
+            if held is None or self._breaks():
+                missing.append(name)
+                self.rows[rank][place] = GARBAGE
+            else:
+                self.rows[rank][place] = held
+        told["fetched"][job[1]] = tuple(missing)
+
+    def _seek(self, rank, job, told, changes, received, later) -> None:
+        seek = job[2]
+        kept = self.lower[rank][seek.tier]
+        told["found"][job[1]] = tuple(n for n in seek.hashes if (seek.group, n) in kept)
+
+    def _restore(self, rank, job, told, changes, received, later) -> None:
+        restore = job[2]
+        for copies in restore.copies:
+            for block_id, row in zip(copies.block_ids, copies.rows, strict=True):
+                held = self.rows[rank][self.place(copies.group, row)]
+                assert held not in ("busy", GARBAGE)
+                if rank == 0:
+                    self.stack.device[copies.group, block_id] = held
+        if self._breaks() and restore.request_id not in self.failed:
+            self.failed[restore.request_id] = "copy failed"
+            for copies in restore.copies:
+                for block_id in copies.block_ids:
+                    self.stack.device[copies.group, block_id] = GARBAGE
+        self.awaited[restore.request_id] -= 1
+        if not self.awaited[restore.request_id]:
+            del self.awaited[restore.request_id]
+            received.append(restore.request_id)
+            self.num_restored += 1
+
+
+CAP = 4096
+ROW_BYTES = 64
+ROOT = 17
+"""The digest of no tokens."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A cache group: ``tokens`` per block, what it sees, and whether it is a draft model's."""
+
+    tokens: int
+    window: int | None = None
+    is_state: bool = False
+    is_draft: bool = False
+    row_bytes: int = ROW_BYTES
+    chunk: int | None = None
+
+    def spec(self) -> KVCacheGroup:
+        name = (f"{id(self)}",)
+        if self.is_state:
+            return KVCacheGroup(name, StateSpec(CAP, ((1,),), (torch.int8,)))
+        if self.window is not None:
+            return KVCacheGroup(
+                name, SlidingWindowSpec(self.tokens, 1, 1, torch.int8, sliding_window=self.window)
+            )
+        if self.chunk is not None:
+            return KVCacheGroup(
+                name, ChunkedLocalSpec(self.tokens, 1, 1, torch.int8, chunk_tokens=self.chunk)
+            )
+        return KVCacheGroup(name, FullAttentionSpec(self.tokens, 1, 1, torch.int8))
+
+    def reads(self, position: int, boundary: int) -> bool:
+        """Whether token ``boundary`` needs this block."""
+        end = (position + 1) * self.tokens
+        if end > boundary or self.is_state:
+            return self.is_state and end == boundary
+        return end > self.first_seen(boundary)
+
+    def first_seen(self, token: int) -> int:
+        """The first token that computing ``token`` reads."""
+        if self.chunk is not None:
+            return token - token % self.chunk
+        return 0 if self.window is None else max(0, token - self.window + 1)
+
+    def first_read(self, token: int) -> int:
+        """The first position that computing ``token`` reads or writes."""
+        return self.first_seen(token) // self.tokens
+
+
+class Device:
+    """Blocks of one pool, which groups use in turn: what one of them writes, another one has lost."""
+
+    def __init__(self) -> None:
+        self._held: dict = {}
+
+    def get(self, key, default=GARBAGE):
+        group, held = self._held.get(key[1], (key[0], default))
+        return held if group == key[0] else GARBAGE
+
+    def __getitem__(self, key):
+        return self.get(key)
+
+    def __setitem__(self, key, held) -> None:
+        self._held[key[1]] = key[0], held
+
+    def forget(self) -> None:
+        self._held.clear()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(eq=False)
+class Req:
+    """A request. ``chain[n]`` is the digest of its first ``n`` tokens."""
+
+    request_id: str
+    tokens: list[int]
+    max_new: int
+    kv_transfer_params: dict | None = None
+    chain: list[int] = field(default_factory=lambda: [ROOT])
+    state: str = "waiting"
+    computed: int = 0
+    loaded: bool = False
+    ids: list[list[int]] = field(default_factory=list)
+    told: int = 0
+    hits: list[tuple[int, int]] = field(default_factory=list)
+    waits: int = 0
+    guessed: int = 0
+    names: dict[int, list[bytes]] = field(default_factory=dict)
+    noted: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+        self.extend(())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def extend(self, tokens) -> None:
+        self.tokens.extend(tokens)
+        while len(self.chain) <= len(self.tokens):
+            self.chain.append(hash((self.chain[-1], self.tokens[len(self.chain) - 1])))
+
+    def hashes(self, size: int) -> list[bytes]:
+        names = self.names.setdefault(size, [])
+        for end in range(size * (len(names) + 1), len(self.tokens) + 1, size):
+            names.append(name_of(self.chain[end]))
+        return names
+
+    def slots(self, kind: Kind, position: int):
+        """What a whole block should hold."""
+        if kind.is_state:
+            return self.chain[(position + 1) * kind.tokens]
+        first = position * kind.tokens + 1 + kind.is_draft
+        return tuple(self.chain[first : first + kind.tokens])
+
+
+def chained(before: bytes, tokens: list[int]) -> bytes:
+    """The name after a few tokens more."""
+    digest = int.from_bytes(before, "little", signed=True)
+    for token in tokens:
+        digest = hash((digest, token))
+    return name_of(digest)
+
+
+def name_of(digest: int) -> bytes:
+    return (digest & (1 << 64) - 1).to_bytes(8, "little")
+
 
 __all__ = ["Clock", "Kind", "Stack"]
 

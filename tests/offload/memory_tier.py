@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from kvconnect.offload.completion_tracker import CompletionTracker
-from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierRow, TierUpdate
+from kvconnect.offload.tier import MAX_HASH_BYTES, CompletionTracker, Content, Kind, LowerTier, TierRow
 
 
-class MemoryTier:
-    """A ``LowerTier`` that keeps rows in a dictionary, the last used longest. One thread does its work.
+class MemoryTier(LowerTier):
+    """One that keeps rows in a dictionary, the last used longest. One thread does its work.
 
     It keeps ``limit_bytes`` of rows at most, and at most ``max_queued_bytes`` wait to be written. Its changes
     are reported only if it is ``indexed``.
@@ -33,7 +32,7 @@ class MemoryTier:
         self.is_failing = False
         self._limit_bytes = limit_bytes
         self._max_queued_bytes = max_queued_bytes
-        self._tracker = CompletionTracker()
+        self.tracker = CompletionTracker()
         self._kept: OrderedDict[Content, bytes] = OrderedDict()
         self._kept_bytes = 0
         self._pinned: set[Content] = set()
@@ -43,33 +42,31 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "kvconnect-memory-tier")
 
-    def on_update(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called whenever there is something to report."""
-        self._tracker.on_update(wake)
-
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
         """Begin to keep rows."""
-        self._tracker.open("written", job, len(rows))
-        for row in rows:
-            with self._lock:
-                is_taken = self._queued_bytes + len(row.memory) <= self._max_queued_bytes
-                if is_taken:
-                    self._queued_bytes += len(row.memory)
-            if is_taken:
-                self._submit(partial(self._write, job, row, self._epoch))
-            else:
-                self._tracker.fail(f"{self.name}_queue_full")
-                self._tracker.settle("written", job, 1, [row.content])
+        self.tracker.open("write", job, len(rows))
+        taken: list[TierRow] = []
+        refused: list[TierRow] = []
+        with self._lock:
+            for row in rows:
+                fits = self._queued_bytes + len(row.memory) <= self._max_queued_bytes
+                (taken if fits else refused).append(row)
+                self._queued_bytes += len(row.memory) if fits else 0
+        if taken:
+            self._submit(partial(self._write, job, taken, self._epoch))
+        if refused:
+            self.tracker.fail(f"{self.name}_queue_full", times=len(refused))
+            self._end("write", job, len(refused), [row.content for row in refused])
 
     def read(self, job: int, rows: Sequence[TierRow]) -> None:
         """Begin to read rows."""
-        self._tracker.open("read", job, len(rows))
-        for row in rows:
-            self._submit(partial(self._read, job, row))
+        self.tracker.open("read", job, len(rows))
+        if rows:
+            self._submit(partial(self._read, job, rows))
 
     def seek(self, job: int, contents: Sequence[Content]) -> None:
         """Begin to look for contents."""
-        self._tracker.open("found", job, len(contents))
+        self.tracker.open("seek", job, len(contents))
         if contents:
             self._submit(partial(self._seek, job, contents))
 
@@ -79,10 +76,6 @@ class MemoryTier:
             for group, hash_, is_pinned in pins:
                 (self._pinned.add if is_pinned else self._pinned.discard)((group, hash_))
 
-    def poll(self) -> TierUpdate:
-        """What is new."""
-        return self._tracker.take()
-
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
@@ -90,7 +83,7 @@ class MemoryTier:
             self._kept.clear()
             self._pinned.clear()
             self._kept_bytes = 0
-            self._tracker.forget_changes()
+            self.tracker.forget_changes()
 
     def close(self) -> bool:
         """Stop."""
@@ -100,8 +93,7 @@ class MemoryTier:
 
     def state(self) -> dict[str, Any]:
         """What there is to see."""
-        jobs = self._tracker.open_jobs()
-        return {"records": len(self._kept), "reserved_bytes": self._kept_bytes, "jobs": jobs}
+        return {"records": len(self._kept), "taken_bytes": self._kept_bytes, "limit_bytes": self._limit_bytes}
 
     # ---- its thread
 
@@ -115,38 +107,50 @@ class MemoryTier:
     def _is_off(self) -> bool:
         return self.is_failing or self._is_closed
 
-    def _write(self, job: int, row: TierRow, epoch: int) -> None:
-        with self._lock:
-            self._queued_bytes -= len(row.memory)
-            fits = 0 < len(row.memory) <= self._limit_bytes and 0 < len(row.hash) <= MAX_HASH_BYTES
-            fits = fits and epoch == self._epoch and not self._is_off
-            if fits and row.content not in self._kept:
-                self._kept[row.content] = bytes(row.memory)
-                self._kept_bytes += len(row.memory)
-                gone = []
-                while self._kept_bytes > self._limit_bytes:
-                    content = next(one for one in self._kept if one not in self._pinned)
-                    self._kept_bytes -= len(self._kept.pop(content))
-                    gone.append(content)
-                if self.indexed:
-                    self._tracker.add([row.content])
-                    self._tracker.remove(gone)
-        if not fits:
-            self._tracker.fail(f"{self.name}_refused")
-        self._tracker.settle("written", job, 1, () if fits else [row.content])
+    def _end(self, kind: Kind, job: int, count: int, named: Sequence[Content] = ()) -> None:
+        self.tracker.settle(kind, job, count, named)
 
-    def _read(self, job: int, row: TierRow) -> None:
-        with self._lock:
-            found = None if self._is_off else self._kept.get(row.content)
-            is_right = found is not None and len(found) == len(row.memory)
-            if found is not None and is_right:
-                self._kept.move_to_end(row.content)
-                row.memory[:] = found
-            elif self.indexed and row.content not in self._kept:
-                self._tracker.remove([row.content])
-        self._tracker.settle("read", job, 1, () if is_right else [row.content])
+    def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
+        failed = []
+        for row in rows:
+            with self._lock:
+                self._queued_bytes -= len(row.memory)
+                fits = 0 < len(row.memory) <= self._limit_bytes and 0 < len(row.hash) <= MAX_HASH_BYTES
+                if fits and epoch == self._epoch and not self._is_off:
+                    self._keep(row)
+                    continue
+            failed.append(row.content)
+        self.tracker.fail(f"{self.name}_refused", times=len(failed))
+        self._end("write", job, len(rows), failed)
+
+    def _keep(self, row: TierRow) -> None:
+        gone = []
+        if row.content not in self._kept:
+            self._kept[row.content] = bytes(row.memory)
+            self._kept_bytes += len(row.memory)
+            while self._kept_bytes > self._limit_bytes:
+                content = next(one for one in self._kept if one not in self._pinned)
+                self._kept_bytes -= len(self._kept.pop(content))
+                gone.append(content)
+            if self.indexed:
+                self.tracker.add([row.content])
+                self.tracker.remove(gone)
+
+    def _read(self, job: int, rows: Sequence[TierRow]) -> None:
+        missing = []
+        for row in rows:
+            with self._lock:
+                found = None if self._is_off else self._kept.get(row.content)
+                if found is not None and len(found) == len(row.memory):
+                    self._kept.move_to_end(row.content)
+                    row.memory[:] = found
+                    continue
+                if self.indexed and row.content not in self._kept:
+                    self.tracker.remove([row.content])
+            missing.append(row.content)
+        self._end("read", job, len(rows), missing)
 
     def _seek(self, job: int, contents: Sequence[Content]) -> None:
         with self._lock:
             found = [content for content in contents if content in self._kept and not self._is_off]
-        self._tracker.settle("found", job, len(contents), found)
+        self._end("seek", job, len(contents), found)

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from tests.node.node_harness import Client, check_pool, make_client
+from tests.offload.opened import closes_later
 
 DEADLINE_S = 60.0
 PLENTY_BYTES = 64 << 20
@@ -98,6 +99,7 @@ def make_keeper(config: str | None = None, offload: dict | None = None, **option
     made = make_client(kv_transfer_config=config or offload_config(**(offload or {})), **options)
     made.engine.worker.on_results(made.engine.wake)
     keeper = Keeper(made.engine)
+    closes_later(keeper)
     # What is on disk from before is known then.
     keeper.settle()
     return keeper
@@ -218,6 +220,3 @@ class Twin:
         """The node ends, and another goes on with what it has kept."""
         self.keeper.close()
         self.keeper = make()
-
-    def close(self) -> None:
-        self.keeper.close()

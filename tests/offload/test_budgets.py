@@ -77,14 +77,6 @@ def test_shares_of_more_than_all_are_scaled_down():
     assert plan.length_bytes == 640
 
 
-def test_both_halves_make_the_same_plan():
-    config = OffloadConfig(cpu_bytes=1 << 24)
-    rows = {0: 512, 1: 512, 2: 64}
-    assert plan_for(config, [FULL, WINDOW, STATE], rows) == plan_for(
-        config, [FULL, WINDOW, STATE], dict(rows)
-    )
-
-
 @pytest.mark.parametrize(
     ("cpu_bytes", "shares", "match"),
     [

@@ -1,9 +1,12 @@
-"""The disk tier: the contract of lower tiers, restarts, its bound, its folder and its lock."""
+"""The disk tier: the contract of lower tiers, restarts, its bound and its folder, and disks that fail."""
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -19,15 +22,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
-from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk import row_files
-from kvconnect.offload.disk.catalog import Catalog
-from kvconnect.offload.disk.disk_tier import READ_THREADS, DiskTier, open_disk_tier
+from kvconnect.offload.disk.disk_tier import READ_THREADS, DiskTier
 from kvconnect.offload.disk.folder import FolderOwner, RowFile, bytes_on_disk, row_name
-from kvconnect.offload.namespace import Namespace
+from kvconnect.offload.disk.row_files import Catalog
 from kvconnect.offload.record import HEADER_BYTES
+from kvconnect.offload.tier import CompletionTracker
+from tests.faults.damage import KINDS, run_damage
 from tests.faults.disk_rows import taken_bytes
 from tests.offload.disk_kit import (
     NAMESPACE,
@@ -56,13 +58,13 @@ def test_a_restart_reports_footers_and_rows_without_one_too(tmp_path):
     footers = {content: b"of " + content[1] for content in rows}
     job = first.new_job()
     first.tier.write(job, [row._replace(footer=footers[row.content]) for row in rows_of(rows)])
-    assert first.wait("written", job) == ()
+    assert first.wait("write", job) == ()
     spoilt, cut, *_ = paths = row_paths(first.tier)
     assert first.tier.close()
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
     cut.write_bytes(cut.read_bytes()[:-9])
     second = open_tier(tmp_path, reads_footers=True)
-    wait_until(lambda: second._tracker._changes.keys() == set(rows), "told")
+    wait_until(lambda: second.tracker._changes.keys() == set(rows), "told")
     update = second.poll()
     lost = {content for content in rows if row_name(content) in (spoilt.name, cut.name)}
     assert len(paths) == 40
@@ -100,7 +102,6 @@ def test_what_is_there_and_written_again_is_reported_again(tmp_path):
     driver.index.clear()
     assert driver.write(rows) == ()
     assert driver.index == set(rows)
-    driver.tier.close()
 
 
 def test_what_is_gone_before_it_was_told_is_not_reported():
@@ -139,24 +140,6 @@ def test_questions_are_answered_while_a_great_many_rows_are_found_at_a_start(wai
     assert catalog.taken_bytes == sum(file.disk_bytes for file in files)
 
 
-def test_a_restart_finds_what_was_written(tmp_path):
-    rows = some_rows(200, 1)
-    first = open_driver(tmp_path)
-    assert first.write(rows) == ()
-    assert first.tier.close()
-    second = open_driver(tmp_path)
-    assert second.index == set(rows)
-    assert second.read(lengths_of(rows)) == rows
-    assert not second.failures
-    # And goes on behind it.
-    more = some_rows(50, 2)
-    assert second.write(more) == ()
-    assert second.tier.close()
-    third = open_driver(tmp_path)
-    assert third.read(lengths_of(rows | more)) == rows | more
-    assert third.tier.close()
-
-
 def test_ranks_and_namespaces_share_a_path_and_nothing_else(tmp_path):
     rows = some_rows(20, 3)
     drivers = [
@@ -166,8 +149,6 @@ def test_ranks_and_namespaces_share_a_path_and_nothing_else(tmp_path):
     ]
     drivers[0].write(rows)
     assert [len(driver.read(lengths_of(rows))) for driver in drivers] == [20, 0, 0, 0]
-    for driver in drivers:
-        driver.tier.close()
 
 
 def test_only_its_owner_may_look(tmp_path):
@@ -181,7 +162,6 @@ def test_only_its_owner_may_look(tmp_path):
     driver.tier.path.chmod(0o755)
     again = open_driver(path)
     assert stat.S_IMODE(again.tier.path.stat().st_mode) == 0o700
-    again.tier.close()
 
 
 def test_a_folder_has_one_process(tmp_path):
@@ -206,14 +186,6 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
             open_tier(path)
 
 
-def test_it_is_opened_as_configured(tmp_path):
-    config = OffloadConfig(cpu_bytes=1, disk_path=str(tmp_path), disk_bytes=1 << 30)
-    namespace = Namespace.of({"model": "m"})
-    tier = open_disk_tier(config, namespace, rank=3, world_size=4)
-    assert tier.path == tmp_path / f"{namespace.name}-rank3"
-    assert tier.close()
-
-
 def test_a_large_job_is_read_by_several_threads(tmp_path):
     class WatchedFolder(FaultyFolder):
         readers: ClassVar[set[str]] = set()
@@ -229,7 +201,6 @@ def test_a_large_job_is_read_by_several_threads(tmp_path):
     WatchedFolder.readers.clear()
     assert driver.read(dict(reversed(lengths_of(rows).items()))) == rows
     assert len(WatchedFolder.readers) == READ_THREADS
-    assert driver.tier.close()
 
 
 # ---- the bound
@@ -266,7 +237,6 @@ def test_the_bound_holds_at_every_moment(tmp_path, length):
     assert found == {content: written[content] for content in driver.index}
     assert len(found) * length > limit_bytes / 2
     assert not driver.failures
-    driver.tier.close()
 
 
 def test_the_oldest_makes_room_and_what_was_read_stays(tmp_path):
@@ -280,26 +250,6 @@ def test_the_oldest_makes_room_and_what_was_read_stays(tmp_path):
     assert driver.read(lengths_of(other)) == {}
     assert driver.read(lengths_of(rows)) == rows
     assert not driver.failures
-    driver.tier.close()
-
-
-def test_a_smaller_bound_after_a_restart_keeps_the_youngest(tmp_path):
-    driver = open_driver(tmp_path, 8 << 20)
-    parts = [some_rows(50, seed, length=5000) for seed in range(50)]
-    for rows in parts:
-        if rows is parts[-1]:
-            # A system's times of files are some milliseconds apart, and rows of one time are equally old.
-            time.sleep(0.05)
-        assert driver.write(rows) == ()
-    driver.tier.close()
-    assert taken_bytes(tmp_path) > 4 << 20
-    again = open_driver(tmp_path, 1 << 20)
-    assert taken_bytes(tmp_path) <= 1 << 20
-    assert again.read(lengths_of(parts[-1])) == parts[-1]
-    assert again.read(lengths_of(parts[0])) == {}
-    assert again.write(parts[0]) == ()
-    assert taken_bytes(tmp_path) <= 1 << 20
-    again.tier.close()
 
 
 def test_a_row_that_exceeds_the_bound_is_not_kept(tmp_path):
@@ -312,7 +262,6 @@ def test_a_row_that_exceeds_the_bound_is_not_kept(tmp_path):
     assert driver.write(largest) == ()
     assert driver.read(lengths_of(largest)) == largest
     assert taken_bytes(tmp_path) <= 1 << 20
-    driver.tier.close()
 
 
 def test_what_others_left_counts_and_makes_room_first(tmp_path):
@@ -336,8 +285,6 @@ def test_what_others_left_counts_and_makes_room_first(tmp_path):
         assert taken_bytes(tmp_path) - beside <= 1 << 20
     assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["0", "0", "a"]
     assert held.read(lengths_of(some_rows(20, 9, length=20_000)))
-    for one in (ours, held):
-        one.tier.close()
 
 
 def test_segments_of_an_earlier_version_are_removed(tmp_path):
@@ -350,7 +297,6 @@ def test_segments_of_an_earlier_version_are_removed(tmp_path):
     assert len(row_paths(again.tier)) == 10
     assert again.read(lengths_of(rows)) == rows
     assert not again.failures
-    again.tier.close()
 
 
 def test_what_was_used_last_stays_after_a_restart(tmp_path):
@@ -364,7 +310,6 @@ def test_what_was_used_last_stays_after_a_restart(tmp_path):
     again = open_driver(tmp_path, 512 << 10)
     assert {path.name for path in row_paths(again.tier)} <= youngest
     assert len(again.index) == 28
-    again.tier.close()
 
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
@@ -377,18 +322,6 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
     again.tier.clear()
     again.tier.close()
     assert {"notes.txt", "7-00.kv.bak"} <= {path.name for path in driver.tier.path.iterdir()}
-
-
-def test_cleared_files_leave_the_disk(tmp_path):
-    driver = open_driver(tmp_path)
-    driver.write(some_rows(500, 1))
-    assert row_paths(driver.tier)
-    driver.tier.clear()
-    wait_until(lambda: not row_paths(driver.tier), "the files are still there")
-    driver.tier.close()
-    again = open_driver(tmp_path)
-    assert not again.index
-    again.tier.close()
 
 
 def test_what_is_cleared_stays_void_where_its_files_outlive_the_process(tmp_path):
@@ -417,7 +350,6 @@ def test_what_is_cleared_stays_void_where_its_files_outlive_the_process(tmp_path
     last = open_driver(tmp_path)
     assert last.index == set(rows)
     assert not again.failures
-    last.tier.close()
 
 
 def test_of_a_prompt_the_end_makes_room_first(tmp_path):
@@ -434,7 +366,6 @@ def test_of_a_prompt_the_end_makes_room_first(tmp_path):
     left = [content in again.index for content in prompt]
     assert left == sorted(left, reverse=True)
     assert 0 < sum(left) < sum(kept)
-    again.tier.close()
 
 
 def test_what_is_there_of_a_job_does_not_make_room_for_the_rest_of_it(tmp_path):
@@ -445,7 +376,6 @@ def test_what_is_there_of_a_job_does_not_make_room_for_the_rest_of_it(tmp_path):
     assert driver.write(some_rows(40, 2, length=10_000)) == ()
     assert driver.write(prompt) == ()
     assert driver.read(lengths_of(prompt)) == prompt
-    driver.tier.close()
 
 
 def test_a_folder_is_not_locked_while_others_list_it(tmp_path, monkeypatch):
@@ -541,3 +471,360 @@ class DiskMachine(RuleBasedStateMachine):
 
 TestDiskAgainstADictionary = DiskMachine.TestCase
 TestDiskAgainstADictionary.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+
+
+SOON = {"retry_s": (0.01, 0.05)}
+
+
+@pytest.fixture
+def files():
+    return Faults()
+
+
+def is_off(driver):
+    return driver.tier.state()["paused_by"]
+
+
+def writes_again(driver, seed=999):
+    """Whether what is written now is kept and served, before long."""
+
+    def is_kept() -> bool:
+        nonlocal seed
+        seed += 1
+        rows = some_rows(3, seed)
+        return driver.write(rows) == () and driver.read(lengths_of(rows)) == rows
+
+    wait_until(is_kept, f"nothing is kept: {driver.tier.state()} {driver.failures}")
+    assert not is_off(driver)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "reason"),
+    [
+        ("write", errno.EIO, "disk_io"),
+        ("write", errno.ENOSPC, "disk_full"),
+        ("write", errno.EDQUOT, "disk_full"),
+        ("write", errno.EROFS, "disk_read_only"),
+        ("create", errno.EROFS, "disk_read_only"),
+        ("create", errno.ENOSPC, "disk_full"),
+        ("create", errno.EMFILE, "disk_io"),
+        ("create", errno.EACCES, "disk_read_only"),
+    ],
+)
+def test_a_disk_that_refuses_is_tried_again(tmp_path, files, call, error, reason):
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
+    before, rows = some_rows(10, 1), some_rows(10, 2)
+    if call == "write":
+        assert driver.write(before) == ()
+    files.faults[call] = error
+    assert set(driver.write(rows)) == set(rows)
+    assert driver.failures[reason] >= 1
+    assert is_off(driver) == reason
+    assert driver.read(lengths_of(rows)) == {}
+    if call == "write" and reason != "disk_full":
+        assert driver.read(lengths_of(before)) == before
+    # While it is left alone rows fail at once.
+    driver.write(rows)
+    assert driver.failures.keys() <= {reason, "disk_paused"}
+    del files.faults[call]
+    writes_again(driver)
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+
+
+def test_a_full_disk_makes_room_with_the_oldest_and_goes_on(tmp_path, files):
+    driver = open_driver(tmp_path, 64 << 20, open_folder=files, **SOON)
+    files.room_bytes = 1 << 20
+    kept = {}
+    for seed in range(30):
+        rows = some_rows(20, seed, length=10_000)
+        failed = driver.write(rows)
+        kept = {content: row for content, row in rows.items() if content not in failed} or kept
+        assert driver.read(lengths_of(rows)).items() <= rows.items()
+    assert driver.failures["disk_full"]
+    assert len(kept) == 20
+    assert driver.read(lengths_of(kept)) == kept
+    assert taken_bytes(tmp_path) < 1.3 * (1 << 20)
+    assert not is_off(driver)
+    # Nothing of a row that did not fit is left behind.
+    driver.tier.close()
+    again = open_driver(tmp_path, 64 << 20)
+    assert again.index == driver.index
+    assert not again.failures
+
+
+def test_a_row_that_was_written_in_part_is_removed(tmp_path, files):
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
+    whole = some_rows(5, 1, length=1000)
+    assert driver.write(whole) == ()
+    files.room_bytes, files.no_room = 500, errno.EIO
+    assert driver.write(some_rows(1, 2, length=1000))
+    assert [file.stat().st_size for file in driver.tier.path.glob("*.kv*")] == 5 * [1132]
+    # Where it cannot be removed it takes room, until a restart removes it.
+    files.room_bytes = None
+    files.calls.clear()
+    files.faults["rename"] = files.faults["remove"] = errno.EIO
+    wait_until(
+        lambda: driver.write(some_rows(1, 3, length=100_000)) and files.calls.get("rename"), "no write"
+    )
+    lengths = [file.stat().st_size for file in driver.tier.path.glob("*.kv*")]
+    assert max(lengths) == 100_132
+    assert sum(lengths) <= driver.tier.state()["taken_bytes"]
+    assert driver.tier.close()
+    again = open_driver(tmp_path)
+    assert again.index == driver.index
+    assert again.failures == {"disk_torn": 1}
+    assert len(list(again.tier.path.glob("*.kv*"))) == 5
+    assert again.read(lengths_of(whole)) == whole
+
+
+def test_bad_sectors_are_misses(tmp_path, files):
+    driver = open_driver(tmp_path, open_folder=files)
+    rows = some_rows(50, 1)
+    driver.write(rows)
+    files.faults["read"] = errno.EIO
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.failures == {"disk_io": 50}
+    assert not driver.index
+    del files.faults["read"]
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+
+
+def test_too_many_open_files_lose_nothing(tmp_path, files):
+    driver = open_driver(tmp_path, open_folder=files)
+    rows = some_rows(50, 1)
+    driver.write(rows)
+    files.faults["open"] = errno.EMFILE
+    assert driver.read(lengths_of(rows)) == {}
+    del files.faults["open"]
+    assert driver.index == set(rows)
+    assert driver.read(lengths_of(rows)) == rows
+
+
+def test_old_rows_that_cannot_be_removed_stop_writing(tmp_path, files):
+    limit_bytes = 1 << 20
+    driver = open_driver(tmp_path, limit_bytes, open_folder=files, **SOON)
+    files.faults["remove"] = errno.EPERM
+    for seed in range(20):
+        driver.write(some_rows(100, seed, length=1000))
+        assert taken_bytes(tmp_path) <= limit_bytes
+    assert driver.failures["disk_read_only"]
+    del files.faults["remove"]
+    writes_again(driver)
+    assert taken_bytes(tmp_path) <= limit_bytes
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path):
+    driver = open_driver(tmp_path / "cache", 8 << 20, **SOON)
+    rows = some_rows(300, 1, length=1000)
+    driver.write(rows)
+    shutil.rmtree(tmp_path / "cache")
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.failures["disk_gone"]
+    assert not driver.index
+    writes_again(driver)
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+    assert taken_bytes(tmp_path) < 2 << 20
+
+
+def test_a_folder_that_somebody_else_took_meanwhile_is_left_to_them(tmp_path):
+    driver = open_driver(tmp_path / "cache", 8 << 20, **SOON)
+    assert driver.write(some_rows(200, 1, length=1000)) == ()
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    other = open_driver(tmp_path / "cache", 8 << 20)
+    rows = some_rows(300, 2, length=1000)
+    assert len(driver.write(rows)) == 300
+    assert driver.failures["disk_held"] == driver.failures["disk_gone"] == 1
+    assert other.write(rows) == ()
+    assert len(row_paths(other.tier)) == 300
+    other.tier.close()
+    writes_again(driver)
+
+
+def test_rows_that_somebody_removes_are_misses(tmp_path):
+    driver = open_driver(tmp_path, 8 << 20, **SOON)
+    rows = some_rows(300, 1, length=1000)
+    driver.write(rows)
+    for file in row_paths(driver.tier)[1:]:
+        file.unlink()
+    found = driver.read(lengths_of(rows))
+    assert len(found) == 1
+    assert found.items() <= rows.items()
+    assert driver.index == set(found)
+    assert driver.failures == {"disk_gone": 299}
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+
+
+def test_a_folder_that_cannot_be_used_at_the_start_is_tried_again(tmp_path, files):
+    files.faults["open"] = errno.EACCES
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
+    rows = some_rows(10, 1)
+    assert driver.read(lengths_of(rows)) == {}
+    assert set(driver.write(rows)) == set(rows)
+    assert driver.failures["disk_read_only"]
+    del files.faults["open"]
+    writes_again(driver)
+
+
+def test_what_was_cleared_while_it_could_not_be_reached_does_not_come_back(tmp_path, files):
+    rows = some_rows(10, 1)
+    first = open_driver(tmp_path)
+    first.write(rows)
+    first.tier.close()
+    files.faults["open"] = errno.EACCES
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
+    driver.tier.clear()
+    del files.faults["open"]
+    writes_again(driver)
+    assert driver.read(lengths_of(rows)) == {}
+    fresh = some_rows(5, 2)
+    assert driver.write(fresh) == ()
+    assert driver.tier.close()
+    again = open_driver(tmp_path)
+    assert fresh.keys() <= again.index
+    assert again.read(lengths_of(rows)) == {}
+
+
+def test_a_read_only_folder_still_gives_back(tmp_path, files, monkeypatch):
+    rows = some_rows(50, 1)
+    first = open_driver(tmp_path)
+    first.write(rows)
+    first.tier.close()
+    usual_open = FaultyFolder.open
+
+    def open_read_only(self, name, flags):
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return usual_open(self, name, flags)
+
+    monkeypatch.setattr(FaultyFolder, "open", open_read_only)
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
+    assert driver.read(lengths_of(rows)) == rows
+    assert driver.write(some_rows(5, 2))
+    assert driver.failures == {"disk_read_only": 1, "disk_paused": 4}
+
+
+def test_rows_beyond_a_limit_on_the_length_of_files_fail_alone(tmp_path):
+    code = """
+import resource, sys
+from pathlib import Path
+from tests.offload.tier_suite import lengths_of, some_rows
+from tests.offload.disk_kit import open_driver
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+driver = open_driver(Path(sys.argv[1]), 8 << 20, retry_s=(0.01, 0.05))
+rows, long = some_rows(50, 1, length=1000), some_rows(3, 2, length=300_000)
+assert set(driver.write(long | rows)) == set(long)
+assert driver.read(lengths_of(rows)) == rows
+assert driver.failures == {"disk_too_large": 3}
+assert driver.tier.close()
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 200_000
+
+
+def test_threads_live_on_whatever_is_raised(tmp_path, files, monkeypatch):
+    driver = open_driver(tmp_path, open_folder=files)
+    rows = some_rows(20, 1)
+    driver.write(rows)
+
+    def fail(*_args):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(FaultyFolder, "read", fail)
+    assert driver.read(lengths_of(rows)) == {}
+    monkeypatch.setattr(FaultyFolder, "write", fail)
+    assert driver.write(some_rows(5, 2))
+    assert driver.failures["disk_internal"] >= 2
+    monkeypatch.undo()
+    assert driver.read(lengths_of(rows)) == rows
+    more = some_rows(5, 3)
+    assert driver.write(more) == ()
+    assert driver.read(lengths_of(more)) == more
+
+
+def test_a_disk_that_hangs_is_left_behind(tmp_path, files, monkeypatch):
+    driver = open_driver(tmp_path, open_folder=files)
+    monkeypatch.setattr("kvconnect.offload.disk.disk_tier._CLOSE_TIMEOUT_S", 0.2)
+    is_begun, is_free = threading.Event(), threading.Event()
+    monkeypatch.setattr(FaultyFolder, "write", lambda *_args: is_begun.set() or (is_free.wait() and 0))
+    driver.tier.write(100, rows_of(some_rows(3, 1)))
+    assert is_begun.wait(30.0)
+    assert not driver.tier.close()
+    is_free.set()
+    assert len(driver.wait("write", 100)) == 3
+
+
+def test_rows_that_are_cleared_while_room_is_made_take_none_of_it(tmp_path, files, monkeypatch):
+    """Clearing is another thread's: it can come between any two looks at what is taken."""
+    driver = open_driver(tmp_path, 1 << 20, open_folder=files, **SOON)
+    for seed in range(4):
+        driver.write(some_rows(30, seed, length=10_000))
+    catalog, doom = driver.tier._catalog, type(driver.tier._catalog).doom_oldest
+
+    def doom_what_was_just_cleared(self, length_bytes):
+        monkeypatch.setattr(type(catalog), "doom_oldest", doom)
+        catalog.clear()
+        return doom(self, length_bytes)
+
+    monkeypatch.setattr(type(catalog), "doom_oldest", doom_what_was_just_cleared)
+    driver.write(some_rows(30, 9, length=10_000))
+    writes_again(driver)
+    assert taken_bytes(tmp_path) <= 1 << 20
+
+
+def test_a_folder_that_cannot_be_listed_is_opened_anew(tmp_path, files):
+    driver = open_driver(tmp_path, **SOON)
+    rows = some_rows(40, 1, length=10_000)
+    assert driver.write(rows) == ()
+    assert driver.tier.close()
+    files.faults["listing"] = errno.EIO
+    again = open_driver(tmp_path, open_folder=files, **SOON)
+    more = some_rows(3, 2)
+    assert set(again.write(more)) == set(more)
+    del files.faults["listing"]
+    writes_again(again)
+    assert again.read(lengths_of(rows)) == rows
+    assert again.failures.keys() <= {"disk_io", "disk_paused"}
+
+
+def test_nothing_wrong_is_served_after_kills():
+    command = [sys.executable, "-m", "tests.faults", "disk", "--count", "25", "--records", "0"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert told.returncode == 0, told.stdout + told.stderr
+    report = json.loads(told.stdout)
+    assert (report["kills"], report["wrong"], report["problems"]) == (25, 0, [])
+    assert report["wrote"] > 0
+    assert report["served"] > 0
+    assert report["most_of_bound"] <= 1.0
+
+
+@pytest.fixture(scope="module")
+def damage(tmp_path_factory):
+    reports = run_damage(tmp_path_factory.mktemp("damage"), 600, seed=1)
+    return {(report.kind, report.when): report for report in reports}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["closed", "open"])
+def test_nothing_damaged_is_served(damage, kind, when):
+    report = damage[kind, when]
+    assert report.wrong == 0
+    assert report.problems == []
+    assert report.served + report.missed == 600
+
+
+def test_what_is_not_damaged_is_served(damage):
+    for when in ("closed", "open"):
+        report = damage["flipped rows", when]
+        assert report.damaged
+        assert report.served == 600 - report.damaged
+        assert report.failures == {"disk_corrupt": report.damaged}
+    assert damage["flipped", "open"].served == damage["foreign", "closed"].served == 0
+    assert damage["appended", "closed"].served == damage["appended", "open"].served == 600
+    zeroed = damage["zeroed pages", "closed"]
+    assert zeroed.damaged
+    assert zeroed.served == 600 - zeroed.damaged

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.index import age_order, class_rows
+from kvconnect.offload.index import tier_index
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
 from kvconnect.offload.tier_events import TierEvents
-from tests.offload.event_replay import Plain, Removed
-from tests.offload.index_kit import check_index
+from tests.offload.half_kit import Plain, Removed, check_index
 
 # Groups 0 and 1 share a class of 40 rows, of which 30 are those of group 0; group 2 has 12 rows of its own.
 PLAN = plan_arena(5640, {0: 64, 1: 64, 2: 200}, {0: 1920 / 5632, 1: 640 / 5632, 2: 3072 / 5632})
@@ -29,11 +28,6 @@ def name(sequence, block):
 
 def names(sequence, first, count):
     return [name(sequence, block) for block in range(first, first + count)]
-
-
-def test_the_plan_is_as_said():
-    assert dict(PLAN.limits) == {0: 30, 1: 10, 2: 12}
-    assert PLAN.class_of[0] == PLAN.class_of[1] != PLAN.class_of[2]
 
 
 class Model:
@@ -249,10 +243,10 @@ class TestIndex(IndexMachine.TestCase):
 
     @pytest.fixture(autouse=True)
     def _small_parts(self, monkeypatch):
-        monkeypatch.setattr(age_order, "_ENTRIES_PER_ROW", 2)
-        monkeypatch.setattr(age_order, "_FIRST_LOOK", 4)
-        monkeypatch.setattr(class_rows, "_FEW", 4)
-        monkeypatch.setattr(class_rows, "_SHORTEST_STRETCH", 2)
+        monkeypatch.setattr(tier_index, "_ENTRIES_PER_ROW", 2)
+        monkeypatch.setattr(tier_index, "_FIRST_LOOK", 4)
+        monkeypatch.setattr(tier_index, "_FEW", 4)
+        monkeypatch.setattr(tier_index, "_SHORTEST_STRETCH", 2)
 
 
 def stored(index, group, hashes):
@@ -263,53 +257,6 @@ def stored(index, group, hashes):
 
 def small(rows):
     return TierIndex(plan_arena(rows * 64, {0: 64}, {0: 1.0}))
-
-
-def test_the_end_of_a_prefix_makes_room_before_its_beginning():
-    index = small(8)
-    prefix = names(0, 0, 8)
-    stored(index, 0, prefix)
-    stored(index, 0, names(1, 0, 3))
-    assert index.lookup(0, prefix) == 5
-    index.touch(0, prefix[:5])
-    stored(index, 0, names(2, 0, 3))
-    stored(index, 0, names(3, 0, 2))
-    assert index.lookup(0, prefix) == 3
-
-
-@pytest.mark.parametrize("use", ["reserve", "touch", "pin"])
-def test_however_a_prefix_is_used_its_end_makes_room_first(use):
-    index = small(12)
-    prefix = names(0, 0, 8)
-    stored(index, 0, prefix)
-    stored(index, 0, names(1, 0, 4))
-    getattr(index, use)(0, prefix)
-    if use == "pin":
-        index.unpin(0, prefix)
-    # The others go first: they are older now.
-    stored(index, 0, names(2, 0, 4))
-    assert index.lookup(0, prefix) == 8
-    index.pin(0, names(2, 0, 4))
-    stored(index, 0, names(3, 0, 3))
-    assert index.lookup(0, prefix) == 5
-
-
-def test_a_prefix_that_came_in_parts_is_brought_in_order():
-    index = small(8)
-    stored(index, 0, names(0, 0, 4))
-    stored(index, 0, names(0, 4, 4))
-    index.touch(0, names(0, 0, 8))
-    stored(index, 0, names(1, 0, 3))
-    assert index.lookup(0, names(0, 0, 8)) == 5
-
-
-def test_a_prefix_does_not_make_room_for_its_own_continuation():
-    index = small(8)
-    stored(index, 0, names(0, 0, 8))
-    taken, _ = index.reserve(0, names(0, 0, 12))
-    assert taken == []
-    assert index.lookup(0, names(0, 0, 12)) == 8
-    assert index.counts()[0].refused_total == 4
 
 
 def test_what_is_reserved_twice_has_one_row():
@@ -327,73 +274,6 @@ def test_neighbours_in_a_sequence_are_neighbours_in_memory():
         stored(index, 0, names(sequence, 0, 100))
     _, rows = index.reserve(0, names(30, 0, 100))
     assert rows == list(range(rows[0], rows[0] + 100))
-
-
-def test_a_pinned_content_that_is_dropped_keeps_its_row_and_comes_back_later():
-    index = small(2)
-    only = names(0, 0, 2)
-    stored(index, 0, only)
-    row = index.rows_of(0, only[:1])
-    index.pin(0, only)
-    index.drop(0, only[:1])
-    assert index.states(0, only) == [ABSENT, READY]
-    assert index.reserve(0, only) == ([], [])
-    index.unpin(0, only)
-    assert index.reserve(0, only) == (only[:1], row)
-    check_index(index)
-
-
-def test_nothing_that_is_pending_or_pinned_makes_room():
-    index = small(4)
-    index.reserve(0, names(0, 0, 2))
-    stored(index, 0, names(1, 0, 2))
-    index.pin(0, names(1, 0, 1))
-    taken, _ = index.reserve(0, names(2, 0, 4))
-    assert taken == names(2, 0, 1)
-    assert index.states(0, names(1, 0, 2)) == [READY, ABSENT]
-    assert index.states(0, names(0, 0, 2)) == [PENDING, PENDING]
-
-
-def test_of_groups_that_share_rows_the_least_recently_used_makes_room():
-    index = TierIndex(plan_arena(60 * 64, {0: 64, 1: 64}, {0: 0.5, 1: 0.5}))
-    stored(index, 0, names(0, 0, 40))
-    stored(index, 1, names(0, 0, 20))
-    index.touch(0, names(0, 0, 10))
-    assert len(stored(index, 1, names(1, 0, 45))) == 45
-    assert index.lookup(0, names(0, 0, 40)) == 10
-    assert index.lookup(1, names(0, 0, 20)) == 5
-    counts = index.counts()
-    assert [(counts[group].ready, counts[group].evicted_total) for group in (0, 1)] == [(10, 30), (50, 15)]
-    check_index(index)
-
-
-def test_equal_hashes_of_groups_that_share_rows_are_told_apart():
-    index = TierIndex(plan_arena(100 * 64, {0: 64, 1: 64}, {0: 0.5, 1: 0.5}))
-    hashes = names(0, 0, 50)
-    stored(index, 0, hashes[:25])
-    stored(index, 1, hashes)
-    # The row behind those of group 0 holds what would follow, but of group 1.
-    assert index.rows_of(1, hashes[:1]) == [25]
-    index.drop(1, hashes[:25])
-    assert index.rows_of(1, hashes[25:26]) == [50]
-    stored(index, 0, names(1, 0, 25))
-    assert index.lookup(0, hashes) == 25
-    assert index.states(0, hashes) == [READY] * 25 + [ABSENT] * 25
-    assert index.states(1, hashes) == [ABSENT] * 25 + [READY] * 25
-    check_index(index)
-
-
-def test_a_row_that_held_a_content_before_is_not_taken_for_its_row():
-    index = small(200)
-    hashes = names(0, 0, 50)
-    stored(index, 0, hashes)
-    index.drop(0, hashes[30:])
-    # Others take the rows that were freed last; some of what was dropped comes back elsewhere.
-    stored(index, 0, names(1, 0, 15))
-    stored(index, 0, hashes[30:])
-    assert index.lookup(0, hashes) == 50
-    assert len(set(index.rows_of(0, hashes))) == 50
-    check_index(index)
 
 
 def test_what_comes_and_goes_between_two_calls_is_not_written_down():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.identity import Naming, Prefix
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, PeerError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.transfer.orders import RowCopies, Store, TierFetch
 from tests.offload.worker_kit import Double, Rig, caches
@@ -145,9 +148,7 @@ class Named:
 
 @pytest.fixture
 def named():
-    made = Named()
-    yield made
-    made.rig.close()
+    return Named()
 
 
 def keep(named, prompt, num_tokens=TOKENS, first_row=0, groups=(0, 1, 2)):
@@ -213,14 +214,6 @@ def test_a_row_that_is_taken_has_no_name_from_that_moment_on(named):
     assert named.check("aaaaaa", 16).is_intact()
 
 
-def test_a_content_that_is_stored_twice_is_where_it_was_stored_last(named):
-    keep(named, "aa", 16)
-    named.store(0, [(name_of("aa", 0, 3), 9)])
-    named.store(0, [(b"x", 3)])
-    named.check("aa", 16)
-    assert named.rows.find(Prefix(NAMING, 0, names("aa")), 16)[0] == 16
-
-
 def test_former_names_of_a_row_are_not_remembered(named):
     for number in range(20):
         named.store(0, [(b"%d" % number, 2), (b"%d again" % number, 3)])
@@ -258,85 +251,71 @@ def test_a_copy_that_failed_gives_no_name(named, block, row):
 def test_what_a_tier_reads_has_its_name_once_it_is_there():
     tier = Double()
     named = Named(tier)
-    try:
-        keep(named, "aaaa", 32, groups=(1, 2))
-        tier.kept = {
-            (0, name): bytes(named.rig.worker.plan.row_class(0).row_bytes)
-            for name in [name_of("aaaa", 0, at) for at in range(8) if at != 5]
-        }
-        for group, name in list(tier.kept):
-            pages = content(named.device, group, name)
-            tier.kept[group, name] = b"".join(page for region in pages for page in region).ljust(
-                len(tier.kept[group, name]), b"\0"
-            )
-        pairs = [(name_of("aaaa", 0, at), 20 + at) for at in range(8)]
-        tier.mood = "late"
-        named.fetch(0, pairs, tier)
-        named.check("aaaa", 32)
-        tier.mood = "good"
-        tier.release()
-        named.rig.until_idle()
-        # The sixth is not there.
-        named.places.update(
-            ((0, name), named.row_of(0, row)) for name, row in pairs if (0, name) in tier.kept
+    keep(named, "aaaa", 32, groups=(1, 2))
+    tier.kept = {
+        (0, name): bytes(named.rig.worker.plan.row_class(0).row_bytes)
+        for name in [name_of("aaaa", 0, at) for at in range(8) if at != 5]
+    }
+    for group, name in list(tier.kept):
+        pages = content(named.device, group, name)
+        tier.kept[group, name] = b"".join(page for region in pages for page in region).ljust(
+            len(tier.kept[group, name]), b"\0"
         )
-        assert named.check("aaaa", 32) is not None
-        assert named.rows.find(Prefix(NAMING, 0, names("aaaa")), 32)[0] == 16
-    finally:
-        named.rig.close()
+    pairs = [(name_of("aaaa", 0, at), 20 + at) for at in range(8)]
+    tier.mood = "late"
+    named.fetch(0, pairs, tier)
+    named.check("aaaa", 32)
+    tier.mood = "good"
+    tier.release()
+    named.rig.until_idle()
+    # The sixth is not there.
+    named.places.update(((0, name), named.row_of(0, row)) for name, row in pairs if (0, name) in tier.kept)
+    assert named.check("aaaa", 32) is not None
+    assert named.rows.find(Prefix(NAMING, 0, names("aaaa")), 32)[0] == 16
 
 
 def test_a_row_that_may_be_written_late_has_no_name():
     tier = Double(mood="late")
     named = Named(tier)
-    try:
-        named.rig.worker._loop.work.timeouts_s["read"] = 0.01
-        keep(named, "aa", 16)
-        kept = named.check("aa", 16)
-        named.fetch(0, [(b"x", 1)], tier)
-        named.rig.until(lambda: named.number in named.rig.fetched)
-        assert not kept.is_intact()
-        named.check("aa", 16)
-        # Its order fails for this row, which the tier may still write.
-        named.store(0, [(name_of("aa", 0, 1), 1)], wait=False)
-        named.rig.until(lambda: named.number in named.rig.stored)
-        named.check("aa", 16)
-        tier.kept[0, b"x"] = bytes(named.rig.worker.plan.row_class(0).row_bytes)
-        tier.release()
-        named.rig.until_idle()
-        named.check("aa", 16)
-        named.store(0, [(name_of("aa", 0, 1), 1)])
-        assert named.check("aa", 16) is not None
-    finally:
-        named.rig.close()
+    named.rig.worker._loop.timeouts_s["read"] = 0.01
+    keep(named, "aa", 16)
+    kept = named.check("aa", 16)
+    named.fetch(0, [(b"x", 1)], tier)
+    named.rig.until(lambda: named.number in named.rig.fetched)
+    assert not kept.is_intact()
+    named.check("aa", 16)
+    # Its order fails for this row, which the tier may still write.
+    named.store(0, [(name_of("aa", 0, 1), 1)], wait=False)
+    named.rig.until(lambda: named.number in named.rig.stored)
+    named.check("aa", 16)
+    tier.kept[0, b"x"] = bytes(named.rig.worker.plan.row_class(0).row_bytes)
+    tier.release()
+    named.rig.until_idle()
+    named.check("aa", 16)
+    named.store(0, [(name_of("aa", 0, 1), 1)])
+    assert named.check("aa", 16) is not None
 
 
 def test_a_draft_layers_block_is_known_by_the_name_after_it():
     named = Named(drafts=(1,))
-    try:
-        keep(named, "aaaaaa", 40, groups=(0, 2))
-        for at in range(4):
-            named.store(1, [(name_of("aaaaaa", 1, at + 1), at)])
-        prefix = Prefix(NAMING, 0, names("aaaaaa"))
-        assert named.rows.find(prefix, 32)[0] == 32
-        kept = named.rows.hold(prefix, 32)
-        assert [blocks.group for blocks in kept.groups] == [0, 1, 2]
-        assert kept.groups[1].first_block == 2
-        assert kept.groups[1].block_ids == (3, 4)
-        # The block at the end has no name before the one after it has.
-        assert named.rows.find(Prefix(NAMING, 0, names("aaaaaa", 8)), 48)[0] == 24
-    finally:
-        named.rig.close()
+    keep(named, "aaaaaa", 40, groups=(0, 2))
+    for at in range(4):
+        named.store(1, [(name_of("aaaaaa", 1, at + 1), at)])
+    prefix = Prefix(NAMING, 0, names("aaaaaa"))
+    assert named.rows.find(prefix, 32)[0] == 32
+    kept = named.rows.hold(prefix, 32)
+    assert [blocks.group for blocks in kept.groups] == [0, 1, 2]
+    assert kept.groups[1].first_block == 2
+    assert kept.groups[1].block_ids == (3, 4)
+    # The block at the end has no name before the one after it has.
+    assert named.rows.find(Prefix(NAMING, 0, names("aaaaaa", 8)), 48)[0] == 24
 
 
 def test_names_must_divide_blocks():
     rig = Rig()
-    try:
-        needs = HitRequirements.of(caches()[0].groups, (0, 1, 2), 8)
-        with pytest.raises(ConfigError, match="names are of 3"):
-            rig.worker.name_rows(Naming("n", 3), needs)
-    finally:
-        rig.close()
+    needs = HitRequirements.of(caches()[0].groups, (0, 1, 2), 8)
+    with pytest.raises(ConfigError, match="names are of 3"):
+        rig.worker.name_rows(Naming("n", 3), needs)
 
 
 prompts = st.sampled_from(["aaaaaa", "aabbbb", "aabbcc", "dddddd"])
@@ -348,47 +327,231 @@ def test_whatever_is_ordered_no_name_stands_for_other_bytes(data):
     tier = Double()
     named = Named(tier)
     held = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        group = data.draw(st.sampled_from([0, 0, 1, 2]))
+        prompt = data.draw(prompts)
+        first = data.draw(st.integers(0, TOKENS // BLOCK[group] - 1))
+        at = range(first, min(TOKENS // BLOCK[group], first + data.draw(st.integers(1, 8))))
+        row = data.draw(st.integers(0, 9))
+        pairs = [(name_of(prompt, group, position), row + index) for index, position in enumerate(at)]
+        what = data.draw(st.sampled_from(["store", "store", "store", "keep", "fetch", "clear", "check"]))
+        before = dict(named.places)
+        if what == "store":
+            named.store(group, pairs)
+        elif what == "keep":
+            pages = {name: content(named.device, group, name) for name, _ in pairs}
+            length = named.rig.worker.plan.row_class(group).row_bytes
+            for name, parts in pages.items():
+                whole = b"".join(page for region in parts for page in region)
+                tier.kept[group, name] = whole.ljust(length, b"\0")
+        elif what == "fetch":
+            tier.mood = data.draw(st.sampled_from(["good", "good", "refuse"]))
+            named.fetch(group, pairs, tier)
+        elif what == "clear" and data.draw(st.integers(0, 3)) == 0:
+            named.rig.order(clear=True)
+            named.rig.until_idle()
+            tier.kept, named.places = {}, {}
+        gone = set(before.values()) - set(named.places.values())
+        written = what in ("store", "fetch")
+        touched = {named.row_of(group, row) for _, row in pairs} if written else gone
+        held = [(kept, rows) for kept, rows in held if kept.is_intact() or rows & (touched | gone)]
+        for kept, rows in held:
+            assert kept.is_intact() == (not rows & (touched | gone))
+        held = [(kept, rows) for kept, rows in held if kept.is_intact()]
+        start = data.draw(st.sampled_from([0, 0, 4, 8, 16]))
+        most = data.draw(st.integers(0, TOKENS + 8))
+        kept = named.check(prompt, most, start)
+        if kept is not None:
+            num_tokens = named.rows.find(Prefix(NAMING, start, names(prompt)), most)[0]
+            wanted = named.wanted(num_tokens, start)
+            rows = {named.places[one, name_of(prompt, one, position)] for one, position in wanted}
+            held.append((kept, rows))
+    for each in ("aaaaaa", "aabbbb", "aabbcc", "dddddd"):
+        named.check(each, TOKENS)
+    named.rig.close()
+
+
+BLOCKS = {0: 12, 1: 6, 2: 6}
+
+
+class Lending(Named):
+    """A model of what is on disk beside that of host memory; every job for peers is looked at."""
+
+    def __init__(self, **given):
+        self.tier = Double()
+        super().__init__(self.tier, peer_share=0.3, **given)
+        self.work, self.classes = self.rig.worker._loop, self.rig.worker.plan.classes
+        self.work.disk_bytes_per_s = 1e6
+        fetch = self.work.fetch
+
+        def look(job, name, now):
+            if job.key is None:
+                rows = self.classes[job.row_class]
+                assert all(rows.num_rows <= row < rows.num_all for row in job.copies.rows)
+                self.read += len(job.named)
+            fetch(job, name, now)
+
+        self.work.fetch, self.read = look, 0
+
+    def write(self, prompt, num_tokens=TOKENS, groups=(0, 1, 2)):
+        """Put a prompt on disk."""
+        for group in groups:
+            length = self.rig.worker.plan.row_class(group).row_bytes
+            for at in range(num_tokens * BLOCKS[group] // TOKENS):
+                name = name_of(prompt, group, at)
+                pages = b"".join(page for region in content(self.device, group, name) for page in region)
+                self.tier.kept[group, name] = pages.ljust(length, b"\0")
+
+    def find(self, prompt, most=TOKENS, start=0):
+        return self.rows.find(Prefix(NAMING, start, names(prompt)), most)
+
+    def hold(self, prompt, num_tokens=TOKENS, start=0):
+        return self.rows.hold(Prefix(NAMING, start, names(prompt)), num_tokens)
+
+    def until_read(self, kept):
+        end = time.monotonic() + 10
+        while not kept.is_ready():
+            assert time.monotonic() < end
+            time.sleep(0.0005)
+
+
+@pytest.fixture
+def lending():
+    return Lending()
+
+
+def test_what_is_on_disk_is_offered_read_and_held(lending):
+    lending.write("aaaaaa")
+    assert lending.find("aaaaaa")[:3] == (0, 0, TOKENS)
+    assert lending.find("aaaaaa")[4] > 0
+    kept = lending.hold("aaaaaa")
+    lending.until_read(kept)
+    assert kept.is_intact()
+    lending.check_bytes(kept, "aaaaaa", TOKENS, 0)
+    assert lending.read == 12 + 2 + 6, "of the window what the next token sees"
+    # Another fetch of the same has the same rows, nothing is read again.
+    other = lending.hold("aaaaaa")
+    assert other.is_ready()
+    assert lending.read == 20
+    assert lending.find("aaaaaa") == (*lending.find("aaaaaa")[:2], 0, 0, 0.0)
+
+
+def test_ranks_that_fetch_the_same_wait_for_one_read(lending):
+    lending.write("aaaaaa")
+    lending.tier.mood = "late"
+    first, second = lending.hold("aaaaaa"), lending.hold("aaaaaa")
+    lending.rig.until(lambda: len(lending.tier.put_off) == 3)
+    assert not first.is_ready()
+    assert not second.is_ready()
+    lending.tier.release()
+    lending.until_read(second)
+    lending.check_bytes(second, "aaaaaa", TOKENS, 0)
+    assert lending.read == 20
+
+
+def test_rows_in_use_are_not_lent_again_and_are_free_once_they_are_let_go(lending):
+    for prompt in ("aaaaaa", "bbbbbb", "cccccc", "dddddd"):
+        lending.write(prompt)
+    held = [lending.hold("aaaaaa")]
+    lending.until_read(held[0])
+    with pytest.raises(PeerError, match="in use"):
+        lending.hold("dddddd")
+    assert lending.find("dddddd")[2] == 0, "what cannot be read now is not offered"
+    for kept, prompt in zip(held, ("aaaaaa",), strict=True):
+        lending.until_read(kept)
+        assert kept.is_intact()
+        lending.check_bytes(kept, prompt, TOKENS, 0)
+    held.clear()
+    del kept
+    assert lending.find("dddddd")[2] == TOKENS
+    assert lending.hold("dddddd") is not None
+
+
+@pytest.mark.parametrize("what", ["gone", "clear", "weights", "late"])
+def test_what_is_not_read_after_all_is_not_intact(lending, what):
+    lending.write("aaaaaa")
+    lending.tier.mood = "late"
+    if what == "late":
+        lending.work.timeouts_s["read"] = 0.01
+    kept = lending.hold("aaaaaa")
+    lending.rig.until(lambda: len(lending.tier.put_off) == 3)
+    if what == "gone":
+        del lending.tier.kept[0, name_of("aaaaaa", 0, 7)]
+    elif what == "clear":
+        lending.rig.order(clear=True)
+    elif what == "weights":
+        lending.rig.worker.replace_weights({"tensors": "others"})
+    if what in ("gone", "clear"):
+        lending.tier.release()
+    lending.until_read(kept)
+    assert not kept.is_intact()
+    assert lending.find("aaaaaa")[0] < TOKENS
+    lending.tier.release()
+
+
+def test_what_was_read_since_the_order_to_clear_is_forgotten_when_it_is_carried_out(lending):
+    lending.write("aaaaaa")
+    lending.tier.clear = lambda: None
+    kept = lending.hold("aaaaaa")
+    lending.until_read(kept)
+    assert kept.is_intact()
+    lending.work.clear(0.0)
+    assert not kept.is_intact()
+    assert lending.find("aaaaaa")[0] == 0
+
+
+def test_of_a_disk_whose_rate_is_not_known_a_little_is_read(lending):
+    lending.work.disk_bytes_per_s = 0.0
+    lending.write("aaaaaa")
+    lending.tier.mood = "late"
+    assert lending.find("aaaaaa") == (0, 0, 0, 0, 0.0)
+    lending.rig.until(lambda: len(lending.tier.put_off) == 3)
+    assert lending.find("aaaaaa")[2] == 0
+    lending.tier.release()
+    lending.rig.until(lambda: lending.work.disk_bytes_per_s > 0)
+    assert lending.read == 8 + 2 + 6, "once"
+    assert lending.find("aaaaaa")[2] == TOKENS
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_peers_fetch_is_right_and_stays_while_it_is_sent(data):
+    lending = Lending()
+    held = []
     try:
-        for _ in range(data.draw(st.integers(1, 25))):
-            group = data.draw(st.sampled_from([0, 0, 1, 2]))
-            prompt = data.draw(prompts)
-            first = data.draw(st.integers(0, TOKENS // BLOCK[group] - 1))
-            at = range(first, min(TOKENS // BLOCK[group], first + data.draw(st.integers(1, 8))))
-            row = data.draw(st.integers(0, 9))
-            pairs = [(name_of(prompt, group, position), row + index) for index, position in enumerate(at)]
-            what = data.draw(st.sampled_from(["store", "store", "store", "keep", "fetch", "clear", "check"]))
-            before = dict(named.places)
-            if what == "store":
-                named.store(group, pairs)
-            elif what == "keep":
-                pages = {name: content(named.device, group, name) for name, _ in pairs}
-                length = named.rig.worker.plan.row_class(group).row_bytes
-                for name, parts in pages.items():
-                    whole = b"".join(page for region in parts for page in region)
-                    tier.kept[group, name] = whole.ljust(length, b"\0")
-            elif what == "fetch":
-                tier.mood = data.draw(st.sampled_from(["good", "good", "refuse"]))
-                named.fetch(group, pairs, tier)
-            elif what == "clear" and data.draw(st.integers(0, 3)) == 0:
-                named.rig.order(clear=True)
-                named.rig.until_idle()
-                tier.kept, named.places = {}, {}
-            gone = set(before.values()) - set(named.places.values())
-            written = what in ("store", "fetch")
-            touched = {named.row_of(group, row) for _, row in pairs} if written else gone
-            held = [(kept, rows) for kept, rows in held if kept.is_intact() or rows & (touched | gone)]
-            for kept, rows in held:
-                assert kept.is_intact() == (not rows & (touched | gone))
-            held = [(kept, rows) for kept, rows in held if kept.is_intact()]
-            start = data.draw(st.sampled_from([0, 0, 4, 8, 16]))
-            most = data.draw(st.integers(0, TOKENS + 8))
-            kept = named.check(prompt, most, start)
-            if kept is not None:
-                num_tokens = named.rows.find(Prefix(NAMING, start, names(prompt)), most)[0]
-                wanted = named.wanted(num_tokens, start)
-                rows = {named.places[one, name_of(prompt, one, position)] for one, position in wanted}
-                held.append((kept, rows))
-        for each in ("aaaaaa", "aabbbb", "aabbcc", "dddddd"):
-            named.check(each, TOKENS)
+        for _ in range(data.draw(st.integers(1, 20))):
+            what = data.draw(
+                st.sampled_from(["write", "write", "hold", "hold", "hold", "drop", "lose", "clear"])
+            )
+            prompt, start = data.draw(prompts), data.draw(st.sampled_from([0, 0, 8, 16]))
+            if what == "write":
+                lending.write(prompt, data.draw(st.sampled_from([16, 32, 48])))
+            elif what == "lose" and lending.tier.kept:
+                del lending.tier.kept[data.draw(st.sampled_from(sorted(lending.tier.kept)))]
+            elif what == "clear" and data.draw(st.booleans()):
+                lending.rig.order(clear=True)
+                done = threading.Event()
+                lending.rig.worker._loop.order(lambda _, done=done: done.set())
+                assert done.wait(10)
+                assert not any(kept.is_intact() for kept, *_ in held)
+                held = []
+            elif what == "drop" and held:
+                held.pop(data.draw(st.integers(0, len(held) - 1)))
+            elif what == "hold":
+                stock = lending.find(prompt, data.draw(st.integers(0, TOKENS)), start)
+                num_tokens = max(stock[0], stock[2])
+                assert (stock[2] > stock[0]) == (stock[3] > 0) == (stock[4] > 0)
+                if num_tokens:
+                    kept = lending.hold(prompt, num_tokens, start)
+                    assert kept is not None, "what is found can be fetched"
+                    lending.until_read(kept)
+                    held.append((kept, prompt, num_tokens, start))
+                    kept = None
+            for kept, *about in held:
+                assert kept.is_intact()
+                lending.check_bytes(kept, *about)
+            kept = None
+        lending.rig.until_idle()
     finally:
-        named.rig.close()
+        lending.rig.close()
+        gc.collect()

@@ -178,38 +178,30 @@ REGION_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("field", Region.__struct_fields__)
-def test_a_region_is_all_facts_but_where_it_is(field):
-    table = a_table()
-    region = msgspec.structs.replace(table.regions[0], **{field: REGION_CHANGES[field]})
-    other = dataclasses.replace(table, regions=(region, *table.regions[1:]))
-    assert (Namespace.of(row_facts(other)) == Namespace.of(row_facts(table))) == (field in NO_FACTS)
-
-
-@pytest.mark.parametrize("field", PageAxes.__struct_fields__)
-def test_the_inner_order_of_a_page_is_a_fact(field):
-    table = a_table()
-    region = table.regions[0]
-    axes = msgspec.structs.replace(region.axes, **{field: getattr(region.axes, field) + 1})
-    other = dataclasses.replace(table, regions=(msgspec.structs.replace(region, axes=axes),))
-    assert Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))
-
-
-@pytest.mark.parametrize("field", ["group", "block_tokens", "blocks_per_kv_block", "retention"])
-def test_the_geometry_of_a_group_is_a_fact(field):
-    table = a_table()
-    group = table.groups[0]
-    value = "Window 7" if field == "retention" else getattr(group, field) + 1
-    changed = msgspec.structs.replace(group, **{field: value})
-    other = dataclasses.replace(table, groups=(changed,))
-    assert Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))
-
-
-def test_the_order_of_regions_is_a_fact():
+def changed_tables():
     table = a_table(order="head block token content")
-    other = dataclasses.replace(table, regions=table.regions[::-1])
+    region, group = table.regions[0], table.groups[0]
+    for field in Region.__struct_fields__:
+        other = msgspec.structs.replace(region, **{field: REGION_CHANGES[field]})
+        yield field, field not in NO_FACTS, {"regions": (other, *table.regions[1:])}
+    for field in PageAxes.__struct_fields__:
+        axes = msgspec.structs.replace(region.axes, **{field: getattr(region.axes, field) + 1})
+        other = msgspec.structs.replace(region, axes=axes)
+        yield f"axes {field}", True, {"regions": (other, *table.regions[1:])}
+    for field in ("group", "block_tokens", "blocks_per_kv_block", "retention"):
+        value = "Window 7" if field == "retention" else getattr(group, field) + 1
+        yield f"geometry {field}", True, {"groups": (msgspec.structs.replace(group, **{field: value}),)}
+    yield "order of regions", True, {"regions": table.regions[::-1]}
+
+
+@pytest.mark.parametrize(
+    ("what", "is_fact", "change"), list(changed_tables()), ids=lambda value: str(value)[:30]
+)
+def test_of_a_table_all_is_a_fact_but_where_pages_are_and_how_many(what, is_fact, change):
+    table = a_table(order="head block token content")
     assert len(table.regions) == 2
-    assert Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))
+    other = dataclasses.replace(table, **change)
+    assert (Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))) == is_fact
 
 
 def test_the_format_is_a_fact(monkeypatch):
@@ -268,9 +260,3 @@ def test_the_digest_of_known_facts_stays():
 def test_what_is_no_fact_is_named(wrong, match):
     with pytest.raises(LocalError, match=match):
         Namespace.of(wrong)
-
-
-def test_facts_can_be_shown():
-    shown = json.loads(Namespace.of(facts()).text)["facts"]
-    assert shown["cache"] == json.loads(json.dumps(cache_facts(a_config())))
-    assert shown["cache"][3]["state"]["shapes"] == [[3, 4], [2, 2]]

@@ -37,10 +37,7 @@ def conversation(twin: Twin) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_prompts_return_after_the_pool_was_overwritten(model):
     twin = Twin(model)
-    try:
-        conversation(twin)
-    finally:
-        twin.close()
+    conversation(twin)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +57,7 @@ def test_chunks_and_checkpoints_change_nothing(model):
         offload={"checkpoint_tokens": step},
     )
     twin = Twin(model, keeper, ORACLES[model](checkpoint=step))
-    try:
-        conversation(twin)
-    finally:
-        twin.close()
+    conversation(twin)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -76,17 +70,14 @@ def test_prompts_return_from_disk_when_the_node_was_restarted(model, tmp_path):
         return node(num_blocks=POOLS[model] + 3, reserved_blocks=2, max_model_len=700)
 
     twin = Twin(model, node(num_blocks=POOLS[model]))
-    try:
-        first, second = make_prompt(300, seed=1), make_prompt(170, seed=2)
-        answer = twin.ask(first, 40)
-        twin.ask(second)
-        twin.restart(other_node)
-        twin.ask(first, 40)
-        twin.restart(node)
-        twin.ask([*first, *answer, *make_prompt(20, seed=3)])
-        twin.ask([*second, *make_prompt(20, seed=3)])
-    finally:
-        twin.close()
+    first, second = make_prompt(300, seed=1), make_prompt(170, seed=2)
+    answer = twin.ask(first, 40)
+    twin.ask(second)
+    twin.restart(other_node)
+    twin.ask(first, 40)
+    twin.restart(node)
+    twin.ask([*first, *answer, *make_prompt(20, seed=3)])
+    twin.ask([*second, *make_prompt(20, seed=3)])
 
 
 @pytest.mark.parametrize("model", ["gqa", "sliding", "hybrid", "mixed"])
@@ -96,30 +87,10 @@ def test_disk_gives_back_what_memory_has_no_room_for(model, tmp_path):
         # A window needs a few rows, which is more than its share of so little.
         offload["shares"] = [0.4, 0.3, 0.3]
     twin = Twin(model, make_keeper(model=model, num_blocks=POOLS[model], offload=offload))
-    try:
-        prompts = [make_prompt(length, seed=length) for length in (300, 290, 170, 260)]
-        for _ in range(3):
-            for prompt in prompts:
-                twin.ask(prompt, 5)
-        host = twin.keeper.engine.offload_state()["usage"]["host"]
-        disk = twin.keeper.engine.offload_state()["usage"]["tiers"]["disk"]
-        assert disk["records"] > sum(counts["ready"] for counts in host.values())
-    finally:
-        twin.close()
-
-
-@pytest.mark.parametrize(
-    ("model", "restored"),
-    [("gqa", {0: 18}), ("sliding", {0: 18, 1: 6, 2: 6}), ("hybrid", {0: 9, 1: 1, 2: 1, 3: 1})],
-)
-def test_of_windows_the_tail_is_restored_and_of_states_one(model, restored):
-    keeper = make_keeper(model=model)
-    try:
-        keeper.ask(make_prompt(300))
-        copier = keeper.engine.worker.offload._copier
-        real, seen = copier.restore, []
-        copier.restore = lambda copies, after=None: seen.extend(copies) or real(copies, after)
-        keeper.ask(make_prompt(300))
-        assert {one.group: len(one.block_ids) for one in seen} == restored
-    finally:
-        keeper.close()
+    prompts = [make_prompt(length, seed=length) for length in (300, 290, 170, 260)]
+    for _ in range(3):
+        for prompt in prompts:
+            twin.ask(prompt, 5)
+    host = twin.keeper.engine.offload_state()["usage"]["host"]
+    disk = twin.keeper.engine.offload_state()["usage"]["tiers"]["disk"]
+    assert disk["records"] > sum(counts["ready"] for counts in host.values())

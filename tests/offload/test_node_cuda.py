@@ -24,17 +24,15 @@ def test_prompts_return_to_a_gpu_from_memory_and_from_disk(model, tmp_path):
     prompts = [make_prompt(length, seed=length) for length in (300, 170, 33)]
     for start in range(2):
         keeper = make_keeper(offload=offload, **options)
-        try:
-            for turn in range(2):
-                for prompt in prompts:
-                    tokens = keeper.ask(prompt, 40)
-                    assert tokens == plain.complete(prompt, 40)
-                    assert keeper.cached == oracle.hit(prompt)
-                    assert (keeper.cached > 0) == (start + turn > 0 and oracle.block_tokens < len(prompt))
-                    oracle.add(prompt, tokens[:40], keeper.cached)
-                wipe(keeper)
-        finally:
-            keeper.close()
+        for turn in range(2):
+            for prompt in prompts:
+                tokens = keeper.ask(prompt, 40)
+                assert tokens == plain.complete(prompt, 40)
+                assert keeper.cached == oracle.hit(prompt)
+                assert (keeper.cached > 0) == (start + turn > 0 and oracle.block_tokens < len(prompt))
+                oracle.add(prompt, tokens[:40], keeper.cached)
+            wipe(keeper)
+        keeper.close()
 
 
 def test_decode_graphs_and_offload_do_not_disturb_each_other():
@@ -42,16 +40,13 @@ def test_decode_graphs_and_offload_do_not_disturb_each_other():
     plain = make_client(device="cuda", enable_prefix_caching=False)
     keeper = make_keeper(**options)
     with_graphs(keeper)
-    try:
-        prompts = {f"r{number}": make_prompt(60 + 20 * number, seed=number) for number in range(8)}
-        for turn in range(3):
-            names = {f"{name}-{turn}": prompt for name, prompt in prompts.items()}
-            for name, prompt in names.items():
-                keeper.submit(name, prompt, 80)
-            keeper.run(*names)
-            for name, prompt in names.items():
-                assert keeper.tokens(name) == plain.complete(prompt, 80)
-            keeper.settle()
-            wipe(keeper)
-    finally:
-        keeper.close()
+    prompts = {f"r{number}": make_prompt(60 + 20 * number, seed=number) for number in range(8)}
+    for turn in range(3):
+        names = {f"{name}-{turn}": prompt for name, prompt in prompts.items()}
+        for name, prompt in names.items():
+            keeper.submit(name, prompt, 80)
+        keeper.run(*names)
+        for name, prompt in names.items():
+            assert keeper.tokens(name) == plain.complete(prompt, 80)
+        keeper.settle()
+        wipe(keeper)

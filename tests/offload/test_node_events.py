@@ -19,7 +19,7 @@ from kvconnect.node.kv_events import KVEventsConfig, configured_publisher
 from kvconnect.offload.tier import DISK, HOST
 from kvconnect.offload.tier_events import DEVICE, TierEvents
 from tests.node.node_harness import make_client, make_prompt
-from tests.offload.event_replay import Plain, Replay
+from tests.offload.half_kit import Plain, Replay
 from tests.offload.node_kit import POOLS, disk_settings, make_keeper
 from tests.ports import free_port
 
@@ -83,26 +83,23 @@ def test_what_was_heard_is_what_is_there(heard, tmp_path, model):
         num_blocks=POOLS[model],
     )
     prompts = [make_prompt(rng.randrange(20, 200), seed=number) for number in range(5)]
-    try:
-        for number in range(28):
-            prompt = rng.choice(prompts)
-            keeper.ask(prompt[: rng.randrange(10, 200)] + make_prompt(rng.choice([0, 30]), seed=number), 6)
-            heard.check(keeper)
-            if number % 5 == 2:
-                spoil(rng, tmp_path)
-            if number == 11:
-                keeper.engine.scheduler.transfers.hooks.reset()
-                keeper.settle()
-            if number == 20:
-                shutil.rmtree(next(path for path in tmp_path.iterdir() if path.is_dir()))
+    for number in range(28):
+        prompt = rng.choice(prompts)
+        keeper.ask(prompt[: rng.randrange(10, 200)] + make_prompt(rng.choice([0, 30]), seed=number), 6)
         heard.check(keeper)
-        assert not heard.router.num_unknown
-        stateless = model != "hybrid"
-        for tier in (HOST, DISK, *([DEVICE] if stateless else [])):
-            assert heard.counts[f"{tier} Stored"], heard.counts
-            assert heard.counts[f"{tier} Removed"], heard.counts
-    finally:
-        keeper.close()
+        if number % 5 == 2:
+            spoil(rng, tmp_path)
+        if number == 11:
+            keeper.engine.scheduler.transfers.hooks.reset()
+            keeper.settle()
+        if number == 20:
+            shutil.rmtree(next(path for path in tmp_path.iterdir() if path.is_dir()))
+    heard.check(keeper)
+    assert not heard.router.num_unknown
+    stateless = model != "hybrid"
+    for tier in (HOST, DISK, *([DEVICE] if stateless else [])):
+        assert heard.counts[f"{tier} Stored"], heard.counts
+        assert heard.counts[f"{tier} Removed"], heard.counts
 
 
 @pytest.mark.parametrize("model", sorted(ROWS))
@@ -113,12 +110,10 @@ def test_what_a_disk_held_before_a_restart_is_announced_with_its_tokens(monkeypa
     for heard in (first, second):
         monkeypatch.setattr(serve, "configured_publisher", lambda *_, heard=heard: heard)
         keeper = make_keeper(offload=settings, model=model)
-        try:
-            for prompt in prompts if heard is first else ():
-                keeper.ask(prompt, 20)
-            heard.check(keeper)
-        finally:
-            keeper.close()
+        for prompt in prompts if heard is first else ():
+            keeper.ask(prompt, 20)
+        heard.check(keeper)
+        keeper.close()
     on_disk = [
         {group: names for (tier, group), names in heard.router.held.items() if tier == DISK}
         for heard in (first, second)
@@ -137,16 +132,13 @@ def test_a_record_without_a_footer_is_announced_without_tokens(heard, monkeypatc
         keeper.ask(prompt, 4)
         keeper.close()
     keeper = make_keeper(offload=disk_settings(tmp_path))
-    try:
-        heard.check(keeper)
-        assert heard.router.num_unknown == 6
-        keeper.ask(prompt, 4)
-        heard.check(keeper)
-        assert keeper.cached == 96
-        assert heard.counts["host Stored"] == 1
-        assert heard.router.num_unknown == 6
-    finally:
-        keeper.close()
+    heard.check(keeper)
+    assert heard.router.num_unknown == 6
+    keeper.ask(prompt, 4)
+    heard.check(keeper)
+    assert keeper.cached == 96
+    assert heard.counts["host Stored"] == 1
+    assert heard.router.num_unknown == 6
 
 
 def spoil(rng, folder):

@@ -1,9 +1,8 @@
-"""A prefill and a decode node that keep blocks as well, with one connector each."""
+"""Nodes that keep blocks and give them to others: a prefill and a decode node, and pulls by name."""
 
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 
 import pytest
 
@@ -15,6 +14,7 @@ from tests.offload.node_kit import (
     disk_settings,
     make_keeper,
     offload_config,
+    patient,
     wipe,
 )
 
@@ -28,15 +28,9 @@ def node(name: str, role: str, offload: dict | None = None, **options) -> Keeper
     return make_keeper(config, **options)
 
 
-@contextmanager
-def pair(offload: dict | None = None, **options):
+def pair(offload: dict | None = None, **options) -> tuple[Keeper, Keeper]:
     prefill = node("P", "kv_producer", offload, **options)
-    decode = node("D", "kv_consumer", reserved_blocks=61, **options)
-    try:
-        yield prefill, decode
-    finally:
-        prefill.close()
-        decode.close()
+    return prefill, node("D", "kv_consumer", reserved_blocks=61, **options)
 
 
 def until(is_true, *clients: Keeper) -> None:
@@ -68,45 +62,45 @@ def both(prefill: Keeper, decode: Keeper, prompt: list[int], name: str, max_toke
 def test_p_restores_what_it_hands_over_and_d_keeps_what_it_was_given(model):
     oracle = ORACLES[model]()
     plain = make_client(model=model, enable_prefix_caching=False)
-    with pair(model=model) as (prefill, decode):
-        first = make_prompt(300, seed=1)
-        answer = both(prefill, decode, first, "first", 30)
-        assert answer == plain.complete(first, 30)
-        oracle.add(first, [0])
-        wipe(prefill)
-        wipe(decode)
-        longer = [*first, *make_prompt(90, seed=2)]
-        assert both(prefill, decode, longer, "longer") == plain.complete(longer)
-        assert prefill.last("longer").cached_tokens == oracle.hit(longer) > 0
-        # D was given or has computed all of this, and needs no P for it.
-        wipe(decode)
-        turn = [*first, *answer[:30], *make_prompt(20, seed=3)]
-        assert decode.ask(turn) == plain.complete(turn)
-        assert decode.cached >= 256
+    prefill, decode = pair(model=model)
+    first = make_prompt(300, seed=1)
+    answer = both(prefill, decode, first, "first", 30)
+    assert answer == plain.complete(first, 30)
+    oracle.add(first, [0])
+    wipe(prefill)
+    wipe(decode)
+    longer = [*first, *make_prompt(90, seed=2)]
+    assert both(prefill, decode, longer, "longer") == plain.complete(longer)
+    assert prefill.last("longer").cached_tokens == oracle.hit(longer) > 0
+    # D was given or has computed all of this, and needs no P for it.
+    wipe(decode)
+    turn = [*first, *answer[:30], *make_prompt(20, seed=3)]
+    assert decode.ask(turn) == plain.complete(turn)
+    assert decode.cached >= 256
 
 
 def test_both_at_once_while_prompts_are_sent_as_they_are_computed(tmp_path):
-    with pair(model="gqa", max_num_batched_tokens=64, offload=disk_settings(tmp_path)) as (prefill, decode):
-        plain = make_client(enable_prefix_caching=False)
-        base = make_prompt(160, seed=7)
-        both(prefill, decode, base, "base")
-        wipe(prefill)
-        address = prefill.engine.worker.address()
-        prompts = {}
-        for number in range(4):
-            name, prompt = f"r{number}", [*base, *make_prompt(100 + 40 * number, seed=number)]
-            prompts[name] = prompt
-            told = {"transfer_id": name}
-            prefill.submit(name, prompt, 1, {**ASK_FOR_KV, **told})
-            told |= {"remote_host": address.host, "remote_port": address.port}
-            decode.submit(name, prompt, 8, {"do_remote_prefill": True, "do_remote_decode": False, **told})
-        until(lambda: all(decode.last(name) and prefill.last(name) for name in prompts), prefill, decode)
-        until(lambda: not (prefill.held or decode.held), prefill, decode)
-        for name, prompt in prompts.items():
-            assert decode.last(name).failure is None
-            assert decode.tokens(name) == plain.complete(prompt)
-            assert prefill.last(name).cached_tokens == 160
-        until(lambda: not any([*prefill.busy().values(), *decode.busy().values()]), prefill, decode)
+    prefill, decode = pair(model="gqa", max_num_batched_tokens=64, offload=disk_settings(tmp_path))
+    plain = make_client(enable_prefix_caching=False)
+    base = make_prompt(160, seed=7)
+    both(prefill, decode, base, "base")
+    wipe(prefill)
+    address = prefill.engine.worker.address()
+    prompts = {}
+    for number in range(4):
+        name, prompt = f"r{number}", [*base, *make_prompt(100 + 40 * number, seed=number)]
+        prompts[name] = prompt
+        told = {"transfer_id": name}
+        prefill.submit(name, prompt, 1, {**ASK_FOR_KV, **told})
+        told |= {"remote_host": address.host, "remote_port": address.port}
+        decode.submit(name, prompt, 8, {"do_remote_prefill": True, "do_remote_decode": False, **told})
+    until(lambda: all(decode.last(name) and prefill.last(name) for name in prompts), prefill, decode)
+    until(lambda: not (prefill.held or decode.held), prefill, decode)
+    for name, prompt in prompts.items():
+        assert decode.last(name).failure is None
+        assert decode.tokens(name) == plain.complete(prompt)
+        assert prefill.last(name).cached_tokens == 160
+    until(lambda: not any([*prefill.busy().values(), *decode.busy().values()]), prefill, decode)
 
 
 def test_a_request_that_d_cannot_fetch_is_restored_or_computed():
@@ -116,21 +110,17 @@ def test_a_request_that_d_cannot_fetch_is_restored_or_computed():
     )
     prefill = node("P", "kv_producer")
     decode = make_keeper(config, reserved_blocks=61)
-    try:
-        prompt = make_prompt(200, seed=1)
-        tokens = both(prefill, decode, prompt, "first")
-        prefill.submit("again", prompt, 1, ASK_FOR_KV)
-        until(lambda: prefill.last("again"), prefill)
-        params = dict(prefill.last("again").kv_transfer_params)
-        prefill.close()
-        wipe(decode)
-        decode.submit("again", prompt, 8, params)
-        until(lambda: decode.last("again"), decode)
-        assert decode.tokens("again") == tokens
-        until(lambda: not decode.held, decode)
-    finally:
-        prefill.close()
-        decode.close()
+    prompt = make_prompt(200, seed=1)
+    tokens = both(prefill, decode, prompt, "first")
+    prefill.submit("again", prompt, 1, ASK_FOR_KV)
+    until(lambda: prefill.last("again"), prefill)
+    params = dict(prefill.last("again").kv_transfer_params)
+    prefill.close()
+    wipe(decode)
+    decode.submit("again", prompt, 8, params)
+    until(lambda: decode.last("again"), decode)
+    assert decode.tokens("again") == tokens
+    until(lambda: not decode.held, decode)
 
 
 def test_d_reuses_no_block_of_a_window_that_p_may_have_filled_in_part():
@@ -139,17 +129,55 @@ def test_d_reuses_no_block_of_a_window_that_p_may_have_filled_in_part():
     prefill = node("P", "kv_producer", model="sliding", block_size=16)
     more = {"enable_prefix_caching": True, "reserved_blocks": 61}
     decode = node("D", "kv_consumer", model="sliding", block_size=32, **more)
-    try:
-        prompt = make_prompt(251, seed=1)
-        answer = both(prefill, decode, prompt, "first", 30)
-        assert answer == plain.complete(prompt, 30)
-        # It sees 15 tokens before those that P had left.
-        turn = [*prompt[:226], 7]
-        assert decode.ask(turn, 30) == plain.complete(turn, 30)
-        assert decode.cached == 0
-        turn = [*prompt[:226], 8]
-        assert decode.ask(turn, 30) == plain.complete(turn, 30)
-        assert decode.cached == 224
-    finally:
-        prefill.close()
-        decode.close()
+    prompt = make_prompt(251, seed=1)
+    answer = both(prefill, decode, prompt, "first", 30)
+    assert answer == plain.complete(prompt, 30)
+    # It sees 15 tokens before those that P had left.
+    turn = [*prompt[:226], 7]
+    assert decode.ask(turn, 30) == plain.complete(turn, 30)
+    assert decode.cached == 0
+    turn = [*prompt[:226], 8]
+    assert decode.ask(turn, 30) == plain.complete(turn, 30)
+    assert decode.cached == 224
+
+
+SHAPES = {
+    "16 to 64": ({"block_size": 16}, {"block_size": 64}),
+    "64 to 16": ({"block_size": 64}, {"block_size": 16}),
+    "kernel blocks": ({"block_size": 64, "kernel_block_sizes": (16,)}, {"block_size": 32}),
+}
+
+
+def pulled(model, ours, theirs):
+    """A second turn on a node that never saw the first; tokens that it did not compute."""
+    plain = make_client(model=model, enable_prefix_caching=False)
+    keeps = patient(node("P", "kv_both", model=model, **ours))
+    loads = patient(node("D", "kv_both", reserved_blocks=61, model=model, **theirs))
+    first = make_prompt(300, seed=1)
+    prompt = [*first, *keeps.ask(first, 30)[:30], *make_prompt(40, seed=2)]
+    # Of host memory alone.
+    wipe(keeps)
+    address = keeps.engine.worker.address()
+    loads.submit("pulled", prompt, 8, {"kv_sources": [f"{address.host}:{address.port}"]})
+    until(lambda: loads.last("pulled"), keeps, loads)
+    assert loads.last("pulled").failure is None
+    assert loads.tokens("pulled") + loads.drafts("pulled") == plain.complete(prompt)
+    until(lambda: not any([*keeps.busy().values(), *loads.busy().values()]), keeps, loads)
+    for one in (keeps, loads):
+        assert not any(one.engine.worker.state()[key] for key in ("leases", "sendings", "loads"))
+    return loads.last("pulled").cached_tokens
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prompt_that_another_node_keeps_is_loaded_from_there(model):
+    assert pulled(model, {}, {}) >= 256
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_blocks_of_the_nodes_may_differ(shape):
+    assert pulled("gqa", *SHAPES[shape]) >= 256
+
+
+def test_nodes_with_other_salts_have_nothing_for_each_other():
+    assert pulled("gqa", {"offload": {"salt": "a"}}, {"offload": {"salt": "b"}}) == 0
+    assert pulled("gqa", {"offload": {"salt": "a"}}, {"offload": {"salt": "a"}}) >= 256

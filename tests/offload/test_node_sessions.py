@@ -77,26 +77,10 @@ class Talk:
             time.sleep(0.01)
         return gauge.value == expected
 
-    def close(self) -> None:
-        self.keeper.close()
-
-
-@pytest.fixture
-def talk(request):
-    made = []
-
-    def begin(model: str, **offload) -> Talk:
-        made.append(Talk(model, **offload))
-        return made[-1]
-
-    yield begin
-    for each in made:
-        each.close()
-
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_next_turn_of_a_pinned_session_restores_all_of_it(model, talk):
-    talk = talk(model)
+def test_the_next_turn_of_a_pinned_session_restores_all_of_it(model):
+    talk = Talk(model)
     answer = talk.ask(FIRST, ("pin", {"ttl_s": 600}), max_tokens=40)
     (first,) = talk.answers
     assert first["action_type"] == "pin"
@@ -113,9 +97,9 @@ def test_the_next_turn_of_a_pinned_session_restores_all_of_it(model, talk):
 
 
 @pytest.mark.parametrize("model", ["gqa", "hybrid"])
-def test_a_prompt_is_kept_from_the_moment_that_it_is_stored(model, talk):
+def test_a_prompt_is_kept_from_the_moment_that_it_is_stored(model):
     """Others press while the answer is decoded: what makes room then is not stored anew."""
-    talk = talk(model, num_blocks=4 * POOLS[model], turns=8)
+    talk = Talk(model, num_blocks=4 * POOLS[model], turns=8)
     keeper = talk.keeper
     keeper.submit("long", FIRST, 30, hints(("pin", {})))
     number = 0
@@ -132,16 +116,16 @@ def test_a_prompt_is_kept_from_the_moment_that_it_is_stored(model, talk):
     assert talk.cached >= pinned["num_tokens"]
 
 
-def test_what_is_not_pinned_is_gone_after_the_same(talk):
-    talk = talk("gqa")
+def test_what_is_not_pinned_is_gone_after_the_same():
+    talk = Talk("gqa")
     talk.ask(FIRST)
     talk.press()
     talk.ask(FIRST)
     assert talk.cached == 0
 
 
-def test_a_pin_is_over_when_it_is_released_or_had_its_time(talk):
-    talk = talk("gqa")
+def test_a_pin_is_over_when_it_is_released_or_had_its_time():
+    talk = Talk("gqa")
     talk.ask(FIRST, ("pin", {}))
     pinned = talk.answers[0]["num_tokens"]
     assert talk.pinned_bytes("host", talk.pinned * talk.turn_bytes * 16 // 304)
@@ -163,8 +147,8 @@ def test_a_pin_is_over_when_it_is_released_or_had_its_time(talk):
 
 @pytest.mark.parametrize("model", ["gqa", "hybrid"])
 @pytest.mark.parametrize("turn", ["goes on", "begins anew"])
-def test_what_a_session_had_is_released_and_the_prompt_pinned_by_one_request(turn, model, talk):
-    talk = talk(model)
+def test_what_a_session_had_is_released_and_the_prompt_pinned_by_one_request(turn, model):
+    talk = Talk(model)
     talk.ask(FIRST, ("pin", {}))
     before = talk.answers[0]["num_tokens"]
     prompt = [*FIRST, *make_prompt(60, seed=7)] if turn == "goes on" else make_prompt(300, seed=7)
@@ -186,8 +170,8 @@ def test_what_a_session_had_is_released_and_the_prompt_pinned_by_one_request(tur
     assert talk.pinned == 0
 
 
-def test_a_release_before_a_pin_that_fails_leaves_nothing(talk):
-    talk = talk("gqa")
+def test_a_release_before_a_pin_that_fails_leaves_nothing():
+    talk = Talk("gqa")
     talk.ask(FIRST, ("pin", {}))
     talk.ask(make_prompt(8, seed=7), ("release", {}), ("pin", {}))
     assert [answer["outcome"] for answer in talk.answers] == ["accepted", "rejected"]
@@ -195,8 +179,8 @@ def test_a_release_before_a_pin_that_fails_leaves_nothing(talk):
 
 
 @pytest.mark.parametrize("model", ["gqa", "hybrid"])
-def test_a_turn_whose_client_leaves_ends_nothing_of_what_the_session_had(model, talk):
-    talk = talk(model)
+def test_a_turn_whose_client_leaves_ends_nothing_of_what_the_session_had(model):
+    talk = Talk(model)
     keeper = talk.keeper
     answer = talk.ask(FIRST, ("pin", {}), max_tokens=40)
     pinned = talk.answers[0]["num_tokens"]
@@ -210,9 +194,9 @@ def test_a_turn_whose_client_leaves_ends_nothing_of_what_the_session_had(model, 
     assert talk.cached >= pinned
 
 
-def test_nothing_is_pinned_of_a_turn_that_was_told_so(talk, tmp_path):
+def test_nothing_is_pinned_of_a_turn_that_was_told_so(tmp_path):
     """What a running turn had pinned is demoted by others meanwhile, and makes room in host memory."""
-    talk = talk("gqa", num_blocks=4 * POOLS["gqa"], **disk_settings(tmp_path))
+    talk = Talk("gqa", num_blocks=4 * POOLS["gqa"], **disk_settings(tmp_path))
     keeper, number = talk.keeper, 0
     keeper.submit("long", FIRST, 100, hints(("pin", {})))
     while not keeper.last("long"):
@@ -225,8 +209,8 @@ def test_nothing_is_pinned_of_a_turn_that_was_told_so(talk, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["gqa", "sliding"])
-def test_what_is_beyond_the_quota_is_clipped_and_said(model, talk):
-    talk = talk(model, pin_quota=0.1, tenant_key="tenant")
+def test_what_is_beyond_the_quota_is_clipped_and_said(model):
+    talk = Talk(model, pin_quota=0.1, tenant_key="tenant")
     talk.ask(FIRST, ("pin", {}), tenant="a")
     (first,) = talk.answers
     if model == "sliding":
@@ -250,8 +234,8 @@ def test_what_is_beyond_the_quota_is_clipped_and_said(model, talk):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_session_is_demoted_to_disk_and_brought_back(model, talk, tmp_path):
-    talk = talk(model, **disk_settings(tmp_path))
+def test_a_session_is_demoted_to_disk_and_brought_back(model, tmp_path):
+    talk = Talk(model, **disk_settings(tmp_path))
     answer = talk.ask(FIRST, ("pin", {}), max_tokens=40)
     pinned = talk.answers[0]["num_tokens"]
     talk.ask(make_prompt(20, seed=5), ("demote", {"to": "disk"}))
@@ -275,9 +259,9 @@ def test_a_session_is_demoted_to_disk_and_brought_back(model, talk, tmp_path):
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_a_turn_that_goes_to_disk_at_its_end_stays_there(turns, talk, tmp_path):
+def test_a_turn_that_goes_to_disk_at_its_end_stays_there(turns, tmp_path):
     """The disk has room for about six turns, and 3 times as much is written after."""
-    talk = talk("gqa", **{**disk_settings(tmp_path), "disk_bytes": 3 << 20})
+    talk = Talk("gqa", **{**disk_settings(tmp_path), "disk_bytes": 3 << 20})
     prompt = list(FIRST)
     for _ in range(turns):
         answer = talk.ask(prompt, ("pin", {}), ("demote", {}), max_tokens=40)
@@ -299,8 +283,8 @@ def test_a_turn_that_goes_to_disk_at_its_end_stays_there(turns, talk, tmp_path):
         ({"kv_hints": {"protocol_version": "1", "message_id": "m", "actions": [{}] * 17}}, "actions"),
     ],
 )
-def test_hints_that_cannot_be_read_are_said_to_be_so_and_the_request_runs(given, text, talk):
-    talk = talk("gqa")
+def test_hints_that_cannot_be_read_are_said_to_be_so_and_the_request_runs(given, text):
+    talk = Talk("gqa")
     talk.ask(FIRST, **given)
     last = talk.keeper.last(next(reversed(talk.keeper.outputs)))
     assert text in last.kv_transfer_params["kv_hint_results"]["error"]
@@ -319,8 +303,8 @@ def test_hints_that_cannot_be_read_are_said_to_be_so_and_the_request_runs(given,
         (("prefetch", {"to": "disk"}), "accepted: to host"),
     ],
 )
-def test_an_action_that_is_not_done_is_rejected_with_what_is_accepted(action, text, talk):
-    talk = talk("gqa")
+def test_an_action_that_is_not_done_is_rejected_with_what_is_accepted(action, text):
+    talk = Talk("gqa")
     talk.ask(FIRST, action, ("pin", {}))
     refused, pinned = talk.answers
     assert refused["outcome"] == "rejected"
@@ -330,8 +314,8 @@ def test_an_action_that_is_not_done_is_rejected_with_what_is_accepted(action, te
     assert "session_id" in talk.answers[0]["reason"]
 
 
-def test_nothing_is_pinned_where_the_quota_is_none_or_nothing_is_kept(talk):
-    talk = talk("gqa", pin_quota=0.0)
+def test_nothing_is_pinned_where_the_quota_is_none_or_nothing_is_kept():
+    talk = Talk("gqa", pin_quota=0.0)
     talk.ask(FIRST, ("pin", {}))
     assert talk.answers[0]["outcome"] == "rejected"
     talk.ask(FIRST, ("pin", {}), max_offload_tokens=0)

@@ -70,11 +70,8 @@ class Soak:
 
 def soak(model: str, count: int, keeper: Keeper, seed: int = 0) -> tuple[Soak, int]:
     made = Soak(keeper, model, seed)
-    try:
-        made.run(count)
-        return made, made.judge()
-    finally:
-        keeper.close()
+    made.run(count)
+    return made, made.judge()
 
 
 @pytest.mark.timeout(300)
@@ -111,18 +108,15 @@ def test_a_preempted_request_goes_on_from_what_was_kept_of_it(model, num_blocks)
     real, restored = copier.restore, []
     copier.restore = lambda copies, after=None: restored.append(copies) or real(copies, after)
     plain = make_client(model=model, enable_prefix_caching=False)
-    try:
-        prompts = {"first": make_prompt(150, seed=1), "second": make_prompt(150, seed=2)}
-        count = 120
-        for name, prompt in prompts.items():
-            keeper.submit(name, prompt, count)
-        keeper.run(*prompts)
-        keeper.settle()
-        assert keeper.engine.snapshot.counts["preemptions"] > 0
-        assert restored
-        for name, prompt in prompts.items():
-            assert keeper.tokens(name) + keeper.drafts(name) == plain.complete(prompt, count)
-            # Its client is told of its prompt as it was first admitted.
-            assert keeper.last(name).cached_tokens == 0
-    finally:
-        keeper.close()
+    prompts = {"first": make_prompt(150, seed=1), "second": make_prompt(150, seed=2)}
+    count = 120
+    for name, prompt in prompts.items():
+        keeper.submit(name, prompt, count)
+    keeper.run(*prompts)
+    keeper.settle()
+    assert keeper.engine.snapshot.counts["preemptions"] > 0
+    assert restored
+    for name, prompt in prompts.items():
+        assert keeper.tokens(name) + keeper.drafts(name) == plain.complete(prompt, count)
+        # Its client is told of its prompt as it was first admitted.
+        assert keeper.last(name).cached_tokens == 0

@@ -12,7 +12,7 @@ from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.session_pins import MOST_PINNED, MOST_SESSIONS, Ledger, SessionPins
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
 from kvconnect.offload.tier import DISK, HOST
-from tests.offload.index_kit import check_index
+from tests.offload.half_kit import check_index
 from tests.offload.test_index import GROUPS, PLAN, names
 
 SHARE = 0.4
@@ -189,25 +189,6 @@ def filled(plan, sequences):
     return index
 
 
-def test_a_session_is_there_after_three_times_all_memory_and_goes_in_its_time(plan):
-    index = filled(plan, 10)
-    pins = SessionPins(index, plan, 0.25)
-    pin = pins.begin("", "s", names(3, 0, 100))
-    assert pins.add(pin, (HOST, 0), names(3, 0, 100)) == 100
-    pins.end(pin, deadline=60.0)
-    for sequence in range(10, 40):
-        taken, _ = index.reserve(0, names(sequence, 0, 100))
-        assert len(taken) == 100
-        index.commit(0, taken)
-        pins.expire(59.9)
-    assert index.lookup(0, names(3, 0, 100)) == 100
-    pins.expire(60.0)
-    for sequence in range(40, 60):
-        index.commit(0, index.reserve(0, names(sequence, 0, 100))[0])
-    assert index.lookup(0, names(3, 0, 100)) == 0
-    assert not pins.of("", "s")
-
-
 def test_the_next_turn_continues_the_pin_and_another_prompt_has_its_own(plan):
     index = filled(plan, 4)
     pins = SessionPins(index, plan, 0.25)
@@ -224,37 +205,6 @@ def test_the_next_turn_continues_the_pin_and_another_prompt_has_its_own(plan):
     assert index.lookup(0, names(1, 0, 40)) == 40
     pins.end(pin, 2e9)
     assert pin in pins.of("", "s")
-
-
-def test_a_pin_that_ends_takes_none_with_it_that_ends_a_moment_later(plan):
-    index = filled(plan, 4)
-    pins = SessionPins(index, plan, 0.5)
-    for number, deadline in enumerate((10.0, 10.001, 20.0)):
-        pin = pins.begin("", f"{number}", names(number, 0, 50))
-        pins.add(pin, (HOST, 0), names(number, 0, 50))
-        pins.end(pin, deadline)
-    for now, left in ((9.999, 3), (10.0, 2), (10.001, 1), (19.9, 1), (20.0, 0)):
-        pins.expire(now)
-        assert sum(len(pins.of("", f"{number}")) for number in range(3)) == left
-
-
-def test_what_was_dropped_is_pinned_no_more_and_may_be_pinned_again(plan):
-    index = filled(plan, 1)
-    pins = SessionPins(index, plan, 0.5)
-    pin = pins.begin("", "s", names(0, 0, 50))
-    pins.add(pin, (HOST, 0), names(0, 0, 50))
-    index.drop(0, names(0, 10, 5))
-    check_index(index)
-    assert len(pin.held[HOST, 0]) == 45
-    assert pins.add(pin, (HOST, 0), names(0, 0, 50)) == 10
-    taken, _ = index.reserve(0, names(0, 10, 5))
-    assert pins.add(pin, (HOST, 0), names(0, 0, 50)) == 50
-    # What is on its way makes no room either once it is there.
-    index.commit(0, taken)
-    check_index(index)
-    pins.release(pin)
-    check_index(index)
-    assert len(index.classes[0].ages.rows()) == 100
 
 
 def test_what_tenants_share_counts_for_each_and_stays_for_the_last():

@@ -13,15 +13,14 @@ import pytest
 from kvconnect.config import OffloadConfig
 from kvconnect.engine import mooncake_store
 from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
-from kvconnect.errors import ConfigError, EngineError
+from kvconnect.errors import EngineError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.store.store_tier import _Item, open_store_tier
-from kvconnect.transfer.orders import Seek, Store, TierFetch
+from tests.node.node_harness import make_prompt
+from tests.offload.node_kit import make_keeper
 from tests.offload.store_master import StoreMaster, master_binary
 from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, some_rows
-from tests.offload.worker_kit import NUM_GROUPS, Rig, copies
-from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")
 SEGMENT_BYTES = 64 << 20
@@ -50,6 +49,8 @@ _salts = iter(range(1000))
 
 
 class TestStoreTier(LowerTierSuite):
+    indexed = False
+
     @pytest.fixture(autouse=True)
     def _master(self, master):
         self.address = master.address
@@ -71,70 +72,6 @@ def until(is_so, timeout_s=30.0):
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-def test_a_node_finds_what_another_kept(master):
-    rows, late = some_rows(40, 1), some_rows(5, 2, length=100_000)
-    here, there = open_tier(master.address), open_tier(master.address, store_bytes=0)
-    ours, theirs = TierDriver(here), TierDriver(there)
-    assert ours.write(rows) == ()
-    assert theirs.seek([*rows, *late]) == set(rows)
-    assert theirs.read(lengths_of(rows | late)) == rows
-    assert theirs.write(late) == ()
-    assert ours.read(lengths_of(late)) == late
-    # Another namespace is another cache.
-    other = TierDriver(open_tier(master.address, salt="another", store_bytes=0))
-    assert other.seek(list(rows)) == set()
-    assert other.read(lengths_of(rows)) == {}
-    here.clear()
-    assert ours.seek(list(rows)) == set()
-    assert theirs.read(lengths_of(rows)) == {}
-    for driver in (other, theirs, ours):
-        assert driver.tier.close()
-        assert not driver.failures
-
-
-def test_two_nodes_over_one_store_find_each_others_blocks(master):
-    """Whole workers: what one stores from its pages, the other restores into its own."""
-    here, there, stranger = (
-        Rig(seed=seed, store=master.address, store_bytes=size, salt=salt)
-        for seed, size, salt in ((1, SEGMENT_BYTES, "two"), (2, 0, "two"), (3, 0, "else"))
-    )
-    image, names = here.image(), (b"first", b"second")
-    here.order(
-        stores=tuple(
-            Store(group, copies(group, [(1, 0), (2, 1)]), names, True) for group in range(NUM_GROUPS)
-        )
-    )
-    here.until(lambda: len(here.kept) == NUM_GROUPS, 30)
-    for rig, found in ((there, names), (stranger, ())):
-        rig.order(seeks=tuple(Seek(group, "store", group, (*names, b"no")) for group in range(NUM_GROUPS)))
-        rig.until(lambda rig=rig: len(rig.found) == NUM_GROUPS, 30)
-        assert set(rig.found.values()) == {found}
-        fetches = tuple(
-            TierFetch(group, "store", group, (b"no", *names), (3, 4, 5)) for group in range(NUM_GROUPS)
-        )
-        rig.order(fetches=fetches)
-        rig.until(lambda rig=rig: len(rig.fetched) == NUM_GROUPS, 30)
-        assert set(rig.fetched.values()) == {(b"no",) if found else (b"no", *names)}
-    there.restore_all(image, [(7, 4, 1), (8, 5, 2)])
-    for rig in (there, stranger, here):
-        rig.until_idle()
-        rig.close()
-        assert not rig.failures("store_unreachable")
-
-
-def test_no_master_is_a_store_that_has_nothing():
-    tier = open_tier(f"127.0.0.1:{free_port()}")
-    driver, rows = TierDriver(tier), some_rows(10, 3)
-    start = time.monotonic()
-    assert set(driver.write(rows)) == set(rows)
-    assert driver.read(lengths_of(rows)) == {}
-    assert driver.seek(list(rows)) == set()
-    assert time.monotonic() - start < 15
-    assert driver.failures["store_unreachable"] >= 1
-    assert tier.state()["link"] == "down"
-    assert tier.close()
 
 
 def test_a_master_that_dies_is_missed_and_one_that_comes_back_is_used(own_master):
@@ -293,21 +230,6 @@ def test_the_process_loads_torch_only_where_the_library_needs_it(monkeypatch):
         mooncake_store._load_library()
 
 
-def test_no_process_is_left_behind(own_master):
-    tier = open_tier(own_master.address)
-    driver = TierDriver(tier)
-    assert driver.write(some_rows(3, 11)) == ()
-    child = tier._link._process._process
-    assert tier.close()
-    assert child.poll() is not None
-
-
-@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:0", "host:70000"])
-def test_an_address_that_is_none_is_refused(address):
-    with pytest.raises(ConfigError, match=r"offload\.store is"):
-        open_tier(address)
-
-
 def test_the_process_does_not_outlive_a_parent_that_is_killed(own_master):
     program = (
         "import sys, time\n"
@@ -332,3 +254,38 @@ def test_the_process_does_not_outlive_a_parent_that_is_killed(own_master):
     finally:
         parent.kill()
         parent.stdout.close()
+
+
+pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")
+PROMPT = make_prompt(200, seed=1)
+
+
+@pytest.mark.parametrize("model", ["gqa", "hybrid"])
+def test_a_prompt_that_another_node_computed_is_found(model):
+    with StoreMaster() as master:
+        store = {"store": master.address}
+        first = make_keeper(model=model, offload={**store, "store_bytes": 64 << 20})
+        tokens = first.ask(PROMPT)
+        again = first.ask(PROMPT)
+        cached = first.cached
+        assert again == tokens
+        assert cached > 100
+        second = make_keeper(model=model, offload=store)
+        assert second.ask(PROMPT) == tokens
+        assert second.cached == cached
+        # Another one knows nothing of it.
+        other = make_keeper(model=model, offload={**store, "salt": "another"})
+        assert other.ask(PROMPT) == tokens
+        assert other.cached == 0
+
+
+def test_a_node_whose_store_is_gone_computes():
+    with StoreMaster() as master:
+        keeper = make_keeper(offload={"store": master.address, "store_bytes": 64 << 20, "wait_s": 1.0})
+        tokens = keeper.ask(PROMPT)
+        master.kill()
+        assert keeper.ask(PROMPT) == tokens
+        # Host memory has it all the same.
+        assert keeper.cached > 100
+        assert len(keeper.ask(make_prompt(200, seed=2))) == len(tokens)
+        assert keeper.cached == 0

@@ -17,7 +17,7 @@ from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.transfer.orders import OffloadReport, Results
 from kvconnect.transfer.stack import Computed, Step
-from tests.offload.index_kit import check_index
+from tests.offload.half_kit import check_index
 
 BLOCK_TOKENS = 4
 ROW_BYTES = 64

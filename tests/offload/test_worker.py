@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.offload.disk.survey import cache_folders, look
+from kvconnect.offload.disk.folder import cache_folders, look
 from kvconnect.transfer.orders import OffloadOrders, Restore, Results, Seek, Store, TierFetch
 from tests.offload.rows_by_hand import rows_of
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies
@@ -18,9 +16,7 @@ from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies
 
 @pytest.fixture
 def rig():
-    made = Rig()
-    yield made
-    made.close()
+    return Rig()
 
 
 def test_memory_that_is_too_small_for_one_hit_is_refused_before_any_of_it_is_taken():
@@ -68,29 +64,27 @@ moves = st.lists(
 @given(moves)
 def test_any_order_of_stores_and_restores_moves_the_right_bytes(steps):
     rig = Rig()
-    try:
-        image, rows = rig.image(), {}
-        for number, (what, group, pairs) in enumerate(steps):
-            chosen = {block: row for row, block in pairs.items()}
-            if what == "store":
-                chosen_rows = {row: block for block, row in chosen.items()}
-                order = copies(group, [(block, row) for row, block in chosen_rows.items()])
-                rig.order(stores=(Store(number, order, hashes(*chosen_rows)),))
-                rig.until(lambda number=number: number in rig.stored)
-                assert rig.stored[number] == ()
-                for row, block in chosen_rows.items():
-                    rows[group, row] = image.row(group, block).copy()
-            else:
-                there = [(block, row) for block, row in chosen.items() if (group, row) in rows]
-                rig.order(restores=(Restore(str(number), (copies(group, there),)),))
-                rig.until(lambda number=number: str(number) in rig.received)
-                for block, row in there:
-                    image.write(group, block, rows[group, row])
-            assert rig.image().same_as(image)
-        rig.until_idle()
-        assert not rig.failed
-    finally:
-        rig.close()
+    image, rows = rig.image(), {}
+    for number, (what, group, pairs) in enumerate(steps):
+        chosen = {block: row for row, block in pairs.items()}
+        if what == "store":
+            chosen_rows = {row: block for block, row in chosen.items()}
+            order = copies(group, [(block, row) for row, block in chosen_rows.items()])
+            rig.order(stores=(Store(number, order, hashes(*chosen_rows)),))
+            rig.until(lambda number=number: number in rig.stored)
+            assert rig.stored[number] == ()
+            for row, block in chosen_rows.items():
+                rows[group, row] = image.row(group, block).copy()
+        else:
+            there = [(block, row) for block, row in chosen.items() if (group, row) in rows]
+            rig.order(restores=(Restore(str(number), (copies(group, there),)),))
+            rig.until(lambda number=number: str(number) in rig.received)
+            for block, row in there:
+                image.write(group, block, rows[group, row])
+        assert rig.image().same_as(image)
+    rig.until_idle()
+    assert not rig.failed
+    rig.close()
 
 
 def test_orders_before_the_caches_are_a_mistake():
@@ -160,14 +154,6 @@ def test_orders_for_a_tier_that_is_not_there_find_nothing(rig):
     assert rig.failures("offload_unknown_tier") == 2
 
 
-def test_the_owner_is_woken_when_something_ended(rig):
-    woken = threading.Event()
-    rig.worker.on_results(woken.set)
-    rig.order(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
-    assert woken.wait(5)
-    rig.until(lambda: rig.stored == {1: ()})
-
-
 def test_a_wake_that_fails_harms_nobody(rig):
     rig.worker.on_results(lambda: 1 / 0)
     rig.order(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
@@ -233,15 +219,6 @@ def test_a_label_is_no_part_of_a_name_and_is_kept_on_disk(tmp_path):
     assert named[0] == named[1]
     (folder,) = cache_folders(tmp_path)
     assert look(folder)["label"] == "/models/other"
-
-
-def test_namespaces_differ_by_salt_and_model_facts():
-    names = set()
-    for chosen in ({}, {"salt": "x"}, {"cpu_bytes": 128 << 10}):
-        rig = Rig(**chosen)
-        names.add(rig.worker.namespace.name)
-        rig.close()
-    assert len(names) == 2
 
 
 def test_changes_are_told_once(rig):

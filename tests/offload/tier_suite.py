@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.tier import MAX_HASH_BYTES, Content, LowerTier, TierRow, TierUpdate
+from kvconnect.offload.tier import MAX_HASH_BYTES, Content, Kind, LowerTier, TierRow, TierUpdate
+from tests.offload.opened import closes_later
 
 HANG_S = 30.0
 _PROMPT_S = 0.25
@@ -30,16 +31,21 @@ class TierDriver:
         self.index: set[Content] = set()
         self.failures: dict[str, int] = {}
         self._woken = threading.Event()
-        self._ended: dict[str, dict[int, tuple[Content, ...]]] = {"written": {}, "read": {}, "found": {}}
+        self._ended: dict[Kind, dict[int, tuple[Content, ...]]] = {"write": {}, "read": {}, "seek": {}}
         self._next_job = 0
         tier.on_update(self._woken.set)
+        closes_later(self)
+
+    def close(self) -> None:
+        """Stop it, as it may be stopped."""
+        assert self.tier.close()
 
     def poll(self) -> TierUpdate:
         """Take what is new, and note it."""
         update = self.tier.poll()
         assert not set(update.added) & set(update.removed)
         for kind, jobs in self._ended.items():
-            ended: Mapping[int, tuple[Content, ...]] = getattr(update, kind)
+            ended = update.done.get(kind, {})
             assert not jobs.keys() & ended.keys(), f"{kind} was reported twice"
             jobs.update(ended)
         self.index |= set(update.added)
@@ -53,7 +59,7 @@ class TierDriver:
         self._next_job += 1
         return self._next_job
 
-    def wait(self, kind: str, job: int) -> tuple[Content, ...]:
+    def wait(self, kind: Kind, job: int) -> tuple[Content, ...]:
         """What a job's report names."""
         deadline = time.monotonic() + HANG_S
         while job not in self._ended[kind]:
@@ -67,7 +73,7 @@ class TierDriver:
         """Write rows and wait; what was not kept."""
         job = self.new_job()
         self.tier.write(job, rows_of(rows))
-        return self.wait("written", job)
+        return self.wait("write", job)
 
     def read(self, lengths: Mapping[Content, int]) -> dict[Content, bytes]:
         """Read contents and wait; those that were there."""
@@ -82,7 +88,7 @@ class TierDriver:
         """Which of these are there."""
         job = self.new_job()
         self.tier.seek(job, contents)
-        return set(self.wait("found", job))
+        return set(self.wait("seek", job))
 
 
 def rows_of(rows: Mapping[Content, bytes]) -> list[TierRow]:
@@ -113,19 +119,21 @@ def lengths_of(rows: Mapping[Content, bytes]) -> dict[Content, int]:
 
 
 class LowerTierSuite:
-    """Subclass it as ``TestX`` and write ``make_tier``. ``queue_bytes`` is the bound of a tier's queue."""
+    """Subclass it as ``TestX`` and write ``make_tier``. ``queue_bytes`` is the bound of a tier's queue.
+
+    It is ``indexed`` if it reports what it has; if not, it must be asked.
+    """
 
     queue_bytes = 1 << 20
+    indexed = True
 
     def make_tier(self, tmp_path: Path) -> Any:
         """A tier with room for some megabytes, whose queue takes ``queue_bytes``."""
         raise NotImplementedError
 
     @pytest.fixture
-    def driver(self, tmp_path: Path) -> Iterator[TierDriver]:
-        tier = self.make_tier(tmp_path)
-        yield TierDriver(tier)
-        assert tier.close()
+    def driver(self, tmp_path: Path) -> TierDriver:
+        return TierDriver(self.make_tier(tmp_path))
 
     # ---- bytes
 
@@ -163,7 +171,7 @@ class LowerTierSuite:
         rows = some_rows(30, 7, length=3000)
         written = rows_of(rows)
         driver.tier.write(1000, written)
-        assert driver.wait("written", 1000) == ()
+        assert driver.wait("write", 1000) == ()
         for row in written:
             row.memory[:] = bytes(len(row.memory))
         assert driver.read(lengths_of(rows)) == rows
@@ -182,7 +190,7 @@ class LowerTierSuite:
         twice = [*rows_of(rows), *rows_of(rows)]
         driver.tier.write(1, twice)
         driver.tier.write(2, rows_of(rows))
-        assert driver.wait("written", 1) == driver.wait("written", 2) == ()
+        assert driver.wait("write", 1) == driver.wait("write", 2) == ()
         assert driver.read(lengths_of(rows)) == rows
 
     def test_a_row_that_cannot_be_kept_fails_alone(self, driver: TierDriver) -> None:
@@ -196,7 +204,7 @@ class LowerTierSuite:
         driver.tier.write(1, [])
         driver.tier.read(1, [])
         driver.tier.seek(1, [])
-        assert driver.wait("written", 1) == driver.wait("read", 1) == driver.wait("found", 1) == ()
+        assert driver.wait("write", 1) == driver.wait("read", 1) == driver.wait("seek", 1) == ()
 
     def test_a_job_that_was_not_reported_is_not_taken_again(self, driver: TierDriver) -> None:
         driver.tier.read(1, blank_rows({(0, b"a"): 10}))
@@ -209,7 +217,7 @@ class LowerTierSuite:
         for index, rows in enumerate(parts):
             driver.tier.write(index, rows_of(rows))
         for index in range(len(parts)):
-            assert driver.wait("written", index) == ()
+            assert driver.wait("write", index) == ()
         reads = [blank_rows(lengths_of(rows)) for rows in parts]
         for index, read in enumerate(reads):
             driver.tier.read(index, read)
@@ -220,9 +228,9 @@ class LowerTierSuite:
     def test_its_caller_does_not_wait(self, driver: TierDriver) -> None:
         rows = rows_of(some_rows(900, 9, length=1000))
         # The machine may be busy; not every time, though.
-        fastest = {"written": HANG_S, "read": HANG_S}
+        fastest: dict[Kind, float] = {"write": HANG_S, "read": HANG_S}
         for _ in range(10):
-            for kind, call in (("written", driver.tier.write), ("read", driver.tier.read)):
+            for kind, call in (("write", driver.tier.write), ("read", driver.tier.read)):
                 job = driver.new_job()
                 start = time.monotonic()
                 call(job, rows)
@@ -235,9 +243,9 @@ class LowerTierSuite:
         rows = some_rows(40, 10, length=length)
         driver.tier.write(1, rows_of(rows))
         driver.tier.write(2, rows_of({(1, b"too long for the queue"): bytes(self.queue_bytes + 1)}))
-        failed = driver.wait("written", 1)
+        failed = driver.wait("write", 1)
         assert failed
-        assert driver.wait("written", 2)
+        assert driver.wait("write", 2)
         assert sum(times for reason, times in driver.failures.items() if "queue" in reason) == len(failed) + 1
         kept = {content: data for content, data in rows.items() if content not in failed}
         assert driver.read(lengths_of(rows)) == kept
@@ -248,7 +256,7 @@ class LowerTierSuite:
         rows, others = some_rows(20, 11), some_rows(20, 12)
         driver.write(rows)
         assert driver.seek([*others, *rows]) == set(rows)
-        if driver.tier.indexed:
+        if self.indexed:
             assert driver.index == set(rows)
         else:
             assert not driver.index
@@ -256,7 +264,7 @@ class LowerTierSuite:
     def test_who_believes_wrongly_is_notified(self, driver: TierDriver) -> None:
         driver.index = {(0, b"never written")}
         assert driver.read({(0, b"never written"): 100}) == {}
-        if driver.tier.indexed:
+        if self.indexed:
             assert not driver.index
 
     def test_nothing_from_before_a_clear_is_found_after_it(self, driver: TierDriver) -> None:
@@ -268,9 +276,9 @@ class LowerTierSuite:
         driver.index.clear()
         assert driver.seek([*rows, *late]) == set()
         assert driver.write(fresh) == ()
-        driver.wait("written", job)
+        driver.wait("write", job)
         assert driver.read(lengths_of(rows | late | fresh)) == fresh
-        assert driver.index == (set(fresh) if driver.tier.indexed else set())
+        assert driver.index == (set(fresh) if self.indexed else set())
         assert driver.write(rows) == ()
         assert driver.read(lengths_of(rows)) == rows
 
@@ -286,9 +294,9 @@ class LowerTierSuite:
         driver.tier.write(7, rows_of(rows))
         driver.tier.read(7, blank_rows(lengths_of(rows)))
         for index in (0, 1, 2, 3, 4, 7):
-            driver.wait("written", index)
+            driver.wait("write", index)
             driver.wait("read", index)
-        assert set(driver.wait("written", 7)) == set(driver.wait("read", 7)) == set(rows)
+        assert set(driver.wait("write", 7)) == set(driver.wait("read", 7)) == set(rows)
         driver.tier.poll()
         assert not driver.tier.poll()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -17,11 +17,12 @@ from kvconnect.cache.specs import (
     SlidingWindowSpec,
 )
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.tier import TierUpdate
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.transfer.orders import OffloadOrders, Restore, RowCopies
 from tests.caches import attention_layer, fill_random
 from tests.identities import named
+from tests.offload.memory_tier import MemoryTier
+from tests.offload.opened import closes_later
 from tests.offload.rows_by_hand import Image
 
 NUM_BLOCKS = 10
@@ -66,6 +67,7 @@ class Rig:
             self.worker._make_tiers = lambda namespace, plan: tiers
         if register:
             self.worker.register_kv_caches(self.tensors)
+        closes_later(self)
         self.received, self.failed, self.changes = [], {}, []
         self.stored, self.fetched, self.found, self.kept = {}, {}, {}, set()
 
@@ -148,97 +150,55 @@ def copies(group, pairs):
     return RowCopies(group, tuple(block for block, _ in pairs), tuple(row for _, row in pairs))
 
 
-class Double:
-    """A tier in memory. ``mood`` says what becomes of the next orders; ``release`` does what was put off.
+class Double(MemoryTier):
+    """A tier that does what a test says. ``mood`` is what becomes of the next orders.
 
     good: at once. late: when released. never: not even then. refuse: writes fail, reads miss, nothing is
     found. raise: the call itself fails. wrong: as good, but its report names contents that nobody asked for.
+    dead: it reports nothing.
     """
 
-    indexed = True
-
     def __init__(self, name="disk", mood="good", indexed=True):
-        self.name, self.mood, self.indexed = name, mood, indexed
-        self.kept, self.put_off, self.closed = {}, deque(), False
-        self._wake = lambda: None
-        self._anew()
+        super().__init__(name=name, indexed=indexed)
+        self.mood, self.put_off, self.closed = mood, deque(), False
 
-    def _anew(self):
-        self._news = {"written": {}, "read": {}, "found": {}, "added": [], "removed": [], "failures": {}}
+    @property
+    def kept(self):
+        return self._kept
 
-    def on_update(self, wake):
-        self._wake = wake
-
-    def write(self, job, rows):
-        self._do(lambda mood: self._write(job, rows, mood), rows)
-
-    def read(self, job, rows):
-        self._do(lambda mood: self._read(job, rows, mood), rows)
+    @kept.setter
+    def kept(self, kept):
+        self._kept = OrderedDict(kept)
 
     def has(self, contents):
-        return [content in self.kept for content in contents]
+        return [content in self._kept for content in contents]
 
-    def seek(self, job, contents):
-        self._do(lambda mood: self._seek(job, contents, mood), ())
-
-    def _do(self, call, rows):
-        mood = self.mood
-        if mood == "raise":
+    def _submit(self, work):
+        if self.mood == "raise":
             raise RuntimeError("no")
-        if mood in ("late", "never"):
-            self.put_off.append((mood, call, rows))
+        if self.mood in ("late", "never"):
+            self.put_off.append((self.mood, work))
         else:
-            call(mood)
-            self._wake()
+            self.is_failing = self.mood == "refuse"
+            work()
 
     def release(self, count=10**9):
+        self.is_failing = False
         for _ in range(min(count, len(self.put_off))):
-            mood, call, rows = self.put_off.popleft()
+            mood, work = self.put_off.popleft()
             if mood == "never":
-                self.put_off.append((mood, call, rows))
+                self.put_off.append((mood, work))
             else:
-                call("good")
-        self._wake()
+                work()
 
-    def _write(self, job, rows, mood):
-        if mood == "refuse":
-            self._news["failures"]["disk_full"] = 1
-            self._news["written"][job] = tuple(row.content for row in rows)
-            return
-        for row in rows:
-            self.kept[row.content] = bytes(row.memory)
-        self._news["added"] += [row.content for row in rows]
-        self._news["written"][job] = ((7, b"nobody's"),) if mood == "wrong" else ()
-
-    def _read(self, job, rows, mood):
-        missing = []
-        for row in rows:
-            if mood == "refuse" or row.content not in self.kept:
-                missing.append(row.content)
-            else:
-                row.memory[:] = self.kept[row.content]
-        self._news["read"][job] = tuple(missing)
-
-    def _seek(self, job, contents, mood):
-        has = () if mood == "refuse" else tuple(content for content in contents if content in self.kept)
-        self._news["found"][job] = has
+    def _end(self, kind, job, count, named=()):
+        super()._end(kind, job, count, [*named, (7, b"nobody's")] if self.mood == "wrong" else named)
 
     def poll(self):
         if self.mood == "dead":
             raise RuntimeError("its thread has ended")
-        news = self._news
-        self._anew()
-        return TierUpdate(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in news.items()}
-        )
-
-    def clear(self):
-        self.kept = {}
-        self._news["added"] = []
+        return super().poll()
 
     def close(self):
         self.closed = True
-        return True
-
-    def state(self):
-        return {"kept": len(self.kept), "taken_bytes": 0, "limit_bytes": 0}
+        return super().close()

@@ -16,7 +16,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
 from kvconnect.halves.worker_half import TransferWorker
-from kvconnect.offload.copies.staged import fitted_staging
+from kvconnect.offload.copies.copier import fitted_staging
 from kvconnect.pack.arena import (
     ALIGN_BYTES,
     LEAST_SLOT_BYTES,

@@ -8,8 +8,7 @@ import math
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.specs import div_ceil
 from kvconnect.offload.copies.copier import make_copier
-from kvconnect.offload.copies.host_arena import RowArena
-from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.copies.rows import RowArena, RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.jobs import RankJobs, Report

@@ -25,7 +25,7 @@ class SimDisk(MemoryTier):
         self._worker, self._world = worker, worker.world
         self._kept = keeps.on_disk.setdefault(worker.rank, OrderedDict())
         self._kept_bytes = sum(map(len, self._kept.values()))
-        self._tracker.add(list(self._kept))
+        self.tracker.add(list(self._kept))
 
     @property
     def contents(self) -> Collection[Content]:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from kvconnect.offload.index.class_rows import READY, ClassRows
-from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.session_pins import Ledger, SessionPins
+from kvconnect.offload.index.tier_index import READY, ClassRows
+from kvconnect.offload.scheduler.host import LowerIndex
 from kvconnect.offload.scheduler.sessions import Sessions
 from tests.simulator.disk import SimDisk
 from tests.simulator.run import run_seed

@@ -6,24 +6,22 @@ Its thread is a step on the virtual clock. Deadlines of copies count the machine
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.copies.copier import Copier, CopyTicket
-from kvconnect.offload.copies.host_arena import RowArena
-from kvconnect.offload.copies.rows import RowLayout, RowParts
+from kvconnect.offload.copies.rows import RowArena, RowLayout, RowParts
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_for
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.offload_worker import OffloadWorker
-from kvconnect.offload.worker.row_work import RowWork
-from kvconnect.offload.worker.tier_loop import Command
+from kvconnect.offload.worker.tier_loop import TierLoop
 from kvconnect.transfer.orders import OffloadOrders, RowCopies
 from tests.identities import named
 from tests.simulator.device import Stream
@@ -105,40 +103,32 @@ class SimTiers(OffloadWorker):
         self._own_loop.wake()
 
 
-class SimLoop:
-    """What ``TierLoop`` is to the worker half, without a thread."""
+class SimLoop(TierLoop):
+    """Its thread is a step on the virtual clock."""
 
     is_alive = True
 
     def __init__(self, worker: SimWorker, copier: SimCopier, arena: RowArena, tiers: SimTiers) -> None:
         below = () if tiers.disk is None else (tiers.disk,)
-        self.work = RowWork(copier, arena, below, tiers._jobs, tiers._metrics)  # type: ignore[arg-type]
-        self.held_rows: Sequence[int] = ()
-        self._worker, self._world = worker, worker.world
-        self._commands: deque[Command] = deque()
-        self.pace = Pace(worker.world, self.step)
+        self._world = worker.world
+        self.pace = Pace(worker.world, self._turn)
+        cpu = torch.device("cpu")
+        super().__init__(copier, arena, below, tiers._jobs, tiers._metrics, cpu)  # type: ignore[arg-type]
         copier.wake = self.wake
-        for tier in below:
-            tier.on_update(self.wake)
+        if below:
             # What is on it already is reported without having been asked for.
             self.wake()
-
-    def order(self, *commands: Command) -> None:
-        """See ``TierLoop``."""
-        self._commands += commands
-        self.wake()
 
     def wake(self) -> None:
         """Step soon."""
         late_s = self._world.random.choice((_LOOKS_S, _LOOKS_S, 0.1))
         self.pace.at(self._world.now + late_s * self._world.random.random())
 
-    def step(self) -> None:
-        """Carry out what was ordered, and end what is done."""
-        now = time.monotonic()
-        while self._commands:
-            self._commands.popleft()[0](now)
-        if self.work.advance(now):
+    def _count_bug(self) -> None:
+        raise
+
+    def _turn(self) -> None:
+        if self.step(time.monotonic()) == 0:
             self.wake()
 
 

@@ -10,7 +10,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import hash_block_tokens
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from kvconnect.offload.index.class_rows import READY
+from kvconnect.offload.index.tier_index import READY
 
 
 class Router:

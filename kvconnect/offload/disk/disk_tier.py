@@ -4,27 +4,80 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.completion_tracker import CompletionTracker
-from kvconnect.offload.disk import failures
-from kvconnect.offload.disk.catalog import Catalog, KeptFile
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
-from kvconnect.offload.disk.io_threads import IoThreads
-from kvconnect.offload.disk.row_files import RowFiles
-from kvconnect.offload.tier import Content, TierRow, TierUpdate
-
-if TYPE_CHECKING:
-    from kvconnect.offload.namespace import Namespace
+from kvconnect.offload.disk.row_files import (
+    CLOSED,
+    INTERNAL,
+    REFUSED,
+    TOO_LARGE,
+    Catalog,
+    KeptFile,
+    RowFiles,
+    reason_of,
+)
+from kvconnect.offload.namespace import Namespace
+from kvconnect.offload.tier import CompletionTracker, Content, LowerTier, TierRow
 
 logger = logging.getLogger(__name__)
+
+
+class IoThreads:
+    """A few threads for work that waits for a disk. Work is done in the order it came, several at once.
+
+    An executor of the standard library would keep the process from ending while a disk hangs.
+    """
+
+    def __init__(self, name: str, count: int, on_error: Callable[[Exception], object]) -> None:
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have this done by one of the threads; by the caller, once they were closed."""
+        with self._lock:
+            if not self._is_closed:
+                self._queue.put(work)
+                return
+        self._do(work)
+
+    def close(self, deadline_s: float) -> bool:
+        """Let them finish what was submitted, until a moment of ``time.monotonic``; whether all ended."""
+        with self._lock:
+            self._is_closed = True
+            for _ in self._threads:
+                self._queue.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            self._do(work)
+            # What was done may hold the memory of rows, and the next piece may be long in coming.
+            del work
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._on_error(error)
+
 
 READ_THREADS = 8
 _LEAST_BYTES_PER_THREAD = 1 << 20
@@ -52,8 +105,8 @@ def open_disk_tier(
     )
 
 
-class DiskTier:
-    """Rows in files of one folder, ``path/<namespace>-rank<rank>``. A ``LowerTier``.
+class DiskTier(LowerTier):
+    """Rows in files of one folder, ``path/<namespace>-rank<rank>``.
 
     A folder that cannot be used now is tried again when something shall be written, ever more seldom.
 
@@ -68,7 +121,6 @@ class DiskTier:
     """
 
     name = "disk"
-    indexed = True
 
     def __init__(
         self,
@@ -84,14 +136,13 @@ class DiskTier:
         self.path = path.absolute() / owner.folder_name
         self.recovered = threading.Event()
         self._max_queued_bytes = max_queued_bytes
-        self._tracker = CompletionTracker()
-        self._tracker.is_recovering = True
-        self._catalog = Catalog(self._tracker, waits=reads_footers)
+        self.tracker = CompletionTracker()
+        self.tracker.is_recovering = True
+        self._catalog = Catalog(self.tracker, waits=reads_footers)
         # A disk that refused to be written is left alone, twice as long each time.
         self._retry_s = retry_s
         self._pause_s = self._retry_at = 0.0
         self._paused_by = ""
-        self._logged: set[str] = set()
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._rows = RowFiles(self.path, owner, limit_bytes, self._catalog, open_folder, self._note)
@@ -105,12 +156,9 @@ class DiskTier:
 
     # ---- what its owner calls
 
-    def on_update(self, wake: Callable[[], None]) -> None:
-        self._tracker.on_update(wake)
-
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
         """Begin to write rows, as many as there is room for in the queue; the others fail at once."""
-        self._tracker.open("written", job, len(rows))
+        self.tracker.open("write", job, len(rows))
         is_closed = self._rows.is_closing
         count = length_bytes = 0
         with self._lock:
@@ -122,11 +170,11 @@ class DiskTier:
         if count:
             self._writer.submit(partial(self._write, job, rows[:count], self._catalog.epoch))
         if count < len(rows):
-            self._tracker.fail("disk_queue_full", 0 if is_closed else len(rows) - count)
-            self._tracker.settle("written", job, len(rows) - count, [row.content for row in rows[count:]])
+            self.tracker.fail("disk_queue_full", self.path, times=0 if is_closed else len(rows) - count)
+            self.tracker.settle("write", job, len(rows) - count, [row.content for row in rows[count:]])
 
     def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        self._tracker.open("read", job, len(rows))
+        self.tracker.open("read", job, len(rows))
         total_bytes = sum(len(row.memory) for row in rows)
         parts = max(1, min(READ_THREADS, total_bytes // _LEAST_BYTES_PER_THREAD))
         length = -(-len(rows) // parts)
@@ -134,19 +182,16 @@ class DiskTier:
             self._readers.submit(partial(self._read, job, rows[first : first + length]))
 
     def seek(self, job: int, contents: Sequence[Content]) -> None:
-        self._tracker.open("found", job, len(contents))
+        self.tracker.open("seek", job, len(contents))
         if contents:
             found = list(compress(contents, self.has(contents)))
-            self._tracker.settle("found", job, len(contents), found)
+            self.tracker.settle("seek", job, len(contents), found)
 
     def has(self, contents: Sequence[Content]) -> Sequence[bool]:
         return [kept is not None for kept in self._catalog.has(contents)]
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
         self._catalog.pin(pins)
-
-    def poll(self) -> TierUpdate:
-        return self._tracker.take()
 
     def clear(self) -> None:
         """Forget everything; the files go in the background."""
@@ -160,8 +205,8 @@ class DiskTier:
             "taken_bytes": self._catalog.taken_bytes,
             "limit_bytes": self._rows.limit_bytes,
             "queued_bytes": self._queued_bytes,
-            "jobs": self._tracker.open_jobs(),
-            "recovering": self._tracker.is_recovering,
+            "jobs": self.tracker.open_jobs(),
+            "recovering": self.tracker.is_recovering,
             "paused_by": self._paused_by,
         }
 
@@ -184,7 +229,7 @@ class DiskTier:
             torn = self._rows.recover()
             if torn:
                 logger.info("%s: rows that were not whole are removed, as after a crash", self.path)
-                self._tracker.fail("disk_torn", torn)
+                self.tracker.fail("disk_torn", self.path, times=torn)
             self._rows.make_room(0)
         finally:
             self._readers.submit(self._report_found)
@@ -207,23 +252,23 @@ class DiskTier:
                 paused += 1
             else:
                 self._try_to_write(row, epoch)
-        self._tracker.fail("disk_paused", paused)
+        self.tracker.fail("disk_paused", self.path, times=paused)
         # Where all was cleared meanwhile, no row is there.
         there = self._catalog.has(contents)
         failed = [content for content, is_there in zip(contents, there, strict=True) if not is_there]
         with self._lock:
             self._queued_bytes -= sum(len(row.memory) for row in rows)
-        self._tracker.settle("written", job, len(rows), failed)
+        self.tracker.settle("write", job, len(rows), failed)
 
     def _try_to_write(self, row: TierRow, epoch: int) -> None:
         try:
             if self._rows.reopen():
-                self._tracker.is_recovering = True
+                self.tracker.is_recovering = True
                 self._readers.submit(self._report_found)
             self._rows.write(row, epoch)
         except Exception as error:
             reason = self._note(error)
-            if reason not in (failures.REFUSED, failures.TOO_LARGE, failures.INTERNAL):
+            if reason not in (REFUSED, TOO_LARGE, INTERNAL):
                 first_s, most_s = self._retry_s
                 self._pause_s = min(max(2 * self._pause_s, first_s), most_s)
                 self._retry_at, self._paused_by = time.monotonic() + self._pause_s, reason
@@ -231,7 +276,7 @@ class DiskTier:
         if self._paused_by:
             logger.info("%s: rows are written to disk again", self.path)
             self._pause_s, self._paused_by = 0.0, ""
-            self._logged.clear()
+            self.tracker.logged.clear()
 
     # ---- on a reader's thread
 
@@ -239,7 +284,7 @@ class DiskTier:
         """Report what was kept before, with what it stands for, unless that was not wanted."""
         while not self._rows.is_closing and (found := self._catalog.unreported(_FOOTERS_AT_ONCE)):
             self._catalog.report({content: self._footer(content) for content in found})
-        self._tracker.recovered()
+        self.tracker.recovered()
 
     def _footer(self, content: Content) -> bytes:
         try:
@@ -263,7 +308,7 @@ class DiskTier:
             self._catalog.forget(missing, wrong)
         if wrong:
             self._writer.submit(partial(self._rows.make_room, 0))
-        self._tracker.settle("read", job, len(rows), missing)
+        self.tracker.settle("read", job, len(rows), missing)
 
     def _read_row(self, row: TierRow, kept: KeptFile, wrong: dict[Content, KeptFile]) -> bool:
         """Whether a row was read; adds it to ``wrong`` if it never will be."""
@@ -277,23 +322,16 @@ class DiskTier:
             return True
         # A row that made room meanwhile is no fault of the disk.
         if self._catalog.has([row.content])[0] is kept:
-            self._fail(reason, f"group {row.group}, hash {row.hash.hex()} cannot be read")
+            self.tracker.fail(reason, f"{self.path}: group {row.group}, hash {row.hash.hex()} cannot be read")
         wrong[row.content] = kept
         return False
 
     def _note(self, error: Exception) -> str:
         """Count what went wrong, and log it; what it is counted as."""
-        reason = failures.reason_of(error)
-        if reason == failures.INTERNAL:
+        reason = reason_of(error)
+        if reason == INTERNAL:
             logger.error("%s: the disk tier goes on after an error", self.path, exc_info=error)
         # What was begun when the tier was closed goes on with the next process.
-        if reason != failures.CLOSED:
-            self._fail(reason, str(error))
+        if reason != CLOSED:
+            self.tracker.fail(reason, f"{self.path}: {error}")
         return reason
-
-    def _fail(self, reason: str, text: str) -> None:
-        """Count it, and log the first of its kind since rows were written again."""
-        self._tracker.fail(reason)
-        if reason not in self._logged:
-            self._logged.add(reason)
-            logger.warning("%s, counted from now on as %s: %s", self.path, reason, text)

@@ -62,9 +62,12 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
     def row_class(self, group: int) -> RowClass:
         """The class of a group's rows. Raises ``LocalError``: the group has none."""
+        return self.classes[self.class_index(group)]
+
+    def class_index(self, group: int) -> int:
         if group not in self.class_of:
             raise LocalError(f"cache group {group} has no rows; those that have: {list(self.groups)}")
-        return self.classes[self.class_of[group]]
+        return self.class_of[group]
 
     def groups_of(self, index: int) -> tuple[int, ...]:
         return tuple(group for group in self.groups if self.class_of[group] == index)

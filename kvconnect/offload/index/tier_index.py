@@ -6,20 +6,207 @@ the index holds: see ``python -m benchmarks index``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, count, repeat
+from operator import ne
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.index.age_order import Rows
 from kvconnect.offload.index.budgets import ArenaPlan
-from kvconnect.offload.index.class_rows import ABSENT, DOOMED, PENDING, READY, ClassRows, ContentState
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import TierEvents
 
-__all__ = ["ContentState", "GroupCounts", "TierIndex"]
+Rows = NDArray[np.intp]
+
+_ENTRIES_PER_ROW = 4
+_FIRST_LOOK = 64
+_NOWHERE = -1
+
+
+class AgeOrder:
+    """Some of the rows 0 to ``num_rows - 1``, least recently used first.
+
+    The order is a log: a row that is used again gets a new entry, and its old one is void, skipped once,
+    or dropped when the log is full. A use of thousands of rows is a few operations on arrays.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._log: Rows = np.empty(_ENTRIES_PER_ROW * max(num_rows, _FIRST_LOOK), dtype=np.intp)
+        self._first = self._end = 0
+        # By row the place of its valid entry in the log.
+        self._place: Rows = np.full(num_rows, _NOWHERE, dtype=np.intp)
+
+    def append(self, rows: Rows) -> None:
+        """Rows were used now, the last of them last."""
+        if self._end + len(rows) > len(self._log):
+            self._compact(len(rows))
+        end = self._end + len(rows)
+        self._log[self._end : end] = rows
+        # Of a row that is given twice the later entry stays.
+        self._place[rows] = np.arange(self._end, end)
+        self._end = end
+
+    def remove(self, rows: Rows) -> None:
+        """Rows have no age; those that have none already are skipped."""
+        self._place[rows] = _NOWHERE
+
+    def take(self, count: int) -> Rows:
+        """Remove the ``count`` oldest rows, or all."""
+        taken = [np.empty(0, dtype=np.intp)]
+        look = max(_FIRST_LOOK, 2 * count)
+        while count and self._first < self._end:
+            end = min(self._first + look, self._end)
+            valid = self._valid(self._first, end)[:count]
+            count -= len(valid)
+            taken.append(self._log[valid])
+            self._first = end if count else int(valid[-1]) + 1
+            look *= 2
+        rows = np.concatenate(taken)
+        self._place[rows] = _NOWHERE
+        return rows
+
+    def rows(self) -> Rows:
+        """Those that have an age, oldest first."""
+        return self._log[self._valid(self._first, self._end)]
+
+    def _valid(self, first: int, end: int) -> Rows:
+        return first + np.flatnonzero(self._place[self._log[first:end]] == np.arange(first, end))
+
+    def _compact(self, room: int) -> None:
+        """Drop the void entries, and see that so many more have room."""
+        rows = self.rows()
+        if len(rows) + room > len(self._log):
+            self._log = np.empty(2 * (len(rows) + room), dtype=np.intp)
+        self._first, self._end = 0, len(rows)
+        self._log[: len(rows)] = rows
+        self._place[rows] = np.arange(len(rows))
+
+
+class ContentState(enum.IntEnum):
+    ABSENT = 0
+    PENDING = 1
+    READY = 2
+
+
+ABSENT, PENDING, READY = (int(state) for state in ContentState)
+# Dropped while it was pinned: absent, but its row is still read.
+DOOMED = 3
+_FEW = 24
+_SHORTEST_STRETCH, _LONGEST_STRETCH = 8, 2048
+_MOST_SINGLES = 128
+
+
+class ClassRows:
+    """What each row holds. Only what is ready and not pinned, by jobs or by a session, has an age.
+
+    ``hash`` of a free row is what it held before: to forget it takes longer than to free the row, and is done
+    when the row is taken again. The last element of ``state``, ``pins`` and ``is_session_pinned`` stands for
+    unknown contents.
+    """
+
+    def __init__(self, num_rows: int, groups: Iterable[int]) -> None:
+        self.num_rows = num_rows
+        self.row_of: dict[int, dict[bytes, int]] = {group: {} for group in groups}
+        # The rows freed last are taken first.
+        self.free = list(range(num_rows - 1, -1, -1))
+        self.ages = AgeOrder(num_rows)
+        self.state: NDArray[np.uint8] = np.zeros(num_rows + 1, dtype=np.uint8)
+        self.pins: NDArray[np.int32] = np.zeros(num_rows + 1, dtype=np.int32)
+        self.is_session_pinned: NDArray[np.bool_] = np.zeros(num_rows + 1, dtype=np.bool_)
+        self.group: NDArray[np.int32] = np.full(num_rows, min(self.row_of), dtype=np.int32)
+        self.hash: list[bytes] = [b""] * num_rows
+
+    def take(self, count: int) -> list[int]:
+        """So many free rows, or all there are, in rising order."""
+        first = max(0, len(self.free) - count)
+        rows = sorted(self.free[first:])
+        del self.free[first:]
+        return rows
+
+    def evict(self, count: int) -> Rows:
+        """So many of the least recently used contents, or all, lose their rows; those rows."""
+        rows = self.ages.take(count)
+        self.let_go(rows)
+        return rows
+
+    def may_go(self, rows: Rows) -> NDArray[np.bool_]:
+        """Of each row whether what it holds may make room."""
+        is_kept: NDArray[np.bool_] = (self.pins[rows] > 0) | self.is_session_pinned[rows]
+        may_go: NDArray[np.bool_] = (self.state[rows] == READY) & ~is_kept
+        return may_go
+
+    def let_go(self, rows: Rows) -> None:
+        self.state[rows] = ABSENT
+        self.ages.remove(rows)
+        self.free += rows.tolist()
+
+    def contents(self, rows: Rows) -> dict[int, list[bytes]]:
+        """What rows hold, by group."""
+        if len(self.row_of) == 1:
+            return {group: [self.hash[row] for row in rows.tolist()] for group in self.row_of}
+        by_group: dict[int, list[bytes]] = {}
+        for group, row in zip(self.group[rows].tolist(), rows.tolist(), strict=True):
+            by_group.setdefault(group, []).append(self.hash[row])
+        return by_group
+
+    def find(self, group: int, hashes: Sequence[bytes]) -> Rows:
+        """The row of each content, -1 for those that are not known; rows that are free are no content's."""
+        row_of = self.row_of[group]
+        if len(hashes) < _FEW:
+            return np.fromiter(map(row_of.get, hashes, repeat(-1)), np.intp, len(hashes))
+        hashes = list(hashes)
+        found = _find_stretches(row_of, self.hash, hashes)
+        # A row keeps the hash of what it held, and another group may hold the same hash beside ours.
+        is_doubtful = (self.state[found] == ABSENT) | (self.group[found] != group)
+        is_doubtful &= found >= 0
+        for place in np.flatnonzero(is_doubtful).tolist():
+            found[place] = row_of.get(hashes[place], -1)
+        return found
+
+    def put(self, group: int, hashes: list[bytes], taken: list[int]) -> None:
+        """Contents are pending in rows that were free; what these held before is forgotten."""
+        row_of = self.row_of[group]
+        rows = np.array(taken, dtype=np.intp)
+        for content, row, former in zip(hashes, taken, self.group[rows].tolist(), strict=True):
+            known, gone = self.row_of[former], self.hash[row]
+            if known.get(gone) == row:
+                del known[gone]
+            self.hash[row] = content
+            row_of[content] = row
+        self.group[rows] = group
+        self.state[rows] = PENDING
+
+
+def _find_stretches(row_of: dict[bytes, int], hash_of: list[bytes], hashes: list[bytes]) -> Rows:
+    """The row of each content, or one that held it before; -1 where neither is known.
+
+    What follows one another in a sequence lies in neighbouring rows, as a rule. To compare stretches of
+    hashes takes a third of the time that it takes to look them up one by one.
+    """
+    found = np.empty(len(hashes), dtype=np.intp)
+    place, singles, stretch = 0, 1, _SHORTEST_STRETCH
+    while place < len(hashes):
+        end = min(place + singles, len(hashes))
+        found[place:end] = [row_of.get(content, -1) for content in hashes[place:end]]
+        place, row = end, int(found[end - 1]) + 1
+        length = 0
+        while row and stretch:
+            theirs, ours = hash_of[row : row + stretch], hashes[place : place + stretch]
+            same = min(len(theirs), len(ours))
+            if theirs != ours:
+                same = next(compress(count(), map(ne, theirs, ours)), same)
+            found[place : place + same] = np.arange(row, row + same)
+            place, row, length = place + same, row + same, length + same
+            stretch = min(2 * stretch, _LONGEST_STRETCH) if same == stretch else 0
+        # Where there are no stretches, more are looked up one by one before another try.
+        singles = 1 if length else min(2 * singles, _MOST_SINGLES)
+        stretch = min(max(_SHORTEST_STRETCH, length), _LONGEST_STRETCH)
+    return found
+
 
 # Of what was dropped while it was pinned the state is that of absent contents.
 _STATES = (*ContentState, ContentState.ABSENT)
@@ -210,10 +397,7 @@ class TierIndex:
         return tuple(rows.num_rows - len(rows.free) for rows in self.classes)
 
     def _rows(self, group: int) -> ClassRows:
-        index = self._plan.class_of.get(group)
-        if index is None:
-            raise LocalError(f"cache group {group} has no rows; those that have: {list(self._plan.groups)}")
-        return self.classes[index]
+        return self.classes[self._plan.class_index(group)]
 
     def _find_in(self, group: int, hashes: Sequence[bytes], state: int) -> Rows:
         rows = self._rows(group)

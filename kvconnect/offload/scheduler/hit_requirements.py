@@ -14,6 +14,7 @@ from kvconnect.cache.specs import KVCacheGroup, div_ceil
 from kvconnect.errors import ConfigError
 
 _NO_END = 1 << 62
+_FIRST_LOOK, _GROWTH = 16, 8
 
 
 @dataclass(frozen=True)
@@ -132,18 +133,20 @@ class HitRequirements:
         self,
         start_tokens: int,
         max_tokens: int,
-        run: Callable[[HitGroup, int, int], int],
         known: Callable[[HitGroup, int, int], Sequence[bool]],
+        run: Callable[[HitGroup, int, int], int] | None = None,
     ) -> tuple[int, int]:
         """The longest hit, and how long it could be if all windows and states were known.
 
         At most ``max_tokens``, of which ``start_tokens`` are at hand. ``known`` reports of a group, from one
-        position to before another, which blocks are known, and ``run`` how many are, from the first on.
+        position to before another, which blocks are known, and ``run`` how many are, from the first on, where
+        that is found faster.
         """
         limit = self.last_boundary(max_tokens)
         for group in self.whole:
-            first = start_tokens // group.block_tokens
-            limit = min(limit, (first + run(group, first, limit // group.block_tokens)) * group.block_tokens)
+            first, end = start_tokens // group.block_tokens, limit // group.block_tokens
+            length = run(group, first, end) if run is not None else _run(known, group, first, end)
+            limit = min(limit, (first + length) * group.block_tokens)
         limit = limit // self.align_tokens * self.align_tokens
         if limit <= start_tokens:
             return start_tokens, start_tokens
@@ -190,3 +193,14 @@ class HitRequirements:
         """The longest hit that can be kept with so many rows by group."""
         most = [limits[group.group] * group.block_tokens for group in self.whole]
         return min(most) // self.align_tokens * self.align_tokens if most else 1 << 62
+
+
+def _run(known: Callable[[HitGroup, int, int], Sequence[bool]], group: HitGroup, first: int, end: int) -> int:
+    """How many blocks are known, looked at in stretches that grow: most prompts are new."""
+    at, stride = first, _FIRST_LOOK
+    while at < end:
+        flags = known(group, at, min(at + stride, end))
+        if not all(flags) or not flags:
+            return at - first + [*flags, False].index(False)
+        at, stride = at + len(flags), stride * _GROWTH
+    return at - first

@@ -1,4 +1,4 @@
-"""Host memory as the scheduler half knows it, and the jobs that worker ranks were ordered there.
+"""What the scheduler half knows of requests, of host memory and lower tiers, and of the jobs that ranks have.
 
 A job is over when every rank has reported it, in any order; what failed on one rank failed. One that is not
 over in time is overdue: no request waits for it any more, and its rows stay out of use until it is over.
@@ -11,17 +11,233 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
-from kvconnect.offload.index.lower_index import LowerIndex
-from kvconnect.offload.index.session_pins import SessionPins
+from kvconnect.offload.index.session_pins import Pin, SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
-from kvconnect.offload.scheduler.offload_requests import Pins
+from kvconnect.offload.tier import Content
 from kvconnect.offload.tier_events import TierEvents
-from kvconnect.transfer.orders import OffloadReport
+from kvconnect.transfer.orders import OffloadReport, TierChange
 from kvconnect.transfer.stack import RequestView
 
 logger = logging.getLogger(__name__)
+
+
+class LowerIndex:
+    """Contents by tier and cache group, and on which ranks they are.
+
+    Those of rank 0 are noted as ``events``, if events are published: all ranks are given the same orders.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        # A rank is a bit: a rank that reports the same twice changes nothing.
+        self._all = (1 << num_ranks) - 1
+        self._ranks: dict[tuple[str, int], dict[bytes, int]] = {}
+        self._complete: Counter[tuple[str, int]] = Counter()
+        self.events: TierEvents | None = None
+
+    def update(self, rank: int, changes: Iterable[TierChange]) -> None:
+        """What a rank's tiers have got, or have no more. What is both added and removed is removed."""
+        bit, every = 1 << rank, self._all
+        for change in changes:
+            key = (change.tier, change.group)
+            if self.events is not None and not rank:
+                self._note(self.events, change)
+            ranks = self._ranks.setdefault(key, {})
+            for content in change.added:
+                before = ranks.get(content, 0)
+                ranks[content] = after = before | bit
+                self._complete[key] += (after == every) - (before == every)
+            for content in change.removed:
+                before = ranks.pop(content, 0)
+                self._complete[key] -= before == every
+                if before & ~bit:
+                    ranks[content] = before & ~bit
+
+    def has(self, tier: str, group: int, hashes: Sequence[bytes]) -> list[bool]:
+        """Of each hash, whether every rank has it in a tier."""
+        ranks, every = self._ranks.get((tier, group), {}), self._all
+        return [known == every for known in map(ranks.get, hashes, repeat(0))]
+
+    def drop(self, tier: str, group: int, hashes: Sequence[bytes]) -> None:
+        """Contents that turned out not to be there, on some rank: forgotten for all, until reported anew."""
+        ranks = self._ranks.get((tier, group), {})
+        self._lose(tier, group, hashes)
+        for content in hashes:
+            self._complete[tier, group] -= ranks.pop(content, 0) == self._all
+
+    def _note(self, events: TierEvents, change: TierChange) -> None:
+        """Before a change of rank 0 is made."""
+        tier, group = change.tier, change.group
+        ranks = self._ranks.get((tier, group), {})
+        gone = set(change.removed)
+        new = [name for name in change.added if not ranks.get(name, 0) & 1 and name not in gone]
+        if change.footers:
+            events.learn(tier, group, dict(zip(change.added, change.footers, strict=False)), new)
+        else:
+            events.stored(tier, group, new)
+        self._lose(tier, group, change.removed)
+
+    def _lose(self, tier: str, group: int, hashes: Iterable[bytes]) -> None:
+        if self.events is not None:
+            ranks = self._ranks.get((tier, group), {})
+            self.events.removed(tier, group, [name for name in hashes if ranks.get(name, 0) & 1])
+
+    def clear(self) -> None:
+        for (tier, group), ranks in self._ranks.items():
+            self._lose(tier, group, ranks)
+        self._ranks.clear()
+        self._complete.clear()
+
+    def counts(self) -> dict[str, dict[int, int]]:
+        """Contents that every rank has, by tier and cache group."""
+        found: dict[str, dict[int, int]] = {}
+        for tier, group in self._ranks:
+            found.setdefault(tier, {})[group] = self._complete[tier, group]
+        return found
+
+
+NEVER = 1 << 62
+"""A token count that no request reaches."""
+
+Pins = dict[int, list[bytes]]
+"""Names by group, each pinned once."""
+
+
+@dataclass(eq=False)
+class Lookup:
+    """What a request waits for before it is promised anything, and then what it is promised.
+
+    ``waits_for`` are contents under way to host memory, each with the tier that brings it, or none where
+    another request stores it. ``asked`` are jobs that ask tiers, ``found`` the answers by tier. ``lost``
+    could not be brought, and is not tried again. ``brought`` are the contents that came from each tier.
+
+    Once it ``is_answered``, ``length`` tokens beyond ``start_tokens`` are promised; 0 was true at
+    ``looked_at``. ``pins`` are what is promised, or here while it waits.
+    """
+
+    deadline: float
+    waits_for: dict[Content, str] = field(default_factory=dict)
+    asked: dict[int, str] = field(default_factory=dict)
+    was_asked: bool = False
+    found: dict[str, set[Content]] = field(default_factory=dict)
+    lost: set[Content] = field(default_factory=set)
+    brought: dict[str, set[Content]] = field(default_factory=dict)
+    is_settled: bool = False
+    pins: Pins = field(default_factory=dict)
+    is_answered: bool = False
+    start_tokens: int = 0
+    num_tokens: int = 0
+    length: int = 0
+    looked_at: float = 0.0
+    version: int = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.waits_for or self.asked)
+
+
+@dataclass(eq=False)
+class OffloadRequest:
+    """``reads``: it may be promised something. ``most_tokens`` of it may be kept.
+
+    ``known_tokens`` are those that it had when it was admitted last, and which need no sampling;
+    ``computed_tokens`` those that the device was given since, ``computed_before`` the same a step earlier.
+    ``boundaries`` are where windows and states are kept of the known tokens; one is at ``junction``, where
+    other prompts begin to differ. ``next_position`` is by group the first one that was not considered for a
+    store. ``trail`` is, by group, what was kept while decoding, and is superseded as the answer grows.
+    Of windows nothing is kept that begins in the first ``ragged_tokens``: a peer may not have filled it.
+    ``is_admitted``: it had blocks at some time. ``is_offered``: it was promised what is kept, of which lower
+    tiers brought ``sources``. What is kept of it is held by ``pin``, if that was asked for.
+    """
+
+    view: RequestView
+    reads: bool
+    most_tokens: int
+    prompt_tokens: int = 0
+    known_tokens: int = 0
+    computed_tokens: int = 0
+    computed_before: int = 0
+    boundaries: tuple[int, ...] = ()
+    junction: int = 0
+    kept: dict[int, tuple[range, ...]] = field(default_factory=dict)
+    block_ids: dict[int, list[int]] = field(default_factory=dict)
+    next_position: dict[int, int] = field(default_factory=dict)
+    trail: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
+    lookup: Lookup | None = None
+    ragged_tokens: int = 0
+    is_admitted: bool = False
+    is_offered: bool = False
+    sources: dict[str, int] = field(default_factory=dict)
+    pin: Pin | None = None
+
+    @property
+    def last_boundary(self) -> int:
+        """Where what is kept of the known tokens ends, and of an answer begins."""
+        return self.boundaries[-1] if self.boundaries else 0
+
+    def lay_out(self, requirements: HitRequirements, checkpoint_tokens: int) -> None:
+        self.known_tokens = self.view.num_tokens
+        found = set(requirements.boundaries(min(self.known_tokens, self.most_tokens), checkpoint_tokens))
+        if 0 < self.junction < self.known_tokens:
+            found.add(self.junction)
+        self.boundaries = tuple(sorted(found))
+        self.kept = requirements.kept(self.boundaries)
+
+    def checkpoints(self, requirements: HitRequirements) -> tuple[int, ...]:
+        """Where its state is useful: its boundaries, and those that an answer can make one."""
+        align, last = requirements.align_tokens, requirements.last_boundary(self.known_tokens)
+        if self.boundaries and self.boundaries[-1] < last:
+            return self.boundaries
+        return (*self.boundaries, *range(last + align, self.known_tokens + 1, align))
+
+    def lose_blocks(self) -> None:
+        self.block_ids = {}
+        self.next_position = {}
+        self.computed_tokens = self.computed_before = 0
+
+    def computed(
+        self, num_tokens: int, groups: Sequence[HitGroup], new_block_ids: Sequence[Sequence[int]] | None
+    ) -> None:
+        """The device was given so many of its tokens, and it has got these blocks."""
+        self.computed_before, self.computed_tokens = self.computed_tokens, num_tokens
+        if new_block_ids is None:
+            return
+        for group in groups:
+            if not group.is_state and (ids := new_block_ids[group.group]):
+                self.block_ids.setdefault(group.group, []).extend(ids)
+
+    def valid_tokens(self) -> int:
+        """How many of its tokens have KV that is final and under way at least."""
+        # What was sampled counts once the token after it is known: drafts may have been in its place.
+        return min(self.computed_tokens, max(self.known_tokens, self.view.num_tokens - 1))
+
+    def final_tokens(self) -> int:
+        """The same when it has ended. The last token has no KV yet."""
+        if self.view.num_tokens > self.known_tokens > 0:
+            # Something was sampled since it was admitted, after all that it had was computed.
+            return self.view.num_tokens - 1
+        return self.valid_tokens()
+
+    def held(self, group: HitGroup) -> tuple[range, ...]:
+        """The positions of a group whose blocks were still the request's in the last ``computed`` step."""
+        # While decoding not every step is reported; a step computes at least one token.
+        is_prefill = self.computed_before < self.known_tokens
+        return group.held(max(0, self.computed_before if is_prefill else self.computed_tokens - 1))
+
+    def worth_keeping(
+        self, requirements: HitRequirements, group: HitGroup, positions: range, *, decoded: bool
+    ) -> list[int]:
+        """Those positions of a group with a window that are to be kept."""
+        found: list[int] = []
+        for span in self.kept.get(group.group, ()):
+            found.extend(range(max(positions.start, span.start), min(positions.stop, span.stop)))
+        if decoded:
+            begin = max(positions.start, self.last_boundary // group.block_tokens)
+            found.extend(at for at in range(begin, positions.stop) if requirements.lasts(group, at))
+        return found
+
 
 Hashes = Callable[[RequestView, int], Sequence[bytes]]
 """The hashes of a request's full blocks of so many tokens, each of everything up to the block's end."""

@@ -18,8 +18,7 @@ from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.host import Hashes, Host, JobKind
-from kvconnect.offload.scheduler.offload_requests import NEVER, OffloadRequest
+from kvconnect.offload.scheduler.host import NEVER, Hashes, Host, JobKind, OffloadRequest
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.scheduler.stores import Stores

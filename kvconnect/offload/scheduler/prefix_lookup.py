@@ -12,15 +12,12 @@ from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
-from kvconnect.offload.scheduler.host import Host, Job, JobKind
-from kvconnect.offload.scheduler.offload_requests import Lookup, OffloadRequest, Pins
+from kvconnect.offload.scheduler.host import Host, Job, JobKind, Lookup, OffloadRequest, Pins
 from kvconnect.offload.tier import SOUGHT, Content, lower_tier_names
 from kvconnect.transfer.orders import Restore, RowCopies, Seek, TierFetch
 
 _NEGATIVE_TTL_S = 0.05
 """How long a lookup without a hit is not repeated, while other requests store what might help."""
-_STRIDE = 8
-"""How many more names are looked at each time that all were known: most prompts are new."""
 _REST_WAITS = 10
 """For how many times ``wait_s`` a tier that did not answer within one is not asked, unless it does."""
 
@@ -270,21 +267,14 @@ class PrefixLookup:
         def names(group: HitGroup, first: int, end: int) -> Sequence[bytes]:
             return group.names(self._host.hashes(request.view, group.block_tokens), first, end)
 
-        return self._host.requirements.hit(
-            start_tokens,
-            request.view.num_tokens - 1,
-            lambda group, first, end: self._run(group.group, names(group, first, end), lookup),
-            lambda group, first, end: self._known(group.group, names(group, first, end), lookup),
-        )
+        def known(group: HitGroup, first: int, end: int) -> Sequence[bool]:
+            return self._known(group.group, names(group, first, end), lookup)
 
-    def _run(self, group: int, names: Sequence[bytes], lookup: Lookup | None) -> int:
-        run, stride = self._host.index.lookup(group, names), _STRIDE
-        while lookup is not None and run < len(names):
-            known = self._known(group, names[run : run + stride], lookup)
-            if not all(known):
-                return run + known.index(False)
-            run, stride = run + len(known), stride * _STRIDE
-        return run
+        def ready(group: HitGroup, first: int, end: int) -> int:
+            return self._host.index.lookup(group.group, names(group, first, end))
+
+        last = request.view.num_tokens - 1
+        return self._host.requirements.hit(start_tokens, last, known, ready if lookup is None else None)
 
     def _known(self, group: int, names: Sequence[bytes], lookup: Lookup | None) -> list[bool]:
         states = self._host.index.states(group, names)

@@ -18,8 +18,7 @@ from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.session_pins import Pin
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
-from kvconnect.offload.scheduler.host import Host
-from kvconnect.offload.scheduler.offload_requests import NEVER
+from kvconnect.offload.scheduler.host import NEVER, Host
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.tier import DISK, HOST
 from kvconnect.transfer.params import transfer_params
@@ -180,7 +179,7 @@ class Sessions:
         def known(group: HitGroup, first: int, end: int) -> list[bool]:
             return self._host.index.has(group.group, self._names(turn, group, first, end))
 
-        length, _ = requirements.hit(0, num_tokens, run, known)
+        length, _ = requirements.hit(0, num_tokens, known, run)
         full, ttl_s = requirements.last_boundary(num_tokens), min(ask.payload.ttl_s, MOST_TTL_S)
         reason = f"of {full} tokens the quota or host memory has room for {length}, at most {MOST_TTL_S:g} s"
         if length < max(1, pin.num_tokens) or not self._keep(turn, pin, length):

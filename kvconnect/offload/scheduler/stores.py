@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from kvconnect.cache.specs import div_ceil
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
-from kvconnect.offload.scheduler.host import Host, Job, JobKind
-from kvconnect.offload.scheduler.offload_requests import NEVER, OffloadRequest
+from kvconnect.offload.scheduler.host import NEVER, Host, Job, JobKind, OffloadRequest
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import Part

@@ -3,29 +3,234 @@
 Values are records as on disk: a header that names what they belong to, with checksums, and the bytes of a
 row. The store keeps no index here: it must be asked. Its library lives in a process of its own, and values go
 through memory that is shared with it, so nothing that the library does late can reach a row.
+
+A store that cannot be reached, or does not answer in time, is one that has nothing. It is tried again when
+something is asked of it, ever more seldom while that fails.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvconnect.addresses import own_address, split_address
 from kvconnect.cache.specs import div_ceil
 from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
-from kvconnect.errors import ConfigError
-from kvconnect.offload.completion_tracker import Kind
+from kvconnect.errors import KVConnectError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
-from kvconnect.offload.store.announced import MOST, Announced
-from kvconnect.offload.store.link import LinkState, StoreLink
-from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierRow, TierUpdate
+from kvconnect.offload.tier import MAX_HASH_BYTES, CompletionTracker, Content, Kind, LowerTier, TierRow
 
 logger = logging.getLogger(__name__)
+
+MOST = 1 << 17
+"""Of more, those that were used least recently are taken back: a router then knows less than there is."""
+
+
+class Announced(CompletionTracker):
+    """Reports as changes the ``most`` contents that were written or read last; with 0, none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._seen_lock = threading.Lock()
+        self._seen: OrderedDict[Content, None] = OrderedDict()
+
+    def there(self, contents: Iterable[Content]) -> None:
+        """The store has these, known ones too: where another rank missed one, it is known no more."""
+        if not self.most:
+            return
+        with self._seen_lock:
+            there = list(contents)
+            for content in there:
+                self._seen[content] = None
+                self._seen.move_to_end(content)
+            self.add(there)
+            over = max(0, len(self._seen) - self.most)
+            self.remove([self._seen.popitem(last=False)[0] for _ in range(over)])
+
+    def gone(self, contents: Iterable[Content]) -> None:
+        """The store was asked for these, and has them not."""
+        with self._seen_lock:
+            known = [content for content in contents if content in self._seen]
+            for content in known:
+                del self._seen[content]
+            self.remove(known)
+
+    def lost(self, reason: str) -> None:
+        """The store cannot be reached: nothing of it can be had."""
+        with self._seen_lock:
+            self.remove(list(self._seen))
+            self._seen.clear()
+        self.fail(reason)
+
+    def forget_changes(self) -> None:
+        """All was cleared, as the owner knows."""
+        with self._seen_lock:
+            super().forget_changes()
+            self._seen.clear()
+
+
+UNREACHABLE_CODES = range(-999, -899)
+"""What the library returns where its master does not answer."""
+_GOODBYE_S = 3.0
+_LONGEST_WAIT_S = 5.0
+
+
+class LinkState(enum.Enum):
+    """Whether a store can be asked."""
+
+    STARTING = "starting"
+    UP = "up"
+    DOWN = "down"
+    CLOSED = "closed"
+
+
+class StoreLink:
+    """Starts the process, and starts it again. ``changed`` guards it and what its owner adds.
+
+    Args:
+        start: makes a process; called on the link's thread, which ends last. Raises ``EngineError``.
+        changed: notified whenever ``state`` changes.
+        on_failure: called with a reason when the process was lost, on any thread.
+        call_timeout_s, retry_s, says_goodbye: see ``StoreTier``.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], StoreProcess],
+        changed: threading.Condition,
+        on_failure: Callable[[str], None],
+        *,
+        call_timeout_s: float,
+        retry_s: tuple[float, float],
+        says_goodbye: bool = True,
+    ) -> None:
+        self._start, self._changed, self._on_failure = start, changed, on_failure
+        self._call_timeout_s, self._retry_s, self._says_goodbye = call_timeout_s, retry_s, says_goodbye
+        self.state = LinkState.STARTING
+        self._process: StoreProcess | None = None
+        self._is_wanted = True
+        self._pause_s, self._retry_at = retry_s[0], 0.0
+        self._is_logged = False
+        self._num_asking = 0
+        self._thread = threading.Thread(target=self._run, name="kvconnect-store", daemon=True)
+        self._thread.start()
+
+    def want(self) -> None:
+        """Something is asked of the store: try again, unless that was just done. With ``changed`` held."""
+        if self.state is LinkState.DOWN and not self._is_wanted:
+            self._is_wanted = True
+            self._changed.notify_all()
+
+    def ask(self, lane: int, order: Order) -> Sequence[int] | None:
+        """Give the process an order and wait; None: it is lost, and so is what was ordered."""
+        with self._changed:
+            process = self._process
+            if self.state is not LinkState.UP or process is None:
+                return None
+            self._num_asking += 1
+        codes: Sequence[int] | None = None
+        trouble = "an error of our own"
+        try:
+            codes = process.ask(lane, order, self._call_timeout_s)
+            trouble = "its master does not answer" if any(code in UNREACHABLE_CODES for code in codes) else ""
+        except KVConnectError as error:
+            trouble = str(error)
+        finally:
+            if trouble:
+                # Dead before the rows of this order are given up: then it can write no shared memory.
+                process.kill()
+            with self._changed:
+                self._num_asking -= 1
+                self._changed.notify_all()
+                if not trouble:
+                    self._pause_s = self._retry_s[0]
+                elif self._process is process and self.state is LinkState.UP:
+                    self._lose(trouble)
+        return None if trouble else codes
+
+    def lose(self, why: str) -> None:
+        """Use the process no more: something about the store is wrong."""
+        with self._changed:
+            if self.state is LinkState.UP:
+                self._lose(why)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the process. Whether it has ended, and with it all use of what it shared."""
+        with self._changed:
+            self.state = LinkState.CLOSED
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _lose(self, why: str) -> None:
+        self.state = LinkState.DOWN
+        self._is_wanted = False
+        self._retry_at = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, self._retry_s[1])
+        self._changed.notify_all()
+        self._on_failure("store_unreachable")
+        if not self._is_logged:
+            self._is_logged = True
+            logger.warning("the store cannot be used, nothing is kept there until it can: %s", why)
+
+    def _run(self) -> None:
+        is_closed = False
+        while not is_closed:
+            self._start_once()
+            with self._changed:
+                while not self._must_act():
+                    pause_s = self._retry_at - time.monotonic() if self._is_wanted else _LONGEST_WAIT_S
+                    self._changed.wait(min(max(pause_s, 0.01), _LONGEST_WAIT_S))
+                process, self._process = self._process, None
+                is_closed = self.state is LinkState.CLOSED
+                if is_closed:
+                    self._changed.wait_for(lambda: not self._num_asking, _GOODBYE_S)
+            if process is not None:
+                if is_closed and self._says_goodbye and not self._num_asking:
+                    # The store takes note of memory that goes; it need not find that out by itself.
+                    with contextlib.suppress(KVConnectError):
+                        process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
+                process.close()
+
+    def _must_act(self) -> bool:
+        """It is closed, or the next process is due, and no thread is in the middle of an order."""
+        if self.state is LinkState.CLOSED:
+            return True
+        is_due = self.state is LinkState.DOWN and self._is_wanted and time.monotonic() >= self._retry_at
+        return is_due and not self._num_asking
+
+    def _start_once(self) -> None:
+        process: StoreProcess | None = None
+        why = ""
+        try:
+            process = self._start()
+        except KVConnectError as error:
+            why = str(error)
+        except Exception as error:
+            logger.exception("the store's process could not be started")
+            why = f"{type(error).__name__}: {error}"
+        with self._changed:
+            self._process = process
+            if self.state is LinkState.CLOSED:
+                return
+            if process is None:
+                self._lose(why)
+                return
+            self.state = LinkState.UP
+            self._changed.notify_all()
+            if self._is_logged:
+                self._is_logged = False
+                logger.info("the store can be used again")
+
 
 _BATCH_BYTES = 16 << 20
 _BATCH_KEYS = 4096
@@ -39,8 +244,8 @@ _NOT_THERE = -704
 _REASONS = {-200: "store_full", -600: "store_wrong_size"}
 """What the library's codes are counted as."""
 
-LANES: tuple[Kind, ...] = ("written", "read", "found")
-"""A lane has a thread here and one in the store's process, and is named for what its jobs report."""
+LANES: tuple[Kind, ...] = ("write", "read", "seek")
+"""A lane has a thread here and one in the store's process, and is named for its jobs."""
 
 
 class _Item(NamedTuple):
@@ -57,8 +262,8 @@ class _Item(NamedTuple):
         return _record_bytes(len(self.memory)) if self.memory else 0
 
 
-class StoreTier:
-    """Rows in a store that is shared with others. A ``LowerTier``.
+class StoreTier(LowerTier):
+    """Rows in a store that is shared with others.
 
     Three threads, one each for writing, reading and asking; a fourth starts the store's process.
 
@@ -73,7 +278,6 @@ class StoreTier:
     """
 
     name = "store"
-    indexed = False
 
     def __init__(
         self,
@@ -90,17 +294,16 @@ class StoreTier:
         self._format = RecordFormat(namespace)
         self._max_queued_bytes, self._batch_bytes = max_queued_bytes, batch_bytes
         self._memory = memory = StoreMemory(2 * batch_bytes)
-        self._completions = Announced()
+        self.tracker: Announced = Announced()
         self._changed = threading.Condition()
         self._waiting: dict[Kind, deque[_Item]] = {lane: deque() for lane in LANES}
         self._queued_bytes = 0
         self._epoch = self._cleared = 0
         self._is_writing = False
-        self._logged: set[str] = set()
         self._link = StoreLink(
             lambda: start(memory),
             self._changed,
-            self._completions.lost,
+            self.tracker.lost,
             call_timeout_s=call_timeout_s,
             retry_s=retry_s,
             says_goodbye=says_goodbye,
@@ -116,13 +319,10 @@ class StoreTier:
 
     def announce(self) -> None:
         """Report what it is seen to have, and to have no more. Before anything is asked of it."""
-        self._completions.most = MOST
-
-    def on_update(self, wake: Callable[[], None]) -> None:
-        self._completions.on_update(wake)
+        self.tracker.most = MOST
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
-        self._completions.open("written", job, len(rows))
+        self.tracker.open("write", job, len(rows))
         taken: list[_Item] = []
         refused: dict[str, list[Content]] = {}
         left_bytes = self._max_queued_bytes - self._queued_bytes
@@ -138,29 +338,26 @@ class StoreTier:
                 left_bytes -= length
                 taken.append(_Item(job, self._epoch, row.content, row.memory))
         for reason, contents in refused.items():
-            self._fail(reason, times=len(contents))
-            self._completions.settle("written", job, len(contents), contents)
-        self._submit("written", taken)
+            self.tracker.fail(reason, times=len(contents))
+            self.tracker.settle("write", job, len(contents), contents)
+        self._submit("write", taken)
 
     def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        self._completions.open("read", job, len(rows))
+        self.tracker.open("read", job, len(rows))
         items = [_Item(job, self._epoch, row.content, row.memory) for row in rows]
         large = [item for item in items if item.record_bytes > self._batch_bytes]
         self._settle("read", large, [])
         self._submit("read", [item for item in items if item.record_bytes <= self._batch_bytes])
 
     def seek(self, job: int, contents: Sequence[Content]) -> None:
-        self._completions.open("found", job, len(contents))
-        self._submit("found", [_Item(job, self._epoch, content) for content in contents])
-
-    def poll(self) -> TierUpdate:
-        return self._completions.take()
+        self.tracker.open("seek", job, len(contents))
+        self._submit("seek", [_Item(job, self._epoch, content) for content in contents])
 
     def clear(self) -> None:
         """Forget what this namespace has in the store, by whichever node it was written. Later jobs wait."""
         with self._changed:
             self._epoch += 1
-            self._completions.forget_changes()
+            self.tracker.forget_changes()
             self._link.want()
             self._changed.notify_all()
 
@@ -179,12 +376,12 @@ class StoreTier:
         return {
             "link": self._link.state.value,
             "queued_bytes": self._queued_bytes,
-            "jobs": self._completions.open_jobs(),
+            "jobs": self.tracker.open_jobs(),
         }
 
     def _submit(self, lane: Kind, items: Sequence[_Item]) -> None:
         with self._changed:
-            if lane == "written":
+            if lane == "write":
                 self._queued_bytes += sum(len(item.memory) for item in items)
             is_closed = self._link.state is LinkState.CLOSED
             if not is_closed:
@@ -199,7 +396,7 @@ class StoreTier:
 
     def _run(self, lane: Kind) -> None:
         """Do what waits in a lane, until it is closed and nothing waits any more."""
-        work = {"written": self._write, "read": self._read, "found": self._ask}[lane]
+        work = {"write": self._write, "read": self._read, "seek": self._ask}[lane]
         while (found := self._next(lane)) is not None:
             batch, is_lost = found
             good: list[_Item] = []
@@ -211,9 +408,9 @@ class StoreTier:
                     self._clear()
             except Exception:
                 logger.exception("the store tier goes on after an error of its own")
-                self._fail("store_internal")
+                self.tracker.fail("store_internal")
             self._settle(lane, batch, good)
-            if lane == "written":
+            if lane == "write":
                 with self._changed:
                     self._is_writing = False
                     self._changed.notify_all()
@@ -223,17 +420,17 @@ class StoreTier:
         with self._changed:
             while True:
                 waiting, state = self._waiting[lane], self._link.state
-                if waiting and (lane == "written" and waiting[0].epoch < self._epoch):
+                if waiting and (lane == "write" and waiting[0].epoch < self._epoch):
                     return self._take(waiting, self._epoch - 1), True
                 if waiting and state in (LinkState.DOWN, LinkState.CLOSED):
                     return self._take(waiting, self._epoch), True
                 if state is LinkState.CLOSED:
                     return None
                 if state is LinkState.UP:
-                    if lane == "found" and self._cleared < self._epoch and not self._is_writing:
+                    if lane == "seek" and self._cleared < self._epoch and not self._is_writing:
                         return [], False
                     if waiting and waiting[0].epoch <= self._cleared:
-                        self._is_writing = self._is_writing or lane == "written"
+                        self._is_writing = self._is_writing or lane == "write"
                         return self._take(waiting, self._cleared), False
                 self._changed.wait()
 
@@ -278,7 +475,7 @@ class StoreTier:
                 item.memory[:] = row
                 good.append(item)
             else:
-                self._fail("store_foreign" if flaw is Flaw.FOREIGN else "store_corrupt")
+                self.tracker.fail("store_foreign" if flaw is Flaw.FOREIGN else "store_corrupt")
                 spoilt.append(item)
         if spoilt:
             # So that another request can write it anew.
@@ -295,7 +492,7 @@ class StoreTier:
         if codes is None:
             return
         if any(code < 0 for code in codes):
-            self._fail("store_not_cleared")
+            self.tracker.fail("store_not_cleared")
             # What should be gone must not be found: as if the store were not there, until it can be cleared.
             self._link.lose(f"it could not be cleared: code {min(codes)}")
             return
@@ -309,15 +506,15 @@ class StoreTier:
         with self._changed:
             if self._link.state is LinkState.UP:
                 current = [item for item in batch if item.epoch == self._epoch]
-                if lane != "found":
-                    self._completions.there(item.content for item in current if id(item) in done)
-                if lane != "written":
-                    self._completions.gone(item.content for item in current if id(item) not in done)
+                if lane != "seek":
+                    self.tracker.there(item.content for item in current if id(item) in done)
+                if lane != "write":
+                    self.tracker.gone(item.content for item in current if id(item) not in done)
 
     def _settle(self, lane: Kind, batch: Sequence[_Item], good: Sequence[_Item]) -> None:
         """These are dealt with. No thread touches their rows any more."""
         done = set(map(id, good))
-        if lane == "written":
+        if lane == "write":
             with self._changed:
                 self._queued_bytes -= sum(len(item.memory) for item in batch)
         by_job: dict[int, list[_Item]] = {}
@@ -325,20 +522,15 @@ class StoreTier:
             by_job.setdefault(item.job, []).append(item)
         for job, items in by_job.items():
             # Writing and reading report what failed, asking what was found.
-            named = [item.content for item in items if (id(item) in done) == (lane == "found")]
-            self._completions.settle(lane, job, len(items), named)
+            named = [item.content for item in items if (id(item) in done) == (lane == "seek")]
+            self.tracker.settle(lane, job, len(items), named)
 
     def _fail_code(self, code: int) -> None:
         """Count one of the library's codes. What is not there is not wrong."""
         if code != _NOT_THERE:
-            self._fail(_REASONS.get(code, "store_wrong_size" if code >= 0 else "store_io"), f"code {code}")
-
-    def _fail(self, reason: str, about: str = "", *, times: int = 1) -> None:
-        """Count what went wrong, and log the first of its kind."""
-        self._completions.fail(reason, times)
-        if reason not in self._logged:
-            self._logged.add(reason)
-            logger.warning("the store does not do everything, counted from now on: %s %s", reason, about)
+            self.tracker.fail(
+                _REASONS.get(code, "store_wrong_size" if code >= 0 else "store_io"), f"code {code}"
+            )
 
     def _keys(self, batch: Sequence[_Item]) -> tuple[str, ...]:
         return tuple(f"{self._prefix}{item.content[0]}/{item.content[1].hex()}" for item in batch)
@@ -365,13 +557,9 @@ def open_store_tier(
     most_row_bytes: int,
     call_timeout_s: float = _CALL_TIMEOUT_S,
 ) -> StoreTier:
-    """The store tier of one rank, as configured. Raises ``ConfigError``: the master's address is none."""
+    """The store tier of one rank, as configured."""
     master = split_address(config.store)
-    if master is None:
-        raise ConfigError(
-            f"kv_connector_extra_config.offload.store is {config.store!r}, accepted: host:port of a Mooncake "
-            "Store master"
-        )
+    assert master is not None, "check_offload has refused it"
 
     def start(memory: StoreMemory) -> StoreProcess:
         settings = Settings(

@@ -19,8 +19,7 @@ import numpy as np
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, PeerError
-from kvconnect.offload.copies.host_arena import RowArena
-from kvconnect.offload.copies.rows import row_table
+from kvconnect.offload.copies.rows import RowArena, row_table
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import DISK, Content
 from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
@@ -37,7 +36,7 @@ _Place = tuple[int, int]
 _NOWHERE = -1, -1
 _Needed = tuple[HitGroup, tuple[range, ...], list[bytes]]
 _Lent = tuple[int, tuple[bytes, ...], tuple[int, ...]]
-_FIRST_LOOK, _PROBE_ROWS = 16, 8
+_PROBE_ROWS = 8
 
 
 class NamedRows:
@@ -132,7 +131,7 @@ class NamedRows:
         lent = self._lend(needed)
         if there <= here or lent is None:
             return found
-        if not (rate := loop.work.disk_bytes_per_s):
+        if not (rate := loop.disk_bytes_per_s):
             # A little of it shows how fast the rest is read.
             if not any(job.owed for job in self._reading.values()):
                 self._read(lent, _PROBE_ROWS)
@@ -171,22 +170,13 @@ class NamedRows:
         if prefix.naming != self.naming:
             return 0
 
-        def run(group: HitGroup, first: int, end: int) -> int:
-            at, length = first, _FIRST_LOOK
-            while at < end:
-                flags = known(group, at, min(at + length, end))
-                if not all(flags) or not flags:
-                    return at - first + [*flags, False].index(False)
-                at, length = at + len(flags), 8 * length
-            return at - first
-
         def known(group: HitGroup, first: int, end: int) -> list[bool]:
             names = self._names(prefix, group, range(first, end))
             flags: list[bool] = self._known(group.group, names, from_disk=from_disk).tolist()
             return flags
 
         limit = min(max_tokens + needs.ahead_tokens, len(prefix.names) * self.naming.tokens)
-        num_tokens, _ = needs.hit(start_tokens, limit, run, known)
+        num_tokens, _ = needs.hit(start_tokens, limit, known)
         return num_tokens if num_tokens > start_tokens else 0
 
     def _find(self, group: int, names: Sequence[bytes]) -> tuple[Column, Column]:
@@ -201,7 +191,7 @@ class NamedRows:
         known: Column = self._taken[self._plan.class_of[group]][rows] == numbers
         (absent,) = np.nonzero(~known)
         if from_disk and self._loop is not None and len(absent):
-            known[absent] = self._loop.work.on_disk([(group, names[at]) for at in absent.tolist()])
+            known[absent] = self._loop.on_disk([(group, names[at]) for at in absent.tolist()])
         return known
 
     def _needed(self, prefix: Prefix, num_tokens: int) -> list[_Needed]:
@@ -254,7 +244,7 @@ class NamedRows:
                 job = self._jobs.open(None, names[:most], Report.FETCHED, copies=copies)
                 self._reading[job.number] = job
                 self.fill(job)
-                self._loop.order((partial(self._loop.work.fetch, job, DISK), job))
+                self._loop.order(self._loop.fetch, job, DISK, job=job)
 
     def _names(self, prefix: Prefix, group: HitGroup, part: range) -> Sequence[bytes]:
         step = group.block_tokens // self.naming.tokens

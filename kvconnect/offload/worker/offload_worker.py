@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +30,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.jobs import RankJobs, Report
 from kvconnect.offload.worker.named_rows import NamedRows
-from kvconnect.offload.worker.tier_loop import Command, TierLoop
+from kvconnect.offload.worker.tier_loop import TierLoop
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.transfer.orders import OffloadOrders, Results, RowCopies
 
@@ -124,6 +123,7 @@ class OffloadWorker:
         self._jobs.class_of = plan.class_of
         self._copier = copier
         self._loop = TierLoop(copier, arena, tiers, self._jobs, self._metrics, device)
+        self._loop.start()
         logger.info(
             "rank %d keeps blocks in %d bytes of host memory, rows of %s bytes by cache group; lower tiers: "
             "%s; namespace %s",
@@ -200,11 +200,12 @@ class OffloadWorker:
         loop.held_rows = orders.held_rows
         if orders.clear:
             self._jobs.forget_names()
-            loop.order((loop.work.clear, None), (lambda _: self._jobs.cleared(), None))
+            loop.order(loop.clear)
+            loop.order(lambda _: self._jobs.cleared())
         if orders.disk_pins:
-            loop.order((partial(loop.work.pin, orders.disk_pins), None))
+            loop.order(loop.pin, orders.disk_pins)
         if (orders.actions or orders.pinned) and self._rank == 0:
-            loop.order((partial(loop.work.count, orders), None))
+            loop.order(loop.count, orders)
         if not orders.stores:
             return
         jobs = []
@@ -218,7 +219,8 @@ class OffloadWorker:
         if ticket.done and ticket.error is not None and len(jobs) > 1:
             # One order that cannot be carried out must not fail the others.
             begun = [(copier.snapshot([job.copies]), [job]) for job in jobs]
-        loop.order(*((partial(loop.work.begun, ticket, jobs, now), None) for ticket, jobs in begun))
+        for ticket, jobs in begun:
+            loop.order(loop.begun, ticket, jobs, now)
 
     def start(self, orders: OffloadOrders) -> None:
         """Begin what was ordered. What the device was given so far may use the blocks that are restored."""
@@ -227,22 +229,21 @@ class OffloadWorker:
         (copier, loop), now, opened = self._registered(), time.monotonic(), self._jobs.open
         last_use = copier.mark() if orders.restores else None
         turn = self._metrics.wait_seconds.labels("turn")
-        work: list[Command] = [(lambda later: turn.inc(later - now), None)]
+        loop.order(lambda later: turn.inc(later - now))
         # What a request waits for to find more comes before the copies, which keep the thread busy.
         for fetch in orders.fetches:
             rows = RowCopies(fetch.group, (), fetch.rows)
             job = opened(fetch.job, fetch.hashes, Report.FETCHED, copies=rows)
-            work.append((partial(loop.work.fetch, job, fetch.tier), job))
+            loop.order(loop.fetch, job, fetch.tier, job=job)
         for seek in orders.seeks:
             job = opened(seek.job, seek.hashes, Report.FOUND, copies=RowCopies(seek.group, (), ()))
-            work.append((partial(loop.work.seek, job, seek.tier), job))
+            loop.order(loop.seek, job, seek.tier, job=job)
         for restore in orders.restores:
             job = opened(restore.request_id, (), Report.RECEIVED)
             if restore.refusal:
                 self._jobs.fail(job, restore.refusal)
             else:
-                work.append((partial(loop.work.restore, job, restore.copies, last_use, now), job))
-        loop.order(*work)
+                loop.order(loop.restore, job, restore.copies, last_use, now, job=job)
 
     def count_failures(self, reasons: Sequence[str]) -> None:
         # The scheduler half has no numbers of its own.
@@ -252,7 +253,7 @@ class OffloadWorker:
 
         if self._rank == 0:
             # Only the thread writes the numbers, once it runs.
-            self._loop.order((count, None)) if self._loop is not None else count(0.0)
+            self._loop.order(count) if self._loop is not None else count(0.0)
 
     def results(self) -> Results:
         """What ended since the last call: ``received`` and ``failed`` restores, and this rank's report."""
@@ -272,8 +273,8 @@ class OffloadWorker:
         return {
             **self._jobs.counts(),
             "held_rows": len(self._jobs.held),
-            "copies": 0 if loop is None else len(loop.work.tickets),
-            "errands": 0 if loop is None else len(loop.work.calls) - len(loop.work.tickets),
+            "copies": 0 if loop is None else len(loop.tickets),
+            "errands": 0 if loop is None else len(loop.calls) - len(loop.tickets),
         }
 
     def usage(self) -> dict[str, Any]:
@@ -282,12 +283,12 @@ class OffloadWorker:
         return {
             "row_bytes": self.row_bytes,
             "rows": {group: self.plan.row_class(group).num_rows for group in self.plan.groups},
-            "tiers": {tier.name: tier.state() for tier in self._loop.work.tiers},
+            "tiers": {tier.name: tier.state() for tier in self._loop.tiers},
         }
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """What each tier holds, host memory first, for any thread: see ``LowerTier.state``."""
-        return {} if self._loop is None else self._loop.tiers()
+        return {} if self._loop is None else self._loop.tier_states()
 
     def close(self) -> None:
         """Stop the thread, close the tiers, and fail what is open. Idempotent; results may still be taken."""

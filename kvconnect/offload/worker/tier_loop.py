@@ -1,28 +1,45 @@
-"""The thread of a worker's tiers: it carries out orders, waits for the device, and drives the lower tiers."""
+"""The thread of a worker's tiers, and the work on rows that is under way there.
+
+It carries out orders, waits for copies of the device, and drives the tiers below host memory. What does not
+end in time is reported failed, and its rows stay held until it ends: a device or a tier that reads or writes
+late can then harm no other job.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
-from kvconnect.offload.copies.copier import Copier
-from kvconnect.offload.copies.host_arena import RowArena
-from kvconnect.offload.tier import HOST, LowerTier
-from kvconnect.offload.worker.jobs import RankJob, RankJobs
-from kvconnect.offload.worker.row_work import RowWork
+from kvconnect.offload.copies.copier import Copier, CopyTicket
+from kvconnect.offload.copies.rows import RowArena
+from kvconnect.offload.tier import DISK, HOST, Content, LowerTier, TierRow, TierUpdate
+from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
+from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-Command = tuple[Callable[[float], None], RankJob | None]
-"""What to run on the thread, with the time then; and the job that fails if it raises."""
+TIMEOUTS_S = {"store": 60.0, "restore": 60.0, "write": 60.0, "read": 20.0, "seek": 20.0}
+"""By verb: copies from the device and to it; a tier writes rows, reads them, and reports which it has."""
+
+CPU = "cpu"
+"""What metrics call host memory."""
+
+_MEMORY = 0.8
+"""What a read counts for once another has ended, where it is measured how fast the disk is."""
+_DEVICE = "offload"
+"""The owner of copies, as failures are counted."""
 
 _LONGEST_SLEEP_S = 1.0
 _SHORT_NAP_S = 200e-6
@@ -31,9 +48,26 @@ _SHORT_NAPS = 50
 _LAST_COPIES_S = 5.0
 _CLOSE_TIMEOUT_S = 20.0
 
+_Key = tuple[str, str, int]
+"""A call: whose it is (a tier's name, or ``_DEVICE``), the verb, and the number of its first job."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """What the device or one tier was asked to do for these jobs; for a restore these copies."""
+
+    jobs: Sequence[RankJob]
+    began_s: float
+    deadline_s: float
+    restored: Sequence[RowCopies] = ()
+    given_up: bool = False
+
 
 class TierLoop:
-    """Only the thread writes ``metrics``. At its end it closes the tiers, the copier and the arena."""
+    """All calls under way, ended by one thread, which alone writes ``metrics``.
+
+    ``tiers`` are in the order in which they are written. At its end it closes them, the copier and the arena.
+    """
 
     def __init__(
         self,
@@ -44,96 +78,117 @@ class TierLoop:
         metrics: OffloadMetrics,
         device: torch.device,
     ) -> None:
-        self.work = RowWork(copier, arena, tiers, jobs, metrics)
-        self._jobs, self._metrics, self._device = jobs, metrics, device
+        self.tiers = tiers
+        self._copier, self._arena, self._jobs, self._metrics = copier, arena, jobs, metrics
         self.held_rows: Sequence[int] = ()
         """Of host memory, by class, as the scheduler half reported them last."""
-        self._plan = arena.plan
-        self._closed_last = (copier, arena)
-        self._commands: deque[Command] = deque()
+        self.timeouts_s = dict(TIMEOUTS_S)
+        self.calls: dict[_Key, _Call] = {}
+        """Calls that have not ended, those given up included."""
+        self.tickets: dict[_Key, CopyTicket] = {}
+        """Of those that are the device's."""
+        self.next_deadline_s = math.inf
+        self._logged: set[tuple[str, str]] = set()
+        self.disk_bytes_per_s = 0.0
+        """How fast the disk was read lately; 0 before that is known."""
+        self._read_lately, self._read_until_s = (0.0, 0.0), -math.inf
+        self._orders: deque[tuple[Callable[[float], None], RankJob | None]] = deque()
         self._wake = threading.Event()
         self._is_stopping = False
         self._naps = 0
-        self._thread = threading.Thread(target=self._run, name="kvconnect-offload", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(device,), name="kvconnect-offload", daemon=True
+        )
         self._listen()
-        self._thread.start()
 
     # For any thread
+
+    def start(self) -> None:
+        self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def order(self, *commands: Command) -> None:
-        self._commands += commands
+    def wake(self) -> None:
         self._wake.set()
+
+    def order(self, call: Callable[..., None], *given: Any, job: RankJob | None = None) -> None:
+        """Have something run on the thread, with the time then; if it raises, the job fails."""
+        self._orders.append((partial(call, *given), job))
+        self.wake()
 
     def replace(self, make: Callable[[], Sequence[LowerTier]]) -> None:
         """Have everything forgotten, the lower tiers closed, and those used in their place that are made."""
 
         def replace(now: float) -> None:
-            self.work.close_tiers(now, with_changes=False)
-            self.work.clear(now)
+            self.close_tiers(now, with_changes=False)
+            self.clear(now)
             try:
-                self.work.tiers = make()
+                self.tiers = make()
             except ConfigError as error:
                 self._metrics.failures.labels("offload_tiers_lost").inc()
                 logger.error("lower tiers cannot be used any more: %s", error)
             self._listen()
 
-        self.order((replace, None))
+        self.order(replace)
 
-    def tiers(self) -> dict[str, dict[str, Any]]:
+    def tier_states(self) -> dict[str, dict[str, Any]]:
         """What each tier holds, nearest first: see ``LowerTier.state``."""
-        held = list(zip(self._plan.classes, self.held_rows, strict=False))
+        held = list(zip(self._arena.plan.classes, self.held_rows, strict=False))
         host = {
             "records": sum(count for _, count in held),
             "taken_bytes": sum(rows.row_bytes * count for rows, count in held),
-            "limit_bytes": self._plan.length_bytes,
+            "limit_bytes": self._arena.plan.length_bytes,
         }
-        return {HOST: host} | {tier.name: tier.state() for tier in self.work.tiers}
+        return {HOST: host} | {tier.name: tier.state() for tier in self.tiers}
+
+    def on_disk(self, contents: Sequence[Content]) -> Sequence[bool]:
+        """Of each content whether this rank has it on disk now."""
+        disk = next((tier for tier in self.tiers if tier.name == DISK), None)
+        return [False] * len(contents) if disk is None else disk.has(contents)
 
     def close(self) -> None:
         self._is_stopping = True
-        self._wake.set()
+        self.wake()
         self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
+        if self.is_alive:
             # Closing what a running thread uses would crash it; the process is ending anyway.
             logger.error("the thread of the tiers did not stop within %s s", _CLOSE_TIMEOUT_S)
 
     def _listen(self) -> None:
-        for tier in self.work.tiers:
-            tier.on_update(self._wake.set)
+        for tier in self.tiers:
+            tier.on_update(self.wake)
         # Until the thread has asked them.
-        self._jobs.is_recovering = bool(self.work.tiers)
+        self._jobs.is_recovering = bool(self.tiers)
 
     # The thread itself
 
     def step(self, now: float) -> float:
         """Do what can be done now. Returns how long in seconds to sleep if nothing happens."""
-        progress = bool(self._commands)
-        while self._commands:
-            command, job = self._commands.popleft()
+        progress = bool(self._orders)
+        while self._orders:
+            carry_out, job = self._orders.popleft()
             try:
-                command(now)
+                carry_out(now)
             except Exception as error:
                 self._count_bug()
                 if job is not None:
                     self._jobs.fail(job, f"it could not be carried out: {error}")
-        progress |= self.work.advance(now)
+        progress |= self.advance(now)
         if progress:
             self._export()
             self._naps = 0
             return 0.0
-        if self.work.tickets:
+        if self.tickets:
             self._naps += 1
             return _SHORT_NAP_S if self._naps < _SHORT_NAPS else _LONG_NAP_S
         self._naps = 0
-        return min(max(self.work.next_deadline_s - now, 1e-3), _LONGEST_SLEEP_S)
+        return min(max(self.next_deadline_s - now, 1e-3), _LONGEST_SLEEP_S)
 
-    def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+    def _run(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         while not self._is_stopping:
             sleep_s = self._step()
             if sleep_s > 0 and self._wake.wait(sleep_s):
@@ -141,14 +196,14 @@ class TierLoop:
         # The last of the thread: copies end, tiers are closed, and what is open then fails.
         give_up_s = time.monotonic() + _LAST_COPIES_S
         self._step()
-        while self.work.tickets and time.monotonic() < give_up_s:
+        while self.tickets and time.monotonic() < give_up_s:
             time.sleep(_SHORT_NAP_S)
             self._step()
-        self.work.close_tiers(time.monotonic())
+        self.close_tiers(time.monotonic())
         self._jobs.fail_all("the worker was closed")
         self._export()
-        for memory in self._closed_last:
-            memory.close()
+        self._copier.close()
+        self._arena.close()
 
     def _step(self) -> float:
         try:
@@ -166,7 +221,284 @@ class TierLoop:
         for kind, count in self._jobs.counts().items():
             self._metrics.open[kind].set(count)
         self._metrics.held_rows.set(len(self._jobs.held))
-        for name, state in self.tiers().items():
+        for name, state in self.tier_states().items():
             if name in self._metrics.taken:
                 self._metrics.taken[name].set(state["taken_bytes"])
                 self._metrics.limit[name].set(state["limit_bytes"])
+
+    # Orders
+
+    def begun(self, ticket: CopyTicket, jobs: Sequence[RankJob], began_s: float, _: float) -> None:
+        """The blocks of these jobs are being copied to their rows."""
+        self.tickets[self._open(_DEVICE, "store", jobs, began_s)] = ticket
+
+    def restore(
+        self, job: RankJob, copies: Sequence[RowCopies], after: object, began_s: float, _: float
+    ) -> None:
+        """Copy rows to the blocks of a request."""
+        ticket = self._copier.restore(copies, after)
+        self.tickets[self._open(_DEVICE, "restore", [job], began_s, copies)] = ticket
+
+    def fetch(self, job: RankJob, name: str, now: float) -> None:
+        """Read contents into rows; the job ends once the tier does not write them any more."""
+        tier = self._tier(job, name)
+        if tier is not None and not job.named:
+            self._jobs.end(job, Report.FETCHED, job.refused)
+        elif tier is not None:
+            self._begin(tier, "read", job, self._memory(job), now)
+
+    def seek(self, job: RankJob, name: str, now: float) -> None:
+        """Ask a tier what it has; the job ends with its answer."""
+        tier = self._tier(job, name)
+        if tier is not None:
+            self._begin(tier, "seek", job, [(job.copies.group, hash_) for hash_ in job.hashes], now)
+
+    def pin(self, pins: Sequence[tuple[int, bytes, bool]], _: float) -> None:
+        """Have tiers that can keep contents keep these, or not any more."""
+        for tier in self.tiers:
+            self._safely(tier, "pin", partial(tier.pin, pins))
+
+    def count(self, orders: OffloadOrders, _: float) -> None:
+        """What was asked for sessions, what came of it, and how many bytes of a tier they hold now."""
+        for action, outcome, times in orders.actions:
+            self._metrics.session_actions.labels(action, outcome).inc(times)
+        for tier, total_bytes in orders.pinned:
+            self._metrics.pinned[tier].set(total_bytes)
+
+    def clear(self, now: float) -> None:
+        """Forget everything that was kept, or ordered to be kept, before."""
+        for key in self.tickets:
+            for job in self.calls[key].jobs:
+                job.is_void = True
+        # What peers had read since the order to clear was given belongs to what is cleared now.
+        self._jobs.forget_names(only_lent=True)
+        for tier in self.tiers:
+            self._safely(tier, "clear", tier.clear)
+            # What was added before is gone, as the scheduler half knows.
+            self._take(tier, self._poll(tier), now, with_changes=False)
+        self._jobs.forget_changes()
+
+    def close_tiers(self, now: float, *, with_changes: bool = True) -> None:
+        """Close all tiers, and have none. Calls that they did not finish fail."""
+        for tier in self.tiers:
+            is_quiescent = self._safely(tier, "close", tier.close) is True
+            self._take(tier, self._poll(tier), now, with_changes=with_changes)
+            for key in [key for key in self.calls if key[0] == tier.name]:
+                self._give_up(key, "closed")
+                call = self.calls.pop(key)
+                if is_quiescent:
+                    self._release(call)
+        self.tiers = ()
+
+    # Ends
+
+    def advance(self, now: float) -> bool:
+        """Take what has ended, and give up what is late. Whether there was anything."""
+        # Copies first: what they end is written to the tiers in the same step.
+        done = [key for key, ticket in self.tickets.items() if ticket.done]
+        for key in done:
+            self._copied(key, now)
+        progress = bool(done)
+        is_recovering = False
+        for tier in self.tiers:
+            update = self._poll(tier)
+            is_recovering |= update.is_recovering
+            if update:
+                progress = True
+                self._take(tier, update, now)
+        # Once its last changes are there.
+        self._jobs.is_recovering = is_recovering
+        if now >= self.next_deadline_s:
+            progress = True
+            for key in [key for key, call in self.calls.items() if now >= call.deadline_s]:
+                self._log(key[0], key[1], "no end in time of an order to %s", key[1])
+                self._give_up(key, "late" if key[0] == _DEVICE else "timeout")
+            self.next_deadline_s = min((call.deadline_s for call in self.calls.values()), default=math.inf)
+        return progress
+
+    def _copied(self, key: _Key, now: float) -> None:
+        call, ticket, verb = self.calls.pop(key), self.tickets.pop(key), key[1]
+        if verb == "store":
+            self._metrics.wait_seconds.labels("staging").inc(ticket.waited_s)
+        if call.given_up:
+            self._release(call)
+            return
+        for job in call.jobs:
+            if ticket.error is not None:
+                self._fail_copy(job, f"offload_{verb}", ticket.error)
+                continue
+            try:
+                if verb == "store":
+                    copied = [(job.copies.group, len(job.copies.rows))]
+                    self._moved("stored", CPU, copied, now - call.began_s)
+                    self._stored(job, now)
+                else:
+                    copied = [(copies.group, len(copies.rows)) for copies in call.restored]
+                    self._moved("restored", CPU, copied, now - call.began_s)
+                    self._jobs.end(job, Report.RECEIVED)
+            except Exception as error:
+                # What the job has reported before this stands.
+                self._fail_copy(job, "internal", f"an error of our own: {error}")
+
+    def _stored(self, job: RankJob, now: float) -> None:
+        """Write the rows of a store to all tiers; the job ends once none of them reads the rows any more."""
+        self._jobs.end(job, Report.STORED, job.refused)
+        if job.is_void:
+            self._jobs.fail(job, "cleared")
+        elif not self.tiers or not job.named:
+            self._jobs.end(job, Report.KEPT)
+        elif job.owed:
+            job.num_writing = len(self.tiers)
+            rows = self._memory(job)
+            for tier in self.tiers:
+                self._begin(tier, "write", job, rows, now)
+
+    def _take(self, tier: LowerTier, update: TierUpdate, now: float, *, with_changes: bool = True) -> None:
+        for reason, times in update.failures.items():
+            self._metrics.failures.labels(reason).inc(times)
+        # Before the answers, which may end jobs: until then it is known what their contents stand for.
+        if with_changes and (update.added or update.removed):
+            self._jobs.change(_changes(tier.name, update))
+        for verb, answers in update.done.items():
+            for number, contents in answers.items():
+                self._answered((tier.name, verb, number), contents, now)
+
+    def _answered(self, key: _Key, contents: Iterable[Content], now: float) -> None:
+        name, verb, number = key
+        call = self.calls.pop(key, None)
+        if call is None:
+            self._log(name, "answer", "an answer to job %d that was not asked", number)
+            return
+        if call.given_up:
+            self._release(call)
+            return
+        (job,) = call.jobs
+        group, named_by_tier = job.copies.group, set(contents)
+        named = [hash_ for hash_ in job.named if (group, hash_) in named_by_tier]
+        if verb == "seek":
+            self._jobs.end(job, Report.FOUND, named)
+            return
+        good, bad = ("kept", "unkept") if verb == "write" else ("fetched", "missed")
+        self._moved(good, name, [(group, len(job.named) - len(named))], now - call.began_s)
+        self._moved(bad, name, [(group, len(named))])
+        if verb == "write":
+            self._written(job)
+        else:
+            if name == DISK:
+                self._measure(group, len(job.named) - len(named), call.began_s, now)
+            self._jobs.end(job, Report.FETCHED, (*named, *job.refused))
+
+    def _written(self, job: RankJob) -> None:
+        job.num_writing -= 1
+        if not job.num_writing:
+            self._jobs.end(job, Report.KEPT)
+
+    # Calls
+
+    def _open(
+        self, owner: str, verb: str, jobs: Sequence[RankJob], now: float, restored: Sequence[RowCopies] = ()
+    ) -> _Key:
+        key, deadline_s = (owner, verb, jobs[0].number), now + self.timeouts_s[verb]
+        self.calls[key] = _Call(jobs, now, deadline_s, restored)
+        self.next_deadline_s = min(self.next_deadline_s, deadline_s)
+        return key
+
+    def _begin(self, tier: LowerTier, verb: str, job: RankJob, given: Sequence[object], now: float) -> None:
+        key = self._open(tier.name, verb, [job], now)
+        try:
+            getattr(tier, verb)(job.number, given)
+        except Exception:
+            # It may have begun: the rows are held until it answers or is closed.
+            self._log(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
+            self._give_up(key, "refused")
+
+    def _give_up(self, key: _Key, why: str) -> None:
+        """End a call as failed. Its rows are held before that is reported."""
+        call, (owner, verb, _) = self.calls[key], key
+        call.deadline_s = math.inf
+        if call.given_up:
+            return
+        # Blocks of a late restore may still be written, so it has not ended for the scheduler half.
+        call.given_up = verb != "restore"
+        self._metrics.failures.labels(f"{owner}_{verb}_{why}").inc(len(call.jobs))
+        for job in call.jobs if call.given_up else ():
+            self._jobs.hold(job)
+            if verb == "write":
+                self._written(job)
+            else:
+                self._jobs.fail(job, why)
+
+    def _release(self, call: _Call) -> None:
+        for job in call.jobs:
+            self._jobs.release(job)
+
+    def _fail_copy(self, job: RankJob, reason: str, error: str) -> None:
+        self._metrics.failures.labels(reason).inc()
+        self._log(_DEVICE, reason, "a copy of blocks failed, which is a miss: %s", error)
+        self._jobs.fail(job, error)
+
+    def _moved(
+        self, move: str, name: str, counts: Sequence[tuple[int, int]], took_s: float | None = None
+    ) -> None:
+        plan = self._arena.plan
+        length_bytes = sum(count * plan.row_class(group).row_bytes for group, count in counts)
+        self._metrics.moved(move, name, sum(count for _, count in counts), length_bytes, took_s)
+
+    def _measure(self, group: int, num_rows: int, began_s: float, now: float) -> None:
+        """Rows were read from disk. Reads wait for each other: one took the time since the end of another."""
+        total_bytes, seconds = (_MEMORY * before for before in self._read_lately)
+        total_bytes += num_rows * self._arena.plan.row_class(group).row_bytes
+        seconds += now - max(began_s, self._read_until_s)
+        self._read_lately, self._read_until_s = (total_bytes, seconds), now
+        self.disk_bytes_per_s = total_bytes / max(seconds, 1e-6)
+
+    def _poll(self, tier: LowerTier) -> TierUpdate:
+        update = self._safely(tier, "poll", tier.poll)
+        return TierUpdate() if update is None else update
+
+    def _safely(self, tier: LowerTier, verb: str, call: Callable[[], T]) -> T | None:
+        """What a call of a tier returns. If it raises, that is its bug, logged once and counted."""
+        try:
+            return call()
+        except Exception:
+            self._log(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
+            self._metrics.failures.labels(f"{tier.name}_internal").inc()
+            return None
+
+    def _tier(self, job: RankJob, name: str) -> LowerTier | None:
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        self._log(name, "unknown", "orders for it, but there is no such tier")
+        self._metrics.failures.labels("offload_unknown_tier").inc()
+        self._jobs.fail(job, "there is no such tier")
+        return None
+
+    def _log(self, name: str, kind: str, text: str, *about: object, exc_info: bool = False) -> None:
+        """Log once of each owner and kind what went wrong there; the count has the others."""
+        if (name, kind) not in self._logged:
+            self._logged.add((name, kind))
+            logger.error("%s: " + text, name, *about, exc_info=exc_info)
+
+    def _memory(self, job: RankJob) -> list[TierRow]:
+        group = job.copies.group
+        return [
+            TierRow(group, hash_, self._arena.row(group, row), job.footers.get(hash_, b""))
+            for hash_, row in zip(job.named, job.copies.rows, strict=True)
+        ]
+
+
+def _changes(name: str, update: TierUpdate) -> Iterator[TierChange]:
+    """What a tier has lost and got, by group, in pieces that each fit in a report."""
+    for contents, is_added in ((update.removed, False), (update.added, True)):
+        by_group: dict[int, list[bytes]] = {}
+        for group, hash_ in contents:
+            by_group.setdefault(group, []).append(hash_)
+        for group, hashes in by_group.items():
+            for first in range(0, len(hashes), CHANGES_AT_ONCE):
+                part = tuple(hashes[first : first + CHANGES_AT_ONCE])
+                if not is_added:
+                    yield TierChange(name, group, (), part)
+                    continue
+                footers = tuple(update.footers.get((group, name), b"") for name in part)
+                yield TierChange(name, group, part, (), footers if any(footers) else ())
