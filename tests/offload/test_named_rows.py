@@ -93,6 +93,11 @@ class Named:
             if tier.mood == "good":
                 self.places.update(((group, name), self.row_of(group, row)) for name, row in there)
 
+    def put(self, tier, group, name):
+        """A tier has what is of this name."""
+        pages = b"".join(page for region in content(self.device, group, name) for page in region)
+        tier.kept[group, name] = pages.ljust(self.rig.worker.plan.row_class(group).row_bytes, b"\0")
+
     def found_by_hand(self, prompt, most, start=0, count=TOKENS // 4):
         for num_tokens in range(most // 8 * 8, start, -8):
             wanted = self.wanted(num_tokens, start)
@@ -252,15 +257,8 @@ def test_what_a_tier_reads_has_its_name_once_it_is_there():
     tier = Double()
     named = Named(tier)
     keep(named, "aaaa", 32, groups=(1, 2))
-    tier.kept = {
-        (0, name): bytes(named.rig.worker.plan.row_class(0).row_bytes)
-        for name in [name_of("aaaa", 0, at) for at in range(8) if at != 5]
-    }
-    for group, name in list(tier.kept):
-        pages = content(named.device, group, name)
-        tier.kept[group, name] = b"".join(page for region in pages for page in region).ljust(
-            len(tier.kept[group, name]), b"\0"
-        )
+    for at in (0, 1, 2, 3, 4, 6, 7):
+        named.put(tier, 0, name_of("aaaa", 0, at))
     pairs = [(name_of("aaaa", 0, at), 20 + at) for at in range(8)]
     tier.mood = "late"
     named.fetch(0, pairs, tier)
@@ -339,11 +337,8 @@ def test_whatever_is_ordered_no_name_stands_for_other_bytes(data):
         if what == "store":
             named.store(group, pairs)
         elif what == "keep":
-            pages = {name: content(named.device, group, name) for name, _ in pairs}
-            length = named.rig.worker.plan.row_class(group).row_bytes
-            for name, parts in pages.items():
-                whole = b"".join(page for region in parts for page in region)
-                tier.kept[group, name] = whole.ljust(length, b"\0")
+            for name, _ in pairs:
+                named.put(tier, group, name)
         elif what == "fetch":
             tier.mood = data.draw(st.sampled_from(["good", "good", "refuse"]))
             named.fetch(group, pairs, tier)
@@ -371,9 +366,6 @@ def test_whatever_is_ordered_no_name_stands_for_other_bytes(data):
     named.rig.close()
 
 
-BLOCKS = {0: 12, 1: 6, 2: 6}
-
-
 class Lending(Named):
     """A model of what is on disk beside that of host memory; every job for peers is looked at."""
 
@@ -396,11 +388,8 @@ class Lending(Named):
     def write(self, prompt, num_tokens=TOKENS, groups=(0, 1, 2)):
         """Put a prompt on disk."""
         for group in groups:
-            length = self.rig.worker.plan.row_class(group).row_bytes
-            for at in range(num_tokens * BLOCKS[group] // TOKENS):
-                name = name_of(prompt, group, at)
-                pages = b"".join(page for region in content(self.device, group, name) for page in region)
-                self.tier.kept[group, name] = pages.ljust(length, b"\0")
+            for at in range(num_tokens // BLOCK[group]):
+                self.put(self.tier, group, name_of(prompt, group, at))
 
     def find(self, prompt, most=TOKENS, start=0):
         return self.rows.find(Prefix(NAMING, start, names(prompt)), most)

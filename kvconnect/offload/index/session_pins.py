@@ -39,8 +39,8 @@ class Ledger:
 
     def __init__(self, limit: float, share: float) -> None:
         self._quota, self._most = int(limit * share), int(limit * MOST_PINNED)
-        self._by_tenant: dict[str, dict[bytes, int]] = {}
-        self.all: dict[bytes, int] = {}
+        self._by_tenant: dict[str, Counter[bytes]] = {}
+        self.all: Counter[bytes] = Counter()
 
     def room(self, tenant: str) -> int:
         """How many contents more a tenant may have that none has."""
@@ -48,15 +48,15 @@ class Ledger:
 
     def add(self, tenant: str, names: Sequence[bytes]) -> tuple[int, list[bytes]]:
         """A pin gets these, from the first on, as far as there is room: how many, and what none had."""
-        own = self._by_tenant.get(tenant, {})
+        own = self._by_tenant.get(tenant, Counter())
         new = [name for name in names if name not in own]
         fresh = [name for name in new if name not in self.all]
         over = {*new[self._quota - len(own) :][:1], *fresh[self._most - len(self.all) :][:1]}
         if over:
             return self.add(tenant, names[: next(at for at, name in enumerate(names) if name in over)])
         if names:
-            _count(self._by_tenant.setdefault(tenant, own), names)
-            _count(self.all, new)
+            self._by_tenant.setdefault(tenant, own).update(names)
+            self.all.update(new)
         return len(names), fresh
 
     def remove(self, tenant: str, names: Sequence[bytes]) -> list[bytes]:
@@ -68,16 +68,11 @@ class Ledger:
         return free
 
 
-def _count(counts: dict[bytes, int], names: Sequence[bytes]) -> None:
-    more = {name: counts[name] + 1 for name in names if name in counts}
-    counts.update(dict.fromkeys(names, 1))
-    counts.update(more)
-
-
-def _discount(counts: dict[bytes, int], names: Sequence[bytes]) -> list[bytes]:
+def _discount(counts: Counter[bytes], names: Sequence[bytes]) -> list[bytes]:
     """Those that are not counted any more."""
     gone = [name for name in names if counts[name] == 1]
-    counts.update({name: counts[name] - 1 for name in names})
+    # Faster than to subtract them one by one.
+    dict.update(counts, {name: counts[name] - 1 for name in names})
     for name in gone:
         del counts[name]
     return gone
