@@ -214,20 +214,12 @@ _STATES = (*ContentState, ContentState.ABSENT)
 
 @dataclass(eq=False)
 class GroupCounts:
-    """Rows of a cache group, and what has happened to its contents so far.
+    """Rows of a cache group; ``held`` are those of what is ready, pending, or was dropped while pinned."""
 
-    ``held`` rows are those of what is ready, pending, or was dropped while it was pinned. ``refused_total``
-    are contents for which there was no room.
-    """
-
-    held: int = 0
-    ready: int = 0
-    pending: int = 0
-    pinned: int = 0
-    stored_total: int = 0
-    evicted_total: int = 0
-    dropped_total: int = 0
-    refused_total: int = 0
+    held: int
+    ready: int
+    pending: int
+    pinned: int
 
 
 class TierIndex:
@@ -244,7 +236,6 @@ class TierIndex:
         self.classes = [
             ClassRows(rows.num_rows, plan.groups_of(index)) for index, rows in enumerate(plan.classes)
         ]
-        self._totals = {group: GroupCounts() for group in plan.groups}
         self.events: TierEvents | None = None
         """Where it is noted what is ready, and what is so no more, if events are published."""
         self.session_pins_lost: Callable[[int, Sequence[bytes]], None] = lambda group, hashes: None
@@ -294,13 +285,9 @@ class TierIndex:
         absent = list(dict.fromkeys(compress(hashes, (states == ABSENT).tolist())))
         if len(absent) > len(rows.free):
             evicted = rows.evict(len(absent) - len(rows.free))
-            for evicted_group, times in enumerate(np.bincount(rows.group[evicted]).tolist()):
-                if times:
-                    self._totals[evicted_group].evicted_total += times
             # Before the rows hold something else.
             self._lost(rows, evicted)
         taken = rows.take(len(absent))
-        self._totals[group].refused_total += len(absent) - len(taken)
         del absent[len(taken) :]
         rows.put(group, absent, taken)
         rows.ages.append(used[::-1])
@@ -312,7 +299,6 @@ class TierIndex:
         found = self._find_in(group, hashes, PENDING)
         rows.state[found] = READY
         rows.ages.append(found[~rows.is_session_pinned[found]][::-1])
-        self._totals[group].stored_total += len(hashes)
         if self.events is not None:
             self.events.stored(HOST, group, hashes)
 
@@ -325,7 +311,6 @@ class TierIndex:
         found = rows.find(group, list(dict.fromkeys(hashes)))
         self._drop(group, found[rows.state[found] == READY])
         pending = found[rows.state[found] == PENDING]
-        self._totals[group].dropped_total += len(pending)
         self._lose_session_pins(group, pending)
         rows.let_go(pending)
 
@@ -381,16 +366,15 @@ class TierIndex:
         rows.ages.append(found[rows.may_go(found)][::-1])
 
     def counts(self) -> dict[int, GroupCounts]:
-        """Rows and totals by cache group. It takes time for all that the index holds."""
-        for group, counts in self._totals.items():
+        """Rows by cache group. It takes time for all that the index holds."""
+        counts = {}
+        for group in self._plan.groups:
             rows = self._rows(group)
             is_ours = rows.group == group
-            state = rows.state[:-1][is_ours]
-            counts.held = int(np.count_nonzero(state))
-            counts.ready = int(np.count_nonzero(state == READY))
-            counts.pending = int(np.count_nonzero(state == PENDING))
-            counts.pinned = int(np.count_nonzero(rows.pins[:-1][is_ours]))
-        return self._totals
+            state, pins = rows.state[:-1][is_ours], rows.pins[:-1][is_ours]
+            each = (state, state == READY, state == PENDING, pins)
+            counts[group] = GroupCounts(*(int(np.count_nonzero(some)) for some in each))
+        return counts
 
     def held_rows(self) -> tuple[int, ...]:
         """Rows that are not free, by class."""
@@ -413,7 +397,6 @@ class TierIndex:
     def _drop(self, group: int, ready: Rows) -> None:
         """Forget what is ready in these rows of a group."""
         rows = self._rows(group)
-        self._totals[group].dropped_total += len(ready)
         self._lost(rows, ready)
         self._lose_session_pins(group, ready)
         pinned = rows.pins[ready] > 0

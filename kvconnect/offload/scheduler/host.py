@@ -34,26 +34,20 @@ class LowerIndex:
         # A rank is a bit: a rank that reports the same twice changes nothing.
         self._all = (1 << num_ranks) - 1
         self._ranks: dict[tuple[str, int], dict[bytes, int]] = {}
-        self._complete: Counter[tuple[str, int]] = Counter()
         self.events: TierEvents | None = None
 
     def update(self, rank: int, changes: Iterable[TierChange]) -> None:
         """What a rank's tiers have got, or have no more. What is both added and removed is removed."""
-        bit, every = 1 << rank, self._all
+        bit = 1 << rank
         for change in changes:
-            key = (change.tier, change.group)
             if self.events is not None and not rank:
                 self._note(self.events, change)
-            ranks = self._ranks.setdefault(key, {})
+            ranks = self._ranks.setdefault((change.tier, change.group), {})
             for content in change.added:
-                before = ranks.get(content, 0)
-                ranks[content] = after = before | bit
-                self._complete[key] += (after == every) - (before == every)
+                ranks[content] = ranks.get(content, 0) | bit
             for content in change.removed:
-                before = ranks.pop(content, 0)
-                self._complete[key] -= before == every
-                if before & ~bit:
-                    ranks[content] = before & ~bit
+                if left := ranks.pop(content, 0) & ~bit:
+                    ranks[content] = left
 
     def has(self, tier: str, group: int, hashes: Sequence[bytes]) -> list[bool]:
         """Of each hash, whether every rank has it in a tier."""
@@ -65,7 +59,7 @@ class LowerIndex:
         ranks = self._ranks.get((tier, group), {})
         self._lose(tier, group, hashes)
         for content in hashes:
-            self._complete[tier, group] -= ranks.pop(content, 0) == self._all
+            ranks.pop(content, None)
 
     def _note(self, events: TierEvents, change: TierChange) -> None:
         """Before a change of rank 0 is made."""
@@ -88,13 +82,12 @@ class LowerIndex:
         for (tier, group), ranks in self._ranks.items():
             self._lose(tier, group, ranks)
         self._ranks.clear()
-        self._complete.clear()
 
     def counts(self) -> dict[str, dict[int, int]]:
-        """Contents that every rank has, by tier and cache group."""
+        """Contents that every rank has, by tier and cache group. It takes time for all that there are."""
         found: dict[str, dict[int, int]] = {}
-        for tier, group in self._ranks:
-            found.setdefault(tier, {})[group] = self._complete[tier, group]
+        for (tier, group), ranks in self._ranks.items():
+            found.setdefault(tier, {})[group] = list(ranks.values()).count(self._all)
         return found
 
 
@@ -394,12 +387,6 @@ class Host:
         self.totals: Counter[str] = Counter()
         self.events: TierEvents | None = None
         self._untaken: list[str] = []
-
-    def forget(self, jobs: Iterable[Job]) -> None:
-        """Those of the jobs that are over bring nothing any more, nowhere."""
-        for job in jobs if self.events is not None else ():
-            if job.kind is not JobKind.SEEK and not self.jobs.is_open(job):
-                self.forget_names(job.group, job.hashes)
 
     def forget_names(self, group: int, names: Iterable[bytes]) -> None:
         """What was described is stored nowhere, or everywhere."""

@@ -225,10 +225,11 @@ class OffloadScheduler:
         # after that if another one missed it.
         if report.cleared == self._num_clears and not self._clear:
             self.host.lower.update(report.rank, report.changes)
-        ended = self.host.jobs.report(report)
-        for job in ended:
+        for job in self.host.jobs.report(report):
             ends[job.kind](job)
-        self.host.forget(ended)
+            if job.kind is not JobKind.SEEK and not self.host.jobs.is_open(job):
+                # It brings nothing any more, nowhere.
+                self.host.forget_names(job.group, job.hashes)
 
     def _restore_failed(self, request_id: str) -> None:
         """What was to be restored has been dropped: no request is promised it any more, this one nothing."""
