@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -189,6 +190,22 @@ def wipe(client: Client) -> None:
         cached.tensor.view(torch.int8).fill_(0x55)
 
 
+@cache
+def _plain(model: str, device: str) -> Client:
+    return make_client(model=model, device=device, enable_prefix_caching=False)
+
+
+_ANSWERS: dict[tuple, list[int]] = {}
+
+
+def expected(prompt: list[int], max_tokens: int = 8, *, model: str = "gqa", device: str = "cpu") -> list[int]:
+    """What a node that keeps nothing answers, with its drafts."""
+    key = tuple(prompt), max_tokens, model, device
+    if key not in _ANSWERS:
+        _ANSWERS[key] = _plain(model, device).complete(prompt, max_tokens)
+    return _ANSWERS[key]
+
+
 class Twin:
     """A node that keeps blocks, one that does not, and the oracle: every request is put to all three."""
 
@@ -198,19 +215,11 @@ class Twin:
         self.model = model
         self.keeper = keeper or make_keeper(model=model, num_blocks=POOLS[model], **more)
         self.oracle = oracle or ORACLES[model]()
-        self._plain = make_client(model=model, enable_prefix_caching=False)
-        self._expected: dict[tuple, list[int]] = {}
-
-    def expected(self, prompt: list[int], max_tokens: int) -> list[int]:
-        key = (tuple(prompt), max_tokens)
-        if key not in self._expected:
-            self._expected[key] = self._plain.complete(prompt, max_tokens)
-        return self._expected[key]
 
     def ask(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
         """One request: its tokens are right, and as many were found as could be. Returns its answer."""
         tokens = self.keeper.ask(prompt, max_tokens)
-        assert tokens == self.expected(prompt, max_tokens)
+        assert tokens == expected(prompt, max_tokens, model=self.model)
         found = self.keeper.cached
         assert found == self.oracle.hit(prompt)
         self.oracle.add(prompt, tokens[:max_tokens], found)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.node.node_harness import make_client, make_prompt
+from tests.node.node_harness import make_prompt
 from tests.node.test_decode import with_graphs
-from tests.offload.node_kit import ORACLES, POOLS, disk_settings, make_keeper, wipe
+from tests.offload.node_kit import ORACLES, POOLS, disk_settings, expected, make_keeper, wipe
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,6 @@ pytestmark = [
 def test_prompts_return_to_a_gpu_from_memory_and_from_disk(model, tmp_path):
     options = {"model": model, "num_blocks": POOLS[model], "device": "cuda"}
     offload = disk_settings(tmp_path)
-    plain = make_client(model=model, device="cuda", enable_prefix_caching=False)
     oracle = ORACLES[model]()
     prompts = [make_prompt(length, seed=length) for length in (300, 170, 33)]
     for start in range(2):
@@ -27,7 +26,7 @@ def test_prompts_return_to_a_gpu_from_memory_and_from_disk(model, tmp_path):
         for turn in range(2):
             for prompt in prompts:
                 tokens = keeper.ask(prompt, 40)
-                assert tokens == plain.complete(prompt, 40)
+                assert tokens == expected(prompt, 40, model=model, device="cuda")
                 assert keeper.cached == oracle.hit(prompt)
                 assert (keeper.cached > 0) == (start + turn > 0 and oracle.block_tokens < len(prompt))
                 oracle.add(prompt, tokens[:40], keeper.cached)
@@ -37,7 +36,6 @@ def test_prompts_return_to_a_gpu_from_memory_and_from_disk(model, tmp_path):
 
 def test_decode_graphs_and_offload_do_not_disturb_each_other():
     options = {"device": "cuda", "num_blocks": 200, "max_num_batched_tokens": 64}
-    plain = make_client(device="cuda", enable_prefix_caching=False)
     keeper = make_keeper(**options)
     with_graphs(keeper)
     prompts = {f"r{number}": make_prompt(60 + 20 * number, seed=number) for number in range(8)}
@@ -47,6 +45,6 @@ def test_decode_graphs_and_offload_do_not_disturb_each_other():
             keeper.submit(name, prompt, 80)
         keeper.run(*names)
         for name, prompt in names.items():
-            assert keeper.tokens(name) == plain.complete(prompt, 80)
+            assert keeper.tokens(name) == expected(prompt, 80, device="cuda")
         keeper.settle()
         wipe(keeper)

@@ -6,7 +6,7 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from tests.node.node_harness import make_client, make_prompt
-from tests.offload.node_kit import ORACLES, Keeper, disk_settings, make_keeper, wipe
+from tests.offload.node_kit import ORACLES, Keeper, disk_settings, expected, make_keeper, wipe
 
 PROMPT = make_prompt(300, seed=1)
 
@@ -25,24 +25,20 @@ def copier(keeper: Keeper):
     return keeper.engine.worker.offload._copier
 
 
-def expected(prompt: list[int], model: str = "gqa", count: int = 8) -> list[int]:
-    return make_client(model=model, enable_prefix_caching=False).complete(prompt, count)
-
-
 @pytest.mark.parametrize("model", ["gqa", "sliding", "hybrid"])
 def test_a_restore_that_fails_is_computed_whatever_the_policy_for_peers(model):
     keeper = make_keeper(model=model)
-    assert keeper.ask(PROMPT) == expected(PROMPT, model)
+    assert keeper.ask(PROMPT) == expected(PROMPT, model=model)
     wipe(keeper)
     asked = []
     copier(keeper).restore = lambda copies, after=None: asked.append(copies) or Ticket(None, error="cut")
-    assert keeper.ask(PROMPT) == expected(PROMPT, model)
+    assert keeper.ask(PROMPT) == expected(PROMPT, model=model)
     assert keeper.cached == 0
     assert len(asked) == 1, "it is tried once"
     del copier(keeper).restore
     wipe(keeper)
     # What could not be restored is not trusted any more; it was kept anew by the request.
-    assert keeper.ask(PROMPT) == expected(PROMPT, model)
+    assert keeper.ask(PROMPT) == expected(PROMPT, model=model)
     assert keeper.cached == ORACLES[model]().block_tokens * (299 // ORACLES[model]().block_tokens)
 
 

@@ -6,12 +6,13 @@ import time
 
 import pytest
 
-from tests.node.node_harness import make_client, make_prompt
+from tests.node.node_harness import make_prompt
 from tests.offload.node_kit import (
     DEADLINE_S,
     ORACLES,
     Keeper,
     disk_settings,
+    expected,
     make_keeper,
     offload_config,
     patient,
@@ -61,27 +62,25 @@ def both(prefill: Keeper, decode: Keeper, prompt: list[int], name: str, max_toke
 @pytest.mark.parametrize("model", MODELS)
 def test_p_restores_what_it_hands_over_and_d_keeps_what_it_was_given(model):
     oracle = ORACLES[model]()
-    plain = make_client(model=model, enable_prefix_caching=False)
     prefill, decode = pair(model=model)
     first = make_prompt(300, seed=1)
     answer = both(prefill, decode, first, "first", 30)
-    assert answer == plain.complete(first, 30)
+    assert answer == expected(first, 30, model=model)
     oracle.add(first, [0])
     wipe(prefill)
     wipe(decode)
     longer = [*first, *make_prompt(90, seed=2)]
-    assert both(prefill, decode, longer, "longer") == plain.complete(longer)
+    assert both(prefill, decode, longer, "longer") == expected(longer, model=model)
     assert prefill.last("longer").cached_tokens == oracle.hit(longer) > 0
     # D was given or has computed all of this, and needs no P for it.
     wipe(decode)
     turn = [*first, *answer[:30], *make_prompt(20, seed=3)]
-    assert decode.ask(turn) == plain.complete(turn)
+    assert decode.ask(turn) == expected(turn, model=model)
     assert decode.cached >= 256
 
 
 def test_both_at_once_while_prompts_are_sent_as_they_are_computed(tmp_path):
     prefill, decode = pair(model="gqa", max_num_batched_tokens=64, offload=disk_settings(tmp_path))
-    plain = make_client(enable_prefix_caching=False)
     base = make_prompt(160, seed=7)
     both(prefill, decode, base, "base")
     wipe(prefill)
@@ -98,7 +97,7 @@ def test_both_at_once_while_prompts_are_sent_as_they_are_computed(tmp_path):
     until(lambda: not (prefill.held or decode.held), prefill, decode)
     for name, prompt in prompts.items():
         assert decode.last(name).failure is None
-        assert decode.tokens(name) == plain.complete(prompt)
+        assert decode.tokens(name) == expected(prompt)
         assert prefill.last(name).cached_tokens == 160
     until(lambda: not any([*prefill.busy().values(), *decode.busy().values()]), prefill, decode)
 
@@ -125,19 +124,18 @@ def test_a_request_that_d_cannot_fetch_is_restored_or_computed():
 
 def test_d_reuses_no_block_of_a_window_that_p_may_have_filled_in_part():
     """D's blocks are twice as long: where a window begins P has half of one, and others see more."""
-    plain = make_client(model="sliding", enable_prefix_caching=False)
     prefill = node("P", "kv_producer", model="sliding", block_size=16)
     more = {"enable_prefix_caching": True, "reserved_blocks": 61}
     decode = node("D", "kv_consumer", model="sliding", block_size=32, **more)
     prompt = make_prompt(251, seed=1)
     answer = both(prefill, decode, prompt, "first", 30)
-    assert answer == plain.complete(prompt, 30)
+    assert answer == expected(prompt, 30, model="sliding")
     # It sees 15 tokens before those that P had left.
     turn = [*prompt[:226], 7]
-    assert decode.ask(turn, 30) == plain.complete(turn, 30)
+    assert decode.ask(turn, 30) == expected(turn, 30, model="sliding")
     assert decode.cached == 0
     turn = [*prompt[:226], 8]
-    assert decode.ask(turn, 30) == plain.complete(turn, 30)
+    assert decode.ask(turn, 30) == expected(turn, 30, model="sliding")
     assert decode.cached == 224
 
 
@@ -150,7 +148,6 @@ SHAPES = {
 
 def pulled(model, ours, theirs):
     """A second turn on a node that never saw the first; tokens that it did not compute."""
-    plain = make_client(model=model, enable_prefix_caching=False)
     keeps = patient(node("P", "kv_both", model=model, **ours))
     loads = patient(node("D", "kv_both", reserved_blocks=61, model=model, **theirs))
     first = make_prompt(300, seed=1)
@@ -161,7 +158,7 @@ def pulled(model, ours, theirs):
     loads.submit("pulled", prompt, 8, {"kv_sources": [f"{address.host}:{address.port}"]})
     until(lambda: loads.last("pulled"), keeps, loads)
     assert loads.last("pulled").failure is None
-    assert loads.tokens("pulled") + loads.drafts("pulled") == plain.complete(prompt)
+    assert loads.tokens("pulled") + loads.drafts("pulled") == expected(prompt, model=model)
     until(lambda: not any([*keeps.busy().values(), *loads.busy().values()]), keeps, loads)
     for one in (keeps, loads):
         assert not any(one.engine.worker.state()[key] for key in ("leases", "sendings", "loads"))

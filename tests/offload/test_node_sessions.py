@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from functools import cache
 
 import pytest
 
-from tests.node.node_harness import make_client, make_prompt
-from tests.offload.node_kit import POOLS, disk_settings, make_keeper, wipe
+from tests.node.node_harness import make_prompt
+from tests.offload.node_kit import POOLS, disk_settings, expected, make_keeper, wipe
 
 MODELS = ("gqa", "mixed", "sliding", "hybrid")
 FIRST = make_prompt(300, seed=1)
@@ -24,28 +25,31 @@ def hints(*actions: tuple[str, dict], session: str = "s", **more) -> dict:
     return {"kv_hints": envelope, "session_id": session, **more}
 
 
+@cache
+def turn_bytes(model: str) -> dict[int, int]:
+    """What a turn takes of host memory, by cache group."""
+    probe = make_keeper(model=model, num_blocks=POOLS[model])
+    probe.ask(FIRST, 8)
+    usage = probe.engine.offload_state()["usage"]
+    rows = {int(group): length for group, length in usage["row_bytes"].items()}
+    return {int(group): counts["held"] * rows[int(group)] for group, counts in usage["host"].items()}
+
+
 class Talk:
     """A node with memory for some turns, and one that keeps nothing."""
 
     def __init__(self, model: str, num_blocks: int = 0, turns: int = 4, **offload) -> None:
-        probe = make_keeper(model=model, num_blocks=POOLS[model])
-        probe.ask(FIRST, 8)
-        usage = probe.engine.offload_state()["usage"]
-        held = {int(group): counts["held"] for group, counts in usage["host"].items()}
-        rows = {int(group): length for group, length in usage["row_bytes"].items()}
-        probe.close()
-        each = {group: count * rows[group] for group, count in held.items()}
+        each = turn_bytes(model)
         self.turn_bytes = sum(each.values())
-        self._turns = turns
+        self._model, self._turns = model, turns
         offload = {"cpu_bytes": turns * self.turn_bytes, "pin_quota": 0.5, **offload}
         offload["shares"] = [length / self.turn_bytes for _, length in sorted(each.items())]
         self.keeper = make_keeper(model=model, num_blocks=num_blocks or POOLS[model], offload=offload)
-        self._plain = make_client(model=model, enable_prefix_caching=False)
 
     def ask(self, prompt: list[int], *actions: tuple[str, dict], max_tokens: int = 8, **more) -> list[int]:
         params = hints(*actions, **more) if actions else more or None
         tokens = self.keeper.ask(prompt, max_tokens, params)
-        assert tokens == self._plain.complete(prompt, max_tokens)
+        assert tokens == expected(prompt, max_tokens, model=self._model)
         return tokens
 
     def press(self, times: int = 3) -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tests.node.node_harness import make_client, make_prompt
-from tests.offload.node_kit import Keeper, disk_settings, make_keeper
+from tests.node.node_harness import make_prompt
+from tests.offload.node_kit import Keeper, disk_settings, expected, make_keeper
 
 LONGEST = 300
 # A little more than the longest request needs.
@@ -20,7 +20,7 @@ class Soak:
     def __init__(self, keeper: Keeper, model: str, seed: int) -> None:
         self.keeper = keeper
         self.rng = random.Random(seed)
-        self.plain = make_client(model=model, enable_prefix_caching=False)
+        self.model = model
         self.seen: list[list[int]] = []
         self.asked: dict[str, tuple[list[int], int]] = {}
         self.aborted: set[str] = set()
@@ -63,8 +63,8 @@ class Soak:
             assert last.failure is None, last.failure
             found += last.cached_tokens
             if name not in self.aborted:
-                expected = self.plain.complete(prompt, count)
-                assert self.keeper.tokens(name) + self.keeper.drafts(name) == expected, name
+                got = self.keeper.tokens(name) + self.keeper.drafts(name)
+                assert got == expected(prompt, count, model=self.model), name
         return found
 
 
@@ -107,7 +107,6 @@ def test_a_preempted_request_goes_on_from_what_was_kept_of_it(model, num_blocks)
     copier = keeper.engine.worker.offload._copier
     real, restored = copier.restore, []
     copier.restore = lambda copies, after=None: restored.append(copies) or real(copies, after)
-    plain = make_client(model=model, enable_prefix_caching=False)
     prompts = {"first": make_prompt(150, seed=1), "second": make_prompt(150, seed=2)}
     count = 120
     for name, prompt in prompts.items():
@@ -117,6 +116,6 @@ def test_a_preempted_request_goes_on_from_what_was_kept_of_it(model, num_blocks)
     assert keeper.engine.snapshot.counts["preemptions"] > 0
     assert restored
     for name, prompt in prompts.items():
-        assert keeper.tokens(name) + keeper.drafts(name) == plain.complete(prompt, count)
+        assert keeper.tokens(name) + keeper.drafts(name) == expected(prompt, count, model=model)
         # Its client is told of its prompt as it was first admitted.
         assert keeper.last(name).cached_tokens == 0
