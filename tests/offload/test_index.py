@@ -75,7 +75,10 @@ class IndexMachine(RuleBasedStateMachine):
                 self.reserve(group, names(sequence, 0, 9), False)
                 self.finish(group, names(sequence, 0, 9), False)
 
-    parts = st.builds(names, st.integers(0, 5), st.integers(0, 30), st.integers(0, 45))
+    # Most parts overlap.
+    parts = st.builds(
+        names, st.sampled_from([0, 0, 0, 1, 2, 5]), st.sampled_from([0, 0, 3, 20]), st.integers(0, 45)
+    )
     groups = st.sampled_from(GROUPS)
 
     @rule(group=groups, hashes=parts, twice=st.booleans())
@@ -274,6 +277,37 @@ def test_neighbours_in_a_sequence_are_neighbours_in_memory():
         stored(index, 0, names(sequence, 0, 100))
     _, rows = index.reserve(0, names(30, 0, 100))
     assert rows == list(range(rows[0], rows[0] + 100))
+
+
+def test_a_pinned_content_that_is_dropped_keeps_its_row_and_comes_back_later():
+    index = small(2)
+    only = names(0, 0, 2)
+    stored(index, 0, only)
+    row = index.rows_of(0, only[:1])
+    index.pin(0, only)
+    index.drop(0, only[:1])
+    assert index.states(0, only) == [ABSENT, READY]
+    assert index.reserve(0, only) == ([], [])
+    index.unpin(0, only)
+    assert index.reserve(0, only) == (only[:1], row)
+    check_index(index)
+
+
+def test_the_rows_after_those_of_a_content_are_not_taken_for_what_follows_it():
+    """Another group has it there, or it was there before and is elsewhere now."""
+    index = TierIndex(plan_arena(200 * 64, {0: 64, 1: 64}, {0: 0.5, 1: 0.5}))
+    hashes, others = names(0, 0, 50), names(1, 0, 25)
+    stored(index, 0, hashes[:25])
+    stored(index, 1, hashes[25:])
+    assert index.states(0, hashes) == [READY] * 25 + [ABSENT] * 25
+    index = small(100)
+    stored(index, 0, [*hashes, *others])
+    index.drop(0, hashes[25:])
+    # The rows that were freed last are taken first.
+    index.drop(0, others)
+    stored(index, 0, hashes[25:])
+    assert index.lookup(0, hashes) == 50
+    check_index(index)
 
 
 def test_what_comes_and_goes_between_two_calls_is_not_written_down():

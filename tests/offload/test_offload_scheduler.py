@@ -364,6 +364,24 @@ def test_one_prefix_of_two_requests_is_stored_once_and_fetched_once():
     stack.check_idle()
 
 
+def test_a_restore_that_failed_is_computed_and_its_rows_are_dropped():
+    stack = stack_of()
+    prefill(stack, "first", range(64))
+    stack.ranks.fail = 1.0
+    request = stack.add("again", range(64))
+    while not request.hits:
+        stack.step(everything=True)
+    while stack.loading:
+        stack.step(everything=True)
+    stack.ranks.fail = 0.0
+    assert stack.half.matched_tokens(request, 0) == (0, False)
+    assert failures(stack)["offload_restore_failed"] == 1
+    stack.run()
+    # It was stored again meanwhile.
+    assert prefill(stack, "third", range(64)).hits == [(0, 56)]
+    stack.check_idle()
+
+
 def test_what_a_tier_no_longer_has_is_a_shorter_hit():
     stack = stack_of(tiers=("disk",), num_ranks=2)
     prefill(stack, "first", range(64))
@@ -788,7 +806,6 @@ def test_restores_that_keep_failing_are_left_alone_for_a_while():
         stack.run(everything=True)
         hits.append(sum(request.hits[0]))
     assert hits == [56, 56, 56, 0]
-    assert failures(stack)["offload_restore_failed"] == 3
     stack.ranks.fail = 0.0
     stack.clock.now += 31
     assert prefill(stack, "last", range(400, 464)).hits == [(0, 56)]
