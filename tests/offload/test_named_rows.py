@@ -219,6 +219,14 @@ def test_a_row_that_is_taken_has_no_name_from_that_moment_on(named):
     assert named.check("aaaaaa", 16).is_intact()
 
 
+def test_a_content_that_is_stored_twice_is_where_it_was_stored_last(named):
+    keep(named, "aa", 16)
+    named.store(0, [(name_of("aa", 0, 3), 9)])
+    named.store(0, [(b"x", 3)])
+    named.check("aa", 16)
+    assert named.rows.find(Prefix(NAMING, 0, names("aa")), 16)[0] == 16
+
+
 def test_former_names_of_a_row_are_not_remembered(named):
     for number in range(20):
         named.store(0, [(b"%d" % number, 2), (b"%d again" % number, 3)])

@@ -207,6 +207,25 @@ def test_the_next_turn_continues_the_pin_and_another_prompt_has_its_own(plan):
     assert pin in pins.of("", "s")
 
 
+def test_what_was_dropped_is_pinned_no_more_and_may_be_pinned_again(plan):
+    index = filled(plan, 1)
+    pins = SessionPins(index, plan, 0.5)
+    pin = pins.begin("", "s", names(0, 0, 50))
+    pins.add(pin, (HOST, 0), names(0, 0, 50))
+    index.drop(0, names(0, 10, 5))
+    check_index(index)
+    assert len(pin.held[HOST, 0]) == 45
+    assert pins.add(pin, (HOST, 0), names(0, 0, 50)) == 10
+    taken, _ = index.reserve(0, names(0, 10, 5))
+    assert pins.add(pin, (HOST, 0), names(0, 0, 50)) == 50
+    # What is on its way makes no room either once it is there.
+    index.commit(0, taken)
+    check_index(index)
+    pins.release(pin)
+    check_index(index)
+    assert len(index.classes[0].ages.rows()) == 100
+
+
 def test_what_tenants_share_counts_for_each_and_stays_for_the_last():
     ledger = Ledger(8, 0.5)
     four = [b"1", b"2", b"3", b"4"]
