@@ -119,6 +119,18 @@ def test_what_is_gone_before_it_was_told_is_not_reported():
     assert catalog.unreported(2) == []
 
 
+def test_a_row_that_is_whole_after_a_clear_is_not_there():
+    tracker = CompletionTracker()
+    catalog = Catalog(tracker)
+    epoch = catalog.epoch
+    catalog.begin(4096)
+    catalog.clear()
+    catalog.add((0, b"a"), epoch)
+    assert not tracker.take()
+    assert catalog.has([(0, b"a")]) == [None]
+    assert catalog.doomed() == [row_name((0, b"a"))]
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_questions_are_answered_while_a_great_many_rows_are_found_at_a_start(waits):
     catalog = Catalog(CompletionTracker(), waits=waits)
@@ -618,13 +630,15 @@ def test_old_rows_that_cannot_be_removed_stop_writing(tmp_path, files):
 
 def test_a_folder_that_vanishes_is_made_again(tmp_path):
     driver = open_driver(tmp_path / "cache", 8 << 20, **SOON)
-    rows = some_rows(300, 1, length=1000)
-    driver.write(rows)
+    rows, unread = some_rows(300, 1, length=1000), some_rows(5, 77)
+    driver.write(rows | unread)
     shutil.rmtree(tmp_path / "cache")
     assert driver.read(lengths_of(rows)) == {}
     assert driver.failures["disk_gone"]
-    assert not driver.index
+    assert driver.index == set(unread)
     writes_again(driver)
+    driver.poll()
+    assert driver.index.isdisjoint(unread)
     assert driver.write(rows) == ()
     assert driver.read(lengths_of(rows)) == rows
     assert taken_bytes(tmp_path) < 2 << 20
