@@ -374,6 +374,7 @@ def test_a_restore_that_failed_is_computed_and_its_rows_are_dropped():
     while stack.loading:
         stack.step(everything=True)
     stack.ranks.fail = 0.0
+    assert stack.half.host.index.lookup(0, request.hashes(4)) == 0
     assert stack.half.matched_tokens(request, 0) == (0, False)
     assert failures(stack)["offload_restore_failed"] == 1
     stack.run()
