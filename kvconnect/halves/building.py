@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -24,10 +24,6 @@ from kvconnect.decode.pulls import PullRequests
 from kvconnect.errors import LocalError
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import TransferWorker, WorkerHalf
-from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
-from kvconnect.offload.tier_events import TierEvents
-from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.peer.handles import Handles, PeerTrust, new_handle
@@ -37,6 +33,13 @@ from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import OrdersDraft
 from kvconnect.transfer.params import SOURCES_KEY
 from kvconnect.transfer.stack import Names, StackTraits
+
+# Tiers are a fifth of the package, and where nothing is kept none of it is loaded.
+if TYPE_CHECKING:
+    from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+    from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+    from kvconnect.offload.tier_events import TierEvents
+    from kvconnect.offload.worker.offload_worker import OffloadWorker
 
 
 class Trust(NamedTuple):
@@ -61,7 +64,7 @@ class KeptBlocks:
     """What a scheduler's stack states of the blocks that are kept below the device's memory.
 
     ``hashes`` name the contents of a request's blocks; ``row_bytes`` are those of all ranks, by cache group.
-    What tiers get and lose is noted in ``events``. ``make`` is what owns the index.
+    What tiers get and lose is noted in ``events``. ``make`` is what owns the index, if it is another class.
     """
 
     groups: Sequence[KVCacheGroup]
@@ -71,7 +74,7 @@ class KeptBlocks:
     num_ranks: int
     clock: Callable[[], float]
     events: TierEvents | None = None
-    make: type[OffloadScheduler] = OffloadScheduler
+    make: type[OffloadScheduler] | None = None
 
 
 def build_scheduler_half(
@@ -99,7 +102,9 @@ def build_scheduler_half(
     """
     offload = None
     if kept is not None and config.extra.offload is not None:
-        offload = kept.make(
+        from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+
+        offload = (kept.make or OffloadScheduler)(
             config.extra.offload,
             kept.groups,
             kept.requirements,
@@ -239,6 +244,8 @@ def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
 def _open_offload(
     config: TransferConfig, traits: RankTraits, kept: KeptCache, opened: ExitStack
 ) -> OffloadWorker:
+    from kvconnect.offload.worker.offload_worker import OffloadWorker
+
     assert config.extra.offload is not None
     cache = kept.cache
     offload = OffloadWorker(

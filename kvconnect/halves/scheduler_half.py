@@ -8,20 +8,21 @@ is kept like that of any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvconnect.decode.decode_requests import DecodeRequests
 from kvconnect.decode.pulls import PullRequests
-from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
-from kvconnect.offload.scheduler.sessions import RESULTS_KEY
 from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import Orders, OrdersDraft, Results
-from kvconnect.transfer.params import SOURCES_KEY, transfer_params
+from kvconnect.transfer.params import RESULTS_KEY, SOURCES_KEY, transfer_params
 from kvconnect.transfer.stack import RequestView, SchedulerHooks, Step
+
+if TYPE_CHECKING:
+    from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 
 PEER = "peer"
 """What another node is called where hits are counted by where they came from."""

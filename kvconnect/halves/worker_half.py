@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -27,7 +27,6 @@ from kvconnect.errors import LocalError
 from kvconnect.halves.inspection_page import write_inspection
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Changes, Metrics, merge_changes
-from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.packages import package_versions
 from kvconnect.peer import description, inspection, timeline_page
 from kvconnect.peer.allow_list import AllowList
@@ -42,6 +41,9 @@ from kvconnect.transfer.local import open_local
 from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results
 from kvconnect.transfer.stack import WorkerHooks
 from kvconnect.transfer.transfer_thread import DeviceSteps, Finished, always
+
+if TYPE_CHECKING:
+    from kvconnect.offload.worker.offload_worker import OffloadWorker
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,9 @@ BATCH_KEY = "kvconnect_batch"
 SOURCES_KEY = "kv_sources"
 """Where a request's KV may be kept, as ``host:port`` of rank 0 of each node."""
 
+HINTS_KEY, RESULTS_KEY = "kv_hints", "kv_hint_results"
+"""What a client wants kept, and what came of that."""
+
 _MOST_SOURCES = 64
 
 MOST_LATER_PROMPTS = 256

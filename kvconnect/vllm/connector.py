@@ -22,7 +22,6 @@ from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.outcome import Cause, Reason
 from kvconnect.transfer.orders import Results
 from kvconnect.vllm import settings
-from kvconnect.vllm.events import wants_events
 from kvconnect.vllm.geometry import running_states, scheduler_config, transferred_groups
 from kvconnect.vllm.metadata import (
     PEER_SOURCE,
@@ -376,7 +375,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     @property
     def _names_adapters(self) -> bool:
         """Events have vLLM's own hashes, which name an adapter by its path alone."""
-        return not wants_events(self._vllm)
+        return not settings.wants_events(self._vllm)
 
     @property
     def _half(self) -> SchedulerHalf:

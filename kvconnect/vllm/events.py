@@ -13,24 +13,17 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvconnect.offload.tier_events import Described, EventMaker, last_64_bits
+from kvconnect.offload.tier_events import Described, EventMaker, TierEvents, last_64_bits
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 # vLLM before 0.31 hashes keys as it publishes them.
 _PUBLISHED = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 
-def wants_events(vllm_config: VllmConfig) -> bool:
-    """Whether KV events are enabled."""
-    wanted = getattr(vllm_config, "kv_events_config", None)
-    return bool(wanted and wanted.enable_kv_cache_events)
-
-
-def event_maker(kv_cache_config: Any) -> EventMaker:
-    """Makes events of the installed release."""
+def tier_events(kv_cache_config: Any) -> TierEvents:
+    """What tiers get and lose, as events of the installed release."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     groups = [
         {
@@ -39,7 +32,7 @@ def event_maker(kv_cache_config: Any) -> EventMaker:
         }
         for spec in specs
     ]
-    return EventMaker(BlockStored, BlockRemoved, groups, describe, _name())
+    return TierEvents(EventMaker(BlockStored, BlockRemoved, groups, describe, _name()))
 
 
 def _name() -> Callable[[bytes], Any]:

@@ -61,28 +61,19 @@ class HeadCounts:
         return max((count for count in (self.main, self.draft) if count is not None), default=None)
 
 
-@dataclass(frozen=True)
-class VllmCache:
-    """A worker's caches, ready to be registered, with the scales of those layers that keep quantised values.
+@dataclass(frozen=True, kw_only=True)
+class VllmCache(RankCache):
+    """A worker's caches, with the scales of those layers that keep quantised values.
 
     ``rank_bound`` are layers that are divided over ranks in a way that only vLLM knows (one head a rank
     where that is none of the models', states of a kind without ``sections``): they travel whole, between
     equal ranks of equal worlds. The sections of a state, by layer, stand in its place, each as a layer.
     """
 
-    config: KVCacheConfig
-    kernel_block_sizes: dict[int, int]
-    tensors: dict[str, CacheTensor]
-    heads: dict[str, HeadInterval]
+    heads: Mapping[str, HeadInterval]
     rank_bound: tuple[str, ...]
-    scales: dict[str, Scales]
-    sections: dict[str, tuple[Section, ...]]
+    sections: Mapping[str, tuple[Section, ...]]
     num_ranks: int
-
-    @property
-    def registered(self) -> RankCache:
-        """What the worker half registers."""
-        return RankCache(self.config, self.kernel_block_sizes, self.tensors, self.heads, self.scales)
 
     def finest(self, counts: HeadCounts) -> int | None:
         """The finest division of any layer over ranks; None where every rank keeps the same bytes."""
@@ -233,7 +224,16 @@ def worker_cache(
         groups.append(_group_of(specs))
         kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
     config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
-    return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(bound), scales, sections, num_ranks)
+    return VllmCache(
+        config=config,
+        kernel_block_sizes=kernel_block_sizes,
+        tensors=tensors,
+        heads=heads,
+        scales=scales,
+        rank_bound=tuple(bound),
+        sections=sections,
+        num_ranks=num_ranks,
+    )
 
 
 def has_slots(spec: Any) -> bool:

@@ -6,23 +6,25 @@ in, and what else the bytes of a block depend on besides its tokens.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
 from kvconnect.offload.namespace import salted
-from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.vllm.adapters import Adapters, named_with
 from kvconnect.vllm.geometry import group_spec, is_state, scheduler_config, transferred_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 
 
 def kept_groups(kv_cache_config: Any) -> tuple[int, ...]:
@@ -74,11 +76,6 @@ def check_blocks(kv_cache_config: Any, hash_tokens: int) -> None:
             )
 
 
-def align_tokens(kv_cache_config: Any) -> int:
-    """What the end of a hit is a multiple of: where the blocks of all groups end together."""
-    return math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups))
-
-
 def kept_config(kv_cache_config: Any) -> Any:
     """vLLM's cache configuration as if the groups that are kept were all that a connector moves."""
     return SimpleNamespace(
@@ -90,8 +87,11 @@ def kept_config(kv_cache_config: Any) -> Any:
 
 def hit_requirements(kv_cache_config: Any, drafts: Collection[int] = ()) -> HitRequirements:
     """What hits need of the groups that are kept."""
+    from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+
     groups = scheduler_config(kept_config(kv_cache_config)).groups
-    align = align_tokens(kv_cache_config)
+    # A hit ends where the blocks of all groups end together.
+    align = math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups))
     return HitRequirements.of(groups, kept_groups(kv_cache_config), align, drafts)
 
 
@@ -166,17 +166,8 @@ class BlockNames:
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
+        unhashed = copy.copy(request)
+        unhashed.block_hashes = []
         hasher = get_request_block_hasher(tokens, get_hash_fn_by_name(self._algorithm))
-        made: Sequence[bytes] = hasher(cast(Any, _Unhashed(request)))
+        made: Sequence[bytes] = hasher(unhashed)
         return made
-
-
-class _Unhashed:
-    """A request of vLLM without its hashes."""
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-        self.block_hashes: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)

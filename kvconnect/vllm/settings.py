@@ -141,6 +141,12 @@ def outside_pools(vllm_config: VllmConfig, make: Callable[[], Made], device: tor
         return thread.submit(made).result()
 
 
+def wants_events(vllm_config: VllmConfig) -> bool:
+    """Whether KV events are enabled."""
+    wanted = getattr(vllm_config, "kv_events_config", None)
+    return bool(wanted and wanted.enable_kv_cache_events)
+
+
 def computes_prompts_whole(vllm_config: VllmConfig) -> bool:
     """Whether this vLLM cannot compute the rest of a prompt, but for its last token.
 

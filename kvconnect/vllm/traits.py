@@ -26,12 +26,10 @@ from kvconnect.halves.building import (
 )
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.offload.tier_events import TierEvents
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
 from kvconnect.vllm.adapters import Adapters
-from kvconnect.vllm.events import event_maker, wants_events
 from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
 from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
@@ -108,16 +106,22 @@ def _request_traits(
 def _kept_blocks(
     vllm_config: VllmConfig, kv_cache_config: Any, workers: Mapping[int, AddressMetadata], adapters: Adapters
 ) -> KeptBlocks:
-    parallel, announces = vllm_config.parallel_config, wants_events(vllm_config)
+    parallel, events = vllm_config.parallel_config, None
+    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+    if settings.wants_events(vllm_config):
+        # With what it imports: of servers that keep KV and say so alone.
+        from kvconnect.vllm.events import tier_events
+
+        events = tier_events(kv_cache_config)
     return KeptBlocks(
         scheduler_config(kept_config(kv_cache_config)).groups,
         hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
-        hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config), None if announces else adapters),
+        hashes=BlockHashes(hash_tokens, None if events is not None else adapters),
         row_bytes=_same_rows(workers),
         # vLLM's world may have all data-parallel engines.
         num_ranks=parallel.pipeline_parallel_size * stage_ranks(vllm_config),
         clock=time.monotonic,
-        events=TierEvents(event_maker(kv_cache_config)) if announces else None,
+        events=events,
     )
 
 
@@ -149,12 +153,12 @@ def make_worker_half(
         # What comes back to the same rank is bytes: nothing of it is converted.
         cache = described(kept_config(kv_cache_config))
         kept = KeptCache(
-            cache.registered,
+            cache,
             stated.identity(cache, extra.offload),
             hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
             label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
             naming=_peers_names(vllm_config, kv_cache_config, config),
-            announces=wants_events(vllm_config) and rank == 0,
+            announces=settings.wants_events(vllm_config) and rank == 0,
         )
     if extra.engine != "none":
         cache = described(kv_cache_config, convert_dtype=extra.convert_dtype)
@@ -169,7 +173,7 @@ def make_worker_half(
             held_back=held_back(kv_cache_config, lookahead),
             draft_from=counts.num_layers,
         )
-        sent = SentCache(cache.registered, meaning)
+        sent = SentCache(cache, meaning)
     return build_worker_half(config, RankTraits(rank, ranks.size, reserved_bytes, sent, kept))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvconnect.offload.scheduler.sessions import HINTS_KEY
-from kvconnect.transfer.params import HANDLE_KEY, PEER_KEY, SOURCES_KEY
+from kvconnect.transfer.params import HANDLE_KEY, HINTS_KEY, PEER_KEY, SOURCES_KEY
 from tests.simulator.host import Host
 from tests.simulator.request import Request
 from tests.simulator.scenario import Hint, RequestPlan

@@ -26,13 +26,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tok
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvconnect.config import OffloadConfig
-from kvconnect.node.kv_events import EventBatch, tier_events
+from kvconnect.node import kv_events as node_events
+from kvconnect.node.kv_events import EventBatch
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import DEVICE, EventMaker, TierEvents
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, Step
-from kvconnect.vllm.events import describe, event_maker
+from kvconnect.vllm.events import describe, tier_events
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import BlockHashes, hit_requirements, kept_config
 from tests.ports import free_port
@@ -68,7 +69,7 @@ def half_of(maker=None):
         row_bytes={0: 128, 1: 64},
         clock=lambda: 1.0,
     )
-    half.announce(TierEvents(maker or event_maker(CACHE)))
+    half.announce(TierEvents(maker) if maker else tier_events(CACHE))
     return half
 
 
@@ -220,7 +221,7 @@ def test_vllm_s_publisher_and_decoder_carry_them():
 
 
 def test_a_node_s_events_are_decoded_by_vllm_too():
-    events = tier_events(scheduler_config(kept_config(CACHE)))
+    events = node_events.tier_events(scheduler_config(kept_config(CACHE)))
     view, hashes = SimpleNamespace(token_ids=[*range(4, 16)]), [b"h" * 16, b"i" * 16]
     origins = [(0, view, b"g" * 16, 4), (1, view, hashes[0], 4)]
     events.gained(DEVICE, 1, hashes, origins)

@@ -13,7 +13,6 @@ from kvconnect.errors import ConfigError
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import (
     BlockHashes,
-    align_tokens,
     check_blocks,
     draft_groups,
     hash_block_tokens,
@@ -77,7 +76,7 @@ def test_groups_that_vllm_does_not_find_by_hashes_are_not_kept():
 
 
 def test_a_hit_ends_where_the_blocks_of_all_groups_end():
-    assert align_tokens(cache_of(attention(16), window(24, 100), ring(10))) == 240
+    assert hit_requirements(cache_of(attention(16), window(24, 100), ring(10))).align_tokens == 240
 
 
 def test_the_rows_of_the_shortest_hit_are_known_when_the_workers_start():

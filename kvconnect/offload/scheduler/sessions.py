@@ -21,10 +21,9 @@ from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import NEVER, Host
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.tier import DISK, HOST
-from kvconnect.transfer.params import transfer_params
+from kvconnect.transfer.params import HINTS_KEY, transfer_params
 from kvconnect.transfer.stack import RequestView
 
-HINTS_KEY, RESULTS_KEY = "kv_hints", "kv_hint_results"
 MOST_TTL_S = 3600.0
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _Version = Annotated[str, msgspec.Meta(pattern=r"^1(\.[0-9]{1,9})*$")]
