@@ -10,8 +10,7 @@ Imports no vLLM, and OpenTelemetry only for a request that is traced.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvconnect.peer.timeline_page import digest
@@ -26,12 +25,6 @@ _SPANS = {
 """By the moment that ends it a span's name, and the moment that it begins with."""
 
 
-@dataclass
-class _Traced:
-    headers: Any
-    records: list[Record] = field(default_factory=list)
-
-
 class Spans:
     """The requests that are traced, until they end and their KV is not held any more.
 
@@ -43,7 +36,8 @@ class Spans:
     def __init__(self, clock: Callable[[], float], wall_ns: Callable[[], int]) -> None:
         self._clock = clock
         self._wall_ns = wall_ns
-        self._traced: dict[str, _Traced] = {}
+        # By request the headers that came with it, and what was recorded since.
+        self._traced: dict[str, tuple[Any, list[Record]]] = {}
 
     def __len__(self) -> int:
         """Requests that are remembered."""
@@ -52,7 +46,7 @@ class Spans:
     def begin(self, request: Any) -> None:
         """A request arrived; vLLM's own."""
         if headers := getattr(request, "trace_headers", None):
-            self._traced[request.request_id] = _Traced(headers)
+            self._traced[request.request_id] = headers, []
 
     def end(self, request_id: str) -> None:
         """It is over, and nothing of it is held."""
@@ -63,29 +57,31 @@ class Spans:
         if not self._traced:
             return
         for note in notes:
-            traced = self._traced.get(note[3])
-            if traced is not None:
-                traced.records.append(note)
-                self._close(traced, note)
+            if note[3] not in self._traced:
+                continue
+            headers, records = self._traced[note[3]]
+            records.append(note)
+            if note[1] in _SPANS:
+                try:
+                    self._emit(headers, records)
+                except Exception:
+                    # No request fails for a span.
+                    logger.exception("a span of request %s could not be made", note[3])
+            if note[1] == Moment.FREED:
+                self.end(note[3])
 
-    def _close(self, traced: _Traced, last: Record) -> None:
-        name, first = _SPANS.get(last[1], ("", ""))
-        began = next((record for record in traced.records if record[1] == first), None)
-        if began is not None:
-            try:
-                self._emit(name, traced, began, last)
-            except Exception:
-                # No request fails for a span.
-                logger.exception("the span %r of request %s could not be made", name, last[3])
-        if last[1] == Moment.FREED:
-            self.end(last[3])
-
-    def _emit(self, name: str, traced: _Traced, began: Record, last: Record) -> None:
+    def _emit(self, headers: Any, records: Sequence[Record]) -> None:
+        """The span that ends with the last of these, if its beginning is among them."""
+        last = records[-1]
+        name, first = _SPANS[last[1]]
+        began = next((record for record in records if record[1] == first), None)
+        if began is None:
+            return
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         offset_ns = self._wall_ns() - round(self._clock() * 1e9)
-        context = TraceContextTextMapPropagator().extract(traced.headers)
+        context = TraceContextTextMapPropagator().extract(headers)
         attributes = {
             "kvconnect.request_id": last[3],
             "kvconnect.handle": digest(began[2]),
@@ -94,7 +90,7 @@ class Spans:
         span = trace.get_tracer("kvconnect").start_span(
             name, context=context, attributes=attributes, start_time=round(began[0] * 1e9) + offset_ns
         )
-        for record in traced.records:
+        for record in records:
             if began[0] < record[0] < last[0]:
                 span.add_event(record[1], timestamp=round(record[0] * 1e9) + offset_ns)
         if last[1] == Moment.LOADED and not last[5]:

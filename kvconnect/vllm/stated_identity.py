@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -59,85 +60,59 @@ SOURCES = {
 }
 """By entry where in vLLM its value comes from, and what sets it; for people."""
 
-FREE_FIELDS = {
-    "where it comes from": ("_name_or_path", "transformers_version", "_commit_hash"),
-    "stated by an entry of its own": ("dtype", "torch_dtype"),
-    "how long a request may be: what is derived of it is compared": ("max_model_len",),
-    "what comes after the last layer": (
-        *("id2label", "label2id", "problem_type", "num_labels", "finetuning_task", "task_specific_params"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-        *("output_attentions", "output_hidden_states", "return_dict", "output_router_logits"),
-        "final_logit_softcapping",
-    ),
-    "training": (
-        *("attention_dropout", "hidden_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "dropout"),
-        *("initializer_range", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise"),
-    ),
-    "another runtime": (
-        "use_cache",
-        "chunk_size_feed_forward",
-        "_attn_implementation",
-        "attn_implementation",
-    ),
-}
-"""By reason the fields of a model's configuration, at any depth, that KV does not depend on."""
-_FREE_FIELDS = {field for fields in FREE_FIELDS.values() for field in fields}
 
-FREE_SETTINGS = {
-    "where it comes from": (
-        *(
-            "model",
-            "model_weights",
-            "revision",
-            "code_revision",
-            "hf_config_path",
-            "config_format",
-            "hf_token",
-        ),
-        *("trust_remote_code", "allowed_local_media_path", "allowed_media_domains", "served_model_name"),
-        *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"),
-    ),
-    "stated by an entry of its own": (
-        *("dtype", "quantization", "hf_config", "hf_text_config", "hf_overrides", "generation_config"),
-        *("override_generation_config", "model_impl", "model_class_overrides", "disable_sliding_window"),
-        *("multimodal_config", "quantization_config", "allow_deprecated_quantization"),
-    ),
-    "how long a request may be: what is derived of it is compared": (
-        "max_model_len",
-        "spec_target_max_model_len",
-    ),
-    "sampling and answers": (
-        *("seed", "max_logprobs", "logprobs_mode", "logits_processors", "return_sampling_mask"),
-        *("use_fp64_gumbel", "pooler_config", "enable_return_routed_experts", "enable_trace_replay"),
-    ),
-    "how the server runs": (
-        *(
-            "runner",
-            "convert",
-            "is_submodel_config",
-            "enforce_eager",
-            "disable_cascade_attn",
-            "enable_prompt_embeds",
-        ),
-        *(
-            "enable_sleep_mode",
-            "sleep_preserve_parameter_names",
-            "sleep_mode_backend",
-            "enable_cumem_allocator",
-        ),
-        *("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend", "io_processor_plugin"),
-        *("renderer_num_workers", "word_embeddings_untied_by_checkpoint"),
-    ),
-    "caches and limits of media": (
-        *("limit_per_prompt", "skip_mm_profiling", "mm_processor_cache_gb", "mm_processor_cache_type"),
-        *("mm_shm_cache_max_object_size_mb", "mm_ipc_gpu_memory_gb", "mm_tensor_ipc", "mm_encoder_tp_mode"),
-        *("mm_encoder_attn_backend", "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin"),
-        *("interleave_mm_strings", "enable_mm_embeds", "allow_missing_mm_embeddings", "mm_hasher_algorithm"),
-        *("language_model_only", "mm_encoder_only"),
-    ),
-}
+def _words(by_reason: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    return {reason: tuple(words.split()) for reason, words in by_reason.items()}
+
+
+FREE_FIELDS = _words(
+    {
+        "where it comes from": "_name_or_path transformers_version _commit_hash",
+        "stated by an entry of its own": "dtype torch_dtype",
+        "how long a request may be: what is derived of it is compared": "max_model_len",
+        "what comes after the last layer": """
+            id2label label2id problem_type num_labels finetuning_task task_specific_params bos_token_id
+            eos_token_id pad_token_id sep_token_id decoder_start_token_id output_attentions
+            output_hidden_states return_dict output_router_logits final_logit_softcapping""",
+        "training": """
+            attention_dropout hidden_dropout embd_pdrop attn_pdrop resid_pdrop dropout initializer_range
+            router_aux_loss_coef aux_loss_alpha seq_aux router_jitter_noise""",
+        "another runtime": "use_cache chunk_size_feed_forward _attn_implementation attn_implementation",
+    }
+)
+"""By reason the fields of a model's configuration, at any depth, that KV does not depend on."""
+_FREE_FIELDS = {*itertools.chain(*FREE_FIELDS.values())}
+
+FREE_SETTINGS = _words(
+    {
+        "where it comes from": """
+            model model_weights revision code_revision hf_config_path config_format hf_token
+            trust_remote_code allowed_local_media_path allowed_media_domains served_model_name tokenizer
+            tokenizer_mode tokenizer_revision skip_tokenizer_init""",
+        "stated by an entry of its own": """
+            dtype quantization hf_config hf_text_config hf_overrides generation_config
+            override_generation_config model_impl model_class_overrides disable_sliding_window
+            multimodal_config quantization_config allow_deprecated_quantization""",
+        "how long a request may be: what is derived of it is compared": """
+            max_model_len spec_target_max_model_len""",
+        "sampling and answers": """
+            seed max_logprobs logprobs_mode logits_processors return_sampling_mask use_fp64_gumbel
+            pooler_config enable_return_routed_experts enable_trace_replay""",
+        "how the server runs": """
+            runner convert is_submodel_config enforce_eager disable_cascade_attn enable_prompt_embeds
+            enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend enable_cumem_allocator
+            sleep_mode_offload_cudagraph enable_nccl_comm_suspend io_processor_plugin renderer_num_workers
+            word_embeddings_untied_by_checkpoint""",
+        "caches and limits of media": """
+            limit_per_prompt skip_mm_profiling mm_processor_cache_gb mm_processor_cache_type
+            mm_shm_cache_max_object_size_mb mm_ipc_gpu_memory_gb mm_tensor_ipc mm_encoder_tp_mode
+            mm_encoder_attn_backend mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin
+            interleave_mm_strings enable_mm_embeds allow_missing_mm_embeddings mm_hasher_algorithm
+            language_model_only mm_encoder_only""",
+    }
+)
 """By reason the settings of vLLM that KV does not depend on, or does so through another entry."""
-_FREE_SETTINGS = {field for fields in FREE_SETTINGS.values() for field in fields}
+_FREE_SETTINGS = {*itertools.chain(*FREE_SETTINGS.values())}
 _COUNTED_CONFIGS = ("additional_config", "engram_config", "diffusion_config")
 
 _SAME_DTYPE = {"fp8": "fp8_e4m3"}
@@ -180,10 +155,7 @@ class Stated:
             "rotary": set(_rotary(models[:1])),
             "cache dtype": {name: _cache_dtype(layers.get(name), specs[name]) for name in attended},
             "page order": page_orders(
-                layers,
-                attended,
-                vllm_config.model_config.dtype,
-                lambda name: has_slots(specs[name]),
+                layers, attended, vllm_config.model_config.dtype, lambda name: has_slots(specs[name])
             ),
         }
         of_ranks = all_ranks(own)
@@ -243,11 +215,10 @@ def dtypes(model: str, kept: Mapping[str, str], *, has_states: bool, convert_dty
     is_converted = model in _CONVERTED_MODELS and set(kept.values()) <= set(_CONVERTED)
     # States are not converted, and they may have the model's type. Rows of other caches hold more than
     # values, and some of that has the model's type.
+    any_type = "any of 16 and 8 bits, by convert_dtype"
     return {
-        "dtype": "any of 16 and 8 bits, by convert_dtype" if is_converted and not has_states else model,
-        "cache dtype": "any of 16 and 8 bits, by convert_dtype"
-        if is_converted
-        else {**kept, "convert_dtype": True},
+        "dtype": any_type if is_converted and not has_states else model,
+        "cache dtype": any_type if is_converted else {**kept, "convert_dtype": True},
     }
 
 
@@ -293,9 +264,8 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, torch.dtype):
         return _dtype_name(value)
     if isinstance(value, torch.Tensor):
-        return hashlib.sha256(
-            value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
+        plain_bytes = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return hashlib.sha256(plain_bytes).hexdigest()
     if depth > _DEEPEST:
         return type(value).__qualname__
     if isinstance(value, Mapping):
@@ -305,14 +275,10 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((plain(item, depth + 1) for item in value), key=json.dumps)
     if isinstance(value, type) or callable(value):
-        return (
-            f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-        )
-    attributes = getattr(value, "__dict__", {})
-    return {
-        "class": type(value).__qualname__,
-        **{key: plain(item, depth + 1) for key, item in attributes.items()},
-    }
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"{getattr(value, '__module__', '')}.{name}"
+    attributes = {key: plain(item, depth + 1) for key, item in getattr(value, "__dict__", {}).items()}
+    return {"class": type(value).__qualname__, **attributes}
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -396,16 +362,14 @@ def _rotary(models: Iterable[nn.Module]) -> Iterable[str]:
                 if not table.is_complex() and first + at < len(table)
             ]
             # Devices differ in the last bits.
-            numbers = [round(float(row[i]), 2) + 0.0 for row in rows for i in _spread(len(row))]
+            numbers = [
+                round(float(row[i]), 2) + 0.0
+                for row in rows
+                for i in sorted({index * len(row) // _ANGLES for index in range(_ANGLES)})
+            ]
             choices = {name: getattr(module, name, None) for name in _ROTARY_CHOICES}
-            stated = " ".join(
-                f"{name}={plain(value)}" for name, value in choices.items() if value is not None
-            )
-            yield f"{stated} {_short(numbers)}"
-
-
-def _spread(count: int) -> list[int]:
-    return sorted({index * count // _ANGLES for index in range(_ANGLES)})
+            stated = (f"{name}={plain(value)}" for name, value in choices.items() if value is not None)
+            yield " ".join([*stated, _short(numbers)])
 
 
 def _cache_dtype(layer: Any, spec: Any) -> str:

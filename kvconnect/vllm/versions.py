@@ -25,6 +25,7 @@ def vllm_version() -> str:
     return package_versions().get("vllm", "")
 
 
+@functools.cache
 def check_vllm(base: Any) -> None:
     """Look at vLLM's module of base classes before anything relies on it. Raises ``ConfigError``."""
     version = vllm_version()
@@ -35,7 +36,11 @@ def check_vllm(base: Any) -> None:
             f"load; kvconnect accepts vLLM {RANGE}"
         )
     if not is_tested(version):
-        _warn_once(version)
+        logger.warning(
+            "kvconnect is tested with vLLM %s, this is %s: its connector interface may have changed",
+            RANGE,
+            version or "a vLLM of an unknown version",
+        )
 
 
 def is_tested(version: str) -> bool:
@@ -51,12 +56,3 @@ def warn_of_known_faults(vllm_config: Any) -> None:
             "vLLM 0.30.0 with speculative_config may stop scheduling requests for ever, a fault of its own; "
             "use vLLM 0.31 or newer, or no speculative_config"
         )
-
-
-@functools.cache
-def _warn_once(version: str) -> None:
-    logger.warning(
-        "kvconnect is tested with vLLM %s, this is %s: its connector interface may have changed",
-        RANGE,
-        version or "a vLLM of an unknown version",
-    )

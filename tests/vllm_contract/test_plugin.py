@@ -15,12 +15,13 @@ from kvconnect.errors import ConfigError
 from kvconnect.vllm import plugin, versions
 
 ROOT = Path(__file__).parents[2]
-NEW_ENOUGH = types.SimpleNamespace(KVConnectorTransferResults=object)
+NEW_ENOUGH = types.ModuleType("base")
+NEW_ENOUGH.KVConnectorTransferResults = object
 
 
 @pytest.fixture(autouse=True)
 def nothing_warned_yet():
-    versions._warn_once.cache_clear()
+    versions.check_vllm.cache_clear()
 
 
 def test_the_entry_point_is_ours():
@@ -130,7 +131,7 @@ def test_a_vllm_that_cannot_hear_of_failed_loads_is_refused(monkeypatch):
     """Whatever its version says: a build of one's own may be newer than its name."""
     monkeypatch.setattr(versions, "vllm_version", lambda: "0.29.1")
     with pytest.raises(ConfigError, match=r"0\.29\.1.*failed to load.*0\.30 to 0\.33"):
-        versions.check_vllm(types.SimpleNamespace())
+        versions.check_vllm(types.ModuleType("base"))
 
 
 @pytest.mark.parametrize(
