@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvconnect.transfer.transfer_thread import DeviceSteps
 from kvconnect.vllm.connector import KVConnect
-from tests.vllm_bench.device import Device
 from tests.vllm_bench.links import Links
 from tests.vllm_bench.model import Caches, Model
 from tests.vllm_bench.reference import Text, continuation
@@ -40,6 +40,37 @@ init_none_hash(sha256)
 os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
 
 
+class Device:
+    """Kernels in the order in which they were launched.
+
+    One that is late has run a step's when its results are needed, and not before; others run each at once.
+    """
+
+    def __init__(self, *, is_late: bool) -> None:
+        self._is_late = is_late
+        self._pending: deque[tuple[Callable[[], None], bool]] = deque()
+        self.launched = 0
+        """How many kernels it was given so far."""
+        self._ran = 0
+
+    def launch(self, kernel: Callable[[], None], *, is_long: bool = True) -> None:
+        """Give it a kernel. What is not long is over as soon as all before it is."""
+        self._pending.append((kernel, is_long))
+        self.launched += 1
+        self.run(self._ran if self._is_late else self.launched)
+
+    def run(self, number: int) -> None:
+        """The first so many kernels have run after this."""
+        while self._pending and (self._ran < number or not self._pending[0][1]):
+            self._pending.popleft()[0]()
+            self._ran += 1
+
+    def record(self) -> Callable[[], bool]:
+        """What says whether everything that was launched so far has run."""
+        number = self.launched
+        return lambda: self._ran >= number
+
+
 class _NoGrammar:
     """Structured output of an engine that has none."""
 
@@ -55,6 +86,7 @@ class Engine:
 
     Args:
         links: what is known of transfers between this engine and others: which of them are about to end.
+        fields: of the model's configuration, which differ from those of other engines.
     """
 
     def __init__(
@@ -67,10 +99,12 @@ class Engine:
         layout: str,
         extra: dict[str, Any],
         links: Links,
+        fields: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name, self.model, self.role, self._extra, self._links = name, model, role, extra, links
+        self.name, self.model, self.role, self._links = name, model, role, links
+        self._given = role, name, extra, model, fields or {}
         self.caches = Caches(model, capacity, layout)
-        config = vllm_config(EngineSettings(num_blocks=capacity), role, name, extra, model)
+        config = vllm_config(EngineSettings(num_blocks=capacity), *self._given)
         self.worker = KVConnect(config, KVConnectorRole.WORKER, model.config(capacity, 0))
         self.worker.register_kv_caches(self.caches.tensors)
         self.steps = 0
@@ -78,7 +112,7 @@ class Engine:
     def begin(self, settings: EngineSettings, rng: random.Random) -> None:
         """A new scheduler, runner and request table, over the same memory and worker."""
         self.settings, self._rng = settings, rng
-        config = vllm_config(settings, self.role, self.name, self._extra, self.model)
+        config = vllm_config(settings, *self._given)
         cache = self.model.config(settings.num_blocks, settings.num_drafts)
         block_size, hash_size = resolve_kv_cache_block_sizes(cache, config)
         cache.hash_block_size = hash_size
@@ -278,6 +312,20 @@ class Engine:
         counts = {"blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), **self.half.state()}
         counts["requests"] = len(self.scheduler.requests)
         return {name: count for name, count in counts.items() if count and name in _AT_REST}
+
+    def complete(self, request_id: str, *beside: Engine) -> str:
+        """Step, and engines beside this one too, until all of them are idle. Why a request ended."""
+        while any(engine.is_busy for engine in (self, *beside)):
+            for engine in (*beside, self):
+                engine.step()
+        return self.ended[request_id][0]
+
+    def prefilled(self, request_id: str, prompt: list[int]) -> dict[str, Any] | None:
+        """The parameters for another engine, after this one computed the prompt."""
+        self.add(request_id, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
+        while request_id not in self.ended:
+            self.step()
+        return self.ended[request_id][1]
 
     def close(self) -> None:
         """End the worker's threads."""

@@ -11,7 +11,7 @@ from tests.vllm_bench.model import MODELS, Model
 
 CAPACITY = 160
 KINDS = ("pd", "offload")
-_EXTRA = {
+EXTRA = {
     "engine": "memory",
     "insecure": True,
     "lease_s": 60.0,
@@ -55,7 +55,7 @@ class Engines:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.links = Links()
-        extra: dict[str, Any] = dict(_EXTRA)
+        extra: dict[str, Any] = dict(EXTRA)
         if setup.cpu_bytes:
             extra["offload"] = {"cpu_bytes": setup.cpu_bytes, "checkpoint_tokens": 32}
         names = (("prefill", "kv_producer"), ("decode", "kv_consumer"))

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,20 @@ def _base() -> VllmConfig:
 
 
 def vllm_config(
-    settings: EngineSettings, role: str, engine_id: str, extra: dict[str, Any], model: Model
+    settings: EngineSettings,
+    role: str,
+    engine_id: str,
+    extra: dict[str, Any],
+    model: Model,
+    fields: Mapping[str, Any],
 ) -> VllmConfig:
     """vLLM's configuration of one engine; parts of it are shared between engines and never changed."""
     base = _base()
     made = copy.copy(base)
     made.__class__ = _Config
+    made.model_config = copy.copy(base.model_config)
+    made.model_config.hf_config = copy.deepcopy(base.model_config.hf_config)
+    made.model_config.hf_config.update(fields)
     made.cache_config = copy.copy(base.cache_config)
     made.cache_config.num_gpu_blocks = settings.num_blocks
     made.cache_config.kv_cache_layout = settings.layout
