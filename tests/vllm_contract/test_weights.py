@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from kvconnect.cache.identity import weights_differ
-from kvconnect.offload.namespace import Namespace
 from kvconnect.vllm.weights import (
     LoadedWeights,
     _embeddings_name,
@@ -99,24 +98,21 @@ def test_two_fine_tunes_under_one_path_have_two_names(tmp_path, what):
     assert files_name(one_file(tmp_path, made)) != before
 
 
-def test_of_every_tensor_and_of_each_of_many_experts_something_is_looked_at(tmp_path):
-    few = {f"layers.{n}.w": struct.pack("<I", n) for n in range(3000)}
-    before = files_name(one_file(tmp_path, few))
-    few["layers.1234.w"] = b"abcd"
-    assert files_name(one_file(tmp_path, few)) != before
-    many = {f"layers.{n}.experts.{e}.up": struct.pack("<I", n * e) for n in range(60) for e in range(100)}
-    before = files_name(one_file(tmp_path, many))
-    many["layers.31.experts.77.up"] = b"abcd"
-    assert files_name(one_file(tmp_path, many)) != before
+FEW = {f"layers.{n}.w": struct.pack("<I", n) for n in range(3000)}
+MANY = {f"layers.{n}.experts.{e}.up": struct.pack("<I", n * e) for n in range(60) for e in range(100)}
+# Experts must not crowd out the few tensors of another kind.
+MOST = {f"layers.{n}.experts.{e}.up": struct.pack("<I", n * e) for n in range(20) for e in range(500)}
+MOST |= {f"layers.{n}.o_proj": struct.pack("<I", n) for n in range(10)}
 
 
-def test_of_a_model_of_very_many_tensors_every_kind_is_looked_at(tmp_path):
-    """Ten in 30 000 that are changed, and no others of their kind: experts must not crowd them out."""
-    made = {f"layers.{n}.experts.{e}.up": struct.pack("<I", n * e) for n in range(60) for e in range(500)}
-    made |= {f"layers.{n}.o_proj": struct.pack("<I", n) for n in range(10)}
+@pytest.mark.parametrize(
+    ("made", "changed"),
+    [(FEW, "layers.1234.w"), (MANY, "layers.31.experts.77.up"), (MOST, "layers.7.o_proj")],
+    ids=["each tensor", "each expert", "each kind"],
+)
+def test_of_very_many_tensors_something_of_all_is_looked_at(tmp_path, made, changed):
     before = files_name(one_file(tmp_path, made))
-    made["layers.7.o_proj"] = b"abcd"
-    assert files_name(one_file(tmp_path, made)) != before
+    assert files_name(one_file(tmp_path, {**made, changed: b"abcd"})) != before
 
 
 def test_what_is_read_twice_or_not_at_all_does_not_count(tmp_path):
@@ -230,14 +226,6 @@ def ranks(*checkpoints, models):
         LoadedWeights(name, [model], lambda _: told).names
         for (name, *_), model in zip(told, models, strict=True)
     ]
-
-
-def test_what_no_file_names_is_named_by_what_is_in_memory():
-    assert LoadedWeights("1", [network()], alone).names["files"] == "1"
-    names = LoadedWeights(None, [network()], alone).names
-    assert list(names) == ["tensors"]
-    assert LoadedWeights(None, [network()], alone).names == names
-    assert LoadedWeights(None, [network(1)], alone).names != names
 
 
 def test_weights_that_are_replaced_in_place_get_another_name_and_get_it_back():
@@ -387,8 +375,3 @@ def test_the_models_are_those_of_the_runner_that_registers(tmp_path, monkeypatch
     for model in models:
         names.append(Runner(model).initialize_kv_cache(vllm_config).names)
     assert names == [LoadedWeights(None, [model], alone).names for model in models]
-
-
-def test_the_namespace_of_kept_blocks_has_the_weights():
-    names = {Namespace.of({"weights": weights}).digest for weights in ("1", "2", "tensors 1")}
-    assert len(names) == 3
