@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from kvconnect.router import bodies
-from tests.vllm.load_figures import Load, Sample, arrivals_s, prompts
+from tests.vllm.load_figures import Load, Sample, arrivals_s, prompts, streamed, tokens_so_far
 
 _TEXT_CHARACTERS = 400
 _LINE_BYTES = 2**20
@@ -191,7 +191,10 @@ class Client:
         async with self._asked("D", url, body) as answer:
             async for line in answer.content:
                 arrived = _now()
-                if (so_far := streamed_tokens(line)) > num_tokens:
+                chunk = streamed(line)
+                if "error" in chunk:
+                    raise LegFailed("D", "error in the stream", str(chunk["error"]))
+                if (so_far := tokens_so_far(chunk)) > num_tokens:
                     num_tokens = so_far
                     moments.append(arrived)
         if num_tokens != wanted:
@@ -217,17 +220,6 @@ class Client:
 def _body(prompt: str, **more: Any) -> bytes:
     rest = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True, **more})
     return f'{{"prompt": {prompt}, {rest[1:]}'.encode()
-
-
-def streamed_tokens(line: bytes) -> int:
-    """How many tokens a line of a stream says that there are so far. Raises LegFailed: it is an error."""
-    data = line.removeprefix(b"data: ").strip()
-    if not data or data == b"[DONE]":
-        return 0
-    chunk = json.loads(data)
-    if "error" in chunk:
-        raise LegFailed("D", "error in the stream", str(chunk["error"]))
-    return int((chunk.get("usage") or {}).get("completion_tokens") or 0)
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

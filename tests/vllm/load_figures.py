@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -76,6 +77,17 @@ class Sample:
     gaps_s: tuple[float, ...] = ()
     error: str = ""
     detail: str = ""
+
+
+def streamed(line: bytes) -> dict[str, Any]:
+    """What a line of a stream has; empty where it has nothing."""
+    data = line.removeprefix(b"data: ").strip()
+    return json.loads(data) if data and data != b"[DONE]" else {}
+
+
+def tokens_so_far(chunk: Mapping[str, Any]) -> int:
+    """How many tokens a chunk of a stream says that there are."""
+    return int((chunk.get("usage") or {}).get("completion_tokens") or 0)
 
 
 def quantile(values: Sequence[float], part: float) -> float:

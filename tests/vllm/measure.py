@@ -1,233 +1,266 @@
-"""Figures of real vLLM servers on two cores: ``python -m tests.vllm.measure --help``.
+"""First tokens of real vLLM pairs, or what they cost when idle: ``python -m tests.vllm.measure --help``.
 
-Nothing here asserts a time. What is compared runs alternately, in one run; whoever is not being measured
-is stopped by a signal, because some connectors keep a core busy while they are idle.
+The prefill servers share the first GPU or core, the decode servers the second. All pairs are up at once and
+take turns with the same prompt, so that what disturbs one disturbs all; on a CPU those that wait stand still.
+Every finding is a JSON line, printed when it is known. Nothing here asserts a time.
+
+Tokens can be compared where every run cuts a prompt at the same places: lengths are a multiple of the
+chunk, and one token more. Then the last token is computed alone, wherever the rest was.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
+import re
 import statistics
-import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.ports import free_port
-from tests.vllm.servers import (
-    ASK_FOR_KV,
-    MULTIPROCESSING,
-    NIXL_CONNECTOR,
-    Server,
-    awake,
-    members,
-    random_prompt,
-    running,
-    send_signal,
-    transfer_config,
+from kvconnect.demo.http import fetch
+from tests.vllm.pairs import (
+    NIXL,
+    Lines,
+    Pair,
+    Variant,
+    ask,
+    brought_up,
+    command_line,
+    environment,
+    gpu_options,
+    named_variant,
+    prepared,
+    stopped,
+    tell_failure,
 )
-from tests.vllm.tiny_models import write_model
+from tests.vllm.servers import Server, awake, members, random_prompt
+from tests.vllm.tiny_models import Recipe
 
-_ANSWER_TIMEOUT_S = 5400
-"""A prompt of 32k tokens takes vLLM's CPU build many minutes."""
+_METRICS_WITHIN_S = 3.0
+_OURS = {
+    "bytes": "vllm:kvconnect_transfer_bytes_total",
+    "transfer_s": "vllm:kvconnect_transfer_seconds_total",
+    "load_s": "vllm:kvconnect_load_seconds_sum",
+    "copies": "vllm:kvconnect_copies_total",
+}
+_THEIRS = {
+    "bytes": "vllm:nixl_bytes_transferred_sum",
+    "transfer_s": "vllm:nixl_xfer_time_seconds_sum",
+    "posting_s": "vllm:nixl_post_time_seconds_sum",
+    "copies": "vllm:nixl_num_descriptors_sum",
+}
+_REQUEST = {
+    "queued_s": "vllm:request_queue_time_seconds_sum",
+    "step_s": "vllm:request_prefill_time_seconds_sum",
+}
+"""The decode server's own view: until it had the KV, and from then to the first token."""
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_FACTS = re.compile(
+    r"model runner|attention backend|AttentionBackend|FlashAttention|layout|KV cache size", re.I
+)
 
 
-def _config(connector: str, role: str) -> dict[str, Any] | None:
-    if connector == "none":
-        return None
-    if connector == "NixlConnector":
-        return NIXL_CONNECTOR
-    _, engine, *protocol = connector.split("-")
-    more = {"protocol": protocol[0] if protocol else "auto"}
-    return transfer_config(role, engine, load_timeout_s=300, lease_s=300, **more)
+def transferred(
+    variant: Variant, before: Mapping[str, float], after: Mapping[str, float]
+) -> dict[str, float]:
+    """What one transfer was, by the growth of a decode server's metrics."""
+    series = {**(_THEIRS if variant.extra is None else _OURS), **_REQUEST}
+    grown = {what: after.get(name, 0.0) - before.get(name, 0.0) for what, name in series.items()}
+    if grown["transfer_s"] > 0:
+        grown["gb_per_s"] = grown["bytes"] / grown["transfer_s"] / 1e9
+    return grown
 
 
-def _server(
-    recipe, folder: Path, connector: str, role: str, cpu: str, space_gib: int, *options: str
-) -> Server:
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": str(space_gib),
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        # Measured is what operators run.
-        MULTIPROCESSING: None,
+def measured(pair: Pair, prompt: Sequence[int]) -> dict[str, Any]:
+    """Hand one prompt over, and say what it took."""
+    before = pair.decode.metrics()
+    began = time.perf_counter()
+    params = pair.prefill.prefilled(list(prompt))
+    prefill_s = time.perf_counter() - began
+    answer = ask(pair.decode.url, prompt, kv_transfer_params=params)
+    # A worker's numbers come with the steps that follow.
+    deadline = time.monotonic() + _METRICS_WITHIN_S
+    while True:
+        moved = transferred(pair.variant, before, pair.decode.metrics())
+        if (moved["bytes"] > 0 and moved["step_s"] > 0) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return {
+        "prefill_s": prefill_s,
+        "first_token_s": answer.first_token_s,
+        **moved,
+        "output": answer.tokens,
     }
-    name = f"{connector}-{role}"
-    return Server(
-        recipe,
-        folder,
-        name,
-        cpu,
-        _config(connector, role),
-        options,
-        environment,
-        answer_timeout_s=_ANSWER_TIMEOUT_S,
-    )
 
 
-def first_token(
-    connectors: list[str], lengths: list[int], rounds: int, space_gib: int
-) -> list[dict[str, Any]]:
-    """Seconds from asking a decode server to its first token, its KV taken from the prefill server."""
-    samples: dict[tuple[str, int], list[float]] = {}
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        recipe = write_model("heavy", folder)
-        options = ["--max-model-len", str(max(lengths) + 128), "--max-num-batched-tokens", "2048"]
-        pairs = {}
-        for connector in connectors:
-            made = (
-                # Both cores for the prompts: nobody else computes meanwhile.
-                _server(recipe, folder, connector, "producer", "0-1", space_gib, *options),
-                _server(
-                    recipe,
-                    folder,
-                    connector,
-                    "consumer",
-                    "1",
-                    space_gib,
-                    *options,
-                    "--no-enable-prefix-caching",
-                ),
-            )
-            pairs[connector] = stack.enter_context(running(*made))
-            for server in made:
-                send_signal(server, signal.SIGSTOP)
-        # A stopped process does not end: they are woken before they are ended.
-        stack.callback(
-            lambda: [send_signal(server, signal.SIGCONT) for two in pairs.values() for server in two]
-        )
-        for length in lengths:
-            prompt = random_prompt(length, length)
-            expected: dict[str, list[int]] = {}
-            for turn in range(rounds + 1):
-                for connector, (prefill, decode) in pairs.items():
-                    with awake((prefill, decode)):
-                        params = prefill.ask(prompt, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
-                        started = time.perf_counter()
-                        got = decode.tokens(
-                            prompt, max_tokens=1, kv_transfer_params=params["kv_transfer_params"]
-                        )
-                        took = time.perf_counter() - started
-                    assert expected.setdefault("any", got) == got
-                    # The first turn meets the peer, and prefills what later ones find in the prefix cache.
-                    if turn:
-                        samples.setdefault((connector, length), []).append(took)
-            _report(samples, length, connectors)
-    return [
-        {"connector": connector, "tokens": length, "median_ms": round(statistics.median(times) * 1e3, 1)}
-        for (connector, length), times in samples.items()
-    ]
+def _scatter_all(pairs: Sequence[Pair], given: argparse.Namespace, lines: Lines) -> None:
+    """Leave the free blocks that the longest prompt gets in an order where none is beside its neighbour.
+
+    A fresh pool hands out adjacent blocks, and engines copy them in one piece; one that was in use does
+    not. Prompts of one token are decoded side by side until each has so many blocks: between two blocks of a
+    prompt lies one of every other.
+    """
+    num_blocks = max(given.lengths) // given.block_size + 64
+    began = time.perf_counter()
+
+    def scatter(server: Server, blocks_each: int) -> None:
+        prompts = [[number % 256] for number in range(-(-num_blocks // blocks_each))]
+        body = {"model": "tiny", "prompt": prompts, "ignore_eos": True}
+        fetch(server.url + "/v1/completions", body | {"max_tokens": blocks_each * given.block_size - 1}, 120)
+
+    # Not the same order on both sides: sorted by address it would be whole again.
+    asked = [(server, blocks) for pair in pairs for server, blocks in ((pair.prefill, 5), (pair.decode, 7))]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        list(pool.map(scatter, *zip(*asked, strict=True)))
+    lines.write("scattered", seconds=round(time.perf_counter() - began, 1), blocks=num_blocks)
 
 
-def _report(samples: dict[tuple[str, int], list[float]], length: int, connectors: list[str]) -> None:
-    medians = {name: statistics.median(samples[name, length]) for name in connectors}
-    base = medians[connectors[-1]]
-    parts = [f"{name} {value * 1e3:.0f} ms ({value / base:.2f})" for name, value in medians.items()]
-    print(f"{length} tokens: " + ", ".join(parts), flush=True)
+def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians of the samples of one variant and length, and how many of them had the right tokens."""
+    told: dict[str, Any] = {"rounds": len(samples)}
+    for key in dict.fromkeys(key for sample in samples for key in sample):
+        values = [sample[key] for sample in samples if key in sample]
+        if key.startswith("like_"):
+            told[key] = sum(values)
+        elif key in ("bytes", "copies", "gb_per_s"):
+            told[key] = round(statistics.median(values), 2)
+        elif key.endswith("_s"):
+            told[key.removesuffix("_s") + "_ms"] = round(statistics.median(values) * 1e3, 2)
+    return told
 
 
-def idle(connectors: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Cores that an idle pair uses after it has met and handed over a request."""
-    found = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        recipe = write_model("gqa", folder)
-        for connector in connectors:
-            made = [
-                _server(recipe, folder, connector, role, cpu, 1)
-                for role, cpu in (("producer", "0"), ("consumer", "1"))
+def _started(recipe: Recipe, given: argparse.Namespace, folder: Path) -> list[Pair]:
+    options = ["--max-model-len", str(max(given.lengths) + 128)]
+    if given.cpu:
+        options += ["--max-num-batched-tokens", "2048"]
+    else:
+        options += gpu_options(given.chunk, given.kv_gib, given.block_size, given.attention_backend)
+        options += ["--max-num-seqs", str(min(512, given.chunk))]
+    made = []
+    for number, variant in enumerate(given.variants):
+        servers = []
+        for role, place in zip(("producer", "consumer"), given.gpus.split(","), strict=True):
+            settings = environment(None if given.cpu else place)
+            if given.cpu:
+                settings["VLLM_CPU_KVCACHE_SPACE"] = str(given.kv_gib)
+            # On a CPU prompts are computed once for all turns, by both cores: nobody else computes meanwhile.
+            cpu = ("0-1" if role == "producer" else "1") if given.cpu else "0"
+            caching = [] if given.cpu and role == "producer" else ["--no-enable-prefix-caching"]
+            name, config = f"pair{number}-{role}", variant.config(role)
+            servers.append(Server(recipe, folder, name, cpu, config, [*options, *caching], settings))
+        made.append(Pair(variant, *servers))
+    return made
+
+
+def compare(pairs: list[Pair], given: argparse.Namespace, lines: Lines) -> None:
+    """Hand prompts over with each pair in turn. A pair that fails is left out from then on."""
+    for length in given.lengths:
+        samples: dict[str, list[dict[str, Any]]] = {}
+        begins = random_prompt(length - 8, length)
+        # The first turn meets the peer, compiles kernels, and is not counted.
+        for turn in range(given.rounds + 1):
+            prompt = begins + random_prompt(8, turn) if given.cpu else random_prompt(length, length + turn)
+            first: list[int] | None = None
+            for pair in list(pairs):
+                with ExitStack() as stack:
+                    if given.cpu:
+                        stack.enter_context(awake(pair.servers))
+                    try:
+                        sample = measured(pair, prompt)
+                        local = ask(pair.prefill.url, prompt)
+                    except Exception:
+                        tell_failure(pair, lines)
+                        pairs.remove(pair)
+                        continue
+                first = first or sample["output"]
+                sample["local_s"] = local.first_token_s
+                sample["like_local"] = sample["output"] == local.tokens
+                sample["like_first"] = sample["output"] == first
+                lines.write("sample", connector=pair.name, tokens=length, turn=turn, **sample)
+                if turn:
+                    samples.setdefault(pair.name, []).append(sample)
+        for name, taken in samples.items():
+            lines.write("median", connector=name, tokens=length, **summary(taken))
+
+
+def idle(pairs: Sequence[Pair], seconds: float, lines: Lines) -> None:
+    """Cores that each pair uses after it has met and handed over a request, the others standing still."""
+    for pair in pairs:
+        with awake(pair.servers):
+            prompt = random_prompt(300, 1)
+            pair.decode.tokens(prompt, kv_transfer_params=pair.prefill.prefilled(prompt))
+            time.sleep(3)
+            before = [_cpu_s(server) for server in pair.servers]
+            time.sleep(seconds)
+            cores = [
+                round((_cpu_s(server) - was) / seconds, 4)
+                for server, was in zip(pair.servers, before, strict=True)
             ]
-            with running(*made) as (prefill, decode):
-                prompt = random_prompt(300, 1)
-                params = None
-                if connector != "none":
-                    params = prefill.ask(prompt, max_tokens=1, kv_transfer_params=ASK_FOR_KV)[
-                        "kv_transfer_params"
-                    ]
-                decode.tokens(prompt, **({"kv_transfer_params": params} if params else {}))
-                time.sleep(3)
-                before = [_cpu_s(server) for server in made]
-                time.sleep(seconds)
-                cores = [(_cpu_s(server) - was) / seconds for server, was in zip(made, before, strict=True)]
-            found.append(
-                {
-                    "connector": connector,
-                    "prefill_cores": round(cores[0], 4),
-                    "decode_cores": round(cores[1], 4),
-                }
-            )
-            print(json.dumps(found[-1]), flush=True)
-    return found
+        lines.write("idle", connector=pair.name, prefill_cores=cores[0], decode_cores=cores[1])
 
 
 def _cpu_s(server: Server) -> float:
-    total = 0
-    for pid in members(server):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / _TICKS_PER_S
+    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in members(server))
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
 
-def long_prompts(connector: str, length: int, requests: int, space_gib: int) -> list[dict[str, Any]]:
-    """Prompts of many thousand tokens through a pair: are they exact, and how long does D take?"""
-    found = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        recipe = write_model("heavy", folder)
-        options = ["--max-model-len", str(length + 128), "--max-num-batched-tokens", "2048"]
-        prefill = _server(recipe, folder, connector, "producer", "0-1", space_gib, *options)
-        decode = _server(
-            recipe, folder, connector, "consumer", "1", space_gib, *options, "--no-enable-prefix-caching"
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    given = command_line(
+        __doc__,
+        arguments,
+        {
+            "connectors": "comma separated: NixlConnector, kvconnect-ENGINE or kvconnect-ENGINE:PROTOCOL",
+            "lengths": "prompt tokens, comma separated",
+            "pool": "free blocks of a GPU lie 'scattered' or 'fresh'",
+            "idle_s": "measure idle pairs for so long, and nothing else",
+        },
+        connectors="kvconnect-nixl,NixlConnector",
+        extra={},
+        lengths=("1024,4096", "1025,8193,32769"),
+        rounds=8,
+        chunk=1024,
+        block_size=16,
+        pool="scattered",
+        kv_gib=(3, 12),
+        gpus="0,1",
+        attention_backend="FLASH_ATTN",
+        idle_s=0.0,
+    )
+    given.lengths = [int(length) for length in given.lengths.split(",")]
+    given.variants = []
+    # A CPU takes minutes for a long prompt.
+    more = {**({"load_timeout_s": 300, "lease_s": 300} if given.cpu else {}), **given.extra}
+    for name in given.connectors.split(","):
+        if name != NIXL.name and not name.startswith("kvconnect-"):
+            given.error(f"connector {name!r} is unknown; accepted: {NIXL.name}, kvconnect-ENGINE")
+        given.variants.append(
+            NIXL if name == NIXL.name else named_variant(name.removeprefix("kvconnect-"), more)
         )
-        with running(prefill, decode):
-            # One prefix for all, so that the prefill server computes it once; what is moved is all of it.
-            prefix = random_prompt(length - 8, 1)
-            for number in range(requests):
-                prompt = prefix + random_prompt(8, 2 + number)
-                params = prefill.ask(prompt, max_tokens=1, kv_transfer_params=ASK_FOR_KV)[
-                    "kv_transfer_params"
-                ]
-                started = time.perf_counter()
-                got = decode.tokens(prompt, kv_transfer_params=params)
-                took = time.perf_counter() - started
-                exact = got == prefill.tokens(prompt)
-                found.append({"tokens": length, "request": number, "exact": exact, "seconds": round(took, 2)})
-                print(json.dumps(found[-1]), flush=True)
-    return found
+    return given
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["ttft", "idle", "long"])
-    parser.add_argument(
-        "--connectors", default="", help="NixlConnector, kvconnect-ENGINE, kvconnect-ENGINE-PROTOCOL"
-    )
-    parser.add_argument("--lengths", default="1024,4096,16384")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument("--requests", type=int, default=5)
-    parser.add_argument("--space-gib", type=int, default=3)
-    given = parser.parse_args()
-    names = [name for name in given.connectors.split(",") if name]
-    lengths = [int(length) for length in given.lengths.split(",")]
-    if given.what == "ttft":
-        names = names or ["kvconnect-nixl", "NixlConnector"]
-        results = first_token(names, lengths, given.rounds, given.space_gib)
-    elif given.what == "idle":
-        names = names or ["none", "kvconnect-nixl", "kvconnect-mooncake", "NixlConnector"]
-        results = idle(names, given.seconds)
-    else:
-        results = long_prompts(
-            (names or ["kvconnect-mooncake"])[0], lengths[-1], given.requests, given.space_gib
-        )
-    for result in results:
-        print(json.dumps(result))
+    given = parsed()
+    tiny = "gqa" if given.idle_s else "heavy"
+    with prepared(given, given.gpus.split(",")[0], tiny=tiny) as (recipe, logs, lines), ExitStack() as stack:
+        pairs = stack.enter_context(brought_up(_started(recipe, given, logs), lines))
+        for server in (server for pair in pairs for server in pair.servers):
+            said = server.log.read_text(errors="replace").splitlines()
+            facts = [line[-200:] for line in said if _FACTS.search(line)][:20]
+            lines.write("server", server=server.name, facts=facts)
+        if given.cpu or given.idle_s:
+            stack.enter_context(stopped([server for pair in pairs for server in pair.servers]))
+        elif given.pool == "scattered":
+            _scatter_all(pairs, given, lines)
+        if given.idle_s:
+            idle(pairs, given.idle_s, lines)
+        else:
+            compare(pairs, given, lines)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ finding is a JSON line; nothing here asserts a time.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import statistics
@@ -24,20 +23,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from kvconnect.node.children import COMMAND, ENVIRONMENT, BadAnswer, Child
+from kvconnect.demo.children import COMMAND, ENVIRONMENT, Child
 from tests.ports import free_port
-from tests.vllm.load_client import streamed_tokens
 from tests.vllm.load_figures import quantile
-from tests.vllm.pairs import Lines, brought_up, environment, gpu_options, prepared
-from tests.vllm.servers import Server, random_prompt, transfer_config
+from tests.vllm.pairs import (
+    Lines,
+    ask,
+    beside_pulls,
+    brought_up,
+    command_line,
+    computed_tokens,
+    prepared,
+    pulling_pair,
+    pulls,
+)
+from tests.vllm.servers import Server, random_prompt
 from tests.vllm.tiny_models import Recipe
 
-_TIMEOUT_S = 120
 _SETTLE_S = 2.0
 """vllm-router is ready before it follows its nodes."""
-_MODEL = "tiny"
 
 
 @dataclass(frozen=True)
@@ -55,44 +60,34 @@ class Group:
     """Two servers that are configured alike, and those of them that are routed to."""
 
     name: str
-    all_nodes: tuple[Node, Node]
+    servers: tuple[Server, ...]
     nodes: Sequence[Node]
-
-    @property
-    def servers(self) -> tuple[Server, Server]:
-        return self.all_nodes[0].server, self.all_nodes[1].server
 
 
 def _started(name: str, recipe: Recipe, folder: Path, given: argparse.Namespace) -> Group:
     """Two servers of ``kvconnect`` or ``offloading``; not waited for."""
-    ports = free_port(), free_port()
-    made = []
-    for number, (own, other) in enumerate([ports, ports[::-1]]):
-        published, replayed = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    longest = given.first + given.turns * (given.new + given.out) + 64
+    options = ["--max-model-len", str(longest), "--enable-prefix-caching"]
+    options += ["--max-num-seqs", str(given.in_flight)]
+    options += ["--num-gpu-blocks-override", str(given.blocks)] if given.cpu else []
+    places = [[f"tcp://127.0.0.1:{free_port()}" for _ in range(2)] for _ in range(2)]
+    each = []
+    for published, replayed in places:
         events = {"enable_kv_cache_events": True, "publisher": "zmq"}
         events |= {"endpoint": published.replace("127.0.0.1", "*"), "replay_endpoint": replayed}
-        longest = given.first + given.turns * (given.new + given.out) + 64
-        options = ["--max-model-len", str(longest), "--enable-prefix-caching"]
-        options += ["--max-num-seqs", str(given.in_flight), "--kv-events-config", json.dumps(events)]
-        if given.cpu:
-            options += ["--num-gpu-blocks-override", str(given.blocks)]
-        else:
-            options += [*gpu_options(given.chunk, given.kv_gib), "--no-enforce-eager"]
-            options += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
-        settings = environment(None if given.cpu else given.gpus.split(",")[number])
-        settings |= {"PYTHONHASHSEED": "0"}
-        settings |= {"VLLM_CPU_KVCACHE_SPACE": "1"} if given.cpu else {"TORCHDYNAMO_DISABLE": "0"}
-        if name == "kvconnect":
-            extra: dict[str, Any] = {"engine": given.engine, "protocol": "auto", "port": own}
-            extra |= {"sources": [f"127.0.0.1:{other}"]}
-            extra |= {"offload": {"cpu_bytes": given.cpu_gib << 30}, **given.extra}
-            config = transfer_config("both", **extra, kv_load_failure_policy="recompute")
-        else:
-            config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-            config["kv_connector_extra_config"] = {"cpu_bytes_to_use": given.cpu_gib << 30}
-        server = Server(recipe, folder, f"{name}{number}", str(number), config, options, settings)
-        made.append(Node(server, published, replayed, f"127.0.0.1:{own}" if name == "kvconnect" else None))
-    return Group(name, (made[0], made[1]), made[: given.servers])
+        each.append([*options, "--kv-events-config", json.dumps(events)])
+    made: Sequence[tuple[Server, str | None]]
+    if name == "kvconnect":
+        made = pulling_pair(recipe, folder, name, given, each)
+    else:
+        config: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        config["kv_connector_extra_config"] = {"cpu_bytes_to_use": given.cpu_gib << 30}
+        made = [
+            (beside_pulls(recipe, folder, f"{name}{number}", number, config, given, own), None)
+            for number, own in enumerate(each)
+        ]
+    nodes = [Node(server, *place, source) for (server, source), place in zip(made, places, strict=True)]
+    return Group(name, tuple(server for server, _ in made), nodes[: given.servers])
 
 
 @contextmanager
@@ -137,7 +132,7 @@ def kv_aware(group: Group, folder: Path, given: argparse.Namespace) -> Iterator[
         command += ["--kv-event-source", f"{node.server.url}={node.events}"]
         command += ["--kv-event-replay-source", f"{node.server.url}={node.replays}"]
     block = 128 if given.cpu else 16
-    command += ["--kv-event-block-size", str(block), "--kv-event-model", _MODEL]
+    command += ["--kv-event-block-size", str(block), "--kv-event-model", "tiny"]
     url = f"http://127.0.0.1:{port}"
     child = Child("vllm-router", command, folder / f"vllm-router-{port}.log", url=url).start()
     try:
@@ -157,42 +152,16 @@ SYSTEMS: Mapping[str, tuple[str, _Router]] = {
 }
 
 
-def first_token_s(url: str, prompt: Sequence[int], tokens: int) -> float:
-    """Stream a completion. Raises BadAnswer: an error, or too few tokens."""
-    parts = urlsplit(url)
-    # A request for token ids is one whose prompt vllm-router does not look up.
-    body = {"model": _MODEL, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
-    body |= {"ignore_eos": True, "stream": True}
-    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    client = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=_TIMEOUT_S)
-    first, seen = 0.0, 0
-    try:
-        began = time.perf_counter()
-        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = client.getresponse()
-        if answer.status != 200:
-            raise BadAnswer(f"{url} answered {answer.status}: {answer.read(500)!r}")
-        for line in answer:
-            if (so_far := streamed_tokens(line)) > seen:
-                first = first or time.perf_counter() - began
-                seen = so_far
-    finally:
-        client.close()
-    if seen != tokens:
-        raise BadAnswer(f"{url} answered with {seen} of {tokens} tokens")
-    return first
-
-
 def warm_up(group: Group, given: argparse.Namespace, seed: int) -> None:
     """Both compute, and take what the other computed: then kernels, link and prefill rate are known."""
     for turn in range(3):
         one, other = group.servers[:: 1 if turn % 2 else -1]
         prompts = [random_prompt(given.first, seed + 10 * turn + number) for number in range(2)]
         for prompt in prompts:
-            first_token_s(one.url, prompt, 2)
+            ask(one.url, prompt, 2)
         time.sleep(0.5)
         for prompt in prompts:
-            first_token_s(other.url, prompt, 2)
+            ask(other.url, prompt, 2)
 
 
 def served(url: str, given: argparse.Namespace, seed: int) -> tuple[list[list[float]], list[str]]:
@@ -204,7 +173,7 @@ def served(url: str, given: argparse.Namespace, seed: int) -> tuple[list[list[fl
 
     def one(number: int) -> float | None:
         try:
-            return first_token_s(url, histories[number], given.out)
+            return ask(url, histories[number], given.out, with_tokens=False).first_token_s
         except Exception as error:
             failures.append(f"{type(error).__name__}: {error}"[:300])
             return None
@@ -220,30 +189,16 @@ def served(url: str, given: argparse.Namespace, seed: int) -> tuple[list[list[fl
     return found, failures
 
 
-def _computed(group: Group) -> float:
-    series = "vllm:prompt_tokens_by_source_total"
-    return sum(server.metrics(source="local_compute").get(series, 0.0) for server in group.servers)
-
-
-def _pulls(group: Group) -> dict[str, float]:
-    series = "vllm:kvconnect_pulls_total"
-    outcomes = ("loaded", "missed", "not_worth_it", "unmeasured", "unanswered", "failed", "aborted")
-    return {
-        name: sum(server.metrics(outcome=name).get(series, 0.0) for server in group.servers)
-        for name in outcomes
-    }
-
-
 def measured(
     name: str, group: Group, folder: Path, given: argparse.Namespace, seed: int, lines: Lines
 ) -> float:
     """One run of a system; the mean first token in seconds."""
-    before, pulled = _computed(group), _pulls(group)
+    before, pulled = computed_tokens(*group.servers), pulls(*group.servers)
     with SYSTEMS[name][1](group, folder, given) as url:
         began = time.monotonic()
         turns, failures = served(url, given, seed)
         took_s = time.monotonic() - began
-    after = _pulls(group)
+    after = pulls(*group.servers)
     seconds = [value for turn in turns for value in turn]
     mean = statistics.mean(seconds) if seconds else 0.0
     lines.write(
@@ -253,7 +208,7 @@ def measured(
         mean_first_token_ms=round(1000 * mean, 1),
         p50_p90_ms=[round(1000 * quantile(seconds, part), 1) for part in (0.5, 0.9)],
         by_turn_ms=[round(1000 * statistics.mean(turn), 1) for turn in turns if turn],
-        computed_tokens=_computed(group) - before,
+        computed_tokens=computed_tokens(*group.servers) - before,
         pulls={outcome: after[outcome] - pulled[outcome] for outcome in after},
         took_s=round(took_s, 1),
         requests=len(seconds),
@@ -285,45 +240,41 @@ def compare(groups: Mapping[str, Group], folder: Path, given: argparse.Namespace
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        arguments,
+        {
+            "system": f"of {', '.join(SYSTEMS)}; repeatable; all, without a GPU kvconnect's",
+            "vllm_router": "the program; without it kv-aware-offloading is left out",
+            "first": "tokens of each conversation's first prompt",
+            "servers": "1 or 2 of each kind that get conversations",
+            "blocks": "of 128 tokens, of each server on a CPU",
+        },
+        system=[],
+        vllm_router=Path,
+        conversations=(8, 64),
+        turns=4,
+        first=(512, 1280),
+        new=(128, 512),
+        out=(8, 64),
+        in_flight=(2, 16),
+        servers=2,
+        rounds=1,
+        engine="nixl",
+        extra={},
+        gpus="0,1",
+        chunk=8192,
+        kv_gib=12,
+        blocks=24,
+        cpu_gib=(1, 20),
+        seed=1,
     )
-    add = parser.add_argument
-    add("--cpu", action="store_true", help="a tiny model on two cores")
-    add("--system", action="append", choices=list(SYSTEMS), help="repeatable; all, without a GPU kvconnect's")
-    add("--vllm-router", type=Path, help="the program; without it kv-aware-offloading is left out")
-    add("--conversations", type=int)
-    add("--turns", type=int, default=4)
-    add("--first", type=int, help="tokens of each conversation's first prompt")
-    add("--new", type=int, help="tokens of each further question")
-    add("--out", type=int, help="tokens of each answer")
-    add("--in-flight", type=int, help="conversations that wait for an answer at once")
-    add("--servers", type=int, choices=[1, 2], default=2, help="of each kind that get conversations")
-    add("--rounds", type=int, default=1)
-    add("--engine", default="nixl")
-    add("--extra", type=json.loads, default={}, metavar="JSON")
-    add("--gpus", default="0,1")
-    add("--chunk", type=int, default=8192, help="tokens that are computed at once")
-    add("--kv-gib", type=int, default=12, help="KV cache of each server on a GPU")
-    add("--blocks", type=int, default=24, help="of 128 tokens, of each server on a CPU")
-    add("--cpu-gib", type=int, help="host memory of each server")
-    add("--seed", type=int, default=1)
-    add("--model", type=Path, help="where the model is, or is to be written (14 GB)")
-    add("--logs", type=Path, help="where the logs are to stay")
-    add("--json", type=Path, help="a file that gets JSON lines")
-    given = parser.parse_args(arguments)
-    for name, here, there in (
-        *(("conversations", 8, 64), ("first", 512, 1280), ("new", 128, 512)),
-        *(("out", 8, 64), ("in_flight", 2, 16), ("cpu_gib", 1, 20)),
-    ):
-        if getattr(given, name) is None:
-            setattr(given, name, here if given.cpu else there)
+    if unknown := set(given.system) - set(SYSTEMS):
+        given.error(f"--system {', '.join(unknown)} is unknown; accepted: {', '.join(SYSTEMS)}")
     wanted = given.system or [
         name for name, (servers, _) in SYSTEMS.items() if servers == "kvconnect" or not given.cpu
     ]
     given.system = [name for name in wanted if SYSTEMS[name][1] is not kv_aware or given.vllm_router]
-    if given.gpus.count(",") != 1:
-        parser.error(f"GPUs are {given.gpus!r}, they must be two")
     return given
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import threading
@@ -25,15 +24,26 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvconnect.node.children import BadAnswer
 from tests.vllm.load_figures import in_ms, quantile
-from tests.vllm.measure_gpu import ask
-from tests.vllm.pairs import NIXL, Pair, Variant, environment, gpu_options, named_variant, prepared
+from tests.vllm.pairs import (
+    GRAPHS,
+    NIXL,
+    Pair,
+    Variant,
+    ask,
+    command_line,
+    computed_tokens,
+    environment,
+    gpu_options,
+    named_variant,
+    prepared,
+)
 from tests.vllm.servers import Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
@@ -48,7 +58,6 @@ _BUSY = (
 """Gauges of both servers that are zero when nothing is under way."""
 _SHOWN_ERRORS = 5
 _ERROR_CHARACTERS = 400
-_GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
 
 
 @dataclass(frozen=True)
@@ -102,9 +111,7 @@ class Load:
             if leaves_after_s is not None:
                 self._pair.decode.abandon(prompt, leaves_after_s, kv_transfer_params=params)
                 return Outcome(index, left, prefill_s=prefill_s)
-            answer = ask(
-                self._pair.decode, prompt, kv_transfer_params=params, max_tokens=self._given.output_tokens
-            )
+            answer = ask(self._pair.decode.url, prompt, self._given.output_tokens, kv_transfer_params=params)
         except (BadAnswer, OSError) as error:
             return Outcome(index, left, error=f"{error!r}"[:_ERROR_CHARACTERS])
         return Outcome(index, left, "", prefill_s, answer.first_token_s, tuple(answer.tokens))
@@ -136,10 +143,6 @@ class Load:
     def alone(self) -> list[Outcome]:
         """Every prompt by itself: the prefill server has it from then on."""
         return [self.one(index) for index in range(len(self._prompts))]
-
-
-def _computed_tokens(server: Server) -> float:
-    return server.metrics(source="local_compute").get("vllm:prompt_tokens_by_source_total", 0.0)
 
 
 def _failures(server: Server) -> dict[str, float]:
@@ -189,9 +192,9 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
         return {"connector": pair.name, "errors": _errors([*warm, *stayed])}
     within_s = given.leave_within_ms / 1e3 or statistics.median(outcome.first_token_s for outcome in served)
     before_idle = until_idle(pair, given.idle_within_s)
-    computed, failures = _computed_tokens(pair.decode), _failures(pair.decode)
+    computed, failures = computed_tokens(pair.decode), _failures(pair.decode)
     outcomes, took_s = load.run(given.requests, within_s)
-    recomputed = (_computed_tokens(pair.decode) - computed) // given.prompt_tokens
+    recomputed = (computed_tokens(pair.decode) - computed) // given.prompt_tokens
     idle = until_idle(pair, given.idle_within_s)
     others = [outcome for outcome in outcomes if not outcome.left]
     good = [outcome for outcome in others if not outcome.error]
@@ -260,12 +263,7 @@ def _servers(recipe: Recipe, folder: Path, variant: Variant, gpus: str, given: a
     length, seats = given.prompt_tokens + given.output_tokens + 64, 4 * given.in_flight
     options = ["--max-model-len", str(length), "--max-num-seqs", str(seats), *given.server_option]
     if not given.cpu:
-        options += [
-            *gpu_options(given.chunk, given.kv_gib),
-            "--no-enforce-eager",
-            "--compilation-config",
-            _GRAPHS,
-        ]
+        options += [*gpu_options(given.chunk, given.kv_gib), *GRAPHS]
     made = []
     for role, place in zip(("producer", "consumer"), gpus.split(","), strict=True):
         config = {**variant.config(role), "kv_load_failure_policy": given.policy}
@@ -274,12 +272,6 @@ def _servers(recipe: Recipe, folder: Path, variant: Variant, gpus: str, given: a
         settings = environment(None if given.cpu else place, given.environment)
         made.append(Server(recipe, folder, name, cpu, config, [*options, *caching], settings))
     return Pair(variant, *made)
-
-
-@contextmanager
-def _up(pair: Pair) -> Iterator[Pair]:
-    with running(pair.prefill, pair.decode):
-        yield pair
 
 
 def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -292,51 +284,51 @@ def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterat
         if first is not None:
             stack.callback(first.decode.end)
             stack.callback(first.prefill.end)
-        with _up(_servers(recipe, folder, NIXL, given.reference_gpus, given)) as reference:
+        reference = _servers(recipe, folder, NIXL, given.reference_gpus, given)
+        with running(*reference.servers):
             accepted, told = asked_reference(Load(reference, prompts, given), given.reference_requests)
         yield told
         for variant in variants:
             made, first = first or _servers(recipe, folder, variant, given.gpus, given), None
-            with _up(made) as pair:
-                yield measured(pair, Load(pair, prompts, given), accepted, given)
+            with running(*made.servers):
+                yield measured(made, Load(made, prompts, given), accepted, given)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        arguments,
+        {
+            "engines": "engine or engine:protocol, comma separated, one after the other",
+            "policy": "kv_load_failure_policy of all servers",
+            "leave_within_ms": "0: the median first token of those who stay",
+            "prompts": "how many differ",
+            "prompt_tokens": "a multiple of the chunk and one more",
+            "reference_gpus": "the same unless told: then one pair runs after the other",
+            "limit_s": "no request of a run begins after that",
+        },
+        engines="nixl",
+        extra={},
+        policy="recompute",
+        requests=2000,
+        reference_requests=400,
+        in_flight=16,
+        leave_every=4,
+        leave_within_ms=0.0,
+        prompts=(8, 24),
+        prompt_tokens=(1025, 8193),
+        output_tokens=12,
+        chunk=1024,
+        kv_gib=48,
+        gpus="0,1",
+        reference_gpus=str,
+        server_option=[],
+        environment=[],
+        limit_s=240.0,
+        idle_within_s=60.0,
+        seed=1,
     )
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on two cores")
-    parser.add_argument("--engines", default="nixl", help="engine or engine:protocol, one after the other")
-    parser.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="of kvconnect")
-    parser.add_argument("--policy", default="recompute", help="kv_load_failure_policy of all servers")
-    parser.add_argument("--requests", type=int, default=2000, help="of each run")
-    parser.add_argument("--reference-requests", type=int, default=400)
-    parser.add_argument("--in-flight", type=int, default=16)
-    parser.add_argument("--leave-every", type=int, default=4)
-    parser.add_argument(
-        "--leave-within-ms", type=float, default=0.0, help="0: the median first token of those who stay"
-    )
-    parser.add_argument("--prompts", type=int, help="how many differ; 24, and 8 on a CPU")
-    parser.add_argument(
-        "--prompt-tokens", type=int, help="a multiple of the chunk and one more; 8193, and 1025 on a CPU"
-    )
-    parser.add_argument("--output-tokens", type=int, default=12)
-    parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--kv-gib", type=int, default=48, help="KV cache of each server on a GPU")
-    parser.add_argument("--gpus", default="0,1", help="of prefill and decode server; cores with --cpu")
-    parser.add_argument("--reference-gpus", help="the same unless told: then one pair runs after the other")
-    parser.add_argument("--server-option", action="append", default=[], help="of all servers; repeatable")
-    parser.add_argument("--environment", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--limit-s", type=float, default=240, help="no request of a run begins after that")
-    parser.add_argument("--idle-within-s", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", type=Path, help="where the model is, or is to be written (14 GB)")
-    parser.add_argument("--logs", type=Path, help="where the servers' logs are to stay")
-    parser.add_argument("--json", type=Path, help="a file that gets the JSON lines too")
-    given = parser.parse_args(arguments)
-    given.prompts = given.prompts or (8 if given.cpu else 24)
-    given.prompt_tokens = given.prompt_tokens or (1025 if given.cpu else 8193)
     given.reference_gpus = given.reference_gpus or given.gpus
     return given
 

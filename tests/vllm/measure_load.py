@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -42,12 +40,14 @@ from tests.vllm.pairs import (
     Lines,
     Variant,
     brought_up,
+    command_line,
     environment,
     gpu_options,
     named_variant,
     prepared,
+    stopped,
 )
-from tests.vllm.servers import Server, awake, send_signal
+from tests.vllm.servers import Server, awake
 from tests.vllm.tiny_models import Recipe
 
 _OURS = "vllm:kvconnect_load_seconds"
@@ -181,22 +181,9 @@ def _up(recipe: Recipe, folder: Path, given: argparse.Namespace, lines: Lines) -
             started = [_started(recipe, folder, given, places, variant) for variant, places in batch]
             up = stack.enter_context(brought_up(started, lines))
             if given.cpu:
-                stack.enter_context(_stopped([server for system in up for server in system.servers]))
+                stack.enter_context(stopped([server for system in up for server in system.servers]))
             systems += up
         yield systems
-
-
-@contextmanager
-def _stopped(servers: Sequence[Server]) -> Iterator[None]:
-    """On a CPU those that wait for their turn stand still: some connectors keep a core busy when idle."""
-    for server in servers:
-        send_signal(server, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        # A stopped process does not end.
-        for server in servers:
-            send_signal(server, signal.SIGCONT)
 
 
 def measured(
@@ -280,61 +267,57 @@ def _shown(value: Any) -> str:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        arguments,
+        {
+            "load": "IN:OUT:RATE, in tokens, a second; repeatable",
+            "in_flight": "so many clients that wait, for a load without a rate",
+            "cached": "the prefill server has seen prompts of loads without a rate",
+            "prompts": "how many differ with --cached",
+            "requests": "of each load and round",
+            "warm_up": "requests before each run",
+            "flow": "of kvconnect: sequential or parallel",
+            "nixl_gpus": "of NixlConnector's; those of kvconnect unless told; none leaves it out",
+            "plain": "GPUs of two plain servers, which are measured too",
+            "enforce_eager": "no CUDA graphs, nothing compiled",
+            "compilation_config": "JSON; vLLM's own unless told",
+            "timeout_s": "of a leg",
+            "traces": "a folder for kvconnect's traces, named by seed; prints the slowest loads",
+        },
+        load=(["512:16:0.5"], ["8192:128:2.5"]),
+        in_flight=0,
+        cached=False,
+        prompts=(4, 24),
+        requests=(12, 300),
+        rounds=3,
+        warm_up=(2, 8),
+        flow="sequential",
+        engine="nixl",
+        extra={},
+        gpus="0,1",
+        nixl_gpus=str,
+        plain=str,
+        enforce_eager=False,
+        compilation_config=str,
+        chunk=8192,
+        block_size=16,
+        attention_backend="FLASH_ATTN",
+        max_num_seqs=(16, 256),
+        kv_gib=(1, 48),
+        server_option=[],
+        environment=[],
+        timeout_s=120.0,
+        seed=1,
+        traces=Path,
     )
-    add = parser.add_argument
-    add("--cpu", action="store_true", help="a tiny model on two cores")
-    add(
-        "--load", dest="loads", action="append", metavar="IN:OUT:RATE", help="in tokens, a second; repeatable"
-    )
-    add("--in-flight", type=int, default=0, help="so many clients that wait, for a load without a rate")
-    add("--cached", action="store_true", help="the prefill server has seen prompts of loads without a rate")
-    add("--prompts", type=int, help="how many differ with --cached; 24, and 4 on a CPU")
-    add("--requests", type=int, help="of each load and round; 300, and 12 on a CPU")
-    add("--rounds", type=int, default=3)
-    add("--warm-up", type=int, help="requests before each run; 8, and 2 on a CPU")
-    add("--flow", choices=["sequential", "parallel"], default="sequential", help="of kvconnect")
-    add("--engine", default="nixl", help="of kvconnect: engine or engine:protocol")
-    add("--extra", type=json.loads, default={}, metavar="JSON", help="of kvconnect")
-    add("--gpus", default="0,1", help="of kvconnect's prefill and decode server; cores with --cpu")
-    add("--nixl-gpus", help="of NixlConnector's; those of kvconnect unless told; none leaves it out")
-    add("--plain", nargs="?", const="", metavar="GPUS", help="two plain servers too; on kvconnect's GPUs")
-    add("--enforce-eager", action="store_true", help="no CUDA graphs, nothing compiled")
-    add("--compilation-config", metavar="JSON", help="vLLM's own unless told")
-    add("--chunk", type=int, default=8192, help="tokens that are computed at once")
-    add("--block-size", type=int, default=16)
-    add("--attention-backend", default="FLASH_ATTN")
-    add("--max-num-seqs", type=int, help="256, and 16 on a CPU")
-    add("--kv-gib", type=int, help="KV cache of each server; 48, and 1 on a CPU")
-    add("--server-option", action="append", default=[], help="of all servers; repeatable")
-    add("--environment", action="append", default=[], metavar="NAME=VALUE")
-    add("--timeout-s", type=float, default=120, help="of a leg")
-    add("--seed", type=int, default=1)
-    add("--model", type=Path, help="where the model is, or is to be written (14 GB)")
-    add(
-        "--traces", type=Path, help="a folder for kvconnect's traces, named by seed; prints the slowest loads"
-    )
-    add("--logs", type=Path, help="where the servers' logs are to stay")
-    add("--json", type=Path, help="a file that gets JSON lines")
-    given = parser.parse_args(arguments)
-    for name, here, there in (
-        *(("loads", ["512:16:0.5"], ["8192:128:2.5"]), ("requests", 12, 300)),
-        *(("warm_up", 2, 8), ("prompts", 4, 24), ("max_num_seqs", 16, 256), ("kv_gib", 1, 48)),
-    ):
-        if getattr(given, name) is None:
-            setattr(given, name, here if given.cpu else there)
     try:
-        given.loads = [Load.parse(text) for text in given.loads]
+        given.loads = [Load.parse(text) for text in given.load]
     except ValueError as error:
-        parser.error(str(error))
+        given.error(str(error))
     given.nixl_gpus = given.nixl_gpus or given.gpus
-    given.plain = given.gpus if given.plain == "" else given.plain
     if not given.in_flight and any(load.rate_per_s is None for load in given.loads):
-        parser.error("a load without a rate needs --in-flight")
-    for gpus in (given.gpus, given.nixl_gpus.replace("none", "0,1"), given.plain or "0,1"):
-        if gpus.count(",") != 1:
-            parser.error(f"GPUs are {gpus!r}, they must be two")
+        given.error("a load without a rate needs --in-flight")
     return given
 
 

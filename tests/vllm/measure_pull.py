@@ -13,24 +13,30 @@ nothing here asserts a time.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tests.ports import free_port
 from tests.vllm import dense_model
-from tests.vllm.measure_gpu import ask
-from tests.vllm.pairs import Lines, brought_up, environment, gpu_options, prepared
-from tests.vllm.servers import Server, random_prompt, transfer_config
+from tests.vllm.pairs import (
+    Lines,
+    ask,
+    beside_pulls,
+    brought_up,
+    command_line,
+    computed_tokens,
+    counted,
+    prepared,
+    pulling_pair,
+    pulls,
+)
+from tests.vllm.servers import Server, random_prompt
 from tests.vllm.tiny_models import Recipe
 
 _KEPT_WITHIN_S = 20.0
 _STORED = "vllm:kvconnect_offload_rows_total"
-_PULLED = "vllm:kvconnect_pulls_total"
 
 
 @dataclass
@@ -41,39 +47,17 @@ class Servers:
     servers: tuple[Server, Server, Server]
 
 
-def _config(given: argparse.Namespace, own: int, other: int) -> dict[str, Any]:
-    extra: dict[str, Any] = {"engine": given.engine, "protocol": "auto", "port": own}
-    extra |= {"sources": [f"127.0.0.1:{other}"]}
-    extra |= {"offload": {"cpu_bytes": given.cpu_gib << 30}, **given.extra}
-    return transfer_config("both", **extra, kv_load_failure_policy="recompute")
-
-
 def _started(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Servers:
-    ports = free_port(), free_port()
     options = ["--max-model-len", str(max(given.tokens) + given.turns * (given.new + given.out) + 512)]
-    if not given.cpu:
-        options += [*gpu_options(given.chunk, given.kv_gib), "--no-enforce-eager"]
-        options += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
-    made = []
-    for number, config in enumerate([_config(given, *ports), _config(given, *ports[::-1]), None]):
-        settings = environment(None if given.cpu else given.gpus.split(",")[number % 2])
-        settings |= {"PYTHONHASHSEED": "0"}
-        settings |= {"VLLM_CPU_KVCACHE_SPACE": "1"} if given.cpu else {"TORCHDYNAMO_DISABLE": "0"}
-        made.append(Server(recipe, folder, f"server{number}", str(number % 2), config, options, settings))
-    return Servers("pull", (made[0], made[1], made[2]))
-
-
-def _counted(server: Server, series: str, **labels: str) -> float:
-    # A worker's numbers come with a step that follows.
-    server.tokens([1, 2, 3], max_tokens=2)
-    return server.metrics(**labels).get(series, 0.0)
+    (one, _), (other, _) = pulling_pair(recipe, folder, "server", given, [options, options])
+    return Servers("pull", (one, other, beside_pulls(recipe, folder, "plain", 0, None, given, options)))
 
 
 def _is_kept(server: Server) -> None:
     """Until no more rows are stored."""
     before, deadline = -1.0, time.monotonic() + _KEPT_WITHIN_S
     while time.monotonic() < deadline:
-        now = _counted(server, _STORED, move="stored")
+        now = counted(server, _STORED, move="stored")
         if now == before:
             return
         before = now
@@ -87,12 +71,12 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
     for turn in range(given.rounds + 2):
         prompt = random_prompt(tokens, seed=1000 * tokens + turn)
         source, target = (first, second) if turn % 2 else (second, first)
-        ask(source, prompt)
+        ask(source.url, prompt)
         _is_kept(source)
         answers = {
-            "pulled": ask(target, prompt),
-            "computed": ask(plain, prompt),
-            "on_device": ask(source, prompt),
+            "pulled": ask(target.url, prompt),
+            "computed": ask(plain.url, prompt),
+            "on_device": ask(source.url, prompt),
         }
         if turn < 2:
             # Either way kernels are compiled, peers met, links calibrated, and the rate of prefills learned.
@@ -108,13 +92,8 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
         first_token_ms={name: round(1000 * value, 1) for name, value in medians.items()},
         over_computed=round(medians["pulled"] / medians["computed"], 3),
         same_tokens=f"{same} of {given.rounds}",
-        pulls=_pulls(first, second),
+        pulls=pulls(first, second),
     )
-
-
-def _pulls(*servers: Server) -> Mapping[str, float]:
-    outcomes = ("loaded", "missed", "not_worth_it", "unmeasured", "unanswered", "failed", "aborted")
-    return {name: sum(_counted(server, _PULLED, outcome=name) for server in servers) for name in outcomes}
 
 
 def conversation(servers: Servers, given: argparse.Namespace, lines: Lines) -> None:
@@ -123,14 +102,13 @@ def conversation(servers: Servers, given: argparse.Namespace, lines: Lines) -> N
     history = random_prompt(given.tokens[0], seed=7)
     other = list(history)
     for turn in range(given.turns):
-        began = time.perf_counter()
-        before = _computed(prefill)
+        before = computed_tokens(prefill)
         began = time.perf_counter()
         handed = prefill.prefilled(history)
         prefilled_s = time.perf_counter() - began
-        answer = ask(decode, history, kv_transfer_params=handed, max_tokens=given.out)
-        computed = _computed(prefill) - before
-        alone = ask(plain, other, max_tokens=given.out)
+        answer = ask(decode.url, history, kv_transfer_params=handed, max_tokens=given.out)
+        computed = computed_tokens(prefill) - before
+        alone = ask(plain.url, other, max_tokens=given.out)
         _is_kept(decode)
         lines.write(
             "turn",
@@ -147,40 +125,28 @@ def conversation(servers: Servers, given: argparse.Namespace, lines: Lines) -> N
         other = other + alone.tokens + question
 
 
-def _computed(server: Server) -> float:
-    """Prompt tokens that a server computed: neither cached nor loaded."""
-    return server.metrics(source="local_compute").get("vllm:prompt_tokens_by_source_total", 0.0)
-
-
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    return command_line(
+        __doc__,
+        arguments,
+        {
+            "tokens": "of a prompt; repeatable",
+            "turns": "of the conversation, which begins with the first --tokens",
+            "gpus": "of the two servers; the plain one shares the first",
+        },
+        tokens=([1024, 2048], [8192, 32768]),
+        rounds=4,
+        turns=6,
+        new=(128, 1024),
+        out=(16, 128),
+        engine="nixl",
+        extra={},
+        gpus="0,1",
+        chunk=8192,
+        kv_gib=16,
+        cpu_gib=(1, 24),
     )
-    add = parser.add_argument
-    add("--cpu", action="store_true", help="a tiny model on two cores")
-    add("--tokens", type=int, action="append", help="of a prompt; repeatable")
-    add("--rounds", type=int, default=4)
-    add("--turns", type=int, default=6, help="of the conversation, which begins with the first --tokens")
-    add("--new", type=int, help="tokens of each further question")
-    add("--out", type=int, help="tokens of each answer")
-    add("--engine", default="nixl")
-    add("--extra", type=json.loads, default={}, metavar="JSON")
-    add("--gpus", default="0,1", help="of the two servers; the plain one shares the first")
-    add("--chunk", type=int, default=8192, help="tokens that are computed at once")
-    add("--kv-gib", type=int, default=16, help="KV cache of each server")
-    add("--cpu-gib", type=int, help="host memory of each server")
-    add("--model", type=Path, help="where the model is, or is to be written (14 GB)")
-    add("--logs", type=Path, help="where the servers' logs are to stay")
-    add("--json", type=Path, help="a file that gets JSON lines")
-    given = parser.parse_args(arguments)
-    for name, here, there in (
-        *(("tokens", [1024, 2048], [8192, 32768]), ("new", 128, 1024)),
-        *(("out", 16, 128), ("cpu_gib", 1, 24)),
-    ):
-        if getattr(given, name) is None:
-            setattr(given, name, here if given.cpu else there)
-    return given
 
 
 def main() -> None:

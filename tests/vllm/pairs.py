@@ -1,22 +1,154 @@
-"""What measurements of real vLLM pairs share: how they are connected, started, ended and told of."""
+"""What measurements of real vLLM servers share: how these are connected, started, asked and told of."""
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
+from urllib.parse import urlsplit
 
+from kvconnect.demo.http import BadAnswer
 from tests.ports import free_port
 from tests.vllm import dense_model, tiny_models
-from tests.vllm.servers import MULTIPROCESSING, NIXL_CONNECTOR, ROOT, Server, running, transfer_config
+from tests.vllm.load_figures import streamed, tokens_so_far
+from tests.vllm.servers import (
+    MULTIPROCESSING,
+    NIXL_CONNECTOR,
+    ROOT,
+    Server,
+    running,
+    send_signal,
+    transfer_config,
+)
 from tests.vllm.tiny_models import Recipe
+
+GRAPHS = ["--no-enforce-eager", "--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
+_ANSWER_TIMEOUT_S = 5400
+"""A prompt of 32k tokens takes vLLM's CPU build many minutes."""
+_HELP = {
+    "attention_backend": "of servers on GPUs",
+    "block_size": "of servers on GPUs",
+    "chunk": "tokens of a prompt that are computed at once",
+    "cpu_gib": "host memory of each server",
+    "engine": "of kvconnect: engine or engine:protocol",
+    "environment": "NAME=VALUE of all servers; repeatable",
+    "extra": "of kvconnect",
+    "gpus": "of prefill and decode server; cores with --cpu",
+    "in_flight": "so many clients that wait for their answers",
+    "json": "a file that gets JSON lines",
+    "kv_gib": "KV cache of each server",
+    "logs": "where the servers' logs are to stay",
+    "model": "where the model is, or is to be written (14 GB)",
+    "new": "tokens of each further question",
+    "out": "tokens of each answer",
+    "requests": "of each run",
+    "server_option": "of all servers; repeatable",
+}
+
+
+def command_line(
+    about: str | None, arguments: Sequence[str] | None, help: Mapping[str, str], **options: Any
+) -> argparse.Namespace:
+    """What a measurement is told: its ``options`` with their defaults, and what all of them take.
+
+    A default of two is one with ``--cpu`` and one without; a type stands for none; False is a switch; a list
+    is of what may be repeated, and has one more element, their type, if it is not text.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=form)
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on two cores")
+    options |= {"model": Path, "logs": Path, "json": Path}
+    for name, default in options.items():
+        _, like = default if isinstance(default, tuple) else (None, default)
+        says = {"help": (help | {"": ""}).get(name, _HELP.get(name))}
+        if like is False:
+            says["action"] = "store_true"
+        elif isinstance(like, list):
+            says |= {"action": "append", "type": type(like[0]) if like else str, "default": None}
+        else:
+            says |= {"type": json.loads if like == {} else like if isinstance(like, type) else type(like)}
+        parser.add_argument("--" + name.replace("_", "-"), **says)
+    given = parser.parse_args(arguments)
+    for name, default in options.items():
+        if getattr(given, name) is None and not isinstance(default, type):
+            here, there = default if isinstance(default, tuple) else (default, default)
+            setattr(given, name, here if given.cpu else there)
+    for name in ("gpus", "nixl_gpus", "plain", "reference_gpus"):
+        if (value := getattr(given, name, None)) not in (None, "", "none") and value.count(",") != 1:
+            parser.error(f"--{name.replace('_', '-')} is {value!r}, it must be two")
+    given.error = parser.error
+    return given
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A streamed completion: seconds from asking to its first token, and its tokens if they were wanted."""
+
+    first_token_s: float
+    tokens: list[int] = field(default_factory=list)
+
+
+def ask(
+    url: str, prompt: Sequence[int], max_tokens: int = 8, *, with_tokens: bool = True, **more: Any
+) -> Answer:
+    """Stream a completion. Raises ``BadAnswer``: the server answered with an error, or with too few tokens.
+
+    A router that looks up a prompt's blocks does not do so for a request that wants tokens as numbers.
+    """
+    body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, **more}
+    body |= {"ignore_eos": True, "stream": True} | ({"return_token_ids": True} if with_tokens else {})
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    where = urlsplit(url)
+    client = http.client.HTTPConnection(str(where.hostname), where.port, timeout=_ANSWER_TIMEOUT_S)
+    first_token_s, seen, tokens = 0.0, 0, []
+    try:
+        began = time.perf_counter()
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = client.getresponse()
+        if answer.status != 200:
+            raise BadAnswer(f"{url} answered {answer.status}: {answer.read(500)!r}")
+        for line in answer:
+            arrived = time.perf_counter()
+            chunk = streamed(line)
+            if "error" in chunk:
+                raise BadAnswer(f"{url} answered {chunk['error']}")
+            if (so_far := tokens_so_far(chunk)) > seen:
+                first_token_s, seen = first_token_s or arrived - began, so_far
+            tokens += [one for choice in chunk.get("choices", ()) for one in choice.get("token_ids") or ()]
+    finally:
+        client.close()
+    if seen != max_tokens:
+        raise BadAnswer(f"{url} answered with {seen} of {max_tokens} tokens")
+    return Answer(first_token_s, tokens)
+
+
+def counted(server: Server, series: str, **labels: str) -> float:
+    """A series of ``/metrics``. A worker's numbers come with a step that follows, so one is made."""
+    server.tokens([1, 2, 3], max_tokens=2)
+    return server.metrics(**labels).get(series, 0.0)
+
+
+def computed_tokens(*servers: Server) -> float:
+    """Prompt tokens that servers computed: neither cached nor loaded."""
+    series = "vllm:prompt_tokens_by_source_total"
+    return sum(server.metrics(source="local_compute").get(series, 0.0) for server in servers)
+
+
+def pulls(*servers: Server) -> dict[str, float]:
+    """What came of KV that servers asked each other for, by outcome."""
+    outcomes = ("loaded", "missed", "not_worth_it", "unmeasured", "unanswered", "failed", "aborted")
+    series = "vllm:kvconnect_pulls_total"
+    return {name: sum(counted(server, series, outcome=name) for server in servers) for name in outcomes}
 
 
 class Together(Protocol):
@@ -161,3 +293,50 @@ def tell_failure(one: Together, lines: Lines) -> None:
     lines.write("failure", connector=one.name, error=traceback.format_exc(limit=-3)[-3000:])
     for name, tail in tails.items():
         print(f"--- log of {name}:\n{tail}", flush=True)
+
+
+@contextmanager
+def stopped(servers: Sequence[Server]) -> Iterator[None]:
+    """On a CPU those that wait for their turn stand still: some connectors keep a core busy when idle."""
+    for server in servers:
+        send_signal(server, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        # A stopped process does not end.
+        for server in servers:
+            send_signal(server, signal.SIGCONT)
+
+
+def pulling_pair(
+    recipe: Recipe, folder: Path, name: str, given: argparse.Namespace, options: Sequence[Sequence[str]]
+) -> list[tuple[Server, str]]:
+    """Two servers that keep KV in host memory and pull from each other, each with its side channel."""
+    ports, made = (free_port(), free_port()), []
+    for number, (own, other) in enumerate([ports, ports[::-1]]):
+        engine, _, protocol = given.engine.partition(":")
+        extra: dict[str, Any] = {"protocol": protocol or "auto", "port": own}
+        extra |= {"sources": [f"127.0.0.1:{other}"], "offload": {"cpu_bytes": given.cpu_gib << 30}}
+        extra |= given.extra
+        config = transfer_config("both", engine, **extra, kv_load_failure_policy="recompute")
+        server = beside_pulls(recipe, folder, f"{name}{number}", number, config, given, options[number])
+        made.append((server, f"127.0.0.1:{own}"))
+    return made
+
+
+def beside_pulls(
+    recipe: Recipe,
+    folder: Path,
+    name: str,
+    number: int,
+    config: dict[str, Any] | None,
+    given: argparse.Namespace,
+    options: Sequence[str],
+) -> Server:
+    """A server that names blocks as others do, with CUDA graphs for decode where there is a GPU."""
+    settings = environment(None if given.cpu else given.gpus.split(",")[number % 2])
+    settings |= {"PYTHONHASHSEED": "0"}
+    settings |= {"VLLM_CPU_KVCACHE_SPACE": "1"} if given.cpu else {"TORCHDYNAMO_DISABLE": "0"}
+    if not given.cpu:
+        options = [*options, *gpu_options(given.chunk, given.kv_gib), *GRAPHS]
+    return Server(recipe, folder, name, str(number % 2), config, options, settings)

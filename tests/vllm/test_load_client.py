@@ -117,25 +117,10 @@ def test_a_request_goes_to_prefill_and_then_to_decode(server):
         assert expected <= at <= expected + 0.5
 
 
-def test_requests_do_not_wait_for_each_other(server):
-    run(job_of(server, load=Load(10, 4, 10_000.0)))
-    assert server.most_open == 6
-
-
 def test_clients_that_wait_for_their_answers(server):
     samples = run(job_of(server, in_flight=2, load=Load(10, 4), requests=7))
     assert len(samples) == 7
     assert server.most_open == 2
-
-
-def test_plain_servers_take_requests_in_turn(server):
-    other = server.url.replace("127.0.0.1", "localhost")
-    samples = run(job_of(server, prefill="", decode=(server.url, other)))
-    assert [sample.error for sample in samples] == [""] * 6
-    assert {sample.prefill_s for sample in samples} == {None}
-    assert server.legs("P") == []
-    assert sorted(server.hosts) == ["127.0.0.1"] * 3 + ["localhost"] * 3
-    assert all("kv_transfer_params" not in body for body in server.legs("D"))
 
 
 def test_both_servers_are_asked_at_once(server):
@@ -152,17 +137,6 @@ def test_both_servers_are_asked_at_once(server):
     assert {body["kv_transfer_params"]["transfer_id"] for body in server.legs("D")} == announced
     assert all(body["kv_transfer_params"]["kvconnect_peer"] == "signed" for body in server.legs("D"))
     assert all(sample.first_token_s < sample.prefill_s + sample.decode_s for sample in samples)
-
-
-def test_cached_prompts_were_computed_before(server):
-    job = job_of(server, num_cached=2, in_flight=1)
-    load_client.warm_up(job, 1)
-    cached = {str(body["prompt"]) for body in server.legs("P") if "kv_transfer_params" not in body}
-    assert len(cached) == 2
-    server.asked.clear()
-    run(job)
-    assert {str(body["prompt"]) for body in server.legs("P")} == cached
-    assert len(server.legs("P")) == 6
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 
 import pytest
 
 from tests.vllm.load_figures import (
     Load,
     Sample,
-    arrivals_s,
     bucket_above,
     bucket_quantile,
     buckets,
@@ -19,9 +16,7 @@ from tests.vllm.load_figures import (
     grown,
     in_ms,
     over_rounds,
-    prompts,
     quantile,
-    ratios,
 )
 
 METRICS = """\
@@ -37,35 +32,10 @@ vllm:other_load_seconds_bucket{le="0.01"} 7.0
 """
 
 
-def test_loads_are_read():
-    assert Load.parse("8192:128:2.5") == Load(8192, 128, 2.5)
-    assert Load.parse("8192:12") == Load(8192, 12)
-    assert str(Load(8192, 128, 2.5)) == "8192 in, 128 out at 2.5/s"
-    assert str(Load(8192, 12)) == "8192 in, 12 out"
-
-
 @pytest.mark.parametrize("text", ["8192", "1:2:3:4", "x:1:1", "0:1:1", "1:0:1", "1:1:0", "1:1:-2", ""])
 def test_other_loads_are_refused(text):
     with pytest.raises(ValueError):
         Load.parse(text)
-
-
-def test_arrivals_are_a_poisson_process_of_the_seed():
-    moments = arrivals_s(4.0, 4000, seed=7)
-    assert moments == arrivals_s(4.0, 4000, seed=7)
-    assert moments != arrivals_s(4.0, 4000, seed=8)
-    assert moments == sorted(moments)
-    gaps = [after - before for before, after in zip([0, *moments], moments, strict=False)]
-    # Of an exponential distribution mean and deviation are equal.
-    assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
-    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1)
-
-
-def test_prompts_differ_and_are_those_of_the_seed():
-    texts = prompts(300, 5, seed=1)
-    assert texts == prompts(300, 5, seed=1)
-    assert len(set(texts) | set(prompts(300, 5, seed=2))) == 10
-    assert all(len(json.loads(text)) == 300 and set(json.loads(text)) <= set(range(256)) for text in texts)
 
 
 def test_quantiles():
@@ -122,15 +92,6 @@ def test_figures_of_a_run():
     assert told["client_late_ms"]["p99"] == 2
 
 
-def test_what_was_not_seen_is_not_told():
-    plain = figures([served(0.3, prefill_s=None)], {}, tokens_out=3)
-    assert not {"prefill_leg_ms", "load_ms", "loads", "slow_loads"} & plain.keys()
-    failed = figures([Sample(2.0, error="P: timeout")], {0.01: 0, math.inf: 0}, tokens_out=3)
-    assert not {"first_token_ms", "decode_gap_ms", "load_ms"} & failed.keys()
-    assert (failed["requests_per_s"], failed["failed"]) == (0, 1)
-    json.dumps([plain, failed], allow_nan=False)
-
-
 def test_medians_of_rounds_and_sums_of_counts():
     rounds = [figures([served(first)], {0.01: 1, math.inf: 1}, 3) for first in (0.3, 0.9, 0.4)]
     rounds.append(figures([Sample(2.0, error="P: timeout", detail="P: timeout")], {}, 3))
@@ -139,12 +100,3 @@ def test_medians_of_rounds_and_sums_of_counts():
     assert told["requests_per_s"] == 1
     assert (told["rounds"], told["requests"], told["failed"], told["loads"]) == (4, 4, 1, 3)
     assert (told["failures"], told["errors"]) == ({"P: timeout": 1}, ["P: timeout"])
-
-
-def test_ratios():
-    one, other = (figures([served(first, ended_s=ended)], {}, 3) for first, ended in ((0.3, 2), (0.6, 1)))
-    told = ratios(one, other)
-    assert told["first_token_ms"] == {"p50": 0.5, "p90": 0.5, "p99": 0.5}
-    assert (told["requests_per_s"], told["tokens_per_s"]) == (0.5, 0.5)
-    assert not {"client_late_ms", "failed", "requests"} & told.keys()
-    assert ratios(one, {"requests_per_s": 0.0}) == {"requests_per_s": None}
