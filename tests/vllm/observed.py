@@ -19,7 +19,6 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.prefill import prefill_side
 from kvconnect.vllm.connector import KVConnect as Observed
 from kvconnect.vllm.connector import OrdersMetadata
 
@@ -45,7 +44,7 @@ class KVConnect(Observed):
     """Appends a JSON line per request that was held, loaded or not loaded, rank by rank.
 
     Their kinds are ``hold``, ``load`` and ``failed``. Of a load that failed it has the pages as they lay when
-    vLLM was told. A prefill server has a ``renewal`` for every message by which a peer renews leases.
+    vLLM was told.
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -55,19 +54,6 @@ class KVConnect(Observed):
         rank = self.get_handshake_metadata().rank
         folder = Path(os.environ["KVCONNECT_TEST_OBSERVATIONS"])
         self._lines = folder / f"rank{rank}.jsonl"
-        self._observe_renewals()
-
-    def _observe_renewals(self) -> None:
-        if self._worker is None or self._worker.transfer is None:
-            return
-        renew = prefill_side.PrefillSide._renewed
-
-        def observe(side: Any, handles: Any, engine_id: str, link: str, now: float) -> Any:
-            with self._lines.open("a") as out:
-                out.write(json.dumps({"kind": "renewal", "at": now, "handles": len(handles)}) + "\n")
-            return renew(side, handles, engine_id, link, now)
-
-        prefill_side.PrefillSide._renewed = observe
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvconnect.node.children import BadAnswer, Child, ChildFailed, fetch
-from kvconnect.node.pair_demo import PROTOCOLS
+from kvconnect.demo.children import Child, ChildFailed, Process
+from kvconnect.demo.http import BadAnswer, answers, fetch, fetch_json
+from kvconnect.demo.pair import PROTOCOLS
 from tests.nursery import Nursery
 from tests.ports import free_port
 from tests.vllm.tiny_models import Recipe
@@ -188,6 +190,10 @@ class Server(Child):
         answer = self.ask(prompt, max_tokens=1, kv_transfer_params=ASK_FOR_KV, **more)
         return dict(answer["kv_transfer_params"])
 
+    def from_prefill(self, prefill: Server, prompt: list[int], **more: object) -> list[int]:
+        """What this one answers to a prompt that ``prefill`` computes for it."""
+        return self.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt), **more)
+
     def abandon(self, prompt: list[int], after_s: float, **more: object) -> None:
         """Ask as a client that closes its connection ``after_s`` later, whatever came until then."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 64, "ignore_eos": True, **more}
@@ -242,6 +248,31 @@ class Server(Child):
 
     def end(self, grace_s: float = 15.0) -> int:
         return super().end(grace_s)
+
+
+@contextmanager
+def router(*options: str) -> Iterator[str]:
+    """``kvconnect router`` before servers that are up; where it listens."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "kvconnect", "router", "--port", url.rpartition(":")[2], *options]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 60
+        while not answers(url + "/ready?all"):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def routed(url: str, prompt: object, **more: object) -> list[list[int]]:
+    """The tokens of each answer to a prompt, or to several, through a router."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    answer = fetch_json(url + "/v1/completions", {**body, "return_token_ids": True, **more}, 120)
+    return [choice["token_ids"] for choice in answer["choices"]]
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def test_every_page_that_landed_is_the_cast_of_the_one_that_was_held(case, tmp_p
         before = decode.loaded_tokens()
         for seed, length in enumerate(LENGTHS):
             prompt = random_prompt(length, seed)
-            tokens = decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt), max_tokens=12)
+            tokens = decode.from_prefill(prefill, prompt, max_tokens=12)
             assert len(tokens) == 12
         assert decode.loaded_tokens() - before >= sum(LENGTHS) - len(LENGTHS)
         assert len(assert_bytes_landed(prefill, decode, len(LENGTHS))) == 4

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
@@ -17,8 +12,7 @@ from tests.ports import free_port
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.node.children import answers, fetch_json
-from tests.vllm.servers import OBSERVED, ROOT, Server, random_prompt, running, transfer_config
+from tests.vllm.servers import OBSERVED, Server, random_prompt, routed, router, running, transfer_config
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
@@ -46,30 +40,6 @@ def loads_by_rank(server: Server) -> list[float]:
     ]
 
 
-@contextmanager
-def router(*options: str) -> Iterator[str]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "kvconnect", "router", "--port", str(port), *options]
-    process = subprocess.Popen(command, cwd=ROOT)
-    try:
-        deadline = time.monotonic() + 60
-        while not answers(url + "/ready?all"):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def through(url: str, prompt: list[int]) -> list[int]:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    answer = fetch_json(url + "/v1/completions", {**body, "return_token_ids": True}, 120)
-    return list(answer["choices"][0]["token_ids"])
-
-
 def test_two_ranks_to_two_behind_our_router(tmp_path):
     """Internal load balancing: the router names the rank in both legs, and places by the ranks' events."""
     recipe, port, events = write_model("gqa", tmp_path), free_port(), free_port()
@@ -95,15 +65,15 @@ def test_two_ranks_to_two_behind_our_router(tmp_path):
         prompts = [random_prompt(300 + 70 * number, number) for number in range(8)]
         with router(*nodes, *sources, "--flow", "parallel", "--policy", "prefix") as url:
             with ThreadPoolExecutor(4) as pool:
-                got = list(pool.map(through, [url] * 8, prompts))
-            assert got == [prefill.local_tokens(prompt) for prompt in prompts]
+                got = list(pool.map(routed, [url] * 8, prompts))
+            assert [tokens for (tokens,) in got] == [prefill.local_tokens(prompt) for prompt in prompts]
             loads = [after - was for after, was in zip(loads_by_rank(decode), before, strict=True)]
             assert sum(loads) == 8
             assert min(loads) > 0
             # More of a prompt: the rank that has its beginning computes the rest, and so it hits.
             hits = prefill.metrics()["vllm:prefix_cache_hits_total"]
             for number, prompt in enumerate(prompts[4:]):
-                through(url, [*prompt, *random_prompt(50, 300 + number)])
+                routed(url, [*prompt, *random_prompt(50, 300 + number)])
             grown = prefill.metrics()["vllm:prefix_cache_hits_total"] - hits
             assert grown == sum(len(prompt) // 128 * 128 for prompt in prompts[4:])
         prefill.wait_idle()

@@ -19,6 +19,7 @@ from kvconnect.node.children import fetch, fetch_json
 from tests.deploy.commands import KINDS, deployment
 from tests.deploy.running import localised, running
 from tests.vllm.servers import ASK_FOR_KV
+from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 START_TIMEOUT_S = 400
@@ -27,32 +28,6 @@ SERVE_ARGS = (
     "--block-size 128 --max-num-seqs 8 --max-num-batched-tokens 512"
 )
 PROMPT = [index * 37 % 256 for index in range(400)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A dense model of 256 tokens, asked with token ids: it needs no tokenizer."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("model")
-    config = transformers.Qwen3Config(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
-    made = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() >= 2:  # drawn wide: with the library's own values every answer is alike
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    made.save_pretrained(folder)
-    return folder
 
 
 def server(name: str, command: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -92,8 +67,9 @@ CASES = [pytest.param(kind, marks=[] if kind == "compose" else [pytest.mark.full
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_the_commands_of_the_files_serve_and_move_kv(kind, model, tmp_path):
-    parts = localised(deployment(kind, tmp_path, {"MODEL": str(model), "SERVE_ARGS": SERVE_ARGS}), tmp_path)
+def test_the_commands_of_the_files_serve_and_move_kv(kind, tmp_path):
+    given = {"MODEL": str(write_model("gqa", tmp_path).folder), "SERVE_ARGS": SERVE_ARGS}
+    parts = localised(deployment(kind, tmp_path, given), tmp_path)
     with running(parts, server, tmp_path) as pair:
         for name in ("prefill", "decode"):
             pair[name].wait_answer("/health", START_TIMEOUT_S)

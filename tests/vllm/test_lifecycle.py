@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import signal
@@ -62,7 +61,7 @@ def test_what_the_decode_server_has_already_is_let_go_at_once(servers):
     prefill, decode = servers
     prompt = random_prompt(385, 3)
     decode.tokens(prompt)
-    assert decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt)) == prefill.local_tokens(prompt)
+    assert decode.from_prefill(prefill, prompt) == prefill.local_tokens(prompt)
     prefill.wait_idle(PROMPTLY_S)
 
 
@@ -130,7 +129,7 @@ def test_many_at_a_time_are_answered_and_every_byte_landed(servers):
     prompts = [random_prompt(50 + 61 * n, 200 + n) for n in range(24)]
 
     def through_the_pair(prompt):
-        return decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt))
+        return decode.from_prefill(prefill, prompt)
 
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(through_the_pair, prompts))
@@ -145,45 +144,6 @@ def test_a_prefill_server_that_was_idle_for_a_minute(servers):
     params = prefill.prefilled(prompt)
     time.sleep(61)
     assert decode.tokens(prompt, kv_transfer_params=params) == prefill.local_tokens(prompt)
-
-
-@pytest.mark.full
-def test_requests_that_queue_on_the_decode_server_for_many_leases(tmp_path):
-    recipe = write_model("gqa", tmp_path)
-    # One request runs, and one or two more have room: vLLM loads whatever has room as soon as none runs.
-    options = {
-        "prefill_options": ONE_BY_ONE,
-        "decode_options": [*ONE_BY_ONE, "--num-gpu-blocks-override", "33"],
-        "lease_s": 4,
-        "kv_load_failure_policy": "fail",
-    }
-    with pair(recipe, tmp_path, "nixl", **options) as (prefill, decode):
-        began = time.monotonic()
-        decode.tokens(random_prompt(50, 700), max_tokens=200)
-        # The last of the queue waits for some 90 s.
-        count = int(200 * 4.5 / (time.monotonic() - began))
-        prompts = [random_prompt(1600 + 31 * n, 701 + n) for n in range(20)]
-        decode._answer_timeout_s = 300
-
-        def through_the_pair(number):
-            tokens = min(count, 4090 - len(prompts[number]))
-            params = prefill.prefilled(prompts[number])
-            got = decode.tokens(prompts[number], max_tokens=tokens, kv_transfer_params=params)
-            return got, time.monotonic()
-
-        began = time.monotonic()
-        with ThreadPoolExecutor(20) as pool:
-            got = list(pool.map(through_the_pair, range(20)))
-        waited_s = max(ended for _, ended in got) - began
-        assert waited_s > 40, "the test has to make the decode server's queue long"
-        assert_bytes_landed(prefill, decode, 20)
-        renewed_at = [renewal["at"] for renewal in prefill.observed("renewal")]
-        assert len(renewed_at) > waited_s / 4
-        assert min(later - at for at, later in itertools.pairwise(renewed_at)) > 0.95
-        prefill.wait_idle(PROMPTLY_S)
-        for prompt, (tokens, _) in list(zip(prompts, got, strict=True))[::4]:
-            assert prefill.local_tokens(prompt, max_tokens=64) == tokens[:64]
-        print(f"waited {waited_s:.0f} s, {len(renewed_at)} renewals")
 
 
 def test_two_hundred_requests_with_aborts_on_servers_that_must_preempt(tmp_path):
@@ -285,6 +245,6 @@ def test_a_prefill_server_is_killed_during_transfers_and_comes_back(tmp_path, po
         prompt = random_prompt(700, 950)
         before = decode.loaded_tokens()
         expected = prefill.local_tokens(prompt)
-        assert decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt)) == expected
+        assert decode.from_prefill(prefill, prompt) == expected
         assert decode.loaded_tokens() - before == 700
         assert_bytes_landed(prefill, decode, became.count("load") + 1)

@@ -64,17 +64,15 @@ class Reference:
             self.lengths = WHOLE
             # Here the CPU build computes prompts whole. Only another connector cuts the last token off.
             with reference_pair(recipe, folder) as (prefill, decode):
-                self._kept = [through_the_pair(prefill, decode, prompt) for prompt in self.prompts()]
+                self._kept = [
+                    decode.from_prefill(prefill, prompt, max_tokens=12) for prompt in self.prompts()
+                ]
 
     def prompts(self) -> list[list[int]]:
         return [random_prompt(length, seed) for seed, length in enumerate(self.lengths)]
 
     def tokens(self, index: int, prompt: list[int], prefill: Server) -> list[int]:
         return self._kept[index] if self._kept else prefill.local_tokens(prompt, max_tokens=12)
-
-
-def through_the_pair(prefill: Server, decode: Server, prompt: list[int]) -> list[int]:
-    return decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt), max_tokens=12)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
@@ -93,7 +91,7 @@ def test_every_request_is_token_exact_and_every_byte_landed(servers):
     wrong = []
     before = decode.loaded_tokens()
     for index, prompt in enumerate(reference.prompts()):
-        got = through_the_pair(prefill, decode, prompt)
+        got = decode.from_prefill(prefill, prompt, max_tokens=12)
         expected = reference.tokens(index, prompt, prefill)
         if got != expected:
             wrong.append((len(prompt), got, expected))
@@ -112,7 +110,7 @@ def test_the_bytes_of_prompts_of_every_length_land(servers):
         pytest.skip("the test of all tokens used them")
     for length in BORDERS:
         prompt = random_prompt(length, 1000 + length)
-        assert len(through_the_pair(prefill, decode, prompt)) == 12
+        assert len(decode.from_prefill(prefill, prompt, max_tokens=12)) == 12
     assert_bytes_landed(prefill, decode, len(BORDERS) - 1)
 
 
@@ -123,7 +121,7 @@ def test_only_what_the_decode_server_lacks_is_loaded(servers):
     prompt = random_prompt(700, 1)
     decode.tokens(prompt[:400])
     before = decode.loaded_tokens()
-    got = through_the_pair(prefill, decode, prompt)
+    got = decode.from_prefill(prefill, prompt, max_tokens=12)
     assert got == prefill.local_tokens(prompt, max_tokens=12)
     assert 0 < decode.loaded_tokens() - before < 700
     assert_bytes_landed(prefill, decode, 1)

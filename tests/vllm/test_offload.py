@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from tests.vllm.servers import Server, random_prompt, reference_pair, running, transfer_config
+from tests.ports import free_port
+from tests.vllm.servers import (
+    NIXL_CONNECTOR,
+    OBSERVED,
+    Server,
+    random_prompt,
+    reference_pair,
+    running,
+    transfer_config,
+)
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.servers]
@@ -152,47 +160,6 @@ def test_a_restarted_server_finds_on_disk_what_it_kept(servers):
     assert small.loaded_tokens() == sum(got.cached)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["flip", "truncate"])
-def test_what_was_corrupted_on_disk_is_computed_anew(servers, how):
-    kind, small, whole, folder = servers
-    prompts = prompts_of(seed=40)
-    Asked(small, prompts)
-    wait_kept(small)
-    small.kill()
-    spoiled = [spoil(path, how) for path in (folder / "disk").rglob("*") if path.is_file()]
-    assert any(spoiled)
-    small.start()
-    small.wait_ready()
-    got = Asked(small, prompts)
-    assert got.cached == [0] * len(prompts)
-    assert got.tokens == Asked(whole, prompts).tokens
-    # And is kept anew.
-    overwrite(small, kind)
-    assert_alike(small, Asked(small, prompts), Asked(whole, prompts))
-
-
-@pytest.mark.full
-def test_a_server_killed_while_it_writes_serves_only_what_is_right(servers):
-    _, small, whole, _ = servers
-    for round_ in range(3):
-        prompts = prompts_of(seed=60 + 20 * round_)
-        for prompt in prompts[:-1]:
-            small.tokens(prompt, max_tokens=1)
-        small.abandon(prompts[-1], after_s=0.05 * round_)
-        small.kill()
-        small.start()
-        small.wait_ready()
-        Asked(whole, prompts)
-        got, expected = Asked(small, prompts), Asked(whole, prompts)
-        assert all(ours <= theirs for ours, theirs in zip(got.cached, expected.cached, strict=True))
-        for tokens, right, ours, theirs in zip(
-            got.tokens, expected.tokens, got.cached, expected.cached, strict=True
-        ):
-            # Where a prompt is cut elsewhere roundings may differ.
-            assert tokens == right or ours != theirs
-
-
 def wait_kept(server: Server, within_s: float = 30.0) -> None:
     """Wait until nothing is on its way to the disk. Numbers come with steps: a short prompt makes some."""
     deadline = time.monotonic() + within_s
@@ -205,24 +172,6 @@ def wait_kept(server: Server, within_s: float = 30.0) -> None:
         time.sleep(0.2)
 
 
-def spoil(path: Path, how: str) -> bool:
-    """Damage the file of a row. Whether it is one."""
-    size = path.stat().st_size
-    if path.suffix != ".kv":
-        return False
-    if how == "truncate":
-        with path.open("r+b") as file:
-            file.truncate(size // 2)
-        return True
-    with path.open("r+b") as file:
-        for place in range(100, size, 4096):
-            file.seek(place)
-            byte = file.read(1)
-            file.seek(place)
-            file.write(bytes([byte[0] ^ 16]))
-    return True
-
-
 @pytest.mark.full
 def test_a_latent_cache_returns_where_all_but_one_token_does(tmp_path):
     """Here vLLM's CPU build computes a prompt whole or not at all, and keeps no prefixes by itself."""
@@ -230,10 +179,7 @@ def test_a_latent_cache_returns_where_all_but_one_token_does(tmp_path):
     lengths = [length for length in LENGTHS if length % 16 == 1]
     prompts = [random_prompt(length, 900 + length) for length in lengths]
     with reference_pair(recipe, tmp_path) as (prefill, decode):
-        expected = [
-            decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt), max_tokens=12)
-            for prompt in prompts
-        ]
+        expected = [decode.from_prefill(prefill, prompt, max_tokens=12) for prompt in prompts]
     disk = str(tmp_path / "disk")
     server = Server(recipe, tmp_path, "small", "0", offload(disk_path=disk), options_of("mla", POOL["mla"]))
     with running(server):
@@ -253,33 +199,59 @@ def test_a_latent_cache_returns_where_all_but_one_token_does(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "cpu_bytes", "options", "texts"),
-    [
-        # Without prefix caching the block sizes of a hybrid are not aligned.
-        (
-            "hybrid",
-            CPU_BYTES,
-            ["--max-model-len", "2048"],
-            ("hash block size", "2048", "--enable-prefix-caching"),
-        ),
-        # One row for the windows, of which a hit needs two.
-        ("sliding", 3_000_000, options_of("sliding", None), ("cpu_bytes is 3000000", "needs 2 of them")),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_at_the_start_with_the_numbers(
-    tmp_path, kind, cpu_bytes, options, texts
-):
-    recipe = write_model(kind, tmp_path)
-    server = Server(recipe, tmp_path, "refused", "0", offload(cpu_bytes=cpu_bytes), options)
-    try:
-        deadline = time.monotonic() + 200
-        while server.process.poll() is None:
-            assert time.monotonic() < deadline, server.logs()
-            time.sleep(0.5)
-        log = server.log.read_text(errors="replace")
-        for text in texts:
-            assert text in log
-        assert "Application startup complete" not in log
-    finally:
-        server.end()
+@pytest.mark.parametrize("first", [True, False])
+def test_a_connector_of_vllm_s_own_hands_over_and_ours_keeps_in_either_order(tmp_path, first):
+    """vLLM passes on one handshake, and NixlConnector starts with no other than its own."""
+    recipe = write_model("gqa", tmp_path)
+    children = [offload(), NIXL_CONNECTOR] if first else [NIXL_CONNECTOR, offload()]
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    servers = [
+        Server(
+            recipe,
+            tmp_path,
+            name,
+            cpu,
+            config,
+            options_of("gqa", USUAL_POOL),
+            environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
+        )
+        for name, cpu in (("prefill", "0"), ("decode", "1"))
+    ]
+    with running(*servers) as (prefill, decode):
+        # Of these the prefill server's own last step has one token, as the decode server's first.
+        prompts = [random_prompt(length, 70 + length) for length in (513, 1025, 1537)]
+        expected = [prefill.local_tokens(prompt, max_tokens=12) for prompt in prompts]
+        for round_ in range(2):
+            restored = prefill.loaded_tokens()
+            assert [decode.from_prefill(prefill, prompt, max_tokens=12) for prompt in prompts] == expected
+            assert (prefill.loaded_tokens() > restored) is (round_ > 0)
+            overwrite(prefill, "gqa")
+            overwrite(decode, "gqa")
+        for server in servers:
+            server.wait_idle()
+
+
+@pytest.mark.full
+def test_every_rank_keeps_its_own_shard(tmp_path):
+    recipe = write_model("gqa", tmp_path)
+    options = ["--tensor-parallel-size", "2"]
+    prompts = prompts_of(seed=5)
+    alone = offload(disk_path=str(tmp_path / "disk")) | {"kv_connector_module_path": OBSERVED}
+    whole = Server(recipe, tmp_path, "whole", "0|1", None, [*options_of("gqa", None), *options])
+    with running(whole):
+        first, expected = Asked(whole, prompts), Asked(whole, prompts)
+    small = Server(recipe, tmp_path, "small", "0|1", alone, [*options_of("gqa", USUAL_POOL), *options])
+    with running(small):
+        assert Asked(small, prompts).tokens == first.tokens
+        overwrite(small, "gqa")
+        assert_alike(small, Asked(small, prompts), expected)
+        wait_kept(small)
+        small.end()
+        small.start()
+        small.wait_ready()
+        assert_alike(small, Asked(small, prompts), expected)

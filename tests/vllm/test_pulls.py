@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from tests.ports import free_port
-from tests.vllm.servers import Server, random_prompt, running, transfer_config
+from tests.vllm.servers import EXACT, Server, random_prompt, running, transfer_config
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
-NAMES, BLOCK_TOKENS = ("first", "second"), 128
+BLOCK_TOKENS = 128
 """Blocks are equally long: vLLM's kernel for CPUs keeps those of one as a whole that cannot be divided."""
+
+
+def started(folder: Path, sides: list[tuple[str, list[str]]], module: str = "kvconnect.vllm") -> list[Server]:
+    """Servers that are each other's sources, by their cores and options. Not waited for."""
+    recipe, ports, made = write_model("gqa", folder), [free_port() for _ in sides], []
+    for number, (cpus, options) in enumerate(sides):
+        config = transfer_config(
+            "both",
+            "mooncake",
+            module,
+            kv_load_failure_policy="recompute",
+            insecure=True,
+            port=ports[number],
+            sources=[f"127.0.0.1:{port}" for port in ports],
+            offload={"cpu_bytes": 256 << 20},
+        )
+        options = [*options, "--enable-prompt-tokens-details"]
+        made.append(Server(recipe, folder, f"{number}", cpus, config, options, {"PYTHONHASHSEED": "0"}))
+    return made
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pulls")
-    recipe = write_model("gqa", folder)
-    ports = {name: free_port() for name in NAMES}
-    made = []
-    for cpu, (name, port) in enumerate(ports.items()):
-        config = transfer_config(
-            "both",
-            "mooncake",
-            kv_load_failure_policy="recompute",
-            insecure=True,
-            port=port,
-            sources=[f"127.0.0.1:{other}" for other in ports.values()],
-            offload={"cpu_bytes": 256 << 20},
-        )
-        options = ["--enable-prompt-tokens-details"]
-        environment = {"PYTHONHASHSEED": "0"}
-        made.append(Server(recipe, folder, name, str(cpu), config, options, environment))
-    with running(*made):
+    with running(*started(tmp_path_factory.mktemp("pulls"), [("0", []), ("1", [])])) as made:
         yield made
 
 
@@ -67,6 +71,22 @@ def pulled(source: Server, target: Server, length: int, seed: int) -> tuple[list
 
 def num_pulls(server: Server) -> float:
     return server.metrics(outcome="loaded").get("vllm:kvconnect_pulls_total", 0.0)
+
+
+def test_a_prefix_is_pulled_between_unlike_ranks_and_blocks(tmp_path):
+    """With attention whose blocks can be divided. Before the other servers of this file are up."""
+    blocks, both = (16, 64), []
+    for ranks, block_size, cpus in ((2, blocks[0], "0|1"), (1, blocks[1], "1")):
+        options = [*EXACT, "--tensor-parallel-size", str(ranks), "--block-size", str(block_size)]
+        both.append((cpus, options))
+    with running(*started(tmp_path, both, "tests.vllm.token_rows")) as made:
+        for number, (source, target) in enumerate((made, made[::-1])):
+            for turn, length in enumerate((1000, 333)):
+                prompt, tokens, cached = pulled(source, target, length, 10 * number + turn)
+                assert cached == (length - 1) // blocks[number] * blocks[number], target.logs()
+                assert tokens == target.local_tokens(prompt), target.logs()
+        for server in made:
+            server.wait_idle()
 
 
 def test_a_server_gets_what_the_other_has_computed(servers):

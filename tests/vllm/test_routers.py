@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.ports import free_port
-
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.node.children import BadAnswer, fetch, fetch_json
+from kvconnect.demo.http import BadAnswer, fetch
 from tests.vllm.comparing import assert_bytes_landed
-from tests.vllm.servers import EXACT, ROOT, Server, pair, random_prompt
+from tests.vllm.servers import EXACT, Server, pair, random_prompt, routed, router
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
@@ -43,44 +39,23 @@ def _announced(prefill: Server, decode: Server) -> tuple[dict[str, object], dict
 
 
 @pytest.fixture(params=["sequential", "parallel"])
-def router(request, servers):
-    port = free_port()
-    command = [sys.executable, "-m", "kvconnect", "router", "--port", str(port), "--flow", request.param]
-    command += ["--prefill", servers[0].url, "--decode", servers[1].url]
-    process = subprocess.Popen(command, cwd=ROOT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                fetch(url + "/health", timeout_s=2)
-                break
-            except BadAnswer:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-        yield url, request.param
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def test_through_the_router(servers, router):
+def routing(request, servers):
+    """A router's URL and its flow."""
     prefill, decode = servers
-    url, flow = router
+    with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
+        yield url, request.param
+
+
+def test_through_the_router(servers, routing):
+    prefill, decode = servers
+    url, flow = routing
     # Other prompts for each flow: what the decode server has already is not loaded again.
     # Below 1024 tokens: longer ones round by how they are cut, and several at a time are cut otherwise.
     prompts = [random_prompt(37 + 130 * number, len(flow) + 100 * number) for number in range(8)]
     before = decode.loaded_tokens()
-
-    def ask(prompt):
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-        return fetch_json(url + "/v1/completions", {**body, "return_token_ids": True}, 120)
-
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(ask, prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer["choices"][0]["token_ids"] == prefill.local_tokens(prompt)
+        answers = list(pool.map(routed, [url] * len(prompts), prompts))
+    assert answers == [[prefill.local_tokens(prompt)] for prompt in prompts]
     assert decode.loaded_tokens() - before == sum(map(len, prompts))
     assert_bytes_landed(prefill, decode, 8)
     prefill.wait_idle()
@@ -93,18 +68,9 @@ def test_decode_is_asked_before_prefill(servers):
     for_prefill, for_decode = _announced(prefill, decode)
     prompt = random_prompt(1000, 71)
     with ThreadPoolExecutor(2) as pool:
-        decoding = pool.submit(
-            decode.tokens,
-            prompt,
-            kv_transfer_params=for_decode,
-        )
+        decoding = pool.submit(decode.tokens, prompt, kv_transfer_params=for_decode)
         time.sleep(0.3)
-        prefilling = pool.submit(
-            prefill.ask,
-            prompt,
-            max_tokens=1,
-            kv_transfer_params=for_prefill,
-        )
+        prefilling = pool.submit(prefill.ask, prompt, max_tokens=1, kv_transfer_params=for_prefill)
         got = decoding.result(120)
         prefilling.result(120)
     assert got == prefill.local_tokens(prompt)
@@ -116,19 +82,10 @@ def test_a_prefill_that_was_aborted_fails_the_waiting_decode_at_once(servers):
     for_prefill, for_decode = _announced(prefill, decode)
     prompt = random_prompt(3900, 73)
     with ThreadPoolExecutor(1) as pool:
-        leaving = pool.submit(
-            prefill.abandon,
-            prompt,
-            0.3,
-            max_tokens=1,
-            kv_transfer_params=for_prefill,
-        )
+        leaving = pool.submit(prefill.abandon, prompt, 0.3, max_tokens=1, kv_transfer_params=for_prefill)
         started = time.monotonic()
         with pytest.raises(BadAnswer, match="answered 500"):
-            decode.ask(
-                prompt,
-                kv_transfer_params=for_decode,
-            )
+            decode.ask(prompt, kv_transfer_params=for_decode)
         leaving.result()
     assert time.monotonic() - started < 15, "well before the load's deadline of 20 s"
 
@@ -159,21 +116,6 @@ def test_several_answers_to_one_prompt_take_one_lease_and_one_load(servers):
     assert len(prefill.observed("hold")) - holds == 1
 
 
-def test_several_answers_through_the_router(servers, router):
-    prefill, decode = servers
-    url, flow = router
-    loaded = decode.loaded_tokens()
-    for number in range(2):
-        prompt = random_prompt(700, 8000 + 10 * len(flow) + number)
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "ignore_eos": True, **FOUR}
-        answer = fetch_json(url + "/v1/completions", {**body, "return_token_ids": True}, 120)
-        tokens = [choice["token_ids"] for choice in answer["choices"]]
-        assert tokens == [prefill.local_tokens(prompt)] * 4
-    prefill.wait_idle(SOON_S)
-    decode.wait_idle()
-    assert decode.loaded_tokens() - loaded == 2 * 700
-
-
 def test_a_batch_of_prompts_comes_over_whole_though_its_answer_tells_of_the_first(servers):
     """As routers pass on that know no batches. One of the prompts is there twice."""
     prefill, decode = servers
@@ -189,25 +131,21 @@ def test_a_batch_of_prompts_comes_over_whole_though_its_answer_tells_of_the_firs
     assert len(prefill.observed("hold")) - holds == 3
 
 
-def test_a_batch_of_prompts_through_the_router(servers, router):
+def test_batches_and_several_answers_through_the_router(servers, routing):
     prefill, decode = servers
-    url, flow = router
+    url, flow = routing
     loaded = decode.loaded_tokens()
     for number in range(2):
         # Of one length, of different ones, and one of them twice.
         # Of a seed each: one that begins like another would find it on the decode server.
         first = 7000 + 100 * number + 10 * len(flow)
-        prompts = [random_prompt(length, first + at) for at, length in enumerate((400, 400, 150))]
-        body = {"model": "tiny", "prompt": [*prompts, prompts[0]], "max_tokens": 16, "temperature": 0}
-        answer = fetch_json(
-            url + "/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True}, 120
-        )
+        prompts = [random_prompt(length, first + at) for at, length in enumerate((400, 400, 150, 700))]
         expected = [prefill.local_tokens(prompt) for prompt in prompts]
-        tokens = [choice["token_ids"] for choice in answer["choices"]]
-        assert tokens == [*expected, expected[0]]
+        assert routed(url, [*prompts[:3], prompts[0]]) == [*expected[:3], expected[0]]
+        assert routed(url, prompts[3], **FOUR) == [expected[3]] * 4
     prefill.wait_idle(SOON_S)
     decode.wait_idle()
-    assert decode.loaded_tokens() - loaded == 2 * (400 + 400 + 150)
+    assert decode.loaded_tokens() - loaded == 2 * (400 + 400 + 150 + 700)
 
 
 def _series(server: Server) -> dict[str, float]:
@@ -218,7 +156,7 @@ def test_metrics_of_both_servers(servers):
     prefill, decode = servers
     before = _series(prefill), _series(decode)
     prompt = random_prompt(600, 74)
-    decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt))
+    decode.from_prefill(prefill, prompt)
     # Told with a step: one more, so that what happened at the end of the last one is told too.
     for server in servers:
         server.tokens([1, 2, 3])
@@ -244,34 +182,3 @@ def test_metrics_of_both_servers(servers):
         decode.ask(prompt[::-1], kv_transfer_params={"do_remote_prefill": True})
     decode.tokens([1, 2, 3])
     assert "vllm:kvconnect_failures_total" in _series(decode)
-
-
-@pytest.mark.full
-def test_full_servers_that_are_asked_at_once_do_not_wait_for_each_other(tmp_path):
-    """Each has room for two of the prompts, and they are asked for them in opposite orders."""
-    options = ["--num-gpu-blocks-override", "33"]
-    with pair(write_model("gqa", tmp_path), tmp_path, "nixl", options=options, load_timeout_s=30) as both:
-        prefill, decode = both
-        prompts = [random_prompt(1300 + 40 * number, 900 + number) for number in range(12)]
-        announced = [_announced(prefill, decode) for _ in prompts]
-        began = time.monotonic()
-        with ThreadPoolExecutor(2 * len(prompts)) as pool:
-            asked, decoding = [], {}
-            for number in range(len(prompts)):
-                other = len(prompts) - 1 - number
-                params = announced[number][0]
-                asked.append(
-                    pool.submit(prefill.ask, prompts[number], max_tokens=1, kv_transfer_params=params)
-                )
-                params = announced[other][1]
-                decoding[other] = pool.submit(decode.tokens, prompts[other], kv_transfer_params=params)
-                time.sleep(0.02)
-            for one in asked:
-                one.result(120)
-            got = [decoding[number].result(120) for number in range(len(prompts))]
-        print(f"{len(prompts)} requests took {time.monotonic() - began:.1f} s")
-        assert time.monotonic() - began < 30, "nothing may wait for a deadline"
-        assert all(len(tokens) == 16 for tokens in got)
-        assert_bytes_landed(prefill, decode, len(prompts) * 2)
-        prefill.wait_idle()
-        decode.wait_idle()

@@ -23,10 +23,7 @@ def _options(ranks: int, stages: int = 1) -> list[str]:
 
 def _run(prefill, decode):
     prompts = [random_prompt(length, 40 + seed) for seed, length in enumerate(LENGTHS)]
-    return {
-        seed: (prompt, decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt)))
-        for seed, prompt in enumerate(prompts)
-    }
+    return {seed: (prompt, decode.from_prefill(prefill, prompt)) for seed, prompt in enumerate(prompts)}
 
 
 @pytest.mark.parametrize(
