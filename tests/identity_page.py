@@ -9,10 +9,35 @@ import re
 from pathlib import Path
 
 from kvconnect.cache.identity import ENTRIES
-from kvconnect.vllm.stated_identity import FREE_FIELDS, FREE_SETTINGS, SOURCES
+from kvconnect.vllm.stated_identity import FREE_FIELDS, FREE_SETTINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
 _TABLE = re.compile(r"(<!-- identity -->\n).*?(?=\n\n|\Z)", re.S)
+
+SOURCES = {
+    "model": "class of the running model: architecture, `--model-impl`",
+    "configuration": "`hf_config` once the model is built: `config.json`, `--hf-overrides`, "
+    "`--hf-config-path`, `--override-generation-config`, `--max-model-len` where a model reads these",
+    "settings": "`ModelConfig`, `MultiModalConfig` and `additional_config` that are not at their defaults",
+    "attention": "the attention layers: `--disable-sliding-window`, `--hf-overrides`",
+    "rotary": "the rotary modules' tables; LongRoPE's choice by `--max-model-len`",
+    "quantization": "`quant_config`: the checkpoint's, `--quantization`",
+    "dtype": "`--dtype`",
+    "cache dtype": "the layers and their specs: `--kv-cache-dtype`, `auto` resolved",
+    "page order": "the backend's own cache update: `--attention-backend`, the processor, `VLLM_*` variables",
+    "states": "the specs of recurrent layers, `VLLM_SSM_CONV_STATE_LAYOUT`, `--mamba-cache-dtype`",
+    "ranks": "`--tensor-parallel-size` of layers whose division only vLLM knows",
+    "weights": "the checkpoint's files, the tensors in memory",
+    "adapters": "`adapter_config.json` and weights in the adapter's folder: `--lora-modules`",
+    "draft": "`--speculative-config`",
+    "names": "`--prefix-caching-hash-algo`, `PYTHONHASHSEED`, `offload.salt`",
+    "block size": "`--block-size`; CPU attention's pages cannot be cut",
+    "layout": "`VLLM_KV_CACHE_LAYOUT`",
+    "parallelism": "`--tensor-parallel-size` and the like",
+    "scales": "`k_scale` and `v_scale` of the checkpoint",
+    "cache groups": "`--disable-hybrid-kv-cache-manager`",
+}
+"""By entry where in vLLM its value comes from, and what sets it."""
 
 
 def table() -> str:

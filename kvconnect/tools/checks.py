@@ -15,7 +15,7 @@ from kvconnect.engine.lanes import ACTIVE
 from kvconnect.tools.facts import Facts
 from kvconnect.tools.findings import Finding, failure, failure_if, warning, warning_if, well
 from kvconnect.tools.trial import Trial
-from kvconnect.vllm.versions import RANGE, is_tested
+from kvconnect.vllm.plugin import RANGE, is_tested
 
 _RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "gga", "srd")
 _LEAST_LOCKED, _WANTED_LOCKED = 64 << 20, 1 << 30

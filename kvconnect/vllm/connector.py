@@ -31,15 +31,13 @@ from kvconnect.vllm.metadata import (
     hit_sources,
 )
 from kvconnect.vllm.offload import kept_groups
-from kvconnect.vllm.plugin import register
+from kvconnect.vllm.plugin import check_vllm, register, warn_of_known_faults
 from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
-from kvconnect.vllm.steps import Recovery, Steps
+from kvconnect.vllm.steps import PartlyFilled, Recovery, Steps
 from kvconnect.vllm.traits import make_scheduler_half, make_worker_half
-from kvconnect.vllm.versions import check_vllm, warn_of_known_faults
 from kvconnect.vllm.weights import LoadedWeights, all_ranks, loaded_weights, own_rank
-from kvconnect.vllm.windows import PartlyFilled
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,15 +6,15 @@ vLLM's is asked only what kind of layer it is: fields change, and the scheduler'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvconnect.cache.region_table import CacheTensor, Scales
 from kvconnect.cache.retention import FULL, Chunked, Retention, Window
-from kvconnect.cache.shard import HeadInterval, layer_number, shard_heads
+from kvconnect.cache.shard import HeadInterval, Topology, layer_number, shard_heads
 from kvconnect.cache.specs import (
     ChunkedLocalSpec,
     EncoderOnlySpec,
@@ -29,10 +29,14 @@ from kvconnect.cache.specs import (
     UniformTypeSpec,
     div_exact,
 )
-from kvconnect.errors import LayoutError
+from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.halves.building import RankCache
 from kvconnect.vllm.states import Section, state_sections
 from kvconnect.vllm.values import BYTES, Quantised, is_by_block, read_quantised
+from kvconnect.vllm.weights import all_ranks, draft_model
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _AXES = "block head token content"
 
@@ -343,3 +347,65 @@ def _spec(
     # Where K ends is asked of scaled values only.
     key = content if quantised is None else quantised.key_width
     return _rows_by_head(theirs, heads, key, tensor.dtype, value=content - key)
+
+
+# How a cache is divided over ranks: by heads, layers and tokens
+
+
+def head_counts(vllm_config: VllmConfig) -> HeadCounts:
+    """The KV heads of the main model and of a draft model. Latent caches have none."""
+    main = vllm_config.model_config
+    draft = draft_model(vllm_config)
+    return HeadCounts(
+        main=_num_heads(main),
+        draft=None if draft is None else _num_heads(draft),
+        num_layers=0 if draft is None else int(main.hf_text_config.num_hidden_layers),
+    )
+
+
+def topology(vllm_config: VllmConfig, rank: int, layers: Iterable[str]) -> Topology:
+    """How caches are divided over vLLM's ranks. All of them must call it, each with the layers that it has.
+
+    Raises ``ConfigError``: ranks do not have layers one after the other.
+    """
+    tensor = stage_ranks(vllm_config)
+    numbers = [number for number in map(layer_number, layers) if number is not None]
+    _, *firsts = of_stages(vllm_config, min(numbers, default=0))[::tensor]
+    turn = int(getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1))
+    made = Topology(tensor, (0, *firsts), context_ranks(vllm_config), turn)
+    for layer in layers:
+        if not made.owns(rank, layer):
+            raise ConfigError(
+                f"rank {rank} has layer {layer!r}, but its pipeline rank begins with layer "
+                f"{made.layers(rank).start}, all of them with {made.stages}; accepted: layers in order"
+            )
+    return made
+
+
+def stage_ranks(vllm_config: VllmConfig) -> int:
+    """How many ranks have the same layers.
+
+    Prefill context parallel ranks have what their tensor-parallel rank has, of latent caches all the same
+    bytes. They are numbered within it, as vLLM lets them take turns to keep tokens (DCP over PCP, then TP).
+    """
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1))
+
+
+def context_ranks(vllm_config: VllmConfig) -> int:
+    """How many ranks with the same heads keep tokens in turns: a block has so many times its tokens."""
+    return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
+
+
+def finest(vllm_config: VllmConfig, cache: VllmCache) -> int | None:
+    """The finest division of any layer over tensor-parallel ranks; None where they keep the same bytes."""
+    return max(of_stages(vllm_config, cache.finest(head_counts(vllm_config)) or 0)) or None
+
+
+def of_stages(vllm_config: VllmConfig, value: Any) -> list[Any]:
+    """What every rank gave; without pipeline ranks, which all have the same, ours."""
+    return all_ranks(value) if vllm_config.parallel_config.pipeline_parallel_size > 1 else [value]
+
+
+def _num_heads(model_config: Any) -> int | None:
+    return None if model_config.use_mla else int(model_config.get_total_num_kv_heads())

@@ -18,8 +18,8 @@ from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
 from kvconnect.offload.namespace import salted
-from kvconnect.vllm.adapters import Adapters, named_with
 from kvconnect.vllm.geometry import group_spec, is_state, scheduler_config, transferred_groups
+from kvconnect.vllm.requests import Adapters, named_with
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

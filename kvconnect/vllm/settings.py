@@ -13,10 +13,9 @@ import torch
 from kvconnect.cache.identity import Naming
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.vllm.geometry import group_spec, scheduler_config
+from kvconnect.vllm.geometry import context_ranks, group_spec, head_counts, scheduler_config, stage_ranks
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 from kvconnect.vllm.plugin import OURS
-from kvconnect.vllm.ranks import context_ranks, head_counts, stage_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -24,41 +24,14 @@ from kvconnect.cache.identity import Identity, default
 from kvconnect.cache.shard import layer_number
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.namespace import salted
-from kvconnect.vllm.geometry import HeadCounts, VllmCache, group_spec, has_slots, is_state
+from kvconnect.vllm.geometry import HeadCounts, VllmCache, group_spec, has_slots, head_counts, is_state
 from kvconnect.vllm.offload import hash_block_tokens
-from kvconnect.vllm.page_order import page_orders
-from kvconnect.vllm.ranks import head_counts
 from kvconnect.vllm.states import Section, conv_layout
-from kvconnect.vllm.values import attention_layers
+from kvconnect.vllm.values import attention_layers, page_orders
 from kvconnect.vllm.weights import LoadedWeights, all_ranks, draft_name, running_models
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-SOURCES = {
-    "model": "class of the running model: architecture, `--model-impl`",
-    "configuration": "`hf_config` once the model is built: `config.json`, `--hf-overrides`, "
-    "`--hf-config-path`, `--override-generation-config`, `--max-model-len` where a model reads these",
-    "settings": "`ModelConfig`, `MultiModalConfig` and `additional_config` that are not at their defaults",
-    "attention": "the attention layers: `--disable-sliding-window`, `--hf-overrides`",
-    "rotary": "the rotary modules' tables; LongRoPE's choice by `--max-model-len`",
-    "quantization": "`quant_config`: the checkpoint's, `--quantization`",
-    "dtype": "`--dtype`",
-    "cache dtype": "the layers and their specs: `--kv-cache-dtype`, `auto` resolved",
-    "page order": "the backend's own cache update: `--attention-backend`, the processor, `VLLM_*` variables",
-    "states": "the specs of recurrent layers, `VLLM_SSM_CONV_STATE_LAYOUT`, `--mamba-cache-dtype`",
-    "ranks": "`--tensor-parallel-size` of layers whose division only vLLM knows",
-    "weights": "the checkpoint's files, the tensors in memory",
-    "adapters": "`adapter_config.json` and weights in the adapter's folder: `--lora-modules`",
-    "draft": "`--speculative-config`",
-    "names": "`--prefix-caching-hash-algo`, `PYTHONHASHSEED`, `offload.salt`",
-    "block size": "`--block-size`; CPU attention's pages cannot be cut",
-    "layout": "`VLLM_KV_CACHE_LAYOUT`",
-    "parallelism": "`--tensor-parallel-size` and the like",
-    "scales": "`k_scale` and `v_scale` of the checkpoint",
-    "cache groups": "`--disable-hybrid-kv-cache-manager`",
-}
-"""By entry where in vLLM its value comes from, and what sets it; for people."""
 
 
 def _words(by_reason: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

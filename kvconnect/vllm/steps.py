@@ -7,12 +7,12 @@ a new request may find blocks in the prefix cache that another one computes in t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.transfer.orders import OffloadReport
 from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock, Step
-from kvconnect.vllm.windows import PartlyFilled
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,54 @@ class Steps:
                 num_tokens = _certain(request, computed.num_tokens)
                 all_computed.append(computed._replace(num_tokens=num_tokens))
         return Step(all_computed, all_states)
+
+
+class PartlyFilled:
+    """Blocks of windows that a load may have filled in part: vLLM's prefix cache is not to have them.
+
+    A peer whose blocks end elsewhere has nothing of the tokens before a window. vLLM caches full blocks of a
+    load when its request goes on. A hit that ends with a block that the request fills itself sees no more
+    than it. Noted are the loaded blocks by request, as long as vLLM may cache them, and the ragged ones.
+    """
+
+    def __init__(self, groups: Sequence[KVCacheGroup] = ()) -> None:
+        self._groups = [
+            index
+            for index, group in enumerate(groups)
+            if group.has_cache and group.retention.by_position and not group.retention.sees_all
+        ]
+        self._pool: Any = None
+        self._loaded: dict[str, frozenset[int]] = {}
+        self._ragged: dict[str, frozenset[int]] = {}
+
+    def bind(self, pool: Any) -> None:
+        """vLLM's block pool."""
+        self._pool = pool
+
+    def admitted(self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """A request got blocks: for a load, or to go on, for which vLLM has just cached what was loaded."""
+        if num_external_tokens and self._groups:
+            ids = (block for group in self._groups for block in block_ids[group] if block)
+            self._loaded[request_id] = frozenset(ids)
+        elif request_id in self._ragged:
+            self.end(request_id)
+
+    def reported(self, ragged: Iterable[str]) -> None:
+        """The windows of these loads, which end now, may begin with a block that is not full."""
+        for request_id in ragged:
+            if request_id in self._loaded:
+                self._ragged[request_id] = self._loaded.pop(request_id)
+
+    def step(self) -> None:
+        """A step was scheduled: a request may have been about to go on, or was reported late."""
+        for blocks in self._ragged.values():
+            self._pool.evict_blocks(blocks)
+
+    def end(self, request_id: str) -> None:
+        """A request ends, and its blocks are about to be freed, or what it loaded was cached just now."""
+        self._loaded.pop(request_id, None)
+        if (blocks := self._ragged.pop(request_id, None)) is not None:
+            self._pool.evict_blocks(blocks)
 
 
 class Recovery:

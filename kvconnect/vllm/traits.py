@@ -29,8 +29,16 @@ from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
-from kvconnect.vllm.adapters import Adapters
-from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
+from kvconnect.vllm.geometry import (
+    context_ranks,
+    finest,
+    head_counts,
+    held_back,
+    scheduler_config,
+    stage_ranks,
+    topology,
+    worker_cache,
+)
 from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
@@ -41,8 +49,7 @@ from kvconnect.vllm.offload import (
     kept_config,
     naming,
 )
-from kvconnect.vllm.ranks import context_ranks, finest, head_counts, stage_ranks, topology
-from kvconnect.vllm.requests import batch_of, parent_of, prompt_digest
+from kvconnect.vllm.requests import Adapters, batch_of, parent_of, prompt_digest
 from kvconnect.vllm.stated_identity import Stated
 from kvconnect.vllm.values import attention_layers
 from kvconnect.vllm.weights import LoadedWeights
@@ -62,31 +69,14 @@ def make_scheduler_half(
     zeroes_loads: bool,
 ) -> SchedulerHalf:
     """The scheduler half, once the workers have announced themselves."""
-    adapters = Adapters()
-    return build_scheduler_half(
-        config,
-        scheduler_config(kv_cache_config, context_ranks(vllm_config)),
-        _request_traits(vllm_config, kv_cache_config, config, workers, adapters),
-        directory=tuple(meta.address for meta in workers.values() if meta.address is not None),
-        trust=configured_trust(config, os.environ, time.time) if config.extra.engine != "none" else None,
-        kept=_kept_blocks(vllm_config, kv_cache_config, workers, adapters) if config.extra.offload else None,
-        zeroes_loads=zeroes_loads,
-    )
-
-
-def _request_traits(
-    vllm_config: VllmConfig,
-    kv_cache_config: Any,
-    config: TransferConfig,
-    workers: Mapping[int, AddressMetadata],
-    adapters: Adapters,
-) -> StackTraits:
-    named = None
-    if config.extra.engine != "none":
+    extra, adapters = config.extra, Adapters()
+    named = kept = trust = None
+    if extra.engine != "none":
+        trust = configured_trust(config, os.environ, time.time)
         named = settings.usable_naming(
-            vllm_config, config, naming(vllm_config, kv_cache_config, config.extra.offload)
+            vllm_config, config, naming(vllm_config, kv_cache_config, extra.offload)
         )
-    return StackTraits(
+    traits = StackTraits(
         # vLLM before 0.31 does not state how far ahead; it would be 1, as several modules are refused.
         held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
         parent_of=parent_of,
@@ -101,27 +91,32 @@ def _request_traits(
         naming=named,
         names=BlockNames(vllm_config, named.tokens) if named is not None else None,
     )
+    if extra.offload is not None:
+        events = None
+        if settings.wants_events(vllm_config):
+            # With what it imports: of servers that keep KV and say so alone.
+            from kvconnect.vllm.events import tier_events
 
-
-def _kept_blocks(
-    vllm_config: VllmConfig, kv_cache_config: Any, workers: Mapping[int, AddressMetadata], adapters: Adapters
-) -> KeptBlocks:
-    parallel, events = vllm_config.parallel_config, None
-    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
-    if settings.wants_events(vllm_config):
-        # With what it imports: of servers that keep KV and say so alone.
-        from kvconnect.vllm.events import tier_events
-
-        events = tier_events(kv_cache_config)
-    return KeptBlocks(
-        scheduler_config(kept_config(kv_cache_config)).groups,
-        hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
-        hashes=BlockHashes(hash_tokens, None if events is not None else adapters),
-        row_bytes=_same_rows(workers),
-        # vLLM's world may have all data-parallel engines.
-        num_ranks=parallel.pipeline_parallel_size * stage_ranks(vllm_config),
-        clock=time.monotonic,
-        events=events,
+            events = tier_events(kv_cache_config)
+        hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+        kept = KeptBlocks(
+            scheduler_config(kept_config(kv_cache_config)).groups,
+            hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
+            hashes=BlockHashes(hash_tokens, None if events is not None else adapters),
+            row_bytes=_same_rows(workers),
+            # vLLM's world may have all data-parallel engines.
+            num_ranks=vllm_config.parallel_config.pipeline_parallel_size * stage_ranks(vllm_config),
+            clock=time.monotonic,
+            events=events,
+        )
+    return build_scheduler_half(
+        config,
+        scheduler_config(kv_cache_config, context_ranks(vllm_config)),
+        traits,
+        directory=tuple(meta.address for meta in workers.values() if meta.address is not None),
+        trust=trust,
+        kept=kept,
+        zeroes_loads=zeroes_loads,
     )
 
 

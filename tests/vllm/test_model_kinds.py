@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.vllm.versions import vllm_version
+from kvconnect.vllm.plugin import vllm_version
 from tests.vllm.comparing import assert_bytes_landed
 from tests.vllm.servers import EXACT, Server, pair, random_prompt, reference_pair
 from tests.vllm.tiny_models import write_model

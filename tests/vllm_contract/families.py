@@ -125,8 +125,9 @@ def _cut(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+@functools.lru_cache(maxsize=4)
 def worker(architecture: str, rank: int = 0, world_size: int = 1) -> Worker | None:
-    """A rank's caches of ``NUM_BLOCKS`` blocks; None for a model that keeps none."""
+    """A rank's caches of ``NUM_BLOCKS`` blocks; None for a model that keeps none. The last ones are kept."""
     _prepare()
     with ExitStack() as given:
         while True:

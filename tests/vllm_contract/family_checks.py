@@ -22,8 +22,7 @@ from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.wire import ORDERS, align_wire
 from kvconnect.transfer.orders import RowCopies
-from kvconnect.vllm.geometry import VllmCache, worker_cache
-from kvconnect.vllm.ranks import head_counts
+from kvconnect.vllm.geometry import VllmCache, head_counts, worker_cache
 from kvconnect.vllm.values import attention_layers
 from tests.offload.test_copies import plan_rows
 from tests.slots import carry_over

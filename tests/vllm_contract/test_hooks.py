@@ -156,8 +156,8 @@ def overridden() -> dict[str, dict]:
 
 
 def test_the_recorded_versions_are_the_supported_ones():
-    from kvconnect.vllm.versions import NEWEST as newest
-    from kvconnect.vllm.versions import OLDEST as oldest
+    from kvconnect.vllm.plugin import NEWEST as newest
+    from kvconnect.vllm.plugin import OLDEST as oldest
 
     minors = [tuple(int(part) for part in version.split(".")[:2]) for version in VERSIONS]
     assert minors == [(0, minor) for minor in range(oldest[1], newest[1] + 1)]

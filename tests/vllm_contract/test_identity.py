@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig
 
 from kvconnect.cache.identity import Identity, differences, marks_differ
-from kvconnect.vllm.page_order import page_orders
 from kvconnect.vllm.stated_identity import FREE_FIELDS, _rotary, configuration, dtypes, plain
+from kvconnect.vllm.values import page_orders
 
 MODEL_TYPES = (
     *(

@@ -37,7 +37,7 @@ from kvconnect.vllm.events import describe, tier_events
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import BlockHashes, hit_requirements, kept_config
 from tests.ports import free_port
-from tests.vllm_contract.test_prompts import request
+from tests.vllm_contract.test_requests import request
 
 HASH_TOKENS = 4
 SIZES = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
@@ -142,36 +142,12 @@ def test_tokens_and_keys_are_those_that_vllm_hashes(number):
     assert (event.lora_name, event.lora_id) == (("tuned", 1) if number in (2, 4) else (None, None))
 
 
-def test_groups_of_other_block_sizes_are_described_as_such():
-    made = with_extras(0)
-    told = [event for event in decoded(keep(half_of(), made)) if event.group_idx == 0]
-    assert [(event.medium, event.block_size) for event in told] == [("CPU", 8), ("STORAGE", 8)]
-    for event in told:
-        assert event.block_hashes == made.block_hashes[1::2]
-        assert event.token_ids == list(range(40))
-        assert event.parent_block_hash is None
-        assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == ("full_attention", None)
-
-
 def test_a_window_and_a_tier_are_named():
     events = decoded(keep(half_of(), with_extras(0)))
     (host, disk) = [event for event in events if event.group_idx == 1]
     assert (host.kv_cache_spec_kind, host.kv_cache_spec_sliding_window) == ("sliding_window", 12)
     assert (host.medium, host.locality, host.ownership) == ("CPU", None, None)
     assert (disk.medium, disk.locality, disk.ownership) == ("STORAGE", "LOCAL", "disk")
-
-
-def test_removals_name_group_and_tier():
-    half, made = half_of(), with_extras(0)
-    keep(half, made)
-    half.reset()
-    removed = decoded(half.take_events())
-    assert all(isinstance(event, BlockRemoved) for event in removed)
-    assert {(event.medium, event.group_idx, event.ownership) for event in removed} == {
-        (medium, group, tier) for medium, tier in (("CPU", None), ("STORAGE", "disk")) for group in (0, 1)
-    }
-    by_place = {(event.medium, event.group_idx): set(event.block_hashes) for event in removed}
-    assert by_place["CPU", 0] == by_place["STORAGE", 0] == set(made.block_hashes[1::2])
 
 
 def test_a_release_without_a_field_gets_events_without_it():

@@ -8,7 +8,6 @@ import pytest
 
 from kvconnect.cache.retention import Window
 from kvconnect.cache.specs import EncoderOnlySpec, SlidingWindowSpec, StateSpec
-from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import (
@@ -19,12 +18,6 @@ from kvconnect.vllm.offload import (
     hit_requirements,
     kept_config,
     kept_groups,
-)
-from kvconnect.vllm.settings import (
-    computes_prompts_whole,
-    read_config,
-    recompute_if_alone,
-    warn_if_restores_fail,
 )
 
 
@@ -131,78 +124,3 @@ def test_draft_groups_are_those_that_vllm_marks_or_all_that_keep_tokens():
     other = SimpleNamespace(speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: False))
     for config in (other, SimpleNamespace(speculative_config=None)):
         assert draft_groups(config, cache_of(attention(16))) == ()
-
-
-def test_every_data_parallel_engine_has_a_folder_and_ports_of_its_own():
-    given = SimpleNamespace(
-        kv_connector="KVConnect",
-        kv_connector_module_path=None,
-        kv_role="kv_both",
-        engine_id="e",
-        kv_load_failure_policy="fail",
-        kv_connector_extra_config={
-            "engine": "none",
-            "port": 7000,
-            "ranks": {"1-2": {"device_name": "eth1"}, "3-5": {"device_name": "eth2"}},
-            "offload": {"cpu_bytes": 1 << 20, "disk_path": "/data/kv", "disk_bytes": 1 << 30},
-        },
-    )
-    folders, ports, devices = [], [], []
-    for index in range(3):
-        parallel = SimpleNamespace(
-            data_parallel_index=index, pipeline_parallel_size=2, tensor_parallel_size=1
-        )
-        extra = read_config(SimpleNamespace(kv_transfer_config=given, parallel_config=parallel)).extra
-        folders.append(extra.offload.disk_path)
-        ports.append(extra.port)
-        devices += [extra.of_rank(rank).device_name for rank in range(2)]
-    assert devices == ["", "eth1", "eth1", "eth2", "eth2", "eth2"], "numbered as ports are"
-    assert ports == [7000, 7002, 7004]
-    assert folders == ["/data/kv", "/data/kv/dp1", "/data/kv/dp2"]
-
-
-def config_of(engine):
-    return parse_kv_transfer_config(
-        {
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"engine": engine, "offload": {"cpu_bytes": 1 << 20}},
-        }
-    )
-
-
-@pytest.mark.parametrize(("engine", "policy"), [("none", "recompute"), ("nixl", "fail")])
-def test_where_nothing_is_fetched_from_peers_a_failed_load_is_computed(engine, policy):
-    vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"))
-    recompute_if_alone(vllm_config, config_of(engine))
-    assert vllm_config.kv_transfer_config.kv_load_failure_policy == policy
-
-
-@pytest.mark.parametrize(
-    ("engine", "policy", "is_alone", "said"),
-    [
-        ("none", "fail", True, False),
-        ("none", "fail", False, True),
-        ("none", "recompute", False, False),
-        ("nixl", "fail", True, True),
-        ("nixl", "recompute", True, False),
-    ],
-)
-def test_it_is_said_at_the_start_where_a_failed_restore_fails_its_request(
-    caplog, engine, policy, is_alone, said
-):
-    """vLLM reads one policy, for loads of all kinds; in a MultiConnector the outer one."""
-    own = SimpleNamespace(kv_load_failure_policy=policy if is_alone else "recompute")
-    connector = SimpleNamespace(_kv_transfer_config=own)
-    outer = SimpleNamespace(_kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy))
-    warn_if_restores_fail(connector, connector if is_alone else outer, config_of(engine))
-    assert any("kv_load_failure_policy is 'fail'" in line for line in caplog.messages) is said
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("prefixes", [False, True])
-def test_a_vllm_that_computes_prompts_whole_is_told_by_both_settings(chunked, prefixes):
-    vllm_config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
-        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
-    )
-    assert computes_prompts_whole(vllm_config) is not (chunked or prefixes)

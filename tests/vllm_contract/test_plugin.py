@@ -12,7 +12,7 @@ import pytest
 
 from kvconnect import packages
 from kvconnect.errors import ConfigError
-from kvconnect.vllm import plugin, versions
+from kvconnect.vllm import plugin
 
 ROOT = Path(__file__).parents[2]
 NEW_ENOUGH = types.ModuleType("base")
@@ -21,7 +21,7 @@ NEW_ENOUGH.KVConnectorTransferResults = object
 
 @pytest.fixture(autouse=True)
 def nothing_warned_yet():
-    versions.check_vllm.cache_clear()
+    plugin.check_vllm.cache_clear()
 
 
 def test_the_entry_point_is_ours():
@@ -104,10 +104,10 @@ def test_a_name_that_is_taken_is_said_and_does_not_end_vllm(monkeypatch, caplog)
     ],
 )
 def test_a_version_outside_the_range_is_warned_of_once(monkeypatch, caplog, version, inside):
-    monkeypatch.setattr(versions, "vllm_version", lambda: version)
+    monkeypatch.setattr(plugin, "vllm_version", lambda: version)
     with caplog.at_level(logging.WARNING):
-        versions.check_vllm(NEW_ENOUGH)
-        versions.check_vllm(NEW_ENOUGH)
+        plugin.check_vllm(NEW_ENOUGH)
+        plugin.check_vllm(NEW_ENOUGH)
     assert len(caplog.records) == (0 if inside else 1)
     if not inside:
         assert "0.30 to 0.33" in caplog.text
@@ -119,9 +119,9 @@ def test_a_version_outside_the_range_is_warned_of_once(monkeypatch, caplog, vers
 def test_a_release_that_may_stop_scheduling_drafts_is_named_at_the_start(
     monkeypatch, caplog, version, speculative
 ):
-    monkeypatch.setattr(versions, "vllm_version", lambda: version)
+    monkeypatch.setattr(plugin, "vllm_version", lambda: version)
     with caplog.at_level(logging.WARNING):
-        versions.warn_of_known_faults(types.SimpleNamespace(speculative_config=speculative))
+        plugin.warn_of_known_faults(types.SimpleNamespace(speculative_config=speculative))
     is_warned = speculative is not None and version.startswith("0.30.0")
     assert len(caplog.records) == is_warned
     assert ("speculative_config" in caplog.text) == is_warned
@@ -129,9 +129,9 @@ def test_a_release_that_may_stop_scheduling_drafts_is_named_at_the_start(
 
 def test_a_vllm_that_cannot_hear_of_failed_loads_is_refused(monkeypatch):
     """Whatever its version says: a build of one's own may be newer than its name."""
-    monkeypatch.setattr(versions, "vllm_version", lambda: "0.29.1")
+    monkeypatch.setattr(plugin, "vllm_version", lambda: "0.29.1")
     with pytest.raises(ConfigError, match=r"0\.29\.1.*failed to load.*0\.30 to 0\.33"):
-        versions.check_vllm(types.ModuleType("base"))
+        plugin.check_vllm(types.ModuleType("base"))
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_the_version_is_read_under_either_name(monkeypatch, installed, found):
         return installed[name]
 
     monkeypatch.setattr(packages.importlib.metadata, "version", version)
-    assert versions.vllm_version() == found
+    assert plugin.vllm_version() == found

@@ -30,7 +30,7 @@ from kvconnect.vllm.settings import usable_naming
 from tests.halves.test_scheduler_half import ATTENTION
 from tests.vllm_contract import test_scheduler_hooks as hooks_kit
 from tests.vllm_contract.test_offload_facts import attention, cache_of, ring
-from tests.vllm_contract.test_prompts import adapter
+from tests.vllm_contract.test_requests import adapter
 
 ALGORITHM = "sha256_cbor"
 SOURCES = {"sources": ["10.0.0.9:5600"], "engine": "memory"}

@@ -10,7 +10,7 @@ import torch
 
 from kvconnect.cache.shard import Topology
 from kvconnect.errors import ConfigError
-from kvconnect.vllm import ranks as topologies
+from kvconnect.vllm import geometry as topologies
 from kvconnect.vllm import settings, weights
 from kvconnect.vllm.geometry import scheduler_config
 

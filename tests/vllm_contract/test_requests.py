@@ -1,8 +1,12 @@
-"""vLLM's own requests as both nodes see them: no two prompts share a handle, one prompt always does."""
+"""vLLM's own requests as both nodes see them: no two prompts share a handle, one prompt always does.
+
+Which of them were made of one, which are prompts of one batch, and what a LoRA adapter is by its contents.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import random
 import tempfile
 import time
@@ -15,7 +19,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request
 
 from kvconnect.addresses import RankAddress
@@ -25,8 +31,8 @@ from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.transfer.orders import Results
 from kvconnect.transfer.params import HANDLE_KEY
 from kvconnect.transfer.stack import StackTraits
-from kvconnect.vllm.adapters import Adapters
-from kvconnect.vllm.requests import prompt_digest
+from kvconnect.vllm.offload import BlockHashes
+from kvconnect.vllm.requests import Adapters, batch_of, named_with, parent_of, prompt_digest
 from tests.halves.test_scheduler_half import ATTENTION, HANDLES
 
 PAIRS = 1000
@@ -184,3 +190,113 @@ def test_the_stub_of_a_request_that_is_here_takes_nothing_from_it():
     decode.request_finished(stub, ([],), delivered=False)
     assert not decode.build_orders().let_go
     assert decode.matched_tokens(real, 0) == (40, True)
+
+
+# Ids
+
+CHOSEN = ["x", "a-1", "1_a", "a-1-0123abcd", "cmpl-a-1-0123abcd", "___prefill_addr_10.0.0.1:1_", "a b\nc-2"]
+"""What clients may put between vLLM's own parts."""
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_children_have_their_parent_in_common_whatever_a_client_calls_it(chosen):
+    for request_id in (f"cmpl-{chosen}-0-89abcdef", f"chatcmpl-{chosen}-89abcdef"):
+        assert parent_of(request_id) == request_id
+        assert {parent_of(f"{n}_{request_id}") for n in (0, 1, 12)} == {request_id}
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_prompts_of_a_batch_have_their_name_in_common_and_a_number(chosen):
+    for child in ("", "0_", "3_"):
+        assert batch_of(f"{child}chatcmpl-{chosen}-89abcdef") == ("", 0)
+        for prompt in (0, 1, 2, 10, 2047):
+            assert batch_of(f"{child}cmpl-{chosen}-{prompt}-89abcdef") == (f"cmpl-{chosen}", prompt)
+
+
+def test_what_has_no_number_is_of_no_batch():
+    assert batch_of("cmpl-a-1") == ("", 0), "nothing random: vLLM was told to keep ids as they come"
+
+
+def test_vllm_makes_such_ids():
+
+    for prompt in (0, 1):
+        made = SimpleNamespace(
+            request_id=f"cmpl-a-{prompt}",
+            external_req_id=None,
+            params=SamplingParams(n=2, output_kind=RequestOutputKind.FINAL_ONLY),
+        )
+        InputProcessor.assign_request_id(made)
+        parent = ParentRequest(made)
+        for index in range(2):
+            child, _ = parent.get_child_info(index)
+            assert parent_of(child) == made.request_id != "cmpl-a-1"
+            assert batch_of(child) == ("cmpl-a", prompt)
+
+
+# Adapters
+
+
+def lora_in(folder, content=b"w", alpha=8, number=1, **more):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    (folder / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
+    return SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=str(folder), **more)
+
+
+def test_the_same_contents_are_one_adapter_wherever_they_lie(tmp_path):
+    first = Adapters().digest(lora_in(tmp_path / "a"))
+    assert Adapters().digest(lora_in(tmp_path / "b" / "c", number=9)) == first
+    (tmp_path / "a" / "README.md").write_text("more")
+    assert Adapters().digest(lora_in(tmp_path / "a")) == first
+
+
+@pytest.mark.parametrize("change", [{"content": b"v"}, {"alpha": 16}])
+def test_other_weights_or_another_scale_under_one_name_and_path_are_another(tmp_path, change):
+    first = Adapters().digest(lora_in(tmp_path / "a"))
+    assert Adapters().digest(lora_in(tmp_path / "a", **change)) != first
+
+
+def test_what_changes_under_a_loaded_adapter_is_exchanged_with_nobody(tmp_path):
+    adapters, lora = Adapters(), lora_in(tmp_path / "a")
+    first = adapters.digest(lora)
+    assert adapters.digest(lora) == first
+    lora_in(tmp_path / "a", b"other")
+    os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(1, 1))
+    changed = adapters.digest(lora)
+    assert changed not in (first, Adapters().digest(lora))
+    assert adapters.digest(lora) == changed
+    inplace = lora_in(tmp_path / "b", load_inplace=True, number=2)
+    adapters.digest(inplace)
+    lora_in(tmp_path / "b", b"other")
+    os.utime(tmp_path / "b" / "adapter_model.safetensors", ns=(1, 1))
+    assert adapters.digest(inplace) == Adapters().digest(inplace), "it was loaded anew"
+
+
+def test_an_adapter_that_is_not_here_is_one_of_its_own():
+    lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/not/there")
+    adapters = Adapters()
+    assert adapters.digest(lora) == adapters.digest(lora) != Adapters().digest(lora)
+
+
+class View:
+    def __init__(self, lora=None):
+        self.block_hashes = [bytes([number]) * 32 for number in range(6)]
+        self.lora_request = lora
+
+
+def test_blocks_have_another_name_with_each_adapter_and_their_own_without(tmp_path):
+    hashes = BlockHashes(16, Adapters())
+    plain = View()
+    assert hashes(plain, 16) is plain.block_hashes
+    one, same, other = (
+        View(lora_in(tmp_path / name, content, number=number))
+        for number, (name, content) in enumerate([("a", b"1"), ("b", b"1"), ("c", b"2")], 1)
+    )
+    first = list(hashes(one, 16))
+    assert first == list(hashes(same, 16)) != list(hashes(other, 16))
+    assert not set(first) & set(plain.block_hashes)
+    assert list(hashes(one, 32)) == first[1::2]
+    one.block_hashes.append(b"z" * 32)
+    assert list(hashes(one, 16))[:6] == first
+    assert len(hashes(one, 16)) == 7
+    assert named_with(named_with(b"abcdef", b"xy"), b"xy") == b"abcdef"
