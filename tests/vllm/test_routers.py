@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
+from kvconnect.demo.children import COMMAND
 from kvconnect.demo.http import BadAnswer, fetch
+from kvconnect.tools.timelines import PHASES
 from tests.vllm.comparing import assert_bytes_landed
 from tests.vllm.servers import EXACT, Server, pair, random_prompt, routed, router
 from tests.vllm.tiny_models import write_model
@@ -146,6 +150,24 @@ def test_batches_and_several_answers_through_the_router(servers, routing):
     prefill.wait_idle(SOON_S)
     decode.wait_idle()
     assert decode.loaded_tokens() - loaded == 2 * (400 + 400 + 150 + 700)
+
+
+def test_an_operator_sees_by_their_urls_what_became_of_a_request(servers, tmp_path):
+    prefill, decode = servers
+    prompt = random_prompt(700, 90)
+    decode.from_prefill(prefill, prompt)
+    prefill.wait_idle()
+    # What became of a hold is known with the next step.
+    prefill.tokens([1, 2, 3])
+    out = tmp_path / "trace.json"
+    command = [*COMMAND, "inspect", prefill.url, decode.url, "--trace", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].split() == ["load", *PHASES, "late", "request"]
+    names = {event["name"] for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"}
+    halves = {"to queued", "to prefill launched", "to prefill done", "to load ordered", "to first token"}
+    workers = {"to held", "to fetch begun", "write", "unpack", "to reported", "to blocks freed"}
+    assert halves | workers <= names
 
 
 def _series(server: Server) -> dict[str, float]:

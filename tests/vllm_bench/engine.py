@@ -152,7 +152,12 @@ class Engine:
     # What a front end does
 
     def add(
-        self, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None = None,
+        **more: Any,
     ) -> None:
         """A request arrives."""
         sampling = SamplingParams(
@@ -163,9 +168,8 @@ class Engine:
         self.outputs[request_id] = []
         if self.half.offload is not None:
             self._name_blocks(prompt, max_tokens)
-        self.scheduler.add_request(
-            Request(request_id, list(prompt), sampling, None, arrival_time=0.0, block_hasher=self._hasher)
-        )
+        more |= {"arrival_time": 0.0, "block_hasher": self._hasher}
+        self.scheduler.add_request(Request(request_id, list(prompt), sampling, None, **more))
 
     def _name_blocks(self, prompt: list[int], max_tokens: int) -> None:
         """Note the hashes of all blocks that a right answer has."""
@@ -320,9 +324,9 @@ class Engine:
                 engine.step()
         return self.ended[request_id][0]
 
-    def prefilled(self, request_id: str, prompt: list[int]) -> dict[str, Any] | None:
+    def prefilled(self, request_id: str, prompt: list[int], **more: Any) -> dict[str, Any] | None:
         """The parameters for another engine, after this one computed the prompt."""
-        self.add(request_id, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
+        self.add(request_id, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False}, **more)
         while request_id not in self.ended:
             self.step()
         return self.ended[request_id][1]

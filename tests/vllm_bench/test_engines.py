@@ -10,6 +10,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 from kvconnect.errors import ConfigError
 from kvconnect.tools.inspect_runner import look
 from tests.ports import free_port
@@ -125,6 +130,24 @@ def seen(engine):
     transfer = engine.worker._worker.transfer
     address = transfer.address()
     return look(transfer._config.extra, None, (address.host, address.port), whole=True)
+
+
+def test_a_request_that_is_traced_leaves_the_span_of_its_hold_and_of_its_load(begun, monkeypatch):
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    traced = {"trace_headers": {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}}
+    prefill, decode = begun(MODELS["full"], MODELS["full"])
+    decode.add("a", [*range(60)], 3, prefill.prefilled("a", [*range(60)], **traced), **traced)
+    decode.complete("a", prefill)
+    for engine in (prefill, decode):
+        # What became of a hold is known with the next step.
+        engine.add("next", [1, 2, 3], 1)
+        engine.complete("next")
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert spans.keys() == {"kvconnect hold", "kvconnect load"}
+    assert {f"{span.parent.span_id:016x}" for span in spans.values()} == {"b" * 16}
+    assert len({span.attributes["kvconnect.handle"] for span in spans.values()}) == 1
 
 
 def test_an_offload_that_is_refused_leaves_no_side_channel_open(tmp_path):
