@@ -75,20 +75,13 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     failed: tuple[tuple[str, Reason], ...] = ()
 
     def __bool__(self) -> bool:
-        return any((self.reports, self.addresses, self.settled, self.found, self.ragged, self.failed))
+        return any(vars(self).values())
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """With the reports of other ranks. What is not ours is left out."""
         if not isinstance(other, ReportMetadata):
             return self
-        return ReportMetadata(
-            self.reports + other.reports,
-            self.addresses + other.addresses,
-            self.settled + other.settled,
-            self.found + other.found,
-            self.ragged + other.ragged,
-            self.failed + other.failed,
-        )
+        return ReportMetadata(**{name: own + vars(other)[name] for name, own in vars(self).items()})
 
 
 def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:

@@ -80,23 +80,19 @@ class TransferPromMetrics(KVConnectorPromMetrics):
         # Asking a family for its child anew takes a lock and a look-up.
         self._child = functools.cache(self._find_child)
         self._families: dict[str, Any] = {}
-        for family in FAMILIES:
-            if family.kind == "histogram":
-                self._families[family.name] = self._histogram_cls(
-                    name=f"{VLLM_PREFIX}_{family.name}",
-                    documentation=f"{family.text}.",
-                    buckets=list(family.buckets),
-                    labelnames=list(labelnames),
-                )
-                continue
-            is_gauge = family.kind == "gauge"
+        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+            "counter": (self._counter_cls, {}),
             # Each of several API servers is given some steps only: the latest value is right.
-            mode = {"multiprocess_mode": "mostrecent"} if is_gauge else {}
-            self._families[family.name] = (self._gauge_cls if is_gauge else self._counter_cls)(
+            "gauge": (self._gauge_cls, {"multiprocess_mode": "mostrecent"}),
+        }
+        for family in FAMILIES:
+            cls, more = kinds.get(family.kind, (self._histogram_cls, {"buckets": list(family.buckets)}))
+            rank = ["rank"] if family.kind == "gauge" else []
+            self._families[family.name] = cls(
                 name=f"{VLLM_PREFIX}_{family.name}",
                 documentation=f"{family.text}.",
-                labelnames=[*labelnames, *(["rank"] if is_gauge else []), *family.labels],
-                **mode,
+                labelnames=[*labelnames, *rank, *family.labels],
+                **more,
             )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 from kvconnect.demo.http import BadAnswer
@@ -151,19 +151,6 @@ def pulls(*servers: Server) -> dict[str, float]:
     return {name: sum(counted(server, series, outcome=name) for server in servers) for name in outcomes}
 
 
-class Together(Protocol):
-    """Servers of which one is of no use without the others."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def servers(self) -> Sequence[Server]: ...
-
-
-T = TypeVar("T", bound=Together)
-
-
 @dataclass(frozen=True)
 class Variant:
     """What a pair is connected with: ``extra`` for kvconnect, None for vLLM's own NixlConnector."""
@@ -269,8 +256,11 @@ def environment(gpu: str | None, settings: Sequence[str] = ()) -> dict[str, str 
 
 
 @contextmanager
-def brought_up(started: Sequence[T], lines: Lines) -> Iterator[list[T]]:
-    """Those that come up; what the others said is told. All servers are ended in the end."""
+def brought_up(started: Sequence[Any], lines: Lines) -> Iterator[list[Any]]:
+    """Those that come up; what the others said is told. All servers are ended in the end.
+
+    Each has a ``name``, and ``servers`` of which one is of no use without the others.
+    """
     with ExitStack() as stack:
         up = []
         # Before any of them is waited for: what comes next may fail.
@@ -287,7 +277,7 @@ def brought_up(started: Sequence[T], lines: Lines) -> Iterator[list[T]]:
         yield up
 
 
-def tell_failure(one: Together, lines: Lines) -> None:
+def tell_failure(one: Any, lines: Lines) -> None:
     """Tell the exception under way, and show the logs."""
     tails = {server.name: server.tail() for server in one.servers}
     lines.write("failure", connector=one.name, error=traceback.format_exc(limit=-3)[-3000:])

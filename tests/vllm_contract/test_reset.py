@@ -13,11 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Hold, Load, OffloadOrders, Orders, Seek
-from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import OrdersMetadata
-from kvconnect.vllm.spans import Spans
-from kvconnect.vllm.steps import Steps
 from kvconnect.vllm.weights import LoadedWeights
+from tests.vllm_contract import test_scheduler_hooks as hooks_kit
 
 EMPTY, BUSY = SimpleNamespace(total_num_scheduled_tokens=0), SimpleNamespace(total_num_scheduled_tokens=3)
 LOAD = Orders(loads=(Load("r", "h", "P", "x", 1, 4, (GroupBlocks(0, 0, (1,)),)),))
@@ -27,11 +25,8 @@ CLEAR = Orders(offload=OffloadOrders(clear=True))
 
 
 def connector(**attributes):
-    """One without vLLM's configuration: only what these hooks use."""
-    made = KVConnect.__new__(KVConnect)
-    config = SimpleNamespace(extra=SimpleNamespace(engine="nixl"))
-    made.__dict__ |= {"_was_reset": False, "_kept": (), "_config": config, **attributes}
-    made._steps, made._spans = Steps(is_zeroed_first=True), Spans(float, int)
+    made = hooks_kit.connector(engine="nixl")
+    made.__dict__ |= attributes
     return made
 
 
