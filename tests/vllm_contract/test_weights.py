@@ -102,13 +102,19 @@ FEW = {f"layers.{n}.w": struct.pack("<I", n) for n in range(3000)}
 MANY = {f"layers.{n}.experts.{e}.up": struct.pack("<I", n * e) for n in range(60) for e in range(100)}
 # Experts must not crowd out the few tensors of another kind.
 MOST = {f"layers.{n}.experts.{e}.up": struct.pack("<I", n * e) for n in range(20) for e in range(500)}
-MOST |= {f"layers.{n}.o_proj": struct.pack("<I", n) for n in range(10)}
+MOST |= {f"layers.{n}.{part}": struct.pack("<I", n) for n in range(10) for part in ("o_proj", "q_norm")}
 
 
 @pytest.mark.parametrize(
     ("made", "changed"),
-    [(FEW, "layers.1234.w"), (MANY, "layers.31.experts.77.up"), (MOST, "layers.7.o_proj")],
-    ids=["each tensor", "each expert", "each kind"],
+    [
+        (FEW, "layers.1234.w"),
+        (MANY, "layers.31.experts.77.up"),
+        # Of a module one tensor is looked at, and of what there are few all.
+        (MOST, "layers.7.o_proj"),
+        (MOST, "layers.7.q_norm"),
+    ],
+    ids=["each tensor", "each expert", "each kind", "each other kind"],
 )
 def test_of_very_many_tensors_something_of_all_is_looked_at(tmp_path, made, changed):
     before = files_name(one_file(tmp_path, made))
