@@ -12,8 +12,6 @@ import logging
 import re
 from typing import Any
 
-from kvconnect.packages import package_versions
-
 logger = logging.getLogger(__name__)
 
 NAME = "KVConnect"
@@ -75,13 +73,15 @@ RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 def vllm_version() -> str:
     """The version of the vLLM that is installed, or an empty string."""
+    # Not with this module, which every process of every server loads.
+    from kvconnect.packages import package_versions
+
     return package_versions().get("vllm", "")
 
 
 @functools.cache
 def check_vllm(base: Any) -> None:
     """Look at vLLM's module of base classes before anything relies on it. Raises ``ConfigError``."""
-    # Not with this module, which every process of every server loads.
     from kvconnect.errors import ConfigError
 
     version = vllm_version()
