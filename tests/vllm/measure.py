@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvconnect.demo.http import fetch
+from kvconnect.node.children import fetch
 from tests.vllm.pairs import (
     NIXL,
     Lines,

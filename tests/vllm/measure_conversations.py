@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconnect.demo.children import COMMAND, ENVIRONMENT, Child
+from kvconnect.node.children import COMMAND, ENVIRONMENT, Child
 from tests.ports import free_port
 from tests.vllm.load_figures import quantile
 from tests.vllm.pairs import (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from kvconnect.demo.http import BadAnswer
+from kvconnect.node.children import BadAnswer
 from tests.ports import free_port
 from tests.vllm import dense_model, tiny_models
 from tests.vllm.load_figures import streamed, tokens_so_far

@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvconnect.demo.children import Child, ChildFailed, Process
-from kvconnect.demo.http import BadAnswer, answers, fetch, fetch_json
-from kvconnect.demo.pair import PROTOCOLS
+from kvconnect.node.children import BadAnswer, Child, ChildFailed, answers, fetch, fetch_json
+from kvconnect.node.pair_demo import PROTOCOLS
 from tests.nursery import Nursery
 from tests.ports import free_port
 from tests.vllm.tiny_models import Recipe

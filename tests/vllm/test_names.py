@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 import safetensors.torch
 import torch
 
-from kvconnect.demo.http import BadAnswer
+from kvconnect.node.children import BadAnswer
 from tests.vllm.servers import OBSERVED, Server, random_prompt, running, transfer_config
 from tests.vllm.tiny_models import Recipe, write_model
 

@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.demo.children import COMMAND
-from kvconnect.demo.http import BadAnswer, fetch
+from kvconnect.node.children import COMMAND, BadAnswer, fetch
 from kvconnect.tools.timelines import PHASES
 from tests.vllm.comparing import assert_bytes_landed
 from tests.vllm.servers import EXACT, Server, pair, random_prompt, routed, router
