@@ -8,7 +8,7 @@ from typing import get_args
 import msgspec
 import msgspec.inspect as mi
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvconnect.addresses import RankAddress
@@ -68,6 +68,7 @@ messages = st.one_of(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(messages)
 def test_every_message_survives_on_its_own_way_and_on_no_other(message):
     frame = m.encode(message)
@@ -79,6 +80,7 @@ def test_every_message_survives_on_its_own_way_and_on_no_other(message):
                 m.decode(side, frame, LIMIT)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(messages, st.data())
 def test_a_changed_frame_is_read_as_some_message_or_not_at_all(message, data):
     frame = bytearray(m.encode(message))
