@@ -143,12 +143,6 @@ def test_the_limit_reaches_every_byte(monkeypatch):
     pair.prefill.side._buffer.random_()
     pair.prefill.ask("contiguous", limit.batch_bytes)
     assert torch.equal(pair.prefill.side._buffer, pair.decode.side._buffer)
-    pair.decode.side._buffer.zero_()
-    pair.prefill.ask("pages", 1024)
-    sent, landed = (side.side._buffer.reshape(-1, 1024).numpy() for side in (pair.prefill, pair.decode))
-    # The pages are shuffled, and none is missing or twice.
-    assert not np.array_equal(sent, landed)
-    assert sorted(map(bytes, sent)) == sorted(map(bytes, landed))
     WorkersHere.__exit__(pair)
 
 
@@ -322,7 +316,7 @@ def test_a_failure_is_shown_and_the_rest_goes_on(monkeypatch, capsys):
             raise pairs.EngineUnusable("no library")
         if engine == "mooncake":
             raise StepFailed("too slow")
-        return EngineLimit(engine, "cpu", 1, 1.0, {"1024": 1.0}, None)
+        return EngineLimit(engine, "cpu", 1, 1.0, None)
 
     def measure_pairs(options, cases, devices, limit):
         (case,) = cases
