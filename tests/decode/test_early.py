@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,19 +15,13 @@ from kvconnect.halves.building import build_scheduler_half
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.transfer.orders import Await, LetGo, Results
 from kvconnect.transfer.stack import LongestRequest, StackTraits
+from tests.halves.test_scheduler_half import Request
 
 FULL = KVCacheGroup(("f",), FullAttentionSpec(4, 1, 4, torch.float16))
 WINDOW = KVCacheGroup(("w",), SlidingWindowSpec(4, 1, 4, torch.float16, sliding_window=8))
 STATE = KVCacheGroup(("s",), StateSpec(4, ((4,),), (torch.float16,)))
 
 LONGEST = LongestRequest(24, 24)
-
-
-@dataclass
-class Request:
-    request_id: str
-    num_tokens: int
-    kv_transfer_params: dict[str, Any] | None
 
 
 def half(num_blocks: int = 13, longest: LongestRequest | None = LONGEST, **extra: Any):
@@ -83,24 +76,6 @@ def test_what_has_to_wait_is_asked_for_once_and_begins_when_p_holds_it_or_never_
     connector.update_results(Results(received=("t",)))
     connector.request_finished(request, ([],), delivered=True)
     assert idle(connector)
-
-
-def test_what_waits_begins_early_too_once_there_is_room():
-    connector = half()
-    requests = [announced(f"t{number}") for number in range(3)]
-    assert [begin(connector, request) for request in requests] == [True, True, False]
-    connector.update_results(Results(received=("t0",)))
-    assert begin(connector, requests[2])
-
-
-def test_what_p_holds_by_then_is_not_early():
-    connector = half()
-    for number in range(4):
-        request = announced(f"t{number}")
-        if not begin(connector, request):
-            connector.update_results(Results(settled=(f"transfer:t{number}",)))
-            assert begin(connector, request)
-    assert len(connector.build_orders().loads) == 4
 
 
 def test_early_loads_leave_one_place_among_those_that_are_fetched_at_one_time():

@@ -76,21 +76,6 @@ def test_loads_that_come_while_a_peer_is_tried_again_wait_for_what_comes_of_it()
     assert len(pair.decode.failed) == 3
 
 
-def test_a_load_that_comes_during_the_greeting_that_brings_a_peer_back_lands():
-    pair = met()
-    pair.cut()
-    pair.run(25)
-    run_until_breaker_is(pair, "open")
-    pair.mend()
-    while not breaker_of(pair).is_probing:
-        pair.clock.now += 0.01
-        pair.decode.step(pair.clock.now)
-    pair.start("b", *OTHER)
-    pair.decode.step(pair.clock.now)
-    pair.run(0.2)
-    assert pair.landed(*OTHER), pair.decode.failed
-
-
 def test_only_the_first_load_of_a_blackholed_peer_waits_for_the_greeting():
     pair = Pair()
     pair.cut()
@@ -101,31 +86,6 @@ def test_only_the_first_load_of_a_blackholed_peer_waits_for_the_greeting():
         pair.load(f"r{number}", (40,))
     pair.settle()
     assert sum("out of reach" in reason for reason in pair.decode.failed.values()) == 5
-
-
-def test_a_load_of_another_peer_lands_while_one_is_blackholed():
-    pair = Pair()
-    other = pair.add("Q")
-    pair.cut()
-    pair.load("a", D_IDS)
-    pair.hold("b", OTHER[0], worker=other)
-    pair.load("b", OTHER[1], engine_id="Q", port=other.channel.port)
-    pair.run(0.1)
-    assert pair.decode.received == ["b"]
-    assert pair.landed(*OTHER, worker=other)
-
-
-def test_several_peers_are_greeted_at_the_same_time():
-    pair = Pair()
-    others = [pair.add(name) for name in "QRST"]
-    for number, other in enumerate(others):
-        pair.hold(f"r{number}", (number + 1,), worker=other)
-        pair.load(f"r{number}", (number + 1,), engine_id=other.engine_id, port=other.channel.port)
-    pair.settle(1)
-    assert len(pair.network.heard(Hello)) == 4
-    pair.run(0.1)
-    assert len(pair.decode.received) == 4
-    assert pair.decode.failed == {}
 
 
 def test_after_a_link_blip_the_peer_is_met_again_by_itself():
@@ -153,14 +113,6 @@ def test_a_peer_that_stays_dead_is_tried_ever_more_rarely_and_in_the_end_not_at_
     before = len(pair.network.heard(Hello))
     pair.run(60, step_s=1)
     assert len(pair.network.heard(Hello)) == before
-
-
-def test_a_refused_connection_is_not_tried_in_a_loop():
-    pair = met()
-    pair.network.kill(pair.prefill.channel.port)
-    pair.run(1, step_s=0.01)
-    tried = [message for message in pair.network.said if isinstance(message, Hello)]
-    assert len(tried) <= 6
 
 
 def test_a_restarted_peer_is_fetched_from_under_its_new_name():
@@ -224,12 +176,6 @@ def test_more_warm_peers_than_are_remembered_are_not_met_again_and_again():
     # Where nobody listens it is tried now and then, and whoever does is met once.
     assert len(pair.network.heard(Hello)) < 20
     assert len(pair.decode.transfers.decode.peers.peers) == 3
-
-
-def test_a_warm_peer_may_be_named_by_an_address_with_colons():
-    pair = Pair(ExtraConfig(warm_peers=("[::1]:1",)))
-    pair.run(0.2)
-    assert ("", "::1", 1) in pair.decode.transfers.decode.peers.peers
 
 
 def test_a_warm_peer_that_came_back_under_another_name_is_met_again():

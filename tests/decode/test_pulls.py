@@ -151,12 +151,6 @@ def test_sources_of_a_client_are_checked_like_its_other_addresses(caplog):
         assert node.orders().failures == ("parameters_refused",)
 
 
-def test_what_operators_configured_needs_no_other_permission():
-    node = Node(SOURCE, allow=["10.0.0.8"])
-    assert node.begin(params={"kv_sources": [SOURCE]})[1] is None
-    assert not node.orders().failures
-
-
 def test_sources_are_asked_one_after_the_other_until_one_has_it():
     node = Node(SOURCE, OTHER)
     request, _ = node.begin()
@@ -230,16 +224,6 @@ def test_names_are_made_anew_as_a_source_makes_them_which_is_remembered():
     (load,) = node.orders().loads
     assert (load.num_tokens, load.groups) == (128, (GroupBlocks(0, 5, (6, 7, 8)),))
     assert load.prefix.start_tokens == 64
-
-
-def test_a_source_that_turns_out_to_have_other_names_is_asked_once_more():
-    node = Node(SOURCE)
-    request, _ = node.begin()
-    node.orders()
-    node.tell(request, naming=Naming("s", 32))
-    assert node.ask(request) is None
-    (find,) = node.orders().finds
-    assert find.prefix.naming == Naming("s", 32)
 
 
 def test_a_source_whose_names_are_made_otherwise_is_left_alone_and_told_of_once(caplog):

@@ -42,14 +42,6 @@ def test_children_of_one_request_share_the_lease_of_the_first_that_ends():
     assert not any(half.state().values())
 
 
-def test_other_requests_have_leases_of_their_own():
-    half = prefill()
-    answers = [finish(half, child) for child in (*children(half, 1, "p"), *children(half, 1, "q"))]
-    answers += [finish(half, Request("r", 41, ASK))]
-    assert [kept for kept, _ in answers] == [True] * 3
-    assert len({params[HANDLE_KEY] for _, params in answers}) == 3
-
-
 def test_a_child_that_ends_after_the_lease_is_held_itself():
     half = prefill()
     first, late = children(half, 2)
@@ -75,14 +67,6 @@ def test_children_of_a_request_with_a_transfer_id_share_what_the_first_promised(
     assert not caplog.records
     assert answers[-1][1][TRANSFER_KEY] == "t", "vLLM answers with what its last child was given"
     half.update_results(Results(sent=("0_p",)))
-    assert not any(half.state().values())
-
-
-def test_children_that_fail_leave_nothing():
-    half = prefill()
-    for child in children(half, 3, params={**ASK, TRANSFER_KEY: "t"}):
-        assert finish(half, child, delivered=False) == (False, None)
-    assert len(half.build_orders().withdrawn) == 1
     assert not any(half.state().values())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,17 +16,11 @@ from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.handles import Claims, Handles
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Message, Release, Renew
-from kvconnect.transfer.orders import Await, Orders, Results, Withdraw
+from kvconnect.transfer.orders import Await, Orders, Withdraw
+from tests.halves.test_scheduler_half import Request
 from tests.transfer.pair import BLOCK_TOKENS, Pair
 
 LEASE_S = 4.0
-
-
-@dataclass
-class Request:
-    request_id: str
-    num_tokens: int
-    kv_transfer_params: dict[str, Any] | None = field(default_factory=dict)
 
 
 class Queue:
@@ -109,42 +102,6 @@ def test_requests_that_queue_for_longer_than_a_lease_are_loaded():
     assert queue.shortest_pause() >= 1.0
     queue.run(2)
     queue.pair.assert_idle()
-
-
-def test_requests_that_come_one_by_one_cost_no_message_each():
-    queue = Queue()
-    for number in range(19):
-        queue.arrive(f"r{number}", 1 + number)
-        queue.run(0.2)
-    queue.run(1)
-    assert queue.shortest_pause() >= 1.0
-    assert len(queue.renewals[-1].handles) >= 14
-
-
-def test_what_is_loaded_at_once_is_neither_awaited_nor_renewed():
-    queue = Queue()
-    request = queue.arrive("a", 5)
-    queue.admit(request, 7)
-    orders = queue.half.build_orders()
-    assert (len(orders.loads), orders.awaited) == (1, ())
-
-
-def test_a_stack_without_the_first_hook_keeps_from_the_first_time_it_asks():
-    queue = Queue()
-    request = queue.arrive("a", 5, hears=False)
-    assert queue.half.matched_tokens(request, 0) == (BLOCK_TOKENS, True)
-    queue.run(12)
-    queue.admit(request, 7)
-    queue.run(1)
-    assert queue.pair.decode.failed == {}
-    assert queue.pair.landed((5,), (7,))
-
-
-def test_what_is_kept_is_told_once_and_not_every_step():
-    queue = Queue()
-    queue.arrive("a", 5)
-    assert len(queue.half.build_orders().awaited) == 1
-    assert not queue.half.build_orders()
 
 
 @pytest.mark.parametrize("ends", ["aborted", "computed here"])
@@ -327,18 +284,3 @@ def test_a_prefill_that_never_ends_is_waited_for_as_long_as_a_lease_may_last():
     pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")
     pair.run(0.1)
     assert "it was not held within 20.0 s, which is lease_max_s" in pair.decode.failed["t"]
-
-
-def test_only_the_first_rank_reports():
-    queue = Queue()
-    queue.pair.decode.reports._rank = 1
-    queue.pair.hold("t", (5,), "transfer:t")
-    assert settled(asked_for(queue)) == []
-
-
-def test_results_are_unchanged_where_nothing_is_asked_to_be_reported():
-    queue = Queue()
-    queue.arrive("a", 5)
-    queue.run(3)
-    assert queue.pair.decode.results == []
-    assert not Results()

@@ -108,16 +108,6 @@ def test_the_first_prompt_comes_under_its_handle_where_it_is_a_later_one_too(ask
     end(prefill, held, decode, requests, orders.loads)
 
 
-def test_a_single_prompt_costs_the_workers_nothing_more():
-    prefill = half("kv_producer")
-    params, held = prefilled(prefill, "a", (40,))
-    assert held == ["a-0-p"]
-    orders = prefill.build_orders()
-    assert not orders.expected
-    assert TRANSFER_KEY not in params
-    assert orders.holds[0].handle == params[HANDLE_KEY]
-
-
 def test_two_batches_under_one_name_of_a_client_are_not_mixed_up():
     """vLLM's names of requests are the client's where it gives one."""
     prefill, decode = half("kv_producer"), half("kv_consumer")

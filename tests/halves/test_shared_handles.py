@@ -107,62 +107,6 @@ def test_a_child_that_has_all_of_it_does_not_fail_with_the_first():
     assert decode.matched_tokens(second, 40) == (0, False)
 
 
-def test_a_child_that_is_admitted_after_the_load_ended_computes_too():
-    decode, (first, second, _) = children()
-    load(decode, first)
-    decode.update_results(Results(received=("0_d",)))
-    assert decode.matched_tokens(second, 0) == (0, False)
-    end(decode, first)
-    assert decode.matched_tokens(second, 0) == (0, False), "also when the one that loaded is gone"
-
-
-def test_a_load_that_outlives_its_request_still_keeps_others_from_the_handle():
-    decode, (first, second) = children(2, told=False)
-    load(decode, first)
-    end(decode, first, delivered=False)
-    assert decode.matched_tokens(second, 0) == (None, False)
-
-
-def test_a_request_never_loads_twice():
-    decode, (first,) = children(1)
-    load(decode, first)
-    decode.update_results(Results(received=("0_d",)))
-    decode.build_orders()
-    decode.update_after_alloc(first, BLOCKS, 40)
-    assert not decode.build_orders()
-
-
-def test_a_child_that_needs_nothing_does_not_wait():
-    decode, (first, second, _) = children()
-    load(decode, first)
-    assert decode.matched_tokens(second, 40) == (0, False)
-
-
-def test_p_is_let_go_once_and_only_when_nobody_can_want_it():
-    decode, (first, second, third) = children()
-    end(decode, first, delivered=False)
-    decode.update_after_alloc(second, BLOCKS, 0)
-    assert not decode.build_orders().let_go, "the third may still fetch it"
-    assert decode.matched_tokens(third, 0) == (40, True)
-    decode.update_after_alloc(third, BLOCKS, 0)
-    assert len(decode.build_orders().let_go) == 1
-    end(decode, second, third)
-    assert not decode.build_orders()
-    assert set(decode.state().values()) == {0}
-
-
-def test_a_retry_that_is_rejected_does_not_take_the_handle_from_the_first():
-    """What a front end turns away is seen as a request that ends without blocks."""
-    decode, (first, retry) = children(2, told=False)
-    load(decode, first)
-    decode.new_request(retry)
-    end(decode, retry, delivered=False)
-    assert not decode.build_orders()
-    decode.update_results(Results(received=("0_d",)))
-    end(decode, first)
-    assert set(decode.state().values()) == {0}
-
-
 def test_two_that_were_promised_the_load_before_either_got_blocks_are_told_apart():
     """Some serving stacks give blocks later than they ask: both expect an answer, one gets KV."""
     decode, (first, second, third) = children()

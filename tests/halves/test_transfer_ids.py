@@ -80,13 +80,6 @@ def test_d_needs_neither_a_handle_nor_a_count_nor_an_engine(remote_engine_id):
     assert (load.handle, load.engine_id, load.num_tokens, load.refusal) == (HANDLE, engine_id, 40, None)
 
 
-def test_a_count_that_is_told_all_the_same_is_checked():
-    decode = connector("kv_consumer")
-    decode.update_after_alloc(Request("d", 40, {**ON_D, "remote_num_tokens": 41}), ([7, 8, 9],), 40)
-    (load,) = decode.build_orders().loads
-    assert "remote_num_tokens is 41, this prompt needs 40" in load.refusal.text
-
-
 @pytest.mark.parametrize(("groups", "held_back"), [((ATTENTION,), 0), ((STATE, ATTENTION), 1)])
 @pytest.mark.parametrize("length", [1, 2, 33])
 def test_both_sides_name_the_same_handle_and_the_same_count(groups, held_back, length):
@@ -221,12 +214,6 @@ def test_transfers_under_way_are_bounded():
     assert [finish(prefill, request)[0] for request in requests] == [True, True, False, False]
     prefill.update_results(Results(sent=("p0", "p1")))
     assert idle(prefill)
-
-
-def test_several_children_of_one_request_hold_once_under_a_transfer_id():
-    prefill = prefill_of()
-    children = [arrived(prefill, f"{n}_p") for n in range(3)]
-    assert [finish(prefill, child)[0] for child in children] == [True, False, False]
 
 
 def test_a_consumer_takes_no_note_of_transfers_and_a_producer_of_no_fetches():

@@ -58,15 +58,6 @@ def test_a_handle_of_this_start_may_come_before_its_prefill(pair):
     assert (pair.decode.received, pair.decode.failed) == (["a"], {})
 
 
-def test_what_names_no_start_may_come_before_its_prefill(pair):
-    pair.hold("now", P_IDS, of_start("first", "now"))
-    pair.load("a", D_IDS)
-    pair.run(ExtraConfig().early_fetch_s / 2)
-    assert not pair.decode.received
-    pair.run(ExtraConfig().early_fetch_s)
-    assert "no request is held" in pair.decode.failed["a"]
-
-
 @pytest.mark.parametrize("known_by", ["hold", "expect"])
 def test_a_transfer_that_was_announced_with_another_prompt_fails_under_that_name(pair, known_by):
     ours, theirs = (f"transfer:{prompt * 32}:t1" for prompt in "ab")
@@ -97,18 +88,6 @@ def test_a_fetch_waits_for_a_prefill_that_is_under_way_longer_than_for_an_unknow
     pair.run()
     assert pair.landed()
     assert (pair.decode.failed, pair.prefill.sent) == ({}, ["a"])
-    pair.assert_idle()
-
-
-def test_the_wait_for_a_prefill_ends_with_the_time_of_the_load(pair):
-    expect(pair)
-    pair.load("a", D_IDS)
-    pair.run(ExtraConfig().load_timeout_s + 1, step_s=0.5)
-    assert pair.decode.received == ["a"]
-    assert pair.decode.failed
-    assert not pair.prefill.transfers.prefill.pending.fetches
-    withdraw(pair)
-    pair.run(ExtraConfig().early_fetch_s + 1)
     pair.assert_idle()
 
 
@@ -178,16 +157,6 @@ def test_one_step_may_withdraw_expect_and_hold_a_handle(pair):
     pair.assert_idle()
 
 
-def test_letting_go_of_what_is_not_held_yet_frees_it_as_soon_as_it_is(pair):
-    expect(pair)
-    let_go(pair)
-    pair.run(20)
-    pair.hold("a", P_IDS)
-    pair.run()
-    assert pair.prefill.sent == ["a"]
-    pair.assert_idle()
-
-
 def test_letting_go_before_anything_is_known_is_remembered_for_a_while(pair):
     let_go(pair)
     pair.run(1)
@@ -200,19 +169,6 @@ def test_letting_go_before_anything_is_known_is_remembered_for_a_while(pair):
     pair.run(1)
     assert pair.prefill.transfers.prefill.pending.let_go
     pair.run(ExtraConfig().early_fetch_s)
-    pair.assert_idle()
-
-
-def test_aborting_a_load_that_waits_for_a_prefill_frees_the_prefill_when_it_ends(pair):
-    expect(pair)
-    pair.load("a", D_IDS)
-    pair.run(1)
-    pair.abort("a")
-    pair.run(0.05)
-    assert pair.decode.received == ["a"]
-    pair.hold("a", P_IDS)
-    pair.run()
-    assert pair.prefill.sent == ["a"]
     pair.assert_idle()
 
 

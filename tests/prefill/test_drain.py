@@ -95,14 +95,3 @@ def test_a_prefill_that_is_being_sent_when_it_ends_is_held_until_that_is_over():
     assert prefill.landed(D_IDS)
     assert ended
     pair.assert_idle()
-
-
-def test_a_prefill_that_ends_without_a_fetch_is_forgotten():
-    pair, _, drain = draining()
-    prefill = Prefill(pair, P_IDS, 12)
-    prefill.to(8)
-    drain()
-    prefill.hold()
-    pair.run(0.2)
-    assert pair.prefill.sent == ["a"]
-    pair.assert_idle()

@@ -43,13 +43,6 @@ def test_a_prompt_arrives_as_it_was_kept(known_tokens):
     pulled(KeepingRanks(FULL, same_blocks(8), same_blocks(8)), "a", 64, known_tokens)
 
 
-def test_a_fetch_waits_until_its_link_is_calibrated():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), scratch_bytes=4096)
-    assert ranks.prefill[0].local.introduction.scratch_bytes
-    pulled(ranks)
-    assert ranks.network.heard(m.CreditRequest)
-
-
 def test_a_fetch_goes_on_as_soon_as_its_link_is_calibrated():
     """The end of a calibration wakes no thread, and of a fetch by name nothing else does for seconds."""
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), scratch_bytes=4096)
@@ -315,15 +308,6 @@ def test_without_slots_nothing_is_kept_for_peers():
     assert local.introduction.naming is None
     assert local.kept is None
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 0
-
-
-def test_a_peer_that_was_not_offered_anything_is_refused_by_name():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
-    ranks.prefill[0].local.kept = None
-    ranks.pull("a", 64)
-    ranks.run_until_ended()
-    assert "keeps nothing under names" in ranks.failed[0]
 
 
 def test_rows_that_travel_otherwise_than_blocks_are_refused_by_name():

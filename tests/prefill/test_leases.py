@@ -6,10 +6,7 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Accepted, Landed, Renew, Renewed, Written
-from kvconnect.transfer.orders import Orders, Withdraw
-from tests.prefill.prefills import Prefill
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
 SHORT = {"lease_s": 3.0, "lease_max_s": 20.0}
@@ -72,16 +69,6 @@ def test_a_lease_that_is_over_fails_the_load_that_waits_at_once():
     pair.run(3.5)
     assert "its lease of 3.0 s is over" in pair.decode.failed["b"]
     assert pair.decode.count("failures", reason="lease_over") == 1
-
-
-def test_a_lease_that_was_over_before_it_was_renewed_fails_the_load_at_once():
-    pair = queued(load_timeout_s=60.0, transfer_timeout_s=60.0, quarantine_s=60.0)
-    pair.hold("c", (20,))
-    pair.run(4)
-    assert "c" in pair.prefill.sent
-    pair.load("c", (40,))
-    pair.run(1.2)
-    assert "its lease of 3.0 s is over" in pair.decode.failed["c"]
 
 
 def test_a_handle_that_p_has_not_heard_of_is_neither_renewed_nor_over():
@@ -155,34 +142,3 @@ def test_a_handle_that_stands_for_something_else_than_when_it_was_renewed_is_no_
     pair.run(12)
     assert "something else" in pair.decode.failed["b"]
     assert pair.decode.count("failures", reason="epoch") == 1
-
-
-def test_a_preempted_prefill_goes_on_under_another_epoch():
-    pair = Pair(ExtraConfig(stream_min_tokens=1))
-    prefill = Prefill(pair, (1, 2, 3, 4, 5), 20)
-    pair.load("a", (11, 12, 13, 14, 15), num_tokens=20)
-    pair.settle()
-    prefill.to(8)
-    pair.run(0.2)
-    prefill.lose((21, 22, 23, 24, 25))
-    pair.run(0.2)
-    prefill.to(12)
-    pair.run(0.2)
-    prefill.hold()
-    pair.run(0.5)
-    assert pair.decode.failed == {}
-    assert prefill.landed((11, 12, 13, 14, 15))
-    assert len({accepted.epoch for accepted in pair.network.heard(Accepted)}) == 2
-    pair.run(6)
-    pair.assert_idle()
-
-
-def test_what_is_withdrawn_is_over_for_those_who_renew():
-    pair = queued(load_timeout_s=60.0, transfer_timeout_s=60.0, quarantine_s=60.0)
-    pair.load("early", (40,))
-    pair.run(0.2)
-    pair.prefill.transfers.order(
-        Orders(withdrawn=(Withdraw("handle-early", Cause.PREFILL_ENDED("it was aborted")),))
-    )
-    pair.run(1.5)
-    assert "it was aborted" in pair.decode.failed["early"]

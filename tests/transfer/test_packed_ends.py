@@ -136,21 +136,6 @@ def test_without_a_kernel_at_work_the_end_is_reported_at_once(pair, kernels, sta
     pair.assert_idle()
 
 
-def test_slots_come_back_when_the_peer_stops_while_we_unpack(pair, kernels):
-    """The peer is quick to answer a cancel; the kernel that unpacks is not."""
-    bring_to(pair, kernels, "unpacking")
-    pair.abort("a")
-    pair.settle()
-    (written,) = pair.network.heard(Written)
-    assert (written.ok, written.quiescent) == (False, True)
-    assert not pair.decode.received
-    assert pair.decode.landing.taken == len(kernels.pending)
-    kernels.finish()
-    pair.settle()
-    assert pair.decode.received == ["a"]
-    pair.assert_idle()
-
-
 def test_a_peer_that_forgot_us_is_not_asked_again_while_we_unpack_what_it_sent(pair, kernels):
     """What is asked anew may land in the same pages before the old kernel has run."""
     bring_to(pair, kernels, "unpacking")
@@ -213,22 +198,6 @@ def test_what_a_kernel_finds_wrong_fails_the_request_after_all_was_written(pair,
     pair.settle()
     assert "another digest" in pair.decode.failed["a"]
     assert pair.decode.received == ["a"]
-    pair.assert_idle()
-
-
-def test_a_wrong_chunk_fails_the_request_and_the_rest_is_called_back(pair, kernels):
-    pair.prefill.engine.corrupt_next(100)
-    bring_to(pair, kernels, "unpacking")
-    assert len(pair.network.heard(Landed)) < 5
-    kernels.finish(1)
-    pair.settle(1)
-    if kernels.pending:
-        assert not pair.decode.received
-    kernels.finish()
-    pair.settle()
-    assert "another digest" in pair.decode.failed["a"]
-    assert pair.prefill.sent == ["a"]
-    assert len(pair.network.heard(Landed)) < 5
     pair.assert_idle()
 
 

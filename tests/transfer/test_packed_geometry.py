@@ -5,13 +5,11 @@ What landed is compared token by token with what the request is, by indexing ten
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.shard import Topology
 from kvconnect.config import ExtraConfig
-from kvconnect.peer.messages import Fetch, Written
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Hold, Orders
 from tests.transfer.ranks import Ranks
@@ -87,62 +85,6 @@ def test_any_shape_lands_in_any_other(data):
         seed=data.draw(st.integers(0, 1000)),
     )
     move(ranks, num_tokens, known_tokens, dropped)
-    ranks.assert_idle()
-
-
-@pytest.mark.parametrize(
-    ("prefill_ranks", "decode_ranks"), [(m, n) for m in range(1, 5) for n in range(1, 5)]
-)
-def test_every_number_of_ranks_with_blocks_and_layouts_that_differ(prefill_ranks, decode_ranks):
-    ranks = Ranks(
-        Model({"full": 2, "window": 1, "latent": 1, "state": 1}, heads=4),
-        same_blocks(64, 16, layout="HND"),
-        same_blocks(48, reverse_groups=True),
-        prefill_ranks,
-        decode_ranks,
-        ExtraConfig(num_slots=2),
-        slot_bytes=1 << 12,
-    )
-    move(ranks, num_tokens=201, known_tokens=50)
-    fetches = ranks.network.heard(Fetch)
-    assert sum(len(fetch.chunks) for fetch in fetches) > len(fetches), "some request took one chunk"
-    ranks.assert_idle()
-
-
-@pytest.mark.parametrize("kernel", [16, 64])
-@pytest.mark.parametrize(
-    "prefill", [same_blocks(16), same_blocks(128, 32), same_blocks(64, layout="planes outside")]
-)
-def test_an_earlier_turn_of_the_conversation_is_not_fetched_again(prefill, kernel):
-    """D has whole blocks of the prompt already; P's blocks end elsewhere."""
-    ranks = Ranks(
-        Model({"full": 2, "window": 1}),
-        prefill,
-        same_blocks(64, kernel, layout="HND"),
-        num_blocks=90,
-        slot_bytes=1 << 15,
-    )
-    whole = Written(0, True, True, 0, 0, 0.0, "")
-    for request, known_tokens in (("all", 0), ("most", 64), ("end", 192)):
-        for worker in ranks.decode:
-            worker.results.clear()
-        blocks = move(ranks, 200, known_tokens, request=request)
-        assert blocks["full"].first_block == known_tokens // 64
-        (*_, written) = ranks.network.heard(Written)
-        assert known_tokens == 0 or written.total_bytes < whole.total_bytes
-        whole = written
-
-
-def test_tokens_that_no_window_sees_any_more_need_not_be_held():
-    """P keeps blocks of 16 tokens, D of 128: what D wants begins before what P has left."""
-    ranks = Ranks(
-        Model({"full": 1, "window": 2}, window=20),
-        same_blocks(16),
-        same_blocks(128),
-        slot_bytes=1 << 15,
-    )
-    blocks = move(ranks, 250)
-    assert blocks["window"].block_ids[0] == 0
     ranks.assert_idle()
 
 

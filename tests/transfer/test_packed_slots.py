@@ -8,7 +8,7 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.messages import CreditGrant, Fetch, Landed
+from kvconnect.peer.messages import Fetch, Landed
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Load, Orders
 from tests.transfer.kernels import SlowKernels
@@ -18,8 +18,9 @@ BLOCKS = 10
 """Blocks of a request: five chunks of two."""
 
 
-def crowded(num_slots, **config):
-    return Pair(ExtraConfig(num_slots=num_slots, **config), prefill_blocks=250, decode_blocks=260)
+def crowded(num_slots, *, shared=False, **config):
+    config = ExtraConfig(num_slots=num_slots, **config)
+    return Pair(config, prefill_blocks=250, decode_blocks=260, shared=shared)
 
 
 def blocks(number, count=BLOCKS):
@@ -28,9 +29,9 @@ def blocks(number, count=BLOCKS):
     return tuple(range(first, first + count)), tuple(reversed(range(first + 9, first + 9 + count)))
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 6])
-def test_twenty_requests_of_five_chunks_land_over_a_few_slots(num_slots):
-    pair = crowded(num_slots)
+@pytest.mark.parametrize(("num_slots", "shared"), [(1, False), (2, False), (3, True), (6, True)])
+def test_twenty_requests_of_five_chunks_land_over_a_few_slots(num_slots, shared):
+    pair = crowded(num_slots, shared=shared)
     for number in range(20):
         pair.start(f"r{number}", *blocks(number))
     for _ in range(400):
@@ -105,22 +106,6 @@ def test_each_request_in_turn_is_lent_the_slots_that_become_free():
     assert set(landed.values()) == {5}
 
 
-def test_two_prefill_nodes_share_the_slots():
-    pair = crowded(2)
-    other = pair.add("Q")
-    for number in range(0, 10, 2):
-        pair.start(f"r{number}", *blocks(number))
-        source, target = blocks(number + 1)
-        pair.hold(f"r{number + 1}", source, worker=other)
-        pair.load(f"r{number + 1}", target, engine_id="Q", port=other.channel.port)
-    pair.settle(100)
-    assert sorted(pair.decode.received) == [f"r{number}" for number in range(10)]
-    assert not pair.decode.failed
-    for number in range(10):
-        assert pair.landed(*blocks(number), worker=(pair.prefill, other)[number % 2])
-    pair.assert_idle()
-
-
 def silent_node(pair, requests):
     """A prefill node that was granted slots for so many requests, and says nothing any more."""
     other = pair.add("Q")
@@ -154,40 +139,6 @@ def test_a_node_that_falls_silent_with_slots_does_not_keep_others_from_theirs():
     pair.assert_idle()
 
 
-def test_who_has_a_slot_already_gets_no_other_while_somebody_has_none():
-    pair = crowded(2)
-    other = pair.add("Q")
-    for worker in (pair.prefill, other):
-        worker.engine.hold()
-    pair.hold("slow", blocks(20)[0], worker=other)
-    pair.start("first", (1,), (10,))
-    pair.settle()
-    pair.load("slow", blocks(20)[1], engine_id="Q", port=other.channel.port)
-    pair.settle()
-    pair.start("second", (2,), (11,))
-    pair.settle()
-    (slow,) = [fetch for fetch in pair.network.heard(Fetch) if fetch.handle == "handle-slow"]
-    assert (len(slow.grants), len(slow.chunks), pair.decode.landing.free) == (1, 5, 0)
-    pair.prefill.engine.release()
-    pair.settle()
-    assert {"first", "second"} <= set(pair.decode.received), "the slow one took the slot that became free"
-
-
-def test_one_silent_node_cannot_hold_all_slots():
-    pair = crowded(6)
-    silent_node(pair, 4)
-    pair.run(11)
-    assert len(pair.decode.failed) == 4
-    assert pair.decode.landing.free > 0
-    pair.start("a", *blocks(0))
-    pair.settle(60)
-    assert "a" in pair.decode.received
-    assert "a" not in pair.decode.failed
-    assert pair.landed(*blocks(0))
-    pair.run(110, step_s=1)
-    pair.assert_idle()
-
-
 def test_requests_that_wait_for_their_prefill_hold_no_slots_that_others_need():
     """In the parallel flow D asks before the prefill has begun; its slots are of no use until then."""
     pair = crowded(2)
@@ -203,36 +154,6 @@ def test_requests_that_wait_for_their_prefill_hold_no_slots_that_others_need():
     assert len(pair.decode.received) == 4
     assert not pair.decode.failed
     pair.assert_idle()
-
-
-def test_a_fetch_without_a_slot_waits_and_is_granted_one_later():
-    pair = crowded(1)
-    pair.prefill.engine.hold()
-    pair.start("a", *blocks(0))
-    pair.settle()
-    pair.start("b", *blocks(1))
-    pair.settle()
-    first, second = pair.network.heard(Fetch)
-    assert (len(first.grants), len(second.grants)) == (1, 0)
-    assert not pair.network.heard(CreditGrant)
-    pair.prefill.engine.release()
-    pair.settle(40)
-    assert {granted.transfer_id for granted in pair.network.heard(CreditGrant)} == {1, 2}
-    assert pair.landed(*blocks(0))
-    assert pair.landed(*blocks(1))
-    pair.assert_idle()
-
-
-def test_no_generation_is_granted_twice():
-    pair = crowded(2)
-    for number in range(6):
-        pair.start(f"r{number}", *blocks(number))
-    pair.settle(80)
-    said = pair.network.heard(Fetch) + pair.network.heard(CreditGrant)
-    generations = [grant.generation for message in said for grant in message.grants]
-    assert len(generations) == 30 == len(set(generations))
-    addresses = {grant.address for message in said for grant in message.grants}
-    assert addresses == {slot.address for slot in pair.decode.landing.slots}
 
 
 def test_as_many_bytes_are_under_way_as_are_allowed():
@@ -272,30 +193,6 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
         other.transfers.order(Orders(loads=(load,)), lambda: True)
     pair.run(1)
     assert pair.prefill.send.taken == 3
-    pair.start("a", *blocks(0))
-    pair.run(1)
-    assert pair.decode.received == ["a"]
-    assert pair.landed(*blocks(0))
-
-
-def test_two_silent_decode_nodes_cannot_hold_all_bytes():
-    pair = crowded(16, max_inflight_bytes=768)
-    engine, submit = pair.prefill.engine, pair.prefill.engine.submit
-
-    def stuck(batch):
-        if not batch.peer.startswith("D/"):
-            engine.delay_next(1000)
-        submit(batch)
-
-    engine.submit = stuck
-    for number, name in enumerate("EF"):
-        source, target = blocks(20 + number)
-        pair.hold(name, source)
-        groups = (GroupBlocks(0, 0, target[:10]),)
-        load = Load(name, f"handle-{name}", "P", "h", pair.prefill.channel.port, 40, groups)
-        pair.add(name).transfers.order(Orders(loads=(load,)), lambda: True)
-        pair.run(1)
-    assert pair.prefill.gauge("inflight_bytes") == 2 * 768
     pair.start("a", *blocks(0))
     pair.run(1)
     assert pair.decode.received == ["a"]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 import torch
 
 from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
-from kvconnect.peer.messages import Landed
+from kvconnect.peer.messages import Fetch, Hello, Landed
 from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.transfer.orders import LetGo, Orders
-from tests.transfer.pair import BLOCK_TOKENS, D_IDS, P_IDS, PAGE_BYTES, Pair
+from kvconnect.transfer.orders import Reports
+from tests.transfer.pair import D_IDS, P_IDS, PAGE_BYTES, Pair
+from tests.transfer.ranks import Ranks
+from tests.transfer.shapes import Model, same_blocks
 
 
 def test_a_request_lands_and_both_sides_forget_it(pair):
@@ -42,6 +45,7 @@ def test_nothing_is_reported_while_the_engine_holds_the_bytes(pair):
     pair.run(20)
     assert not pair.prefill.sent
     assert not pair.decode.received
+    assert (pair.decode.gauge("slots_landing"), pair.prefill.gauge("slots_send")) == (2, 2)
     pair.prefill.engine.release()
     pair.run()
     assert pair.landed()
@@ -54,15 +58,6 @@ def test_only_the_blocks_beyond_a_prefix_are_fetched(pair):
     pair.run()
     assert pair.landed(P_IDS[2:], D_IDS[2:])
     assert not pair.decode.storage[:, list(D_IDS[:2])].any()
-
-
-def test_a_fetch_may_come_before_the_prefill_ends(pair):
-    pair.load("a", D_IDS)
-    pair.run(2)
-    pair.hold("a", P_IDS)
-    pair.run()
-    assert pair.landed()
-    assert pair.decode.received == ["a"]
 
 
 def test_a_lease_waits_for_the_device(pair):
@@ -122,13 +117,6 @@ def test_a_handle_works_once(pair):
     assert "no longer held" in pair.decode.failed["again"]
 
 
-def test_a_handle_does_not_serve_more_tokens_than_are_held(pair):
-    pair.hold("a", P_IDS)
-    pair.load("a", (*D_IDS, 11), num_tokens=4 * BLOCK_TOKENS)
-    pair.run(0.1)
-    assert pair.decode.failed == {"a": "16 tokens are wanted, 12 are held"}
-
-
 def test_a_lease_that_nobody_fetches_ends_and_a_late_fetch_hears_why(pair):
     pair.hold("a", P_IDS)
     pair.run(29)
@@ -142,34 +130,11 @@ def test_a_lease_that_nobody_fetches_ends_and_a_late_fetch_hears_why(pair):
     pair.assert_idle()
 
 
-def test_letting_go_frees_the_lease_at_once(pair):
-    pair.hold("a", P_IDS)
-    pair.run()
-    let_go = LetGo("a", "handle-a", "P", "h", pair.prefill.channel.port)
-    pair.decode.transfers.order(Orders(let_go=(let_go,)), lambda: True)
-    pair.run()
-    assert pair.prefill.sent == ["a"]
-    assert not pair.decode.received
-    pair.assert_idle()
-
-
 def test_a_refused_order_is_reported_and_never_sent(pair):
     pair.load("a", D_IDS, "", refusal=Cause.PARAMETERS("kv_transfer_params.remote_port is 'x'"))
     pair.run()
     assert pair.decode.failed == {"a": "kv_transfer_params.remote_port is 'x'"}
     assert not pair.decode.transfers.decode.peers
-
-
-def test_a_peer_that_forgot_us_is_met_again(pair):
-    pair.start()
-    pair.run()
-    pair.prefill.transfers.prefill.inbound_peers._peers.clear()
-    pair.start("b", (7, 8), (30, 31))
-    pair.run(0.1)
-    assert pair.decode.received == ["a", "b"]
-    assert not pair.decode.failed
-    assert pair.landed((7, 8), (30, 31))
-    pair.assert_idle()
 
 
 def test_loads_beyond_the_bound_wait_their_turn():
@@ -183,18 +148,6 @@ def test_loads_beyond_the_bound_wait_their_turn():
     pair.run(1)
     assert sorted(pair.decode.received) == [f"r{n}" for n in range(5)]
     assert not pair.decode.failed
-
-
-def test_bytes_in_flight_keep_their_bound():
-    pair = Pair(ExtraConfig(max_inflight_bytes=2 * PAGE_BYTES), slot_bytes=PAGE_BYTES)
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.run(1)
-    (sending,) = pair.prefill.transfers.prefill.sender.sendings.values()
-    assert sum(sending.in_flight.values()) == 2 * PAGE_BYTES
-    pair.prefill.engine.release()
-    pair.run(1)
-    assert pair.landed()
 
 
 def test_a_load_that_ends_makes_room_for_the_next_at_once():
@@ -242,3 +195,111 @@ def test_the_first_meeting_is_logged_once_by_each_side(pair, caplog):
     assert len(said) == 2
     assert any(text.startswith("prefill node ") and "is met" in text for text in said)
     assert any(text.startswith("decode node ") and "fetches" in text for text in said)
+
+
+# What both sides must be like
+
+
+@pytest.mark.parametrize(("side", "reason"), [("prefill", "the peer"), ("decode", "the decode node")])
+def test_nothing_is_fetched_where_one_side_has_no_slots(pair, side, reason):
+    """As a node that only offloads."""
+    local = getattr(pair, side).local
+    local.introduction = msgspec.structs.replace(local.introduction, slot_bytes=0)
+    pair.start()
+    pair.run(0.1)
+    assert pair.decode.failed == {"a": f"it cannot be fetched: {reason} has no slots"}
+    assert pair.prefill.sent == ["a"]
+    assert not pair.network.heard(Fetch)
+    pair.assert_idle()
+
+
+def test_a_peer_without_slots_that_fetches_is_refused(pair):
+    def without_slots(message):
+        if not isinstance(message, Hello):
+            return [message]
+        introduction = msgspec.structs.replace(message.introduction, slot_bytes=0)
+        return [msgspec.structs.replace(message, introduction=introduction)]
+
+    pair.network.taps.append(without_slots)
+    pair.start()
+    pair.run(0.1)
+    assert pair.decode.failed == {"a": "the decode node has no slots"}
+    assert pair.prefill.sent == ["a"]
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1024, 16384), (16384, 1024)])
+def test_chunks_fit_the_smaller_of_both_sides_slots(ours, theirs):
+    pair = Pair(slot_bytes=ours, prefill_slot_bytes=theirs)
+    source, target = tuple(range(1, 37)), tuple(range(40, 4, -1))
+    pair.start("a", source, target)
+    pair.settle(60)
+    assert pair.landed(source, target)
+    lengths = [landed.length_bytes for landed in pair.network.heard(Landed)]
+    assert max(lengths) <= 1024
+    assert sum(lengths) == 3 * 36 * PAGE_BYTES
+    pair.assert_idle()
+
+
+ONE_ROW = Model({"full": 1}, heads=2, width=1100)
+"""A token of it has 8800 bytes."""
+
+
+@pytest.mark.parametrize("block_tokens", [4, 8])
+def test_a_slot_that_no_row_fits_is_named_with_both_sizes(block_tokens):
+    ranks = Ranks(ONE_ROW, same_blocks(4), same_blocks(block_tokens), slot_bytes=4096)
+    ranks.prefilled("a", 11)
+    ranks.fetched("a", 11)
+    ranks.run_until_received(1)
+    assert "a slot has 4096 bytes, but layer 'full.0' needs at least" in ranks.decode[0].failed["a"]
+    ranks.assert_idle()
+
+
+def test_a_slot_that_no_block_fits_holds_rows():
+    """A block of 128 tokens has 8192 bytes; a slot has half of that."""
+    ranks = Ranks(Model({"full": 1}, heads=4), same_blocks(16), same_blocks(128), slot_bytes=4096)
+    truth = ranks.prefilled("a", 200)
+    blocks = ranks.fetched("a", 200)
+    ranks.run_until_received(1)
+    assert ranks.decode[0].failed == {}
+    assert ranks.decode[0].cache.differences(truth, blocks) == []
+    ranks.assert_idle()
+
+
+@pytest.mark.parametrize(("on_prefill", "on_decode"), [(True, True), (True, False), (False, False)])
+def test_digests_are_compared_only_where_that_is_wanted(on_prefill, on_decode):
+    configs = [ExtraConfig(check_digest=check) for check in (on_decode, on_prefill)]
+    pair = Pair(configs[0], prefill_config=configs[1])
+    pair.start()
+    pair.run()
+    assert pair.landed()
+    assert all((landed.digest is None) != on_prefill for landed in pair.network.heard(Landed))
+    pair.prefill.engine.corrupt_next(100)
+    pair.start("b", (7, 8), (30, 31))
+    pair.run()
+    assert ("b" in pair.decode.failed) == on_decode
+    assert not pair.landed((7, 8), (30, 31))
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("groups", [(), (GroupBlocks(0, 3, ()),), (GroupBlocks(0, 0, (0, 0, 0)),)])
+def test_a_request_of_which_nothing_is_wanted_arrives(pair, groups):
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS, groups=groups)
+    pair.run()
+    assert (pair.decode.received, pair.decode.failed) == (["a"], {})
+    assert not pair.decode.storage.any()
+    assert pair.prefill.sent == ["a"]
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_every_rank_reports_the_windows_that_are_not_full(rank):
+    """A pipeline rank knows of its own layers alone, and windows may be on a later one."""
+    reports = Reports(rank)
+    reports.ragged("a")
+    reports.received("a", "")
+    reports.settled("h")
+    taken = reports.take()
+    assert (taken.ragged, taken.received) == (("a",), ("a",))
+    assert taken.settled == (("h",) if rank == 0 else ()), "what all ranks know alike is reported once"

@@ -164,23 +164,6 @@ def test_a_peer_whose_calibration_was_disturbed_is_refused_for_a_while_only(side
     pair.assert_idle()
 
 
-def test_another_process_at_the_address_of_a_refused_one_is_met_anew():
-    pair = LinkedPair(decode={"require_lane": "rdma"})
-    pair.request("a")
-    assert "require_lane" in pair.decode.failed["a"]
-    pair.prefill.engine.capabilities = replace(pair.prefill.engine.capabilities, lane="rdma mlx5_0")
-    pair.return_as("P started again")
-    pair.request("b")
-    assert "b" in pair.decode.received
-    assert "b" not in pair.decode.failed
-    assert pair.landed()
-    assert pair.decode.count("transfer_bytes", lane="rdma") > 0
-    pair.return_as("P started a third time")
-    pair.prefill.engine.capabilities = replace(pair.prefill.engine.capabilities, lane="tcp")
-    pair.request("c")
-    assert "require_lane" in pair.decode.failed["c"]
-
-
 @pytest.mark.parametrize("setting", REFUSALS)
 def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_settings(setting):
     pair = LinkedPair(decode=REFUSALS[setting][0])
@@ -202,19 +185,6 @@ def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_se
     assert plain.decode.count("transfer_bytes", lane="unknown") > 0
 
 
-def test_a_calibration_that_failed_refuses_for_a_while_only():
-    pair = LinkedPair(decode={"min_gb_per_s": 1e-6})
-    pair.prefill.engine.fail_next(True)
-    pair.request("a")
-    assert "at a rate that was not measured" in pair.decode.failed["a"]
-    pair.run(20)
-    pair.request("b")
-    assert "b" in pair.decode.received
-    assert "b" not in pair.decode.failed
-    assert pair.landed()
-    pair.assert_idle()
-
-
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_peer_whose_link_cannot_be_measured_is_refused(side):
     """One side has no scratch memory."""
@@ -224,19 +194,6 @@ def test_a_peer_whose_link_cannot_be_measured_is_refused(side):
     pair.request("a")
     assert "at a rate that was not measured" in pair.decode.failed["a"]
     assert "min_gb_per_s" in pair.decode.failed["a"]
-
-
-@pytest.mark.parametrize("setting", REFUSALS)
-def test_a_link_is_measured_with_however_little_scratch_memory(setting):
-    pair = LinkedPair("UCX", decode=REFUSALS[setting][0])
-    for worker in (pair.prefill, pair.decode):
-        ours = worker.local.introduction
-        worker.local.introduction = msgspec.structs.replace(ours, scratch_bytes=64)
-    for name in ("a", "b"):
-        pair.request(name, 20)
-        assert f"{64 / 0.05 / 1e9:.3g} GB/s" in pair.decode.failed[name]
-    assert len(pair.network.heard(Transport)) == 2
-    assert pair.decode.count("failures", reason="peer_lost") == 0
 
 
 @pytest.mark.parametrize("lane", ["unknown", "tcp"])
