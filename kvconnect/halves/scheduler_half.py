@@ -19,7 +19,7 @@ from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import Orders, OrdersDraft, Results
 from kvconnect.transfer.params import RESULTS_KEY, SOURCES_KEY, transfer_params
-from kvconnect.transfer.stack import RequestView, SchedulerHooks, Step
+from kvconnect.transfer.stack import RequestView, Step
 
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
@@ -41,7 +41,7 @@ _ROLES: Mapping[str, tuple[str, str]] = {
 }
 
 
-class SchedulerHalf(SchedulerHooks):
+class SchedulerHalf:
     """The parts that a configuration asks for; with none every answer is that there is nothing to do.
 
     ``draft`` is what prefill, decode and pulls write their orders to; None where nothing is handed over.
@@ -75,12 +75,17 @@ class SchedulerHalf(SchedulerHooks):
         self._reset = _hooks(self._parts, "reset")
 
     def drain(self) -> None:
+        """Hold nothing any more. The only hook that any thread may call."""
         if self._bootstrap is not None:
             self._bootstrap.close()
         if self.prefill is not None:
             self.prefill.drain()
 
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
+        """A request arrived; before anything else is asked about it. Raises nothing.
+
+        It may use what is kept in other memory if it ``reads``, and is kept if it ``writes``.
+        """
         params = transfer_params(request)
         if self.pulls is not None and reads and (self.pulls.has_sources or SOURCES_KEY in params):
             self.pulls.new_request(request)
@@ -96,9 +101,11 @@ class SchedulerHalf(SchedulerHooks):
             self.offload.new_request(request, reads=reads, writes=writes)
 
     def prefill_tokens(self, request: RequestView) -> int:
+        """How many tokens of its prompt are to be computed."""
         return request.num_tokens if self.prefill is None else self.prefill.prefill_tokens(request)
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond those computed that can be loaded, and whether asynchronously; None: ask again."""
         # What a handle names is all that the request asks for. Of a tier and a peer that keeps it by name the
         # better one counts.
         offload = self.offload
@@ -123,6 +130,7 @@ class SchedulerHalf(SchedulerHooks):
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
+        """A request was admitted with these blocks, all that it has; some offered tokens are loaded."""
         offload, is_restored = self.offload, False
         if offload is not None:
             is_restored = self.draft is None or offload.offers(request.request_id)
@@ -136,10 +144,15 @@ class SchedulerHalf(SchedulerHooks):
             self.pulls.update_after_alloc(request, block_ids, fetched_tokens)
 
     def checkpoints(self, request: RequestView) -> Sequence[int]:
+        """Token counts, rising, after which the state of an admitted request is wanted."""
         return () if self.offload is None else self.offload.checkpoints(request)
 
     @property
     def due(self) -> Mapping[str, int]:
+        """Which requests ``launched`` is to have: those that got blocks, or reached so many tokens.
+
+        It changes with every call of ``launched``.
+        """
         sent = {} if self.prefill is None else self.prefill.due
         kept = {} if self.offload is None else self.offload.due
         if not kept or not sent:
@@ -147,18 +160,22 @@ class SchedulerHalf(SchedulerHooks):
         return {**kept, **{name: min(due, kept.get(name, due)) for name, due in sent.items()}}
 
     def launched(self, step: Step) -> None:
+        """The device was given this before it is given the step of the next orders."""
         for launched in self._launched:
             launched(step)
 
     def overwritten(self, block_ids: Collection[int]) -> None:
+        """The step of the next orders overwrites these blocks before a worker is given the orders."""
         if self.offload is not None:
             self.offload.overwritten(block_ids)
 
     def preempted(self, request_id: str) -> None:
+        """A running request lost its blocks, and will be computed anew."""
         for preempted in self._preempted:
             preempted(request_id)
 
     def is_restored(self, request_id: str) -> bool:
+        """Whether what a request was offered last is in memory of this node. True until the request ends."""
         return self.offload is not None and self.offload.is_restored(request_id)
 
     def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
@@ -168,6 +185,7 @@ class SchedulerHalf(SchedulerHooks):
         return {PEER: num_external_tokens} if num_external_tokens else {}
 
     def build_orders(self) -> Orders:
+        """The orders since the last call."""
         for ordered in self._ordered:
             ordered()
         if self.pulls is not None and self.pulls.requests:
@@ -185,6 +203,11 @@ class SchedulerHalf(SchedulerHooks):
     def request_finished(
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended, and its blocks are about to be freed. Exactly once per request.
+
+        ``delivered``: it ended normally, so that the parameters returned here reach the client. Returns
+        whether the blocks must be kept until ``Results.sent`` has the request, and the parameters for D.
+        """
         done = None if self.offload is None else self.offload.request_finished(request, block_ids)
         is_loading = self.decode is not None and self.decode.request_finished(request)
         if self.pulls is not None and self.pulls.requests:
@@ -202,12 +225,14 @@ class SchedulerHalf(SchedulerHooks):
         return is_held, {**(params or {}), RESULTS_KEY: done} if done and delivered else params
 
     def update_results(self, results: Results) -> None:
+        """What the workers reported, after all of them did."""
         for update_results in self._update_results:
             update_results(results)
         if self.pulls is not None and (self.pulls.requests or self.pulls.loading):
             self.pulls.update_results(results)
 
     def reset(self) -> None:
+        """What the device holds may be of other weights than what it computes next: nothing of it is kept."""
         for reset in self._reset:
             reset()
 
@@ -219,6 +244,7 @@ class SchedulerHalf(SchedulerHooks):
         return self.offload is not None and self.offload.pending
 
     def state(self) -> dict[str, int]:
+        """Counts of what is remembered. All zero when idle."""
         return {name: count for part in self._parts for name, count in part.state().items()}
 
 

@@ -39,7 +39,6 @@ from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.transfer.kept import KeptByName
 from kvconnect.transfer.local import open_local
 from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results
-from kvconnect.transfer.stack import WorkerHooks
 from kvconnect.transfer.transfer_thread import DeviceSteps, Finished, always
 
 if TYPE_CHECKING:
@@ -252,19 +251,15 @@ class TransferWorker:
         self._transfers.order(orders, self._finished if self._steps is None else self._steps.finished)
 
     def results(self) -> Results:
-        """What ended since the last call. Every ordered request comes back exactly once."""
         return self._reports.take()
 
     def changes(self) -> Changes | None:
-        """What the metrics have grown by since the last call, or None. Quick when that is nothing."""
         return self._metrics.changes()
 
     def on_results(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, from another thread, whenever results are waiting."""
         self._reports.wake = wake
 
     def state(self) -> dict[str, Any]:
-        """Counts of what is held and under way, for people and tests. All zero when idle."""
         if self._transfers is None:
             return {"engine": self.engine_name}
         return {"engine": self.engine_name, **self._transfers.state()}
@@ -375,7 +370,7 @@ class TransferWorker:
         return event.query
 
 
-class WorkerHalf(WorkerHooks):
+class WorkerHalf:
     """What lives with the tensors of one rank: what hands its KV over, and what keeps it for later.
 
     See ``building.build_worker_half``.
@@ -408,6 +403,10 @@ class WorkerHalf(WorkerHooks):
             part.replace_weights(weights)
 
     def before_step(self, orders: Orders) -> None:
+        """Mark on the device where the step begins, read what it may overwrite, and begin what was ordered.
+
+        Of every step. What was ordered with ``zeroes_loads`` begins later. Never waits.
+        """
         if self.transfer is not None:
             self.transfer.before_step(orders)
         if self.offload is not None and orders.offload != NO_OFFLOAD:
@@ -418,6 +417,7 @@ class WorkerHalf(WorkerHooks):
             self._start(orders)
 
     def after_zeroing(self, orders: Orders) -> None:
+        """Begin what was ordered with ``zeroes_loads``. Never waits."""
         if orders.zeroes_loads:
             self._start(orders)
 
@@ -432,6 +432,7 @@ class WorkerHalf(WorkerHooks):
             self.offload.count_failures(orders.failures)
 
     def results(self) -> Results:
+        """What ended since the last call. Every ordered request comes back exactly once."""
         sent = Results() if self.transfer is None else self.transfer.results()
         if self.offload is None:
             return sent
@@ -440,21 +441,26 @@ class WorkerHalf(WorkerHooks):
         return msgspec.structs.replace(sent, received=received, failed=failed, offload=kept.offload)
 
     def on_results(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, from any thread, when results are waiting."""
         for part in self._parts:
             part.on_results(wake)
 
     def changes(self) -> Changes | None:
+        """What the metrics have changed by since the last call, or None. From any one thread."""
         sent = None if self.transfer is None else self.transfer.changes()
         return merge_changes(sent, None if self.offload is None else self.offload.changes())
 
     def state(self) -> dict[str, Any]:
+        """Counts of what is held and under way, for people and tests. All zero when idle."""
         state = {"engine": "none"} if self.transfer is None else self.transfer.state()
         kept = {} if self.offload is None else self.offload.state()
         return {**state, **{f"offload_{name}": count for name, count in kept.items()}}
 
     def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait, within a bound, until nothing is held any more. From any thread but that of the hooks."""
         return True if self.transfer is None else self.transfer.drain(timeout_s)
 
     def close(self) -> None:
+        """End everything. Idempotent."""
         for part in self._parts:
             part.close()

@@ -38,7 +38,7 @@ from kvconnect.offload.tier_events import TierEvents
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.handles import digest_prompt
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.transfer.stack import LongestRequest, RequestView, SchedulerHooks, StackTraits, WorkerHooks
+from kvconnect.transfer.stack import LongestRequest, RequestView, StackTraits
 
 _TRIES = 5
 
@@ -51,8 +51,8 @@ class Connector:
     idle, and what is kept as ``usage``.
     """
 
-    scheduler: SchedulerHooks
-    worker: WorkerHooks
+    scheduler: SchedulerHalf
+    worker: WorkerHalf
     recompute_failed_loads: bool = True
     offload_state: Callable[[], Mapping[str, Any]] | None = None
 

@@ -16,13 +16,14 @@ from typing import Any
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.errors import KVConnectError, LocalError
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.node.block_manager import BlockManager, CacheHit
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import EngineStep, Failure, Output, Request, RequestState, ScheduledChunk
 from kvconnect.outcome import Reason
 from kvconnect.transfer import stack
 from kvconnect.transfer.orders import Results
-from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock
+from kvconnect.transfer.stack import Computed, StateBlock
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def align_tokens(config: KVCacheConfig) -> int:
 class Transfers:
     """The requests whose blocks a transfer keeps: loads under way, and finished prefills not yet sent."""
 
-    def __init__(self, hooks: SchedulerHooks, config: KVCacheConfig, *, recompute_failed_loads: bool) -> None:
+    def __init__(self, hooks: SchedulerHalf, config: KVCacheConfig, *, recompute_failed_loads: bool) -> None:
         self.hooks = hooks
         self._states = [index for index, group in enumerate(config.groups) if group.is_state]
         self._align = align_tokens(config)

@@ -1,7 +1,7 @@
 """The contract of a serving stack and the connector: what a stack calls, in which order, and what it reports.
 
-A stack has a request scheduler, and workers, one a rank, that hold its tensors. ``SchedulerHooks`` lives
-beside the scheduler and ``WorkerHooks`` beside each worker. Of a request:
+A stack has a request scheduler, and workers, one a rank, that hold its tensors. ``SchedulerHalf`` lives
+beside the scheduler and ``WorkerHalf`` beside each worker, both in ``kvconnect.halves``. Of a request:
 
     new_request, matched_tokens (each time it may be admitted), update_after_alloc (it was),
     launched (steps that computed some of it), preempted (it begins anew, with matched_tokens),
@@ -23,14 +23,12 @@ half in each, and gives it its own engine id; no hook waits for anything but ``d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kvconnect.cache.identity import Naming
-from kvconnect.metrics import Changes
 from kvconnect.plan.blocks import BlockIdsByGroup
-from kvconnect.transfer.orders import Orders, Results
 
 
 class RequestView(Protocol):
@@ -117,105 +115,7 @@ class StateBlock(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step, or several, computed. See ``SchedulerHooks.due`` for what may be left out."""
+    """What one step, or several, computed. See ``SchedulerHalf.due`` for what may be left out."""
 
     computed: Sequence[Computed] = ()
     states: Sequence[StateBlock] = ()
-
-
-class SchedulerHooks(Protocol):
-    """The half of a connector that lives with a request scheduler. One thread calls it, but for ``drain``."""
-
-    def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
-        """A request arrived; before anything else is asked about it. Raises nothing.
-
-        It may use what is kept in other memory if it ``reads``, and is kept if it ``writes``.
-        """
-
-    def prefill_tokens(self, request: RequestView) -> int:
-        """How many tokens of its prompt are to be computed."""
-
-    def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond those computed that can be loaded, and whether asynchronously; None: ask again."""
-
-    def update_after_alloc(
-        self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
-    ) -> None:
-        """A request was admitted with these blocks, all that it has; some offered tokens are loaded."""
-
-    def checkpoints(self, request: RequestView) -> Sequence[int]:
-        """Token counts, rising, after which the state of an admitted request is wanted."""
-
-    @property
-    def due(self) -> Mapping[str, int]:
-        """Which requests ``launched`` is to have: those that got blocks, or reached so many tokens.
-
-        It changes with every call of ``launched``.
-        """
-
-    def launched(self, step: Step) -> None:
-        """The device was given this before it is given the step of the next orders."""
-
-    def overwritten(self, block_ids: Collection[int]) -> None:
-        """The step of the next orders overwrites these blocks before a worker is given the orders."""
-
-    def preempted(self, request_id: str) -> None:
-        """A running request lost its blocks, and will be computed anew."""
-
-    def is_restored(self, request_id: str) -> bool:
-        """Whether what a request was offered last is in memory of this node. True until the request ends."""
-
-    def build_orders(self) -> Orders:
-        """The orders since the last call."""
-
-    def request_finished(
-        self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended, and its blocks are about to be freed. Exactly once per request.
-
-        ``delivered``: it ended normally, so that the parameters returned here reach the client. Returns
-        whether the blocks must be kept until ``Results.sent`` has the request, and the parameters for D.
-        """
-
-    def update_results(self, results: Results) -> None:
-        """What the workers reported, after all of them did."""
-
-    def reset(self) -> None:
-        """What the device holds may be of other weights than what it computes next: nothing of it is kept."""
-
-    def drain(self) -> None:
-        """Hold nothing any more. The only hook that any thread may call."""
-
-    def state(self) -> dict[str, int]:
-        """Counts of what is remembered. All zero when idle."""
-
-
-class WorkerHooks(Protocol):
-    """The half of a connector that lives with the tensors of one rank."""
-
-    def before_step(self, orders: Orders) -> None:
-        """Mark on the device where the step begins, read what it may overwrite, and begin what was ordered.
-
-        Of every step. What was ordered with ``zeroes_loads`` begins later. Never waits.
-        """
-
-    def after_zeroing(self, orders: Orders) -> None:
-        """Begin what was ordered with ``zeroes_loads``. Never waits."""
-
-    def results(self) -> Results:
-        """What ended since the last call. Every ordered request comes back exactly once."""
-
-    def on_results(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, from any thread, when results are waiting."""
-
-    def state(self) -> dict[str, Any]:
-        """Counts of what is held and under way, for people and tests. All zero when idle."""
-
-    def changes(self) -> Changes | None:
-        """What the metrics have changed by since the last call, or None. From any one thread."""
-
-    def drain(self) -> bool:
-        """Wait, within a bound, until nothing is held any more. From any thread but that of the hooks."""
-
-    def close(self) -> None:
-        """End everything. Idempotent."""

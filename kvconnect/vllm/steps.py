@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.transfer.orders import OffloadReport
-from kvconnect.transfer.stack import Computed, SchedulerHooks, StateBlock, Step
+from kvconnect.transfer.stack import Computed, StateBlock, Step
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Steps:
         self._states.pop(request_id, None)
         self._known.discard(request_id)
 
-    def end(self, half: SchedulerHooks, request_id: str) -> None:
+    def end(self, half: SchedulerHalf, request_id: str) -> None:
         """A request ends, and its blocks are about to be freed: what is left of it is reported now."""
         if request_id in self._computed or request_id in self._states:
             half.launched(self._launched([request_id]))
@@ -65,7 +66,7 @@ class Steps:
         self.admitted(request_id)
         self.windows.end(request_id)
 
-    def tell(self, half: SchedulerHooks, scheduler_output: Any) -> None:
+    def tell(self, half: SchedulerHalf, scheduler_output: Any) -> None:
         """A step was scheduled: what was scheduled before it is reported."""
         self.windows.step()
         if self.refusal:

@@ -36,7 +36,7 @@ _MOST_OFFLOAD_TOKENS = "max_offload_tokens"
 class OffloadScheduler:
     """Keeps blocks of requests in host memory, and promises them to later requests of the same prefix.
 
-    Hooks with a name of ``transfer.stack.SchedulerHooks`` keep its contract. ``requirements`` and
+    Hooks with a name of ``halves.scheduler_half.SchedulerHalf`` keep its contract. ``requirements`` and
     ``row_bytes`` are of the groups that are kept. ``hashes`` are asked for often, so a view rather than a new
     list: for the block sizes of groups, and for ``align_tokens`` where a group keeps states.
 
