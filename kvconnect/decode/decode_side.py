@@ -6,21 +6,19 @@ Owned by the transfer thread. Every load is reported exactly once. Peers write t
 from __future__ import annotations
 
 import logging
-import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from kvconnect.config import ExtraConfig
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
 from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.decode.renewals import Renewals
 from kvconnect.engine.lanes import Transport
-from kvconnect.metrics import Metrics, count_error
+from kvconnect.metrics import count_error
 from kvconnect.outcome import Cause, Outcome, Reason
-from kvconnect.peer.channel import Arrival, Channel, LinkLost
+from kvconnect.peer.channel import Arrival, LinkLost
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
     Accepted,
@@ -33,10 +31,9 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
-from kvconnect.transfer.local import Local
-from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders, Reports
-from kvconnect.transfer.timers import AGAIN_S, Timers
-from kvconnect.transfer.transfer_thread import Finished, TransferPart, each
+from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders
+from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, each
+from kvconnect.transfer.timers import AGAIN_S
 
 logger = logging.getLogger(__name__)
 
@@ -46,41 +43,28 @@ _SERVER_LOST_S = 1.0
 
 
 class DecodeSide(TransferPart):
-    """All loads, by request; ``randomness`` spreads the attempts to reach a peer that is gone."""
+    """All loads, by request."""
 
     name = "the loads"
     NOTHING: ClassVar = dict.fromkeys(("loads", "awaited", "peers"), 0)
     """What ``state`` counts, of a node without this part."""
 
-    def __init__(
-        self,
-        config: ExtraConfig,
-        local: Local,
-        channel: Channel,
-        reports: Reports,
-        metrics: Metrics,
-        randomness: random.Random,
-        timers: Timers,
-    ) -> None:
+    def __init__(self, context: TransferContext) -> None:
+        self._config, self._local, self._timers = context.config, context.local, context.timers
+        self._reports, self._metrics = context.reports, context.metrics
         self.loads: dict[str, LoadRecord] = {}
         self.outcomes: deque[Outcome] = deque(maxlen=_MOST_OUTCOMES)
         """What became of the last loads."""
-        self.peers = Peers(config, channel, local, metrics, randomness, timers, self._handle)
-        self.renewals = Renewals(config, self.peers, metrics, reports.settled, timers)
-        self.rank_fetches = RankFetches(config, self.peers, local, metrics, timers)
-        path = self.rank_fetches.path_over
-        self.finds = Finds(config, self.peers, metrics, reports.found, path, timers)
+        self.peers = Peers(context, self._handle)
+        self.renewals = Renewals(context, self.peers)
+        self.rank_fetches = RankFetches(context, self.peers)
+        self.finds = Finds(context, self.peers, self.rank_fetches.path_over)
         self.bay = self.rank_fetches.bay
-        self._timers = timers
         self._by_peer: dict[PeerKey, dict[LoadRecord, None]] = {}
         self._queue: OrderedDict[LoadRecord, None] = OrderedDict()
         self._admitted = 0
         self._due: dict[LoadRecord, None] = {}
-        self._transports = Transports(config, metrics)
-        self._config = config
-        self._local = local
-        self._reports = reports
-        self._metrics = metrics
+        self._transports = Transports(context.config, context.metrics)
 
     # Orders of the scheduler
 

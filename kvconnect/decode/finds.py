@@ -13,14 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvconnect.cache.identity import Prefix
-from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import PeerKey
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
-from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import FindPrefix, PrefixFound
 from kvconnect.transfer.orders import Find, Found
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +42,19 @@ class _Asked:
 
 
 class Finds:
-    """Questions that are not answered yet. Each is reported to ``found`` exactly once.
+    """Questions that are not answered yet. What each found is reported exactly once.
 
     ``path`` returns what cuts and unpacks over a connection, or why nothing fits: then nothing is asked.
     """
 
     def __init__(
-        self,
-        config: ExtraConfig,
-        peers: Peers,
-        metrics: Metrics,
-        found: Callable[[Found], None],
-        path: Callable[[RankLink], FetchPath | str],
-        timers: Timers,
+        self, context: TransferContext, peers: Peers, path: Callable[[RankLink], FetchPath | str]
     ) -> None:
-        self._config, self._peers, self._metrics, self._found = config, peers, metrics, found
-        self._path = path
+        self._config, self._metrics, self._found = context.config, context.metrics, context.reports.found
+        self._peers, self._path = peers, path
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
-        self._timer = timers.timer(lambda now: self.changed())
+        self._timer = context.timers.timer(lambda now: self.changed())
         self.has_changed = False
         """Questions may go on."""
 

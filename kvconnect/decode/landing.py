@@ -15,14 +15,14 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.timeline import Moment
-from kvconnect.transfer.slots import Slot, SlotEvent, SlotPool, SlotState
-from kvconnect.transfer.timers import Timer, Timers
+from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.slots import Slot, SlotEvent, SlotState
+from kvconnect.transfer.timers import Timer
 
 if TYPE_CHECKING:
     from kvconnect.decode.loads import LoadRecord
@@ -104,24 +104,13 @@ class Landing:
 
 
 class LandingBay:
-    """All landing slots of a worker, and all fetches that land in them.
+    """All landing slots of a worker, and all fetches that land in them. ``send`` takes a connection."""
 
-    ``check_digest``: what landed must have the digest that its sender names. ``send`` takes a connection.
-    """
-
-    def __init__(
-        self,
-        pool: SlotPool,
-        check_digest: bool,
-        send: Callable[[str, Message], None],
-        metrics: Metrics,
-        timers: Timers,
-    ) -> None:
-        self._pool = pool
+    def __init__(self, context: TransferContext, send: Callable[[str, Message], None]) -> None:
+        self._metrics, self._timers, self._pool = context.metrics, context.timers, context.local.landing
+        # What landed must have the digest that its sender names.
+        self._check_digest = context.config.check_digest
         self._send = send
-        self._check_digest = check_digest
-        self._metrics = metrics
-        self._timers = timers
         self._landings: dict[int, Landing] = {}
         # Those that a kernel of ours works for, or that wait for it; and those that want slots, in turn.
         self._working: dict[Landing, None] = {}

@@ -8,30 +8,26 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.addresses import RankAddress, is_address, join_address, split_address
 from kvconnect.cache.shard import Topology, consumer_ranks, partner_ranks
-from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import PeerKey
 from kvconnect.engine.lanes import Transport
-from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.agreement import fills_windows, target_share
 from kvconnect.peer.allow_list import AllowList, same_host
-from kvconnect.peer.channel import Channel
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Introduction, Message, Release, Side
 from kvconnect.peer.session import Event, Ready, Session, SessionState
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.transfer.breaker import Breaker
-from kvconnect.transfer.local import Local
-from kvconnect.transfer.timers import Timer, Timers
+from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.timers import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -138,31 +134,19 @@ class Peers:
     ``happened`` is called with what happens to a connection because time passes.
     """
 
-    def __init__(
-        self,
-        config: ExtraConfig,
-        channel: Channel,
-        local: Local,
-        metrics: Metrics,
-        randomness: random.Random,
-        timers: Timers,
-        happened: Callable[[RankLink, Event, float], None],
-    ) -> None:
+    def __init__(self, context: TransferContext, happened: Callable[[RankLink, Event, float], None]) -> None:
         self.peers: dict[PeerKey, Peer] = {}
         self.links: dict[str, RankLink] = {}
+        self._config, self._channel, self._local = context.config, context.channel, context.local
+        self._metrics, self._randomness, self._timers = context.metrics, context.randomness, context.timers
+        config = context.config
         self._allowed = AllowList(config.allow_peers)
-        self._config = config
-        self._channel = channel
-        self._local = local
-        self._metrics = metrics
-        self._randomness = randomness
-        self._timers = timers
         self._happened = happened
         self._awaited: set[PeerKey] = set()
         # One that is asked by name is to answer the first question too; a list of all may have our own.
         warm = map(split_address, (*config.warm_peers, *config.sources))
         self._warm = [known for known in warm if known is not None and known != (config.host, config.port)]
-        self._warming = timers.timer(self._warm_all)
+        self._warming = context.timers.timer(self._warm_all)
         if self._warm:
             self._warming.at(-math.inf)
         self._past: OrderedDict[tuple[str, int, int], deque[tuple[str, str]]] = OrderedDict()

@@ -11,12 +11,10 @@ import math
 from collections import OrderedDict
 from collections.abc import Container
 
-from kvconnect.config import ExtraConfig
 from kvconnect.decode.landing import LandingBay
 from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, RankFetch, RankFetchEvent, RankFetchState
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.errors import LayoutError, LocalError
-from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
@@ -32,8 +30,7 @@ from kvconnect.peer.messages import (
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
-from kvconnect.transfer.local import Local
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +47,10 @@ AboutFetch = Accepted | Landed | CreditRequest | Written
 class RankFetches:
     """All rank fetches that a peer was asked for and that are not over."""
 
-    def __init__(
-        self, config: ExtraConfig, peers: Peers, local: Local, metrics: Metrics, timers: Timers
-    ) -> None:
-        self.bay = LandingBay(local.landing, config.check_digest, peers.send, metrics, timers)
-        self._config = config
+    def __init__(self, context: TransferContext, peers: Peers) -> None:
+        self.bay = LandingBay(context, peers.send)
+        self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._peers = peers
-        self._local = local
-        self._metrics = metrics
         self.num_owed = 0
         """Those about which an answer is owed, before which the peer may write to us."""
         self._asked: dict[int, RankFetch] = {}

@@ -7,17 +7,16 @@ gets at most one a second, or three to a lease where that is shorter; what is lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, PeerKey
 from kvconnect.decode.peers import Peer, Peers, RankLink
-from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
 from kvconnect.transfer.orders import Await
-from kvconnect.transfer.timers import Timer, Timers
+from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.timers import Timer
 
 _SHORTEST_S, _LONGEST_S = 0.05, 30.0
 _PACE_S = 1.0
@@ -80,23 +79,13 @@ class _Account:
 class Renewals:
     """What this node counts on at its peers: handles that requests wait for, and loads under way.
 
-    ``settled`` is called once with each awaited handle that was to be reported.
+    Each awaited handle that was to be reported is reported as settled once.
     """
 
-    def __init__(
-        self,
-        config: ExtraConfig,
-        peers: Peers,
-        metrics: Metrics,
-        settled: Callable[[str], None],
-        timers: Timers,
-    ) -> None:
+    def __init__(self, context: TransferContext, peers: Peers) -> None:
         self.awaited: dict[str, Awaited] = {}
-        self._config = config
-        self._peers = peers
-        self._metrics = metrics
-        self._settled = settled
-        self._timers = timers
+        self._config, self._timers, self._peers = context.config, context.timers, peers
+        self._settled = context.reports.settled
         self._accounts: dict[PeerKey, _Account] = {}
         self._unplanned: list[Renewable] = []
         self._just_met: set[PeerKey] = set()

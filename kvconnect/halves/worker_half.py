@@ -39,7 +39,7 @@ from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.transfer.kept import KeptByName
 from kvconnect.transfer.local import open_local
 from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results
-from kvconnect.transfer.transfer_thread import DeviceSteps, Finished, always
+from kvconnect.transfer.parts import DeviceSteps, Finished, always
 
 if TYPE_CHECKING:
     from kvconnect.offload.worker.offload_worker import OffloadWorker

@@ -1,27 +1,54 @@
-"""The transfer thread of a worker, with the parts that its role asks for."""
+"""The one thread that owns the engine, the side channel and all records of a worker's transfers.
+
+Others give it orders and take reports; nothing else is shared. ``step`` does everything that can be
+done now and returns how long to sleep; the thread around it only sleeps. While bytes are under way it
+polls, with a back-off; when nothing is, it sleeps until it is woken.
+"""
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
 
 from kvconnect.addresses import RankAddress
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.decode_side import DecodeSide
+from kvconnect.engine.base import Completion
 from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.channel import Channel
+from kvconnect.peer.channel import Arrival, Channel, Frame
 from kvconnect.prefill.prefill_side import PrefillSide
+from kvconnect.timeline import Turns
 from kvconnect.transfer.inbound_peers import InboundPeers
 from kvconnect.transfer.local import Local
-from kvconnect.transfer.orders import Reports
+from kvconnect.transfer.orders import Orders, Reports
+from kvconnect.transfer.parts import Finished, TransferContext, TransferPart
 from kvconnect.transfer.timers import Timers
-from kvconnect.transfer.transfer_thread import TransferThread
 
 _OTHER_WEIGHTS = Cause.OTHER_WEIGHTS("peer has other weights than those that it was computed with")
 
+Command = Callable[[float], None]
 
-class WorkerTransfers(TransferThread):
+_LONGEST_SLEEP_S = 5.0
+_ACTIVE_POLLS = 200
+"""Polls one after the other since the last progress: an engine that must be polled to advance needs them."""
+_FEW_POLLS = 6
+"""As many as a kernel that unpacks a chunk takes, where nothing else has to be looked at."""
+_BRIEF_NAP_S = 1e-6
+"""What the system makes of it is some 50 us, in which a thread that waits for the interpreter gets it."""
+_SHORT_NAP_S = 50e-6
+_NAPS = 400
+_AFTER_ERROR_S = 0.1
+_LONG_NAP_S = 1e-3
+
+
+class WorkerTransfers:
     """What a worker holds and sends as a producer, what it fetches as a consumer, or both, on one thread.
 
     Args:
@@ -43,18 +70,57 @@ class WorkerTransfers(TransferThread):
         is_consumer: bool = True,
     ) -> None:
         chance = randomness or random.SystemRandom()
-        timers = Timers(lambda error: count_error(metrics, error, "what was due"))
-        inbound = self.inbound_peers = InboundPeers(config, local, channel, metrics, timers)
-        self.prefill: PrefillSide | None = None
-        self.decode: DecodeSide | None = None
-        if is_producer:
-            self.prefill = PrefillSide(config, local, inbound, reports, metrics, chance, timers)
-        if is_consumer:
-            self.decode = DecodeSide(config, local, channel, reports, metrics, chance, timers)
-        parts = [part for part in (self.prefill, self.decode) if part is not None]
-        super().__init__(channel, local, metrics, timers, inbound, parts)
+        self.local, self._channel, self._metrics = local, channel, metrics
+        self.timers = Timers(lambda error: count_error(metrics, error, "what was due"))
+        context = TransferContext(config, local, channel, reports, metrics, chance, self.timers)
+        self.inbound_peers = InboundPeers(context)
+        self.prefill = PrefillSide(context, self.inbound_peers) if is_producer else None
+        self.decode = DecodeSide(context) if is_consumer else None
+        # In this order they carry out a step's orders.
+        parts: tuple[TransferPart | None, ...] = (self.prefill, self.decode)
+        self._parts = [part for part in parts if part is not None]
+        metrics.slots_landing_limit.set(len(local.landing.slots))
+        metrics.slots_send_limit.set(len(local.send.slots))
+        self._commands: deque[Command] = deque()
+        self._polls_without_progress = 0
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
 
     # Called by the owner of the worker, from any thread
+
+    def start(self, release: Callable[[], None]) -> None:
+        """Begin to step; ``release`` is called when the thread ends, on it."""
+        thread = threading.Thread(target=self._run, args=(release,), name="kvconnect-transfers", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def stop(self, timeout_s: float) -> bool:
+        """Let the thread end. False: it has not within that time."""
+        self._stopping.set()
+        self._channel.wake()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
+        """Queue one step's orders. ``finished`` returns what reports whether the device has finished a step.
+
+        Of the step of these orders, that is all that the device was given so far.
+        """
+        steps = {order.step for order in orders.holds}
+        if orders.progress:
+            steps.add(orders.step - 1)
+        if orders.loads:
+            steps.add(orders.step)
+        # Here and now: an event is recorded on the caller's stream.
+        checks = {step: finished(step) for step in steps}
+        self.call(lambda now: self._carry_out(orders, checks, now))
+
+    def call(self, command: Command) -> None:
+        """Have this thread call it with the time, after what it was given before."""
+        self._commands.append(command)
+        self._channel.wake()
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         """Our introduction names other weights from now on: before the orders that are given after this."""
@@ -94,3 +160,115 @@ class WorkerTransfers(TransferThread):
             "slots": local.send.taken + local.landing.taken,
             "inbound_peers": len(self.inbound_peers),
         }
+
+    # This thread
+
+    def step(self, now: float) -> float:
+        """Do what can be done now. Returns how long in seconds it may sleep if nothing arrives."""
+        progress = False
+        while self._commands:
+            progress = True
+            try:
+                self._commands.popleft()(now)
+            except Exception as error:
+                count_error(self._metrics, error, "an order")
+        arrivals: Sequence[Arrival] | None = None
+        completions: Sequence[Completion] | None = None
+        try:
+            arrivals = self._channel.receive()
+        except Exception as error:
+            count_error(self._metrics, error, "the channel")
+        for arrival in arrivals or ():
+            progress = True
+            try:
+                self._take(arrival, now)
+            except Exception as error:
+                count_error(self._metrics, error, "a message")
+        try:
+            completions = self.local.engine.poll()
+        except Exception as error:
+            count_error(self._metrics, error, "the engine")
+        for completion in completions or ():
+            progress = True
+            try:
+                for part in self._parts:
+                    part.completed(completion, now)
+            except Exception as error:
+                count_error(self._metrics, error, "a completion")
+        self.timers.run(now)
+        for part in self._parts:
+            try:
+                progress |= part.advance(now)
+            except Exception as error:
+                count_error(self._metrics, error, part.name)
+        # What was ordered since was taken from the channel, with what came, as a reason to wake.
+        is_called = bool(self._commands) or self._stopping.is_set() or self.timers.next_at() <= now
+        if arrivals is None or completions is None:
+            return _AFTER_ERROR_S
+        for part in self._parts:
+            is_called = is_called or part.is_due
+        return 0.0 if is_called else self._sleep_s(progress, now)
+
+    def _run(self, release: Callable[[], None]) -> None:
+        """Step and sleep until stopped. An error of ours does not end it."""
+        try:
+            stream = self.local.stream
+            if stream is not None:
+                torch.cuda.set_device(stream.device)
+                torch.cuda.set_stream(stream)
+            turns = Turns(self._metrics.timeline)
+            while not self._stopping.is_set():
+                sleep_s = _AFTER_ERROR_S
+                # A bug, since bad input never raises here. Requests that hang on it end by their deadlines;
+                # the others go on.
+                try:
+                    sleep_s = self.step(turns.begin())
+                except Exception as error:
+                    count_error(self._metrics, error, "a turn")
+                turns.end(sleep_s)
+                if sleep_s >= _LONG_NAP_S:
+                    self._channel.wait(sleep_s)
+                elif sleep_s > 0:
+                    time.sleep(sleep_s)
+                else:
+                    # Lets others have the interpreter. A sleep of no time takes 50 us and more.
+                    os.sched_yield()
+        finally:
+            # By the thread that used them, so that nothing is closed under a running call.
+            release()
+
+    def _carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
+        if orders.directory:
+            self.inbound_peers.know_ranks(orders.directory)
+        for part in self._parts:
+            part.carry_out(orders, finished, now)
+        if self.local.introduction.rank == 0:
+            # Every rank gets the orders, but what happened to the scheduler half happened once.
+            for reason in orders.failures:
+                self._metrics.failures.labels(reason).inc()
+
+    def _take(self, arrival: Arrival, now: float) -> None:
+        if isinstance(arrival, Frame) and arrival.link.startswith("in:"):
+            self.inbound_peers.receive(arrival.link, arrival.data, now, arrival.host)
+            return
+        for part in self._parts:
+            part.receive(arrival, now)
+
+    def _sleep_s(self, progress: bool, now: float) -> float:
+        sends = receives = False
+        for part in self._parts:
+            sends, receives = sends or part.is_sending, receives or part.is_busy
+        if not sends and not receives:
+            self._polls_without_progress = 0
+            return min(max(_LONG_NAP_S, self.timers.next_at() - now), _LONGEST_SLEEP_S)
+        self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
+        if progress:
+            return 0.0
+        # What is under way is slower the less often we look: what we send, and all between CPUs.
+        must_poll = sends or self.local.stream is None
+        if not must_poll and self._polls_without_progress >= _FEW_POLLS:
+            # A message ends this nap, and who computes beside us needs the interpreter more.
+            return _LONG_NAP_S
+        if self._polls_without_progress < _ACTIVE_POLLS:
+            return _BRIEF_NAP_S
+        return _SHORT_NAP_S if self._polls_without_progress < _ACTIVE_POLLS + _NAPS else _LONG_NAP_S

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 from collections.abc import Sequence
 
 import msgspec
 
-from kvconnect.config import ExtraConfig
 from kvconnect.errors import LayoutError, PeerError
-from kvconnect.metrics import Metrics, count_error
+from kvconnect.metrics import count_error
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import (
     Accepted,
@@ -38,8 +36,7 @@ from kvconnect.prefill.sender import Sender, Sending
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers
 from kvconnect.transfer.link_reports import Transports, refusal
-from kvconnect.transfer.local import Local
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -52,30 +49,17 @@ _CALIBRATION = 0
 class FetchService:
     """All fetches of peers, those that are pending and those that are being served."""
 
-    def __init__(
-        self,
-        config: ExtraConfig,
-        local: Local,
-        book: LeaseBook,
-        inbound_peers: InboundPeers,
-        metrics: Metrics,
-        randomness: random.Random,
-        timers: Timers,
-    ) -> None:
-        self.pending = PendingFetches(config, book.leases, timers)
-        self.sender = Sender(config, local, metrics, self._arrived, timers)
-        self._device_poll = timers.timer(self._look_at_prefills)
+    def __init__(self, context: TransferContext, book: LeaseBook, inbound_peers: InboundPeers) -> None:
+        self._config, self._local, self._metrics = context.config, context.local, context.metrics
+        self._randomness, self._book, self._inbound_peers = context.randomness, book, inbound_peers
+        self.pending = PendingFetches(context.config, book.leases, context.timers)
+        self.sender = Sender(context, self._arrived)
+        self.paths = SendPaths(context, self._peers_in_use)
+        self._device_poll = context.timers.timer(self._look_at_prefills)
         # Fetches and sendings of prefills that the device was given more of.
         self._waiting: dict[TransferKey, None] = {}
         self.not_quiescent: dict[TransferKey, float] = {}
-        self._transports = Transports(config, metrics)
-        self._config = config
-        self._book = book
-        self._inbound_peers = inbound_peers
-        self.paths = SendPaths(config, local, metrics, self._peers_in_use)
-        self._local = local
-        self._metrics = metrics
-        self._randomness = randomness
+        self._transports = Transports(context.config, context.metrics)
 
     def advance(self, now: float) -> None:
         """Retry fetches that waited, feed the engine, answer what is over, request credit."""

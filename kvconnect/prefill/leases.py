@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.specs import div_ceil
-from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
-from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.kept import Kept
 from kvconnect.transfer.orders import Hold, Progress
-from kvconnect.transfer.timers import Timer, Timers
+from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.timers import Timer
 
 Consumer = tuple[str, str, int]
 """Who fetches: engine id, incarnation, rank."""
@@ -181,26 +179,17 @@ class LeaseBook:
 
     Args:
         ended: called for every lease that is over, with the reason.
-        replay: how many of its last tokens a peer computes again.
-        randomness: no epoch of this process is one of another process at this place.
     """
 
-    def __init__(
-        self,
-        config: ExtraConfig,
-        ended: Callable[[Lease, Reason], None],
-        metrics: Metrics,
-        randomness: random.Random,
-        replay: int,
-        timers: Timers,
-    ) -> None:
+    def __init__(self, context: TransferContext, ended: Callable[[Lease, Reason], None]) -> None:
         self.leases: dict[str, Lease] = {}
         self.streaming: dict[str, Lease] = {}
-        self._config, self._replay = config, replay
-        self._epochs = itertools.count(randomness.randrange(1, 1 << 61))
+        self._config, self._metrics, self._timers = context.config, context.metrics, context.timers
         self._ended = ended
-        self._metrics = metrics
-        self._timers = timers
+        # What is held back is no part of what is held; else a peer computes the last token again.
+        self._replay = int(not context.local.introduction.meaning.held_back)
+        # No epoch of this process is one of another process at this place.
+        self._epochs = itertools.count(context.randomness.randrange(1, 1 << 61))
 
     def get(self, handle: str) -> Lease | None:
         """What is held or streamed under a handle."""

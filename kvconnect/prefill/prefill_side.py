@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
-from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import (
     MAX_HANDLES,
@@ -36,11 +33,9 @@ from kvconnect.prefill.kept_fetches import NameAllowance, found_for, pin
 from kvconnect.prefill.leases import SERVED, Lease, LeaseBook
 from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
-from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers
-from kvconnect.transfer.local import Local
-from kvconnect.transfer.orders import Hold, Orders, Progress, Reports, Withdraw
-from kvconnect.transfer.timers import Timers
-from kvconnect.transfer.transfer_thread import Finished, TransferPart, each
+from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
+from kvconnect.transfer.orders import Hold, Orders, Progress, Withdraw
+from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, each
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +45,8 @@ _NO_LONGER = Cause.FETCHED_BEFORE("the request is no longer held: every rank tha
 ASLEEP = Cause.STOPPING("the node sleeps, and keeps no KV meanwhile")
 
 
-class PrefillSide(TransferPart):
-    """Leases, and the fetches of peers that are served from them.
-
-    Args:
-        randomness: what makes the epochs of this process others than those of the one before it.
-    """
+class PrefillSide(TransferPart, Service):
+    """Leases, and the fetches of peers that are served from them."""
 
     name = "the leases"
     NOTHING: ClassVar = dict.fromkeys(
@@ -63,31 +54,18 @@ class PrefillSide(TransferPart):
     )
     """What ``state`` counts, of a node without this part."""
 
-    def __init__(
-        self,
-        config: ExtraConfig,
-        local: Local,
-        inbound_peers: InboundPeers,
-        reports: Reports,
-        metrics: Metrics,
-        randomness: random.Random,
-        timers: Timers,
-    ) -> None:
-        # What is held back is no part of what is held.
-        computes_again = not local.introduction.meaning.held_back
-        self.book = LeaseBook(config, self._lease_ended, metrics, randomness, int(computes_again), timers)
+    def __init__(self, context: TransferContext, inbound_peers: InboundPeers) -> None:
+        self.book = LeaseBook(context, self._lease_ended)
         self.leases = self.book.leases
         self.inbound_peers = inbound_peers
-        self.fetches = FetchService(config, local, self.book, inbound_peers, metrics, randomness, timers)
+        self.fetches = FetchService(context, self.book, inbound_peers)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
         self._allowances: dict[str, NameAllowance] = {}
-        self._most_leases = config.max_leases
-        self._local = local
-        self._reports = reports
-        self._metrics = metrics
+        self._most_leases = context.config.max_leases
+        self._local, self._reports, self._metrics = context.local, context.reports, context.metrics
         self._draining: Reason | None = None
         self._drain_until = math.inf
-        self._giving_up = timers.timer(self._give_up)
+        self._giving_up = context.timers.timer(self._give_up)
         self._drained: Callable[[], None] | None = None
         inbound_peers.service = self
 

@@ -32,6 +32,7 @@ from kvconnect.prefill.link_meter import LinkMeter, transport_over
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.inbound_peers import InboundPeer
 from kvconnect.transfer.local import Local
+from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -161,15 +162,11 @@ def _map_slots(name: str, peer: Introduction, metrics: Metrics) -> MappedMemory 
 class SendPaths:
     """The ways to all peers that have fetched, by connection, and what the engine is connected to."""
 
-    def __init__(
-        self, config: ExtraConfig, local: Local, metrics: Metrics, in_use: Callable[[], set[str]]
-    ) -> None:
+    def __init__(self, context: TransferContext, in_use: Callable[[], set[str]]) -> None:
         """``in_use`` returns the engine's peers that must stay connected."""
-        self._config = config
-        self._local = local
-        self._metrics = metrics
+        self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._in_use = in_use
-        self._allowed = AllowList(config.allow_peers)
+        self._allowed = AllowList(context.config.allow_peers)
         self._paths: dict[str, SendPath] = {}
         self._connected: OrderedDict[str, None] = OrderedDict()
 

@@ -12,18 +12,17 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Batch, Completion
 from kvconnect.errors import LayoutError, PeerError
-from kvconnect.metrics import Metrics, count_error
+from kvconnect.metrics import count_error
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import Written
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter
 from kvconnect.prefill.outbox import Outbox, Parcel, SlotOutbox
-from kvconnect.transfer.local import Local
+from kvconnect.transfer.parts import TransferContext
 from kvconnect.transfer.slots import Slot, SlotEvent
-from kvconnect.transfer.timers import Timer, Timers
+from kvconnect.transfer.timers import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -117,28 +116,18 @@ class Sender:
         arrived: called for every chunk that lies in its landing slot.
     """
 
-    def __init__(
-        self,
-        config: ExtraConfig,
-        local: Local,
-        metrics: Metrics,
-        arrived: Callable[[Sending, Parcel], None],
-        timers: Timers,
-    ) -> None:
+    def __init__(self, context: TransferContext, arrived: Callable[[Sending, Parcel], None]) -> None:
         self.sendings: dict[TransferKey, Sending] = {}
-        self._config = config
-        self._engine = local.engine
-        self._pool = local.send
-        self._metrics = metrics
+        self._config, self._metrics, self._timers = context.config, context.metrics, context.timers
+        self._engine, self._pool = context.local.engine, context.local.send
         self._arrived = arrived
         self._batches: dict[int, Sending] = {}
         self._batch_ids = itertools.count(1)
         self._in_flight_bytes = 0
-        self._timers = timers
         self.active: dict[TransferKey, Sending] = {}
         """Those that something happened to, or that go on without that."""
         self._lost: deque[tuple[float, Slot]] = deque()
-        self._settling = timers.timer(self._settle)
+        self._settling = context.timers.timer(self._settle)
         self._has_written = False
 
     @property

@@ -8,16 +8,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvconnect.addresses import RankAddress
-from kvconnect.config import ExtraConfig
-from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.agreement import other_weights
-from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (
     MAX_HANDLES,
     Alive,
@@ -34,8 +30,7 @@ from kvconnect.peer.messages import (
     Written,
 )
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, Session, SessionState
-from kvconnect.transfer.local import Local
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.parts import TransferContext
 from kvconnect.transfer.topics import Topics
 
 logger = logging.getLogger(__name__)
@@ -57,67 +52,41 @@ class InboundPeer:
     disagrees: Reason | None = None
 
 
-class Service(Protocol):
-    """What serves the requests of peers that have introduced themselves."""
+class Service:
+    """What serves peers that have introduced themselves; this one is a node's that hands out nothing."""
 
     def links_in_use(self) -> Collection[str]:
         """Connections that must stay."""
-        ...
-
-    def met(self, link: str) -> None:
-        """A peer has introduced itself, perhaps anew, and with another engine card than before."""
-        ...
-
-    def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
-        """Answer a message, now or later."""
-        ...
-
-    def forgotten(self, link: str) -> None:
-        """A conversation is over."""
-        ...
-
-
-class NoService:
-    """A node that hands out nothing: it answers questions of tools, and refuses all else."""
-
-    def __init__(self, send: Callable[[str, Message], None]) -> None:
-        self._send = send
-
-    def links_in_use(self) -> Collection[str]:
         return ()
 
     def met(self, link: str) -> None:
-        pass
+        """A peer has introduced itself, perhaps anew, and with another engine card than before."""
 
     def forgotten(self, link: str) -> None:
-        pass
+        """A conversation is over."""
 
     def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
+        """Answer a message, now or later."""
         match message:
             case Fetch():
                 logger.warning("a fetch of %s was refused: %s", link, NO_PREFILL)
-                self._send(link, Written(message.transfer_id, False, True, 0, 0, 0.0, NO_PREFILL))
+                inbound.session.send(Written(message.transfer_id, False, True, 0, 0, 0.0, NO_PREFILL))
             case FindPrefix():
-                self._send(link, PrefixFound(message.number, error=NO_PREFILL))
+                inbound.session.send(PrefixFound(message.number, error=NO_PREFILL))
             case Renew():
-                self._send(
-                    link, Renewed(over=tuple((one, NO_PREFILL) for one in message.handles[:MAX_HANDLES]))
-                )
+                over = tuple((one, NO_PREFILL) for one in message.handles[:MAX_HANDLES])
+                inbound.session.send(Renewed(over=over))
 
 
 class InboundPeers:
     """All connections to us, the last the one that sent most recently; ``service`` is what serves them."""
 
-    def __init__(
-        self, config: ExtraConfig, local: Local, channel: Channel, metrics: Metrics, timers: Timers
-    ) -> None:
+    def __init__(self, context: TransferContext) -> None:
         self.directory: tuple[RankAddress, ...] = ()
-        self.topics = Topics(config.max_message_bytes, timers)
-        self.service: Service = NoService(self.send)
-        self._config = config
-        self._local = local
-        self._channel = channel
-        self._metrics = metrics
+        self.topics = Topics(context.config.max_message_bytes, context.timers)
+        self.service = Service()
+        self._config, self._local = context.config, context.local
+        self._channel, self._metrics = context.channel, context.metrics
         self._peers: OrderedDict[str, InboundPeer] = OrderedDict()
 
     def __len__(self) -> int:

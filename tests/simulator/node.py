@@ -19,8 +19,8 @@ from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.outcome import Reason
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
+from kvconnect.transfer.parts import DeviceSteps
 from kvconnect.transfer.stack import Computed, StateBlock, Step
-from kvconnect.transfer.transfer_thread import DeviceSteps
 from tests.simulator.blocks import Blocks
 from tests.simulator.device import Stream
 from tests.simulator.keeping import kept_blocks, naming_of, tell_rate, traits_of

@@ -25,8 +25,8 @@ from kvconnect.prefill.prefill_side import PrefillSide
 from kvconnect.prefill.sender import Sender
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.orders import Reports
+from kvconnect.transfer.parts import DeviceSteps
 from kvconnect.transfer.slots import SlotEvent, SlotPool
-from kvconnect.transfer.transfer_thread import DeviceSteps
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
 from tests.simulator.run import run_seed
@@ -106,8 +106,9 @@ def lends_a_slot_twice(patch):
 
 def ignores_the_digest(patch):
     """What landed is served, whatever it is."""
-    init = LandingBay.__init__
-    patch.setattr(LandingBay, "__init__", lambda self, pool, check, *others: init(self, pool, False, *others))
+    patch.setattr(
+        LandingBay, "_check_digest", property(lambda self: False, lambda self, wanted: None), raising=False
+    )
 
 
 def ignores_the_generation(patch):

@@ -22,8 +22,8 @@ from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import STOPPING
 from kvconnect.transfer.orders import Orders, Reports, Results
+from kvconnect.transfer.parts import Finished
 from kvconnect.transfer.slots import SlotPool
-from kvconnect.transfer.transfer_thread import Finished
 from tests.identities import named
 from tests.simulator.channel import SimChannel
 from tests.simulator.device import SimLocal, Stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.transfer.transfer_thread import _KEPT, DeviceSteps
+from kvconnect.transfer.parts import _KEPT, DeviceSteps
 
 
 class Stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.config import ExtraConfig
@@ -14,6 +15,7 @@ from kvconnect.peer.session import Ready
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.inbound_peers import NO_PREFILL, InboundPeers
 from kvconnect.transfer.orders import Await, Load, Orders
+from kvconnect.transfer.parts import TransferContext
 from kvconnect.transfer.timers import Timers
 from tests.transfer.pair import D_IDS, FakeWorker, Pair
 
@@ -21,7 +23,8 @@ from tests.transfer.pair import D_IDS, FakeWorker, Pair
 def test_inbound_peers_that_all_were_in_use_make_room_once_they_are_not():
     links = [f"in:{number}" for number in range(10)]
     forgotten = []
-    peers = InboundPeers(ExtraConfig(max_peers=4), None, None, Metrics(), Timers(print))
+    config, metrics, timers = ExtraConfig(max_peers=4), Metrics(CollectorRegistry()), Timers(print)
+    peers = InboundPeers(TransferContext(config, None, None, None, metrics, None, timers))
     in_use = set(links)
     peers.service = SimpleNamespace(
         links_in_use=lambda: in_use, met=lambda link: None, forgotten=forgotten.append
@@ -81,7 +84,6 @@ def test_a_node_that_only_decodes_refuses_what_a_tool_or_a_stranger_asks(asked):
     pair, _ = asked
     message = FindPrefix(7, Prefix(Naming("sha", 4), 0, (b"a",)), 4)
     sent = []
-    service = pair.decode.transfers.inbound_peers.service
-    service._send = lambda link, message: sent.append(message)
-    service.serve("in:1", SimpleNamespace(), message, 0.0)
+    inbound = SimpleNamespace(session=SimpleNamespace(send=sent.append))
+    pair.decode.transfers.inbound_peers.service.serve("in:1", inbound, message, 0.0)
     assert sent == [PrefixFound(7, error=NO_PREFILL)]

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvconnect.transfer.transfer_thread import DeviceSteps
+from kvconnect.transfer.parts import DeviceSteps
 from kvconnect.vllm.connector import KVConnect
 from tests.vllm_bench.links import Links
 from tests.vllm_bench.model import Caches, Model
