@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,15 +23,11 @@ from prometheus_client.registry import Collector
 from kvconnect.errors import IllegalTransition
 from kvconnect.timeline import Timeline
 
+logger = logging.getLogger(__name__)
+
 K = TypeVar("K", bound=Hashable)
 
 _MAX_OBSERVATIONS = 4096
-
-
-class Owner(Protocol):
-    """What numbers belong to; in ``changed`` is each that has changed since the reader took it out."""
-
-    changed: deque[Number | Observations]
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Number:
 
     __slots__ = ("_is_noted", "_labels", "_owner", "_seen", "family", "value")
 
-    def __init__(self, owner: Owner, family: Family, labels: tuple[str, ...] = ()) -> None:
+    def __init__(self, owner: MetricSet, family: Family, labels: tuple[str, ...] = ()) -> None:
         self.family = family
         self._owner, self._labels = owner, ",".join(labels)
         self.value: float = 0
@@ -94,7 +90,7 @@ class Number:
 class Numbers:
     """The numbers of one family."""
 
-    def __init__(self, owner: Owner, family: Family) -> None:
+    def __init__(self, owner: MetricSet, family: Family) -> None:
         self.family = family
         self._owner = owner
         self._numbers: dict[tuple[str, ...], Number] = {}
@@ -119,7 +115,7 @@ class Numbers:
 class Observations:
     """A histogram, and the observations that the reader of ``Metrics.changes`` has not seen yet."""
 
-    def __init__(self, owner: Owner, family: Family) -> None:
+    def __init__(self, owner: MetricSet, family: Family) -> None:
         self.family = family
         self.counts = [0] * (len(family.buckets) + 1)
         self.total = 0.0
@@ -243,7 +239,8 @@ def summarize(
 class MetricSet:
     """The numbers of one part of a worker, exported through ``registry`` until ``retire``.
 
-    The families are those in the body of the class, alone or by a key.
+    The families are those in the body of the class, alone or by a key. In ``changed`` is each number that has
+    changed since the reader took it out.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
@@ -472,9 +469,6 @@ def _exporter_on(registry: CollectorRegistry) -> Exporter:
     exporter = Exporter()
     registry.register(exporter)
     return exporter
-
-
-logger = logging.getLogger(__name__)
 
 
 def count_error(metrics: Metrics, error: Exception, what: str) -> None:

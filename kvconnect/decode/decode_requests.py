@@ -239,6 +239,11 @@ class DecodeRequests:
         first = share.undecided.pop(request_id)
         share.decided.add(request_id)
         if num_external_tokens <= 0:
+            if share.is_cancelled and not share.failure:
+                # Nothing of it is in the prefix cache: its siblings compute what they asked for.
+                self._outcomes.missed()
+                text = "a request is computed here: the load under its handle ended with another request"
+                self._draft.warn(Cause.FETCHED_BEFORE.value, text)
             self._let_go_if_unwanted(request_id, share)
             return
         remote, wanted = share.remote, self._wanted_tokens(request)

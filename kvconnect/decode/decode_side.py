@@ -72,11 +72,12 @@ class DecodeSide(TransferPart):
         metrics, step = self._metrics, orders.step
         each(metrics, "load", orders.loads, lambda order: self.load(order, finished[step], now))
         each(metrics, "let go", orders.let_go, lambda order: self.let_go(order, now))
-        each(metrics, "await", orders.awaited, lambda order: self.wait(order, now))
+        keep, ask = self.renewals.keep, self.finds.ask
+        each(metrics, "await", orders.awaited, lambda order: keep(order, self._peer_of(order), now))
         each(metrics, "abort", orders.aborted, self.abort)
         if self._local.introduction.rank == 0:
             # Every rank gets the orders, but what happened to the scheduler half happened once.
-            each(metrics, "find", orders.finds, lambda order: self.find(order, now))
+            each(metrics, "find", orders.finds, lambda order: ask(order, self._peer_of(order), now))
             for outcome, num_tokens in orders.pulls:
                 metrics.pulls.labels(outcome).inc()
                 metrics.pulled_tokens.inc(num_tokens)
@@ -107,18 +108,10 @@ class DecodeSide(TransferPart):
             # Also where it has to wait for its turn: its lease is renewed meanwhile.
             self.peers.reach(key, now)
 
-    def wait(self, order: Await, now: float) -> None:
-        """A request that may fetch has to wait for blocks: what its peer holds for it is renewed."""
-        self.renewals.keep(order, self._peer_of(order), now)
-
-    def find(self, order: Find, now: float) -> None:
-        """Ask a peer how much of a prefix it keeps."""
-        self.finds.ask(order, self._peer_of(order), now)
-
     def abort(self, request_id: str) -> None:
-        """The request is void. It is still reported, once its blocks are quiescent."""
+        """A client left: no failure, unless it failed before. Reported once its blocks are quiescent."""
         if request_id in self.loads:
-            self.loads[request_id].abort()
+            self.loads[request_id].fail(Cause.ABORTED("the request was aborted"))
 
     def replace_weights(self, now: float) -> None:
         """Our introduction has changed: what is being loaded belongs to other weights than ours."""

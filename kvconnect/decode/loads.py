@@ -78,11 +78,6 @@ class RankFetch:
         )
 
     @property
-    def is_owed(self) -> bool:
-        """The peer owes us an answer: that it is done, or that it stopped."""
-        return self.state is RankFetchState.ASKED
-
-    @property
     def is_unpacking(self) -> bool:
         """A kernel of ours works for what was asked last, which may be over for the peer."""
         return self.landing is not None and not self.landing.idle
@@ -128,11 +123,6 @@ class LoadRecord:
         """What the peer holds for it, and is to be renewed; empty where it is refused."""
         return self.order.handle
 
-    @property
-    def is_queued(self) -> bool:
-        """It waits for its turn."""
-        return not self.admitted and not self.error
-
     def counts_on(self, rank: int) -> bool:
         """Whether it still wants what a rank of its peer holds."""
         fetch = self.fetches.get(rank)
@@ -155,10 +145,6 @@ class LoadRecord:
     def touch(self) -> None:
         """Something happened to it: it is looked after in this turn."""
         self.changed(self)
-
-    def abort(self) -> None:
-        """Its client left. That is no failure, unless it had failed before."""
-        self.fail(Cause.ABORTED("the request was aborted"))
 
     @property
     def over(self) -> bool:

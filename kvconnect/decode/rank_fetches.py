@@ -283,7 +283,7 @@ class RankFetches:
 
     def _leave(self, fetch: RankFetch, event: RankFetchEvent, now: float) -> None:
         """Change a fetch's state, and forget its number if it has no use for it any more."""
-        was_owed = fetch.is_owed
+        was_owed = fetch.state is RankFetchState.ASKED
         fetch.move(event)
         if was_owed:
             self.num_owed -= 1

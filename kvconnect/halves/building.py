@@ -64,7 +64,7 @@ class KeptBlocks:
     """What a scheduler's stack states of the blocks that are kept below the device's memory.
 
     ``hashes`` name the contents of a request's blocks; ``row_bytes`` are those of all ranks, by cache group.
-    What tiers get and lose is noted in ``events``. ``make`` is what owns the index, if it is another class.
+    What tiers get and lose is noted in ``events``.
     """
 
     groups: Sequence[KVCacheGroup]
@@ -74,7 +74,6 @@ class KeptBlocks:
     num_ranks: int
     clock: Callable[[], float]
     events: TierEvents | None = None
-    make: type[OffloadScheduler] | None = None
 
 
 def build_scheduler_half(
@@ -104,7 +103,7 @@ def build_scheduler_half(
     if kept is not None and config.extra.offload is not None:
         from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 
-        offload = (kept.make or OffloadScheduler)(
+        offload = OffloadScheduler(
             config.extra.offload,
             kept.groups,
             kept.requirements,

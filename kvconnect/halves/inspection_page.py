@@ -134,7 +134,7 @@ def _load(load: LoadRecord, now: float) -> LoadView:
 def _phase(load: LoadRecord) -> str:
     if load.error:
         return f"failed: {load.error}"[:MOST_TEXT]
-    if load.is_queued:
+    if not load.admitted:
         return "waits for its turn"
     # The rank that is behind the others is what it waits for.
     states, order = [fetch.state for fetch in load.fetches.values()], list(RankFetchState)

@@ -172,7 +172,7 @@ class FetchService:
 
     def cancel(self, key: TransferKey, reason: Reason) -> None:
         """End a fetch early, whether it is served or pending."""
-        early = self.pending.find(key)
+        early = self.pending.fetches.get(key)
         if early is not None:
             self.pending.remove(early)
             self._refuse(early, reason)
@@ -181,7 +181,7 @@ class FetchService:
     def cancelled(self, key: TransferKey, now: float) -> None:
         """A peer wants a fetch to end. It is answered even if the fetch itself never arrived."""
         sending = self.sender.sendings.get(key)
-        known = sending is not None or self.pending.find(key) is not None
+        known = sending is not None or key in self.pending.fetches
         if sending is not None and not sending.error:
             sending.cancelled = True
         self.cancel(key, Cause.ABORTED("the peer cancelled it"))
@@ -198,7 +198,7 @@ class FetchService:
             self.sender.touch(key)
             if sending.due_reported is not None and not sending.error:
                 self._request_credit(sending, spared)
-        elif self.pending.find(key) is not None:
+        elif key in self.pending.fetches:
             self._inbound_peers.send(key[0], CreditRequest(key[1], 0, _generations(granted.grants)))
 
     def _is_ready(self, early: PendingFetch) -> bool:

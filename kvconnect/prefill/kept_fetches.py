@@ -6,18 +6,21 @@ half: what was sent of them counts only if they did not. Owned by the transfer t
 
 from __future__ import annotations
 
+import logging
+
 from kvconnect.cache.identity import MAX_NAMES
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import PIN_PREFIX, FindPrefix, PinPrefix, PrefixFound
 from kvconnect.prefill.leases import LeaseBook
 from kvconnect.transfer.inbound_peers import InboundPeer
-from kvconnect.transfer.kept import KeptByName
+from kvconnect.transfer.parts import TransferContext
+
+logger = logging.getLogger(__name__)
 
 EVICTED = Cause.EVICTED("it was evicted from host memory while it was sent")
 TOO_MANY = Cause.BUSY("it was asked for more names than one peer may have looked up")
 _NOTHING = Cause.NOT_HELD("this node keeps nothing under names for peers")
-
 
 _NAMES_PER_S = 200_000
 """To read and look up those takes about a twentieth of the transfer thread's time, for each cache group."""
@@ -39,63 +42,66 @@ class NameAllowance:
         return True
 
 
-def found_for(
-    inbound: InboundPeer,
-    names: NameAllowance,
-    kept: KeptByName | None,
-    asked: FindPrefix,
-    refusal: Reason | None,
-    now: float,
-) -> PrefixFound:
-    """The answer to a question, which names why nothing is given where that is not for lack of the names."""
-    refusal = refusal or inbound.disagrees or (_NOTHING if kept is None else None)
-    if refusal or kept is None:
-        return PrefixFound(asked.number, error=refusal)
-    # Those before the first that is wanted are not looked up.
-    num_names = len(asked.prefix.names) - asked.prefix.start_tokens // asked.prefix.naming.tokens
-    if not names.take(max(0, num_names), now):
-        return PrefixFound(asked.number, error=TOO_MANY, is_busy=True)
-    return PrefixFound(asked.number, *kept.find(asked.prefix, asked.max_tokens))
-
-
 def not_all(num_tokens: int) -> PeerError:
     """Why a fetch by name is refused whose rows hold other content by now, or always did."""
     return PeerError(f"not all of {num_tokens} tokens is kept under these names", Cause.EVICTED)
 
 
-def pin(
-    inbound: InboundPeer,
-    names: NameAllowance,
-    kept: KeptByName | None,
-    asked: PinPrefix,
-    refusal: Reason | None,
-    book: LeaseBook,
-    most: int,
-    now: float,
-) -> None:
-    """Hold what is kept under names for a peer, as any lease; once, for all of its ranks.
+class KeptFetches:
+    """What peers find and pin by name; ``refusal`` states why no peer is given anything now, or is None."""
 
-    Args:
-        refusal: why nothing is held now for any peer, or None.
-        most: leases in all.
+    def __init__(self, context: TransferContext, book: LeaseBook) -> None:
+        self._local, self._metrics, self._book = context.local, context.metrics, book
+        self._most_leases = context.config.max_leases
+        self._allowances: dict[str, NameAllowance] = {}
 
-    Raises:
-        PeerError: it is not held; a fetch of the handle is refused for that.
-    """
-    peer, handle = inbound.session.peer, asked.handle
-    if peer is None or handle in book.leases:
-        return
-    if not handle.startswith(PIN_PREFIX):
-        raise PeerError(f"a handle to pin is {handle[:64]!r}; accepted: those that begin with {PIN_PREFIX!r}")
-    refusal = refusal or inbound.disagrees or (_NOTHING if kept is None else None)
-    if refusal or kept is None:
-        raise PeerError.of(refusal or _NOTHING)
-    if len(book.leases) >= most:
-        raise PeerError(f"{len(book.leases)} requests are held already", Cause.BUSY)
-    # No more of them are looked up, however many there are.
-    if not names.take(min(len(asked.prefix.names), asked.num_tokens // asked.prefix.naming.tokens), now):
-        raise PeerError.of(TOO_MANY)
-    found = kept.hold(asked.prefix, asked.num_tokens)
-    if found is None:
-        raise not_all(asked.num_tokens)
-    book.pin(handle, peer.engine_id, asked.num_tokens, found, now)
+    def forget(self, link: str) -> None:
+        """A conversation is over."""
+        self._allowances.pop(link, None)
+
+    def find(
+        self, link: str, inbound: InboundPeer, asked: FindPrefix, refusal: Reason | None, now: float
+    ) -> PrefixFound:
+        """The answer to a question; it names why nothing is given, if not for lack of the names."""
+        kept, refusal = self._local.kept, refusal or inbound.disagrees
+        if refusal or kept is None:
+            return PrefixFound(asked.number, error=refusal or _NOTHING)
+        # Those before the first that is wanted are not looked up.
+        num_names = len(asked.prefix.names) - asked.prefix.start_tokens // asked.prefix.naming.tokens
+        if not self._allowance(link).take(max(0, num_names), now):
+            return PrefixFound(asked.number, error=TOO_MANY, is_busy=True)
+        return PrefixFound(asked.number, *kept.find(asked.prefix, asked.max_tokens))
+
+    def pin(
+        self, link: str, inbound: InboundPeer, asked: PinPrefix, refusal: Reason | None, now: float
+    ) -> None:
+        """Hold what is kept under names for a peer, as any lease; once, for all of its ranks.
+
+        Raises:
+            PeerError: it is not held; a fetch of the handle is refused for that.
+        """
+        peer, handle, kept = inbound.session.peer, asked.handle, self._local.kept
+        if peer is None or handle in self._book.leases:
+            return
+        if not handle.startswith(PIN_PREFIX):
+            # It may be a handle of our own, of which nothing is decided by this.
+            self._metrics.failures.labels("peer_message").inc()
+            text = "dropped a message of %s: a handle to pin is %r; accepted: those that begin with %r"
+            logger.warning(text, link, handle[:64], PIN_PREFIX)
+            return
+        refusal = refusal or inbound.disagrees
+        if refusal or kept is None:
+            raise PeerError.of(refusal or _NOTHING)
+        if len(self._book.leases) >= self._most_leases:
+            raise PeerError(f"{len(self._book.leases)} requests are held already", Cause.BUSY)
+        # No more of them are looked up, however many there are.
+        names = min(len(asked.prefix.names), asked.num_tokens // asked.prefix.naming.tokens)
+        if not self._allowance(link).take(names, now):
+            raise PeerError.of(TOO_MANY)
+        found = kept.hold(asked.prefix, asked.num_tokens)
+        if found is None:
+            raise not_all(asked.num_tokens)
+        self._book.pin(handle, peer.engine_id, asked.num_tokens, found, now)
+
+    def _allowance(self, link: str) -> NameAllowance:
+        return self._allowances.setdefault(link, NameAllowance())

@@ -22,6 +22,8 @@ from kvconnect.transfer.orders import Hold, Progress
 from kvconnect.transfer.parts import TransferContext
 from kvconnect.transfer.timers import Timer
 
+logger = logging.getLogger(__name__)
+
 Consumer = tuple[str, str, int]
 """Who fetches: engine id, incarnation, rank."""
 
@@ -165,9 +167,6 @@ class Lease:
                 ids = group.rule.only_kept(ids, first, self.num_tokens, tokens, replay=1)
             made.append(GroupBlocks(group.group, first, tuple(ids)))
         return tuple(made)
-
-
-logger = logging.getLogger(__name__)
 
 
 _NOT_FETCHED = Cause.LEASE_OVER("what is kept by name was not fetched in time")

@@ -131,7 +131,8 @@ class PendingFetches:
         # Those that something happened to, and those whose device or disk is asked at every turn.
         self._touched: dict[TransferKey, None] = {}
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
-        self._over: OrderedDict[str, Reason] = OrderedDict()
+        self.over: OrderedDict[str, Reason] = OrderedDict()
+        """Why nothing is held under a handle any more."""
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
         self._announced: tuple[float, set[str]] = (-1.0, set())
@@ -174,7 +175,7 @@ class PendingFetches:
 
     def expect(self, handle: str) -> bool:
         """A prefill is under way. False: too many are, and this one gets no more time than unknown ones."""
-        self._over.pop(handle, None)
+        self.over.pop(handle, None)
         self._epoch = self._epoch or epoch_of(handle)
         if len(self.expected) >= self._capacity:
             return False
@@ -186,9 +187,9 @@ class PendingFetches:
         self.expected.discard(handle)
         self._take_refusal(handle)
         self.touch(handle)
-        self._over[handle] = reason
-        if len(self._over) > self._capacity:
-            self._over.popitem(last=False)
+        self.over[handle] = reason
+        if len(self.over) > self._capacity:
+            self.over.popitem(last=False)
 
     def watch(self, handle: str, link: str) -> None:
         """The peer of a connection gets a message once a handle is held or over. The oldest are forgotten."""
@@ -204,7 +205,7 @@ class PendingFetches:
         """The request is held now. The early release of its handle, if peers sent one."""
         self._epoch = self._epoch or epoch_of(handle)
         self.expected.discard(handle)
-        self._over.pop(handle, None)
+        self.over.pop(handle, None)
         self.touch(handle)
         return self._take_refusal(handle)
 
@@ -221,8 +222,8 @@ class PendingFetches:
         """
         handle = early.handle
         is_known = is_served or self._is_known(early)
-        if handle in self._over:
-            return self._over[handle]
+        if handle in self.over:
+            return self.over[handle]
         # All handles of our scheduler name one start, but for transfer ids, which name none.
         if not is_known and self._epoch and epoch_of(handle) not in ("", self._epoch):
             return Cause.NOT_HELD(
@@ -248,14 +249,10 @@ class PendingFetches:
         self._touched[key] = None
         return None
 
-    def reason(self, handle: str) -> Reason | None:
-        """Why nothing is held under a handle any more; None if that is not so, or not known."""
-        return self._over.get(handle)
-
     def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
         """A rank of a peer will not fetch what is not held yet."""
         self._watchers.pop(handle, None)
-        if handle in self._over or (handle not in self.let_go and len(self.let_go) >= self._capacity):
+        if handle in self.over or (handle not in self.let_go and len(self.let_go) >= self._capacity):
             return
         release = self.let_go.get(handle)
         if release is None:
@@ -271,10 +268,6 @@ class PendingFetches:
         if handle not in self.expected:
             self.let_go.pop(handle, None)
 
-    def find(self, key: TransferKey) -> PendingFetch | None:
-        """The fetch that waits under a number."""
-        return self.fetches.get(key)
-
     def take_due(
         self, is_ready: Callable[[PendingFetch], bool], is_polled: Callable[[PendingFetch], bool], now: float
     ) -> list[PendingFetch]:
@@ -287,7 +280,7 @@ class PendingFetches:
         for key in touched:
             early = self.fetches[key]
             until = self._deadline(early)
-            if early.handle in self._over or now >= until or is_ready(early):
+            if early.handle in self.over or now >= until or is_ready(early):
                 due.append(early)
                 continue
             if early.timer is not None:

@@ -16,7 +16,6 @@ from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import (
     MAX_HANDLES,
-    PIN_PREFIX,
     Cancel,
     CreditGrant,
     Fetch,
@@ -29,12 +28,12 @@ from kvconnect.peer.messages import (
     Renewed,
 )
 from kvconnect.prefill.fetch_service import FetchService
-from kvconnect.prefill.kept_fetches import NameAllowance, found_for, pin
+from kvconnect.prefill.kept_fetches import KeptFetches
 from kvconnect.prefill.leases import SERVED, Lease, LeaseBook
 from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
-from kvconnect.transfer.orders import Hold, Orders, Progress, Withdraw
+from kvconnect.transfer.orders import Hold, Orders, Progress
 from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, each
 
 logger = logging.getLogger(__name__)
@@ -60,9 +59,8 @@ class PrefillSide(TransferPart, Service):
         self.inbound_peers = inbound_peers
         self.fetches = FetchService(context, self.book, inbound_peers)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
-        self._allowances: dict[str, NameAllowance] = {}
-        self._most_leases = context.config.max_leases
-        self._local, self._reports, self._metrics = context.local, context.reports, context.metrics
+        self.kept = KeptFetches(context, self.book)
+        self._reports, self._metrics = context.reports, context.metrics
         self._draining: Reason | None = None
         self._drain_until = math.inf
         self._giving_up = context.timers.timer(self._give_up)
@@ -74,7 +72,8 @@ class PrefillSide(TransferPart, Service):
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
         metrics, before = self._metrics, orders.step - 1
         # In this order: a handle may be withdrawn, expected anew and held, all in one step.
-        each(metrics, "withdraw", orders.withdrawn, self.withdraw)
+        # Fetches that wait for what is withdrawn are answered when time next passes.
+        each(metrics, "withdraw", orders.withdrawn, lambda one: self._void(one.handle, one.reason))
         each(metrics, "expect", orders.expected, self.expect)
         each(metrics, "preempt", orders.preempted, self.preempted)
         each(metrics, "report progress", orders.progress, lambda one: self.progress(one, finished[before]))
@@ -87,10 +86,6 @@ class PrefillSide(TransferPart, Service):
             return
         if not self.pending.expect(handle):
             self._metrics.failures.labels("max_leases").inc()
-
-    def withdraw(self, order: Withdraw) -> None:
-        """Nothing comes of a prefill: fetches that wait for it are answered when time next passes."""
-        self._void(order.handle, order.reason)
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
         """A prefill went on: what is computed of it can be sent."""
@@ -179,7 +174,7 @@ class PrefillSide(TransferPart, Service):
 
     def forgotten(self, link: str) -> None:
         self.fetches.paths.forget(link)
-        self._allowances.pop(link, None)
+        self.kept.forget(link)
 
     def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
         peer = inbound.session.peer
@@ -203,10 +198,12 @@ class PrefillSide(TransferPart, Service):
                 inbound.session.send(self._renewed(handles, peer.engine_id, link, now))
             case FindPrefix():
                 refusal = self._draining or self.fetches.look_at(inbound, link, now)
-                names = self._allowances.setdefault(link, NameAllowance())
-                inbound.session.send(found_for(inbound, names, self._local.kept, message, refusal, now))
+                inbound.session.send(self.kept.find(link, inbound, message, refusal, now))
             case PinPrefix():
-                self._pin(link, inbound, message, now)
+                try:
+                    self.kept.pin(link, inbound, message, self._draining, now)
+                except PeerError as error:
+                    self.pending.end(message.handle, error.reason)
 
     def completed(self, completion: Completion, now: float) -> None:
         self.sender.completed(completion, now)
@@ -246,14 +243,6 @@ class PrefillSide(TransferPart, Service):
 
     # What the above is made of
 
-    def _pin(self, link: str, inbound: InboundPeer, message: PinPrefix, now: float) -> None:
-        try:
-            names, refusal = self._allowances.setdefault(link, NameAllowance()), self._draining
-            pin(inbound, names, self._local.kept, message, refusal, self.book, self._most_leases, now)
-        except PeerError as error:
-            if message.handle.startswith(PIN_PREFIX):
-                self.pending.end(message.handle, error.reason)
-
     def _release(self, peer: Introduction, message: Release, now: float) -> None:
         lease = self.leases.get(message.handle)
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
@@ -269,7 +258,7 @@ class PrefillSide(TransferPart, Service):
         unknown: list[str] = []
         for handle in dict.fromkeys(handles[:MAX_HANDLES]):
             lease = self.leases.get(handle)
-            reason = self.pending.reason(handle) if lease is None else None
+            reason = self.pending.over.get(handle) if lease is None else None
             if lease is not None:
                 reason = self.book.renew(lease, engine_id, link, now)
             if reason is not None:

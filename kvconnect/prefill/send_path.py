@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvconnect.config import ExtraConfig
 from kvconnect.engine.adapter import card_host
 from kvconnect.engine.lanes import Traffic, Transport, lane_of
 from kvconnect.errors import EngineError, LayoutError, PeerError
@@ -31,7 +30,6 @@ from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.link_meter import LinkMeter, transport_over
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.inbound_peers import InboundPeer
-from kvconnect.transfer.local import Local
 from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
@@ -101,64 +99,6 @@ def owner_name(peer: Introduction) -> str:
     return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"
 
 
-def make_send_path(
-    config: ExtraConfig, local: Local, ours: Introduction, peer: Introduction, metrics: Metrics
-) -> SendPath:
-    """The way to a peer.
-
-    The engine's name of it has the card in it, so that nothing to its memory as it was registered before goes
-    on under another one.
-
-    Raises:
-        LayoutError: one side has no slots, or the two caches do not fit.
-    """
-    slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
-    if not slot_bytes:
-        raise LayoutError(f"the {'decode' if ours.slot_bytes else 'prefill'} node has no slots")
-    packer = local.packer(ours, peer, "source", config.convert_dtype)
-
-    def make_kept_packer() -> Packer:
-        assert local.kept is not None, "it was asked for what is kept"
-        rows = msgspec.structs.replace(ours, table=TableCard.of(local.kept.table))
-        made = local.packer(rows, peer, "source", config.convert_dtype, local.kept.table)
-        if made.chunker.wire != packer.chunker.wire:
-            # The peer cuts its chunks of that one, which it makes from our introduction.
-            raise LayoutError("what is kept in host memory does not travel as the blocks of this node do")
-        return made
-
-    path = SendPath(
-        name=f"{owner_name(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}",
-        packer=packer,
-        slot_bytes=slot_bytes,
-        share=source_share(ours, peer),
-        kept_packer=functools.cache(make_kept_packer),
-        found=transport_over(lane_of(local.engine.capabilities.lane), 0.0, local),
-    )
-    scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
-    source, target = ours.scratch_address, peer.scratch_address
-    if local.maps_peers and (mapped := _map_slots(path.name, peer, metrics)) is not None:
-        rate = mapped.copy_bytes_per_s(source, target, scratch_bytes)
-        lane = Transport("shared_memory", known_by="its landing slots are mapped")
-        path.mapped, path.is_measured, path.found = mapped, True, transport_over(lane, rate, local)
-    elif scratch_bytes:
-        path.new_probe = functools.partial(ProbeOutbox, source, target, scratch_bytes)
-    else:
-        path.is_measured = True
-    return path
-
-
-def _map_slots(name: str, peer: Introduction, metrics: Metrics) -> MappedMemory | None:
-    """The landing slots of a peer of this machine; None where the engine has to carry bytes."""
-    if peer.memory is None or not peer.memory.machine or peer.memory.machine != this_machine():
-        return None
-    try:
-        return MappedMemory(peer.memory)
-    except PeerError as error:
-        metrics.failures.labels("shared_memory").inc()
-        logger.warning("the landing slots of %s are not mapped, the engine writes them: %s", name, error)
-        return None
-
-
 class SendPaths:
     """The ways to all peers that have fetched, by connection, and what the engine is connected to."""
 
@@ -189,14 +129,68 @@ class SendPaths:
         if peer is None:
             raise PeerError("the peer has not introduced itself")
         if path is None:
-            path = make_send_path(self._config, self._local, inbound.session.ours, peer, self._metrics)
-            self._paths[link] = path
+            path = self._paths[link] = self._make_path(inbound.session.ours, peer)
             who = f"{peer.engine_id} rank {peer.rank}"
             over = "shared memory" if path.mapped else self._local.engine.capabilities
             logger.info("decode node %s at %s fetches: over %s", who, inbound.host, over)
         if path.mapped is None:
             self.connect(inbound, path)
         return path
+
+    def _make_path(self, ours: Introduction, peer: Introduction) -> SendPath:
+        """The way to a peer.
+
+        The engine's name of it has the card in it, so that nothing to its memory as it was registered before
+        goes on under another one.
+
+        Raises:
+            LayoutError: one side has no slots, or the two caches do not fit.
+        """
+        local, convert = self._local, self._config.convert_dtype
+        slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
+        if not slot_bytes:
+            raise LayoutError(f"the {'decode' if ours.slot_bytes else 'prefill'} node has no slots")
+        packer = local.packer(ours, peer, "source", convert)
+
+        def make_kept_packer() -> Packer:
+            assert local.kept is not None, "it was asked for what is kept"
+            rows = msgspec.structs.replace(ours, table=TableCard.of(local.kept.table))
+            made = local.packer(rows, peer, "source", convert, local.kept.table)
+            if made.chunker.wire != packer.chunker.wire:
+                # The peer cuts its chunks of that one, which it makes from our introduction.
+                raise LayoutError("what is kept in host memory does not travel as the blocks of this node do")
+            return made
+
+        path = SendPath(
+            name=f"{owner_name(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}",
+            packer=packer,
+            slot_bytes=slot_bytes,
+            share=source_share(ours, peer),
+            kept_packer=functools.cache(make_kept_packer),
+            found=transport_over(lane_of(local.engine.capabilities.lane), 0.0, local),
+        )
+        scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
+        source, target = ours.scratch_address, peer.scratch_address
+        if local.maps_peers and (mapped := self._map_slots(path.name, peer)) is not None:
+            rate = mapped.copy_bytes_per_s(source, target, scratch_bytes)
+            lane = Transport("shared_memory", known_by="its landing slots are mapped")
+            path.mapped, path.is_measured, path.found = mapped, True, transport_over(lane, rate, local)
+        elif scratch_bytes:
+            path.new_probe = functools.partial(ProbeOutbox, source, target, scratch_bytes)
+        else:
+            path.is_measured = True
+        return path
+
+    def _map_slots(self, name: str, peer: Introduction) -> MappedMemory | None:
+        """The landing slots of a peer of this machine; None where the engine has to carry bytes."""
+        if peer.memory is None or not peer.memory.machine or peer.memory.machine != this_machine():
+            return None
+        try:
+            return MappedMemory(peer.memory)
+        except PeerError as error:
+            self._metrics.failures.labels("shared_memory").inc()
+            logger.warning("the landing slots of %s are not mapped, the engine writes them: %s", name, error)
+            return None
 
     def connect(self, inbound: InboundPeer, path: SendPath) -> None:
         """Have the engine reach a peer. Raises as ``path_to``."""

@@ -21,6 +21,8 @@ from kvconnect.outcome import Reason
 from kvconnect.plan.blocks import BlockIdsByGroup, Count, GroupBlocks, Index
 from kvconnect.timeline import Record
 
+logger = logging.getLogger(__name__)
+
 
 class _Parts(msgspec.Struct, frozen=True):
     """Lists that may all be empty."""
@@ -308,9 +310,6 @@ class Results(_Parts, frozen=True):
     settled: tuple[str, ...] = ()
     found: tuple[Found, ...] = ()
     ragged: tuple[str, ...] = ()
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass

@@ -69,7 +69,8 @@ def test_a_first_child_that_is_aborted_leaves_the_others_to_compute():
     decode.update_after_alloc(second, BLOCKS, 0)
     assert decode.matched_tokens(third, 0) == (0, False)
     end(decode, second, third)
-    assert not decode.build_orders().let_go
+    orders = decode.build_orders()
+    assert (orders.let_go, orders.failures) == ((), ("fetched_before",)), "it asked for KV, and is computed"
     assert set(decode.state().values()) == {0}
 
 

@@ -205,7 +205,7 @@ def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
     ranks.keep("a", 64)
     prefix = ranks.prefix("a", 64)
     assert ask(ranks, prefix).num_tokens == 64
-    (names,) = ranks.prefill[0].transfers.prefill._allowances.values()
+    (names,) = ranks.prefill[0].transfers.prefill.kept._allowances.values()
     names._left = -1e9
     refused = ask(ranks, prefix)
     assert "more names than one peer may" in refused.error.text
@@ -217,7 +217,7 @@ def test_names_before_the_first_that_is_wanted_do_not_count():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
-    (names,) = ranks.prefill[0].transfers.prefill._allowances.values()
+    (names,) = ranks.prefill[0].transfers.prefill.kept._allowances.values()
     names._left = 2.0
     assert ask(ranks, ranks.prefix("a", 64, 48)).num_tokens == 64
     assert ask(ranks, ranks.prefix("a", 64, 48)).is_busy
@@ -422,6 +422,7 @@ def test_a_peer_pins_nothing_under_a_handle_that_is_p_s_to_choose():
     ranks.pull("a", 64)
     ranks.settle()
     assert not ranks.prefill[0].transfers.prefill.leases
+    assert ranks.prefill[0].count("failures", reason="peer_message") == 1
     ranks.run(30.0)
     assert ranks.failed == ["no request is held under this handle"]
     ranks.assert_idle()

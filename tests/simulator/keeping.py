@@ -55,7 +55,6 @@ def kept_blocks(node: SimNode) -> KeptBlocks | None:
         row_bytes=tiers.row_bytes,
         num_ranks=node.plan.world_size,
         clock=node.world.clock,
-        make=WatchedOffload,
     )
 
 

@@ -10,12 +10,14 @@ import functools
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import msgspec
 
 from kvconnect.addresses import RankAddress
 from kvconnect.config import TransferConfig
-from kvconnect.halves.building import Trust, build_scheduler_half
+from kvconnect.halves import building
+from kvconnect.halves.building import Trust
 from kvconnect.outcome import Reason
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
@@ -74,15 +76,16 @@ class SimNode:
         if self.workers[0].tiers is not None:
             extra = msgspec.structs.replace(plan.extra, offload=self.workers[0].tiers.config)
             self.config = msgspec.structs.replace(self.config, kv_connector_extra_config=extra)
-        self.connector = build_scheduler_half(
-            self.config,
-            cache,
-            traits_of(self),
-            directory=directory,
-            trust=self._trust(),
-            kept=kept_blocks(self),
-            new_handle=lambda: f"{self.name}-{next(handles)}",
-        )
+        with mock.patch.object(building, "OffloadScheduler", WatchedOffload):
+            self.connector = building.build_scheduler_half(
+                self.config,
+                cache,
+                traits_of(self),
+                directory=directory,
+                trust=self._trust(),
+                kept=kept_blocks(self),
+                new_handle=lambda: f"{self.name}-{next(handles)}",
+            )
         tell_rate(self.connector, plan.keeps)
         if isinstance(self.connector.offload, WatchedOffload):
             self.connector.offload.watch(self)
