@@ -6,10 +6,11 @@ peer's fetches wait; that is no longer than a connection takes to be made.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvconnect.engine.base import Completion
-from kvconnect.prefill.outbox import BatchOutbox
+from kvconnect.prefill.outbox import Columns, Parcel
 
 _FIRST_BYTES, _GROWTH = 4096, 4
 _LONGEST_S = 0.5
@@ -23,8 +24,10 @@ class Sample(NamedTuple):
     seconds: float
 
 
-class ProbeOutbox(BatchOutbox):
+class ProbeOutbox:
     """Copies of growing length, each alone on its way. ``samples`` are what they took.
+
+    It has the face of ``SlotOutbox``, and no parcels: batches are ready as they are.
 
     Args:
         source: our scratch memory.
@@ -32,7 +35,9 @@ class ProbeOutbox(BatchOutbox):
         scratch_bytes: of the smaller of the two.
     """
 
-    is_alone = True
+    copies = 0
+    is_packing = False
+    goes_on = True
 
     def __init__(self, source: int, target: int, scratch_bytes: int) -> None:
         self.samples: list[Sample] = []
@@ -42,8 +47,8 @@ class ProbeOutbox(BatchOutbox):
         while (length := length * _GROWTH) < scratch_bytes:
             lengths.append(length)
         # The largest three times: one that was disturbed does not measure the link.
-        lengths += [scratch_bytes] * 3
-        super().__init__(((source, target, length) for length in lengths), copies=0)
+        self._batches = iter([(source, target, length) for length in (*lengths, *[scratch_bytes] * 3)])
+        self._next = next(self._batches, None)
         self._scratch_bytes = scratch_bytes
         self._is_connected = False
 
@@ -59,14 +64,28 @@ class ProbeOutbox(BatchOutbox):
         """The largest copy was made: no error and no slow batch came before it."""
         return any(one.total_bytes == self._scratch_bytes for one in self.samples)
 
+    @property
+    def exhausted(self) -> bool:
+        """No batch follows the one that was submitted last."""
+        return self._next is None
+
+    def advance(self, stopping: bool) -> Iterator[Parcel]:
+        """Nothing is packed."""
+        return iter(())
+
+    def peek(self) -> Columns | None:
+        """The batch that can be submitted next, None if none can now."""
+        return self._next
+
     def submitted(self, batch_id: int) -> None:
         """What follows that batch depends on what it takes."""
         self._next = None
 
-    def ended(self, completion: Completion) -> None:
-        """The engine is done with a batch, the next of them."""
+    def ended(self, completion: Completion) -> Parcel | None:
+        """The engine is done with the batch, which was no parcel."""
         if completion.ok and self._is_connected:
             self.samples.append(Sample(completion.total_bytes, completion.seconds))
         if not self._is_connected or completion.seconds <= _LONGEST_S:
             self._next = next(self._batches, None)
         self._is_connected = True
+        return None

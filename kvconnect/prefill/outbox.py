@@ -1,7 +1,6 @@
-"""What a sending has to give to the engine: slots that it packs pages into, or scratch memory as it lies.
+"""What a sending of a request has to give to the engine: slots that pages are packed into.
 
-Two outboxes with one face. The sender above knows batches and bounds, and not which of the two it feeds.
-Owned by the transfer thread.
+The sender above knows batches and bounds. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -127,40 +126,6 @@ Columns = tuple[int, int, int]
 """Of a batch: source, target and length."""
 
 
-class BatchOutbox:
-    """Batches that are ready as they are: of scratch memory, to see how fast a link is."""
-
-    is_alone = False
-    is_packing = False
-    goes_on = True
-
-    def __init__(self, batches: Iterator[Columns], copies: int) -> None:
-        self.copies = copies
-        self._batches = batches
-        self._next = next(batches, None)
-
-    @property
-    def exhausted(self) -> bool:
-        """Every batch was submitted."""
-        return self._next is None
-
-    def advance(self, stopping: bool) -> Iterator[Parcel]:
-        """Batches are ready as they are."""
-        return iter(())
-
-    def peek(self) -> Columns | None:
-        """The batch that can be submitted next, None if none can now."""
-        return self._next
-
-    def submitted(self, batch_id: int) -> None:
-        """That batch was given to the engine."""
-        self._next = next(self._batches, None)
-
-    def ended(self, completion: Completion) -> Parcel | None:
-        """The engine is done with a batch, which was no parcel."""
-        return None
-
-
 @dataclass(eq=False)
 class Parcel:
     """A chunk in a send slot, on its way to a landing slot; or packed into that in ``seconds``."""
@@ -188,8 +153,6 @@ class SlotOutbox:
         holder: the peer that is sent to, which may not take all of the send slots.
         note: called with what happens to a chunk, and its number.
     """
-
-    is_alone = False
 
     def __init__(
         self,
@@ -327,6 +290,3 @@ class SlotOutbox:
         self._note(Moment.WRITTEN, parcel.chunk)
         self._move(parcel, SlotEvent.RETURN if completion.quiescent else SlotEvent.LOSE)
         return parcel
-
-
-Outbox = BatchOutbox | SlotOutbox

@@ -17,9 +17,10 @@ from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import count_error
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import Written
+from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter
-from kvconnect.prefill.outbox import Outbox, Parcel, SlotOutbox
+from kvconnect.prefill.outbox import Parcel, SlotOutbox
 from kvconnect.transfer.parts import TransferContext
 from kvconnect.transfer.slots import Slot, SlotEvent
 from kvconnect.transfer.timers import Timer
@@ -40,7 +41,7 @@ class Sending:
 
     key: TransferKey
     peer: str
-    outbox: Outbox
+    outbox: ProbeOutbox | SlotOutbox
     deadline: float
     started_at: float
     lease: Lease | None = None
@@ -248,12 +249,7 @@ class Sender:
 
     def _submit_next(self, sending: Sending, under_way: int, now: float) -> bool:
         """Submit a batch, if there is one and room for it; ``under_way`` are those to its peer."""
-        if sending.error:
-            return False
-        if sending.outbox.is_alone and sending.in_flight:
-            # Of a calibration each batch is alone on its way.
-            return False
-        columns = sending.outbox.peek()
+        columns = None if sending.error else sending.outbox.peek()
         if columns is None:
             return False
         source, target, length = columns

@@ -18,8 +18,8 @@ from kvconnect.decode.loads import (
 from kvconnect.errors import IllegalTransition
 from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause
+from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.leases import Lease
-from kvconnect.prefill.outbox import BatchOutbox
 from kvconnect.prefill.sender import Sending
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.orders import Load
@@ -34,7 +34,7 @@ def loading():
 
 
 def sending():
-    return Sending(("in:1", 1), "peer", BatchOutbox(iter(()), 0), 1.0, 0.0)
+    return Sending(("in:1", 1), "peer", ProbeOutbox(0, 0, 0), 1.0, 0.0)
 
 
 class PooledSlot:
