@@ -88,17 +88,6 @@ def test_a_peer_is_met_and_asked_and_its_answer_is_reported_once():
     pair.assert_idle()
 
 
-def test_seconds_are_those_of_all_ranks_at_the_rate_that_the_peer_reported_last():
-    pair = keeping()
-    pair.find()
-    pair.run(0.2)
-    (link,) = pair.decode.transfers.decode.peers.links.values()
-    pair.rate, link.peer.partners = 1000.0, (0, 1)
-    pair.find("b")
-    pair.run(0.1)
-    assert pair.found[-1].seconds == 8.0
-
-
 def test_an_answer_waits_for_the_rate_of_its_link_and_no_longer_than_one_that_pays_takes():
     pair = keeping()
     pair.rate = None
@@ -203,14 +192,6 @@ def test_an_answer_that_cannot_be_right_is_counted_and_not_used(tokens):
     pair.run(0.2)
     assert pair.found[0].num_tokens == 0
     assert pair.decode.count("failures", reason="peer_message") == 1
-
-
-def test_what_is_at_hand_already_is_nothing_found():
-    pair = keeping()
-    pair.answer = (BLOCK_TOKENS, 1, "")
-    pair.find(prefix=Prefix(NAMING, BLOCK_TOKENS, NAMES))
-    pair.run(0.2)
-    assert (pair.found[0].num_tokens, pair.found[0].error) == (0, None)
 
 
 def test_only_rank_0_asks():

@@ -311,18 +311,6 @@ def test_nothing_is_loaded_over_a_link_that_is_not_measured_and_that_is_counted(
     assert node.begin("r", num_tokens=1000)[1] is None, "it is asked again at once"
 
 
-def test_what_is_at_hand_is_preferred_unless_a_source_has_clearly_more():
-    node = Node(SOURCE)
-    request, _ = node.begin(num_tokens=1000, local=480)
-    node.orders()
-    node.tell(request, 496)
-    assert node.ask(request, 0, 480) == 0
-    request, _ = node.begin("b", num_tokens=1000, local=480)
-    node.orders()
-    node.tell(request, 800)
-    assert node.ask(request, 0, 480) == 800
-
-
 def test_a_request_that_shares_its_beginning_waits_for_the_other_a_while():
     node = Node(SOURCE)
     first, _ = node.begin("p#1")
@@ -371,15 +359,6 @@ def test_a_request_that_was_loaded_says_nothing_of_how_fast_prompts_are_computed
     node.orders()
     assert node.hooks.pulls._rate.tokens_per_s == 0
     assert node.begin("b", num_tokens=1000)[1] is None
-
-
-def test_a_preempted_request_is_asked_for_anew():
-    node = Node(SOURCE)
-    request, _ = node.load()
-    node.hooks.update_results(Results(received=("a",)))
-    node.hooks.preempted("a")
-    assert node.ask(request) is None
-    assert len(node.orders().finds) == 1
 
 
 @pytest.mark.parametrize("stage", ["asked", "found", "loading"])

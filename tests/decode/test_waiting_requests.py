@@ -238,12 +238,6 @@ def test_p_says_at_once_that_it_holds_what_it_was_asked_for_before(expected):
     pair.assert_idle()
 
 
-def test_what_is_held_already_is_settled_when_it_is_asked_for():
-    queue = Queue()
-    queue.pair.hold("t", (5,), "transfer:t")
-    assert settled(asked_for(queue, expected=False)) == ["transfer:t"]
-
-
 def test_p_says_at_once_that_nothing_comes_of_a_prefill():
     pair = asked_for(Queue())
     pair.prefill.transfers.order(

@@ -16,7 +16,6 @@ from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.peer.handles import Claims, Handles
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import (
-    Hold,
     Load,
     OffloadOrders,
     OffloadReport,
@@ -127,25 +126,6 @@ def test_a_promise_of_the_tiers_ends_where_a_peer_is_asked():
     assert not half.is_restored("r")
     assert not stack.half.offers("r")
     assert stack.half.host.index.counts()[0].pinned == 0
-
-
-def test_a_prefill_for_a_peer_begins_with_what_is_kept_and_is_held():
-    stack, half = both("kv_producer")
-    request = request_of(stack, "r", range(64), {"do_remote_decode": True})
-    half.new_request(request)
-    assert half.matched_tokens(request, 0) == (56, True)
-    half.update_after_alloc(request, IDS, 56)
-    half.build_orders()
-    half.update_results(Results(received=("r",)))
-    half.update_after_alloc(request, IDS, 0)
-    request.extend([5])
-    kept, params = half.request_finished(request, IDS, delivered=True)
-    assert kept
-    assert params is not None
-    assert params["remote_num_tokens"] == 64
-    (hold,) = half.build_orders().holds
-    assert isinstance(hold, Hold)
-    half.update_results(Results(sent=("r",)))
 
 
 def test_reasons_to_count_of_both_parts_go_with_the_orders():

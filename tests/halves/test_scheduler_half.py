@@ -60,6 +60,14 @@ def prefilled(groups=(ATTENTION,), num_tokens=40, blocks=([1, 2, 3],), **extra):
     return prefill, kept, params
 
 
+def load_of(params, num_tokens=40):
+    """What D orders for a request with these parameters, of which it has nothing."""
+    decode = connector("kv_consumer")
+    decode.update_after_alloc(Request("d", num_tokens, params), ([7, 8, 9, 10],), num_tokens)
+    (load,) = decode.build_orders().loads
+    return load
+
+
 def test_a_node_that_is_drained_holds_nothing_and_withdraws_what_it_promised():
     prefill = connector("kv_producer")
     prefill.drain()
@@ -250,9 +258,7 @@ def test_models_with_state_stop_one_token_earlier():
 
 def test_the_kv_of_another_prompt_is_refused():
     _, _, params = prefilled(num_tokens=40)
-    decode = connector("kv_consumer")
-    decode.update_after_alloc(Request("d", 55, params), ([7, 8, 9, 10],), 55)
-    (load,) = decode.build_orders().loads
+    load = load_of(params, 55)
     assert "remote_num_tokens is 40, this prompt needs 55" in load.refusal.text
 
 
@@ -292,9 +298,7 @@ def test_the_directory_is_sent_once():
 )
 def test_parameters_of_no_use_are_refused_with_the_field_and_the_value(change, match):
     _, _, params = prefilled()
-    decode = connector("kv_consumer")
-    decode.update_after_alloc(Request("d", 40, {**params, **change}), ([7, 8, 9],), 40)
-    (load,) = decode.build_orders().loads
+    load = load_of({**params, **change})
     assert match in load.refusal.text
     assert len(load.refusal.text) < 300
 
@@ -307,9 +311,7 @@ BESIDE = ("remote_engine_id", "remote_host", "remote_port", "remote_num_tokens")
 )
 def test_what_stands_in_the_handle_need_not_stand_beside_it_and_another_address_is_not_connected_to(said):
     _, _, params = prefilled()
-    decode = connector("kv_consumer")
-    decode.update_after_alloc(Request("d", 40, {**params, **said}), ([7, 8, 9],), 40)
-    (load,) = decode.build_orders().loads
+    load = load_of({**params, **said})
     assert (load.engine_id, load.host, load.port, load.refusal) == ("P", "10.0.0.1", 5600, None)
 
 

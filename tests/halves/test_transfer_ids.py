@@ -16,7 +16,7 @@ from kvconnect.config import TransferConfig
 from kvconnect.halves.building import build_scheduler_half
 from kvconnect.transfer.orders import Orders, Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
-from tests.halves.test_scheduler_half import ATTENTION, HANDLES, STATE, Request, connector
+from tests.halves.test_scheduler_half import ATTENTION, HANDLES, STATE, Request, connector, load_of
 
 ON_P = {"do_remote_decode": True, "do_remote_prefill": False, TRANSFER_KEY: "t-1"}
 ON_D = {
@@ -146,9 +146,7 @@ def test_a_transfer_id_of_no_use_is_refused_on_both_sides(transfer_id, caplog):
     assert orders == Orders(step=orders.step, failures=("transfer_id", "transfer_id"))
     assert sum("kv_transfer_params.transfer_id" in record.message for record in caplog.records) == 1
     assert idle(prefill)
-    decode = connector("kv_consumer")
-    decode.update_after_alloc(Request("d", 40, {**ON_D, TRANSFER_KEY: transfer_id}), ([7, 8, 9],), 40)
-    (load,) = decode.build_orders().loads
+    load = load_of({**ON_D, TRANSFER_KEY: transfer_id})
     assert "kv_transfer_params.transfer_id" in load.refusal.text
     assert len(load.refusal.text) < 300
 

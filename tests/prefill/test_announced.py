@@ -181,21 +181,6 @@ def test_a_second_engine_cannot_let_go_of_what_the_first_let_go_of():
     assert (said.owner, said.consumers, said.ranks) == ("D", 2, {("D", "1", 0)})
 
 
-def test_a_load_that_names_no_engine_takes_whoever_answers_there(pair):
-    expect(pair)
-    pair.load("a", D_IDS, engine_id="")
-    pair.run(6)
-    pair.hold("a", P_IDS)
-    pair.run()
-    assert pair.landed()
-    pair.hold("b", (7,))
-    pair.run()
-    let_go(pair, "handle-b", engine_id="")
-    pair.run()
-    assert pair.prefill.sent == ["a", "b"]
-    pair.assert_idle()
-
-
 @pytest.mark.parametrize("num_tokens", [11, 13])
 def test_a_fetch_of_another_number_of_tokens_than_is_held_is_refused(pair, num_tokens):
     """In the parallel flow nobody has told D how many there are."""

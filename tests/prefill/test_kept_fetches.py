@@ -111,19 +111,6 @@ def test_the_layers_of_a_draft_are_sent_as_they_are_named():
     assert "not all of 64 tokens is kept" in ranks.failed[0]
 
 
-def test_several_requests_and_ranks_load_the_same_at_a_time():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), 1, 2)
-    truth = ranks.keep("a", 64)
-    one, other = ranks.pull("one", 64, name="a"), ranks.pull("other", 64, name="a")
-    ranks.run_until_ended(2)
-    assert not ranks.failed
-    for worker in ranks.decode:
-        assert not worker.cache.differences(truth, one)
-        assert not worker.cache.differences(truth, other)
-    assert ranks.prefill[0].count("transfers", direction="sent", outcome="ok") == 4
-    ranks.assert_idle()
-
-
 def ask(ranks, prefix, most=1 << 20, wait_s=0.0):
     """What P answers within a time, by the real worker of D."""
     worker = ranks.decode[0]

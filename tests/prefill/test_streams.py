@@ -42,26 +42,6 @@ def progress(*blocks, tokens=40, computed):
     return Progress(HANDLE, tokens, computed, tuple(GroupBlocks(g, first, ids) for g, first, ids in blocks))
 
 
-def test_the_workers_are_told_what_is_new():
-    prefill = prefill_of()
-    request = arrived(prefill)
-    assert prefill.build_orders().expected == (HANDLE,)
-    go_on(prefill, "p", 20, ([7, 8],))
-    orders = prefill.build_orders()
-    assert orders.progress == (progress((0, 0, (7, 8)), computed=20),)
-    assert orders.preempted == ()
-    assert not prefill.build_orders(), "once"
-    go_on(prefill, "p", 30, None)
-    assert prefill.build_orders().progress == (progress(computed=30),)
-    go_on(prefill, "p", 35, ([9],))
-    go_on(prefill, "p", 40, None)
-    assert prefill.build_orders().progress == (progress((0, 2, (9,)), computed=40),)
-    request.num_tokens += 1
-    finish(prefill, request, ([7, 8, 9],))
-    orders = prefill.build_orders()
-    assert (len(orders.holds), orders.progress) == (1, ())
-
-
 def test_states_and_what_is_beyond_the_prompt_are_not_told():
     prefill = prefill_of((STATE, ATTENTION, SMALL))
     arrived(prefill)

@@ -37,17 +37,17 @@ def test_hostile_frames_do_not_stop_the_transfer_of_others(pair):
 
 
 @pytest.mark.parametrize(
-    "groups",
+    ("groups", "match"),
     [
-        (GroupBlocks(0, 0, D_IDS), GroupBlocks(0, 0, D_IDS)),
-        (GroupBlocks(0, 0, tuple(range(1, 40))),),
-        (GroupBlocks(7, 0, D_IDS),),
-        (GroupBlocks(0, 2**40, D_IDS),),
-        (GroupBlocks(0, 0, (2**40,)),),
-        (GroupBlocks(0, 0, (-1,)),),
+        ((GroupBlocks(0, 0, D_IDS), GroupBlocks(0, 0, D_IDS)), ""),
+        ((GroupBlocks(0, 0, tuple(range(1, 40))),), ""),
+        ((GroupBlocks(7, 0, D_IDS),), "cache group 7 is wanted"),
+        ((GroupBlocks(0, 2**40, D_IDS),), ""),
+        ((GroupBlocks(0, 0, (2**40,)),), "it cannot be fetched: cache group 0: kernel blocks"),
+        ((GroupBlocks(0, 0, (-1,)),), "it cannot be fetched: cache group 0: kernel blocks -1..-1"),
     ],
 )
-def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups):
+def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups, match):
     pair.start("good", (7, 8), (30, 31))
     pair.hold("bad", P_IDS)
     pair.load("bad", D_IDS, groups=groups)
@@ -56,23 +56,10 @@ def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups):
     assert "good" not in pair.decode.failed
     assert pair.landed((7, 8), (30, 31))
     assert pair.decode.count("failures", reason="internal") == 0
-
-
-@pytest.mark.parametrize(
-    ("groups", "match"),
-    [
-        ((GroupBlocks(0, 0, (2**40,)),), "it cannot be fetched: cache group 0: kernel blocks"),
-        ((GroupBlocks(0, 0, (-1,)),), "it cannot be fetched: cache group 0: kernel blocks -1..-1"),
-        ((GroupBlocks(7, 0, D_IDS),), "cache group 7 is wanted"),
-    ],
-)
-def test_blocks_that_we_do_not_have_ourselves_fail_the_load_at_once(pair, groups, match):
-    pair.hold("bad", P_IDS)
-    pair.load("bad", D_IDS, groups=groups)
-    pair.run()
-    assert match in pair.decode.failed["bad"]
-    assert pair.prefill.sent == ["bad"], "P need not wait until its lease is over"
-    pair.assert_idle()
+    if match:
+        assert match in pair.decode.failed["bad"]
+        assert "bad" in pair.prefill.sent, "P need not wait until its lease is over"
+        pair.assert_idle()
 
 
 def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
@@ -258,26 +245,6 @@ def test_a_stranger_cannot_end_the_quarantine_of_slots():
     pair.assert_idle()
 
 
-@pytest.mark.parametrize("kind", [Landed, Accepted, CreditGrant])
-def test_a_number_that_nobody_uses_is_no_harm(pair, kind):
-    """CreditGrant may cross with the end of a transfer; the others never come unasked."""
-    pair.start()
-    pair.settle()
-    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
-    if kind is CreditGrant:
-        unknown = CreditGrant(99, (Grant(4096, 4096, 1),))
-        pair.decode.channel.send(link.split(":", 2)[2], encode(unknown))
-    else:
-        unknown = Landed(99, 0, 1, 768, None) if kind is Landed else Accepted(99, 9)
-        pair.prefill.channel.send(link, encode(unknown))
-    pair.settle()
-    assert pair.decode.count("failures", reason="peer_message") == (kind is not CreditGrant)
-    pair.start("good", *GOOD)
-    pair.settle()
-    assert pair.landed(*GOOD)
-    pair.assert_idle()
-
-
 def test_all_is_written_and_nothing_was_said_of_any_chunk(pair):
     insert(pair, Landed, lambda landed: [] if landed.transfer_id == 1 else [landed], times=4)
     fails_alone(pair, "the peer says that all is written, but 2 chunks did not land")
@@ -341,18 +308,6 @@ def test_no_slot_at_all_is_waited_for_until_the_time_is_over(pair):
     pair.run(ExtraConfig().load_timeout_s)
     assert "the time that the peer gave is over" in pair.decode.failed["a"]
     pair.run(1)
-    pair.assert_idle()
-
-
-def test_one_slot_for_two_chunks(pair):
-    """P writes the second chunk over the first, as it was told to; D notices."""
-    insert(pair, Fetch, lambda fetch: [msgspec.structs.replace(fetch, grants=fetch.grants[:1] * 2)])
-    pair.start()
-    pair.start("good", *GOOD)
-    pair.run(0.2)
-    assert "a" in pair.decode.failed
-    assert pair.landed(*GOOD)
-    pair.run(110, step_s=1)
     pair.assert_idle()
 
 

@@ -66,20 +66,6 @@ def test_a_request_is_seen_on_both_sides_at_each_stage(pair):
     assert slots(pair.decode, "receive")[1:] == slots(pair.prefill, "send")[1:] == (0, 0, 0)
 
 
-def test_what_landed_of_a_load_is_counted(pair):
-    pair.prefill.engine.hold()
-    pair.hold("a", tuple(range(1, 31)))
-    pair.load("a", tuple(range(1, 31)))
-    pair.run(1)
-    pair.prefill.engine.release()
-    shares = []
-    while pair.decode.transfers.decode.loads:
-        pair.settle(1)
-        shares += [load.landed_bytes / load.total_bytes for load in seen(pair.decode).loads]
-    assert shares == sorted(shares)
-    assert shares[0] < shares[len(shares) // 2] < 1
-
-
 def test_a_load_that_waits_for_its_turn_says_so(pair):
     pair.load("a", (21,), ready=lambda: False)
     pair.decode.transfers.decode._config = ExtraConfig(max_loads=0)

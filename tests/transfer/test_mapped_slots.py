@@ -16,17 +16,13 @@ import torch
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.lanes import Transport
-from kvconnect.outcome import Cause
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import SharedMemory
 from kvconnect.peer.messages import (
-    CreditGrant,
     Fetch,
     Grant,
-    Hello,
     Landed,
     Written,
-    encode,
 )
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import D_IDS, PAGE_BYTES, SLOT_BYTES, Pair, quarantined
@@ -70,11 +66,6 @@ def introduces(pair, **fields):
 def shown_otherwise(pair, **fields):
     """D's card of its memory has other words."""
     introduces(pair, memory=msgspec.structs.replace(pair.decode.local.introduction.memory, **fields))
-
-
-def slots_of(pair):
-    """What lies in D's landing slots; a copy."""
-    return pair.decode.arenas[0]._storage.clone()
 
 
 def test_pages_are_packed_into_the_peers_slots_and_the_engine_is_not_used(pair):
@@ -226,78 +217,7 @@ def test_slots_that_cannot_be_mapped_are_written_by_the_engine(pair, changes, fa
     pair.assert_idle()
 
 
-def test_a_peer_that_greets_anew_with_other_memory_is_mapped_anew(pair):
-    """D's process is another one: what it was known by before is not written any more."""
-    pair.start()
-    pair.run(0.1)
-    before = slots_of(pair)
-    fresh = Pair(shared=True).decode.arenas[0]
-    pair.network.taps.append(
-        lambda message: [
-            msgspec.structs.replace(
-                message, introduction=msgspec.structs.replace(message.introduction, memory=fresh.card)
-            )
-            if isinstance(message, Hello)
-            else message
-        ]
-    )
-    pair.decode.transfers.decode.peers.greet_anew()
-    pair.settle()
-    pair.start("b", (7, 8), (30, 31))
-    pair.settle()
-    assert "the peer's slots are the" in pair.decode.failed["b"]
-    assert torch.equal(slots_of(pair), before)
-
-
 # How it ends
-
-
-def half_way(pair):
-    """Two of five chunks have landed, and D's next grant is still on its way: it is returned."""
-    kept = []
-
-    def keep(message):
-        if isinstance(message, CreditGrant):
-            kept.append(message)
-            return []
-        return [message]
-
-    pair.network.taps.append(keep)
-    pair.start("a", SOURCE, TARGET)
-    pair.settle()
-    pair.network.taps.clear()
-    assert 0 < len(pair.network.heard(Landed)) < 5
-    assert kept
-    return kept[0]
-
-
-def say_to_prefill(pair, message):
-    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
-    pair.decode.channel.send(link.split(":", 2)[2], encode(message))
-
-
-def test_a_fetch_that_is_cancelled_half_way_is_answered_quiescent_and_later_grants_are_not_used():
-    pair = Pair(ExtraConfig(num_slots=2), shared=True)
-    use = EngineUse(pair)
-    late = half_way(pair)
-    landed = len(pair.network.heard(Landed))
-    pair.abort("a")
-    pair.settle()
-    (written,) = pair.network.heard(Written)
-    assert (written.ok, written.quiescent, written.error) == (
-        False,
-        True,
-        Cause.ABORTED("the peer cancelled it"),
-    )
-    assert pair.decode.received == pair.prefill.sent == ["a"]
-    assert pair.decode.landing.taken == 0
-    before = slots_of(pair)
-    say_to_prefill(pair, late)
-    pair.run(1)
-    assert torch.equal(slots_of(pair), before)
-    assert len(pair.network.heard(Landed)) == landed
-    assert not use
-    pair.assert_idle()
 
 
 def test_a_cancelled_fetch_is_not_answered_while_a_slot_is_being_packed(pair):

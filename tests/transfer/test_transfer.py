@@ -99,16 +99,6 @@ def test_a_load_that_is_aborted_before_its_blocks_are_unused_gives_its_slots_bac
     pair.assert_idle()
 
 
-def test_an_unknown_handle_fails_within_its_deadline(pair):
-    pair.load("a", D_IDS, handle="made up")
-    pair.run(ExtraConfig().early_fetch_s + 0.1)
-    assert pair.decode.failed == {"a": "no request is held under this handle"}
-    assert pair.decode.received == ["a"]
-    pair.start("b")
-    pair.run()
-    assert pair.landed()
-
-
 def test_a_handle_works_once(pair):
     pair.start()
     pair.run()
