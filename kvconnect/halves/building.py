@@ -37,7 +37,6 @@ from kvconnect.transfer.stack import Names, StackTraits
 # Tiers are a fifth of the package, and where nothing is kept none of it is loaded.
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-    from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
     from kvconnect.offload.tier_events import TierEvents
     from kvconnect.offload.worker.offload_worker import OffloadWorker
 
@@ -85,7 +84,6 @@ def build_scheduler_half(
     trust: Trust | None = None,
     kept: KeptBlocks | None = None,
     new_handle: Callable[[], str] = new_handle,
-    zeroes_loads: bool = False,
 ) -> SchedulerHalf:
     """The half beside the request scheduler.
 
@@ -99,7 +97,7 @@ def build_scheduler_half(
         ConfigError: engine id and host are too long for a handle, or ``kept`` does not fit into memory.
         LocalError: no rank listens, and the configuration names an engine.
     """
-    offload = None
+    traits, groups, offload = traits or StackTraits(), cache_config.groups, None
     if kept is not None and config.extra.offload is not None:
         from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 
@@ -115,37 +113,30 @@ def build_scheduler_half(
         if kept.events is not None:
             offload.announce(kept.events)
     if config.extra.engine == "none":
-        return SchedulerHalf(offload=offload, zeroes_loads=zeroes_loads)
+        return SchedulerHalf(offload=offload, zeroes_loads=traits.zeroes_loads)
     if not directory:
         raise LocalError("the scheduler half needs the address of rank 0 at least")
-    traits, groups = traits or StackTraits(), cache_config.groups
     # A recurrent state cannot be rolled back by the token that D computes itself.
     has_states = any(group.is_state for group in groups)
     traits = dataclasses.replace(traits, held_back=max(traits.held_back, int(has_states)))
     handles, peers = trust or Trust(Handles())
     draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
     rank0, prefill, decode, pulls = draft.directory[0], None, None, None
-    bootstrap, offered = None, None
+    offered = None
     if config.is_producer:
         prefill = PrefillRequests(config, groups, traits, handles, new_handle, draft)
         if config.extra.offload is not None and traits.naming is not None:
             offered = {SOURCES_KEY: [join_address(rank0.host, rank0.port)]}
         if config.extra.bootstrap_port:
             listens_at = config.extra.here(0).listens_at
-            bootstrap = Bootstrap(listens_at, config.extra.bootstrap_port, bootstrap_answer(rank0, handles))
+            answer = bootstrap_answer(rank0, handles)
+            prefill.bootstrap = Bootstrap(listens_at, config.extra.bootstrap_port, answer)
     if config.is_consumer:
         decode = DecodeRequests(config, cache_config, traits, handles, peers, draft)
         if traits.names and traits.naming and traits.clock:
             pulls = PullRequests(config, groups, traits, peers, new_handle, draft)
     return SchedulerHalf(
-        draft,
-        prefill,
-        decode,
-        pulls,
-        offload,
-        offered=offered,
-        bootstrap=bootstrap,
-        zeroes_loads=zeroes_loads,
+        draft, prefill, decode, pulls, offload, offered=offered, zeroes_loads=traits.zeroes_loads
     )
 
 

@@ -1,6 +1,6 @@
 """The half that lives beside a stack's request scheduler: every hook goes to the parts that have it.
 
-It has no engine, no tensor, and no socket but that of ``Bootstrap``; no hook waits for anything. A request
+It has no engine, no tensor, and no socket but P's ``Bootstrap``; no hook waits for anything. A request
 whose KV is fetched from a peer takes nothing from the tiers for that admission; what it computes or fetches
 is kept like that of any other.
 """
@@ -14,7 +14,6 @@ import msgspec
 
 from kvconnect.decode.decode_requests import DecodeRequests
 from kvconnect.decode.pulls import PullRequests
-from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import Orders, OrdersDraft, Results
@@ -59,12 +58,11 @@ class SchedulerHalf:
         offload: OffloadScheduler | None = None,
         *,
         offered: Mapping[str, Any] | None = None,
-        bootstrap: Bootstrap | None = None,
         zeroes_loads: bool = False,
     ) -> None:
         self.draft, self.prefill, self.decode = draft, prefill, decode
         self.pulls, self.offload = pulls, offload
-        self._offered, self._bootstrap, self._zeroes_loads = offered, bootstrap, zeroes_loads
+        self._offered, self._zeroes_loads = offered, zeroes_loads
         self._parts = [part for part in (prefill, decode, pulls, offload) if part is not None]
         # Few requests name a source: the hooks of pulls are called while there is one that does.
         others = [part for part in self._parts if part is not pulls]
@@ -76,8 +74,6 @@ class SchedulerHalf:
 
     def drain(self) -> None:
         """Hold nothing any more. The only hook that any thread may call."""
-        if self._bootstrap is not None:
-            self._bootstrap.close()
         if self.prefill is not None:
             self.prefill.drain()
 

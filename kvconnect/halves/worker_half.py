@@ -198,15 +198,7 @@ class TransferWorker:
             self._steps = DeviceSteps(self._record)
         if self.kept is not None:
             local.keep(self.kept)
-        self._transfers = WorkerTransfers(
-            extra,
-            self._channel,
-            local,
-            self._reports,
-            self._metrics,
-            is_producer=config.is_producer,
-            is_consumer=config.is_consumer,
-        )
+        self._transfers = WorkerTransfers(config, self._channel, local, self._reports, self._metrics)
         topics, timeline = self._transfers.inbound_peers.topics, self._metrics.timeline
         # Reading the versions of packages takes milliseconds, and files: not on the transfer thread.
         topics.add(description.TOPIC, functools.partial(self._describe, package_versions()))

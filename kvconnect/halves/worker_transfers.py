@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from kvconnect.addresses import RankAddress
-from kvconnect.config import ExtraConfig
+from kvconnect.config import TransferConfig
 from kvconnect.decode.decode_side import DecodeSide
 from kvconnect.engine.base import Completion
 from kvconnect.metrics import Metrics, count_error
@@ -51,31 +51,26 @@ _LONG_NAP_S = 1e-3
 class WorkerTransfers:
     """What a worker holds and sends as a producer, what it fetches as a consumer, or both, on one thread.
 
-    Args:
-        is_producer: it hands out KV; else ``prefill`` is None, and peers that ask are refused.
-        is_consumer: it fetches KV; else ``decode`` is None.
-        randomness: where everything random comes from; None for the system's.
+    Where it hands out no KV ``prefill`` is None, and peers that ask are refused; where it fetches none
+    ``decode`` is None. ``randomness`` is where everything random comes from; None for the system's.
     """
 
     def __init__(
         self,
-        config: ExtraConfig,
+        config: TransferConfig,
         channel: Channel,
         local: Local,
         reports: Reports,
         metrics: Metrics,
         randomness: random.Random | None = None,
-        *,
-        is_producer: bool = True,
-        is_consumer: bool = True,
     ) -> None:
         chance = randomness or random.SystemRandom()
         self.local, self._channel, self._metrics = local, channel, metrics
         self.timers = Timers(lambda error: count_error(metrics, error, "what was due"))
-        context = TransferContext(config, local, channel, reports, metrics, chance, self.timers)
+        context = TransferContext(config.extra, local, channel, reports, metrics, chance, self.timers)
         self.inbound_peers = InboundPeers(context)
-        self.prefill = PrefillSide(context, self.inbound_peers) if is_producer else None
-        self.decode = DecodeSide(context) if is_consumer else None
+        self.prefill = PrefillSide(context, self.inbound_peers) if config.is_producer else None
+        self.decode = DecodeSide(context) if config.is_consumer else None
         # In this order they carry out a step's orders.
         parts: tuple[TransferPart | None, ...] = (self.prefill, self.decode)
         self._parts = [part for part in parts if part is not None]

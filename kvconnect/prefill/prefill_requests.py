@@ -15,6 +15,7 @@ from kvconnect.cache.specs import KVCacheGroup, div_ceil
 from kvconnect.config import TransferConfig
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
+from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.peer.handles import MOST_TOKENS, PROMPT_BYTES, Claims, Handles
 from kvconnect.plan.blocks import BlockIdsByGroup, GroupBlocks
 from kvconnect.timeline import Moment
@@ -113,6 +114,8 @@ class PrefillRequests:
         self._places = _Places(config.extra.max_leases)
         self._answers: dict[str, dict[str, Any]] = {}
         self._draining = False
+        self.bootstrap: Bootstrap | None = None
+        """Where a router that speaks Mooncake's protocol is answered, until it drains."""
         # States are not streamed: they travel last.
         tokens = {i: g.block_size for i, g in enumerate(groups) if g.has_cache and not g.is_state}
         self._streamed_groups = tokens if config.extra.stream_min_tokens else {}
@@ -121,6 +124,8 @@ class PrefillRequests:
 
     def drain(self) -> None:
         """Hold nothing any more. From any thread."""
+        if self.bootstrap is not None:
+            self.bootstrap.close()
         self._draining = True
 
     def prefill_tokens(self, request: RequestView) -> int:

@@ -87,6 +87,8 @@ class StackTraits:
     identity_marks: bytes = b""
     naming: Naming | None = None
     names: Names | None = None
+    # Blocks that are loaded are zeroed after ``before_step`` of the load's step.
+    zeroes_loads: bool = False
 
 
 class Computed(NamedTuple):

@@ -90,6 +90,7 @@ def make_scheduler_half(
         identity_marks=next((meta.identity_marks for meta in workers.values()), b""),
         naming=named,
         names=BlockNames(vllm_config, named.tokens) if named is not None else None,
+        zeroes_loads=zeroes_loads,
     )
     if extra.offload is not None:
         events = None
@@ -116,7 +117,6 @@ def make_scheduler_half(
         directory=tuple(meta.address for meta in workers.values() if meta.address is not None),
         trust=trust,
         kept=kept,
-        zeroes_loads=zeroes_loads,
     )
 
 

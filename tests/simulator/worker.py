@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from prometheus_client import CollectorRegistry
 
+from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Span
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
@@ -105,8 +106,10 @@ class SimWorker:
         )
         if self.tiers is not None and self.tiers.names is not None:
             local.keep(self.tiers.names)
+        # Of any role: what a node does not do its halves do not order.
+        config = TransferConfig(kv_role="kv_both", kv_connector_extra_config=self.config)
         return WorkerTransfers(
-            self.config,
+            config,
             self.channel,
             local,
             self.reports,

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import shard_heads
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.config import ExtraConfig
+from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.engine.base import Span
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
@@ -128,8 +128,7 @@ class FakeWorker:
         scratch_bytes: int = 0,
         engine: FaultyEngine | None = None,
         shared: bool = False,
-        is_producer: bool = True,
-        is_consumer: bool = True,
+        role: str = "kv_both",
     ) -> None:
         self.engine_id = engine_id
         self.config = config
@@ -175,16 +174,8 @@ class FakeWorker:
         self.reports = Reports(rank)
         # A run is as the one before it: attempts to reach a peer are spread by chance.
         chance = random.Random(f"{engine_id} {rank}")
-        self.transfers = WorkerTransfers(
-            config,
-            self.channel,
-            self.local,
-            self.reports,
-            self.metrics,
-            chance,
-            is_producer=is_producer,
-            is_consumer=is_consumer,
-        )
+        whole = TransferConfig(kv_role=role, engine_id=engine_id, kv_connector_extra_config=config)
+        self.transfers = WorkerTransfers(whole, self.channel, self.local, self.reports, self.metrics, chance)
         self.results: list[Results] = []
         self.ordered: Counter[str] = Counter()
         self._order = self.transfers.order
@@ -336,7 +327,7 @@ class Pair:
             slot_bytes=self.prefill_slot_bytes or self.slot_bytes,
             scratch_bytes=self.scratch_bytes,
             shared=self.shared,
-            is_consumer=not self.are_apart,
+            role="kv_producer" if self.are_apart else "kv_both",
         )
         self.decode = FakeWorker(
             "D",
@@ -347,7 +338,7 @@ class Pair:
             slot_bytes=self.slot_bytes,
             scratch_bytes=self.scratch_bytes,
             shared=self.shared,
-            is_producer=not self.are_apart,
+            role="kv_consumer" if self.are_apart else "kv_both",
         )
         self.prefill.storage.copy_(torch.randn(self.prefill.storage.shape))
 

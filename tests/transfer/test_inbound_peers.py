@@ -58,7 +58,7 @@ def test_nodes_of_one_role_each_build_no_part_of_the_other_and_hand_over():
 def asked():
     """A node that only decodes, and one that takes it for a prefill node."""
     pair = Pair(are_apart=True)
-    asking = FakeWorker("E", 60, pair.network, pair.config, is_producer=False)
+    asking = FakeWorker("E", 60, pair.network, pair.config, role="kv_consumer")
     pair.others.append(asking)
     return pair, asking
 
