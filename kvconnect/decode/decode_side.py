@@ -32,8 +32,7 @@ from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders
-from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, each
-from kvconnect.transfer.timers import AGAIN_S
+from kvconnect.transfer.parts import AGAIN_S, Finished, TransferContext, TransferPart, each
 
 logger = logging.getLogger(__name__)
 

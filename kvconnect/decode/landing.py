@@ -20,9 +20,8 @@ from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.timeline import Moment
-from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.parts import Timer, TransferContext
 from kvconnect.transfer.slots import Slot, SlotEvent, SlotState
-from kvconnect.transfer.timers import Timer
 
 if TYPE_CHECKING:
     from kvconnect.decode.loads import LoadRecord

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from kvconnect.decode.landing import Landing
 from kvconnect.outcome import Cause, Reason
 from kvconnect.transfer.orders import Load
+from kvconnect.transfer.parts import Timer
 from kvconnect.transfer.slots import next_state
-from kvconnect.transfer.timers import Timer
 
 
 class RankFetchState(enum.Enum):

@@ -26,8 +26,7 @@ from kvconnect.peer.session import Event, Ready, Session, SessionState
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.transfer.breaker import Breaker
-from kvconnect.transfer.parts import TransferContext
-from kvconnect.transfer.timers import Timer
+from kvconnect.transfer.parts import Timer, TransferContext
 
 logger = logging.getLogger(__name__)
 

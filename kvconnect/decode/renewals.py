@@ -15,8 +15,7 @@ from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
 from kvconnect.transfer.orders import Await
-from kvconnect.transfer.parts import TransferContext
-from kvconnect.transfer.timers import Timer
+from kvconnect.transfer.parts import Timer, TransferContext
 
 _SHORTEST_S, _LONGEST_S = 0.05, 30.0
 _PACE_S = 1.0

@@ -28,8 +28,7 @@ from kvconnect.timeline import Turns
 from kvconnect.transfer.inbound_peers import InboundPeers
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.orders import Orders, Reports
-from kvconnect.transfer.parts import Finished, TransferContext, TransferPart
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.parts import Finished, Timers, TransferContext, TransferPart
 
 _OTHER_WEIGHTS = Cause.OTHER_WEIGHTS("peer has other weights than those that it was computed with")
 

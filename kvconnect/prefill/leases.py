@@ -19,8 +19,7 @@ from kvconnect.outcome import Cause, Reason
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.kept import Kept
 from kvconnect.transfer.orders import Hold, Progress
-from kvconnect.transfer.parts import TransferContext
-from kvconnect.transfer.timers import Timer
+from kvconnect.transfer.parts import Timer, TransferContext
 
 logger = logging.getLogger(__name__)
 

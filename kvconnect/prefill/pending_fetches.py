@@ -22,7 +22,7 @@ from kvconnect.peer.messages import Fetch
 from kvconnect.plan.chunks import Chunker
 from kvconnect.prefill.leases import Consumer, TransferKey
 from kvconnect.transfer.params import announced_id
-from kvconnect.transfer.timers import Timer, Timers
+from kvconnect.transfer.parts import Timer, Timers
 
 _LONGEST_FETCH_S = 3600.0
 _FEW_CHUNKS = 256

@@ -21,9 +21,8 @@ from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter
 from kvconnect.prefill.outbox import Parcel, SlotOutbox
-from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.parts import Timer, TransferContext
 from kvconnect.transfer.slots import Slot, SlotEvent
-from kvconnect.transfer.timers import Timer
 
 logger = logging.getLogger(__name__)
 

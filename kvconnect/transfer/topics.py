@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvconnect.peer.messages import Answer, Question
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.parts import Timers
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from kvconnect.peer.session import Ready
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.inbound_peers import NO_PREFILL, InboundPeers
 from kvconnect.transfer.orders import Await, Load, Orders
-from kvconnect.transfer.parts import TransferContext
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.parts import Timers, TransferContext
 from tests.transfer.pair import D_IDS, FakeWorker, Pair
 
 

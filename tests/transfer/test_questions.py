@@ -23,7 +23,7 @@ from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.timeline import Moment
 from kvconnect.tools.inspect_runner import look, run_inspect
 from kvconnect.transfer.orders import Hold, Orders
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.parts import Timers
 from kvconnect.transfer.topics import Topics
 from tests.identities import named
 from tests.ports import free_port

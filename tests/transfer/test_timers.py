@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.transfer.timers import Timers
+from kvconnect.transfer.parts import Timers
 
 WHEN = st.integers(0, 30)
 ACTIONS = st.lists(
