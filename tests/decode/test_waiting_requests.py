@@ -104,6 +104,16 @@ def test_requests_that_queue_for_longer_than_a_lease_are_loaded():
     queue.pair.assert_idle()
 
 
+def test_requests_that_come_one_by_one_cost_no_message_each():
+    queue = Queue()
+    for number in range(19):
+        queue.arrive(f"r{number}", 1 + number)
+        queue.run(0.2)
+    queue.run(1)
+    assert queue.shortest_pause() >= 1.0
+    assert len(queue.renewals[-1].handles) >= 14
+
+
 @pytest.mark.parametrize("ends", ["aborted", "computed here"])
 def test_a_request_that_is_not_loaded_lets_go(ends):
     queue = Queue()
