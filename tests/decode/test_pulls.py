@@ -151,6 +151,12 @@ def test_sources_of_a_client_are_checked_like_its_other_addresses(caplog):
         assert node.orders().failures == ("parameters_refused",)
 
 
+def test_what_operators_configured_needs_no_other_permission():
+    node = Node(SOURCE, allow=["10.0.0.8"])
+    assert node.begin(params={"kv_sources": [SOURCE]})[1] is None
+    assert not node.orders().failures
+
+
 def test_sources_are_asked_one_after_the_other_until_one_has_it():
     node = Node(SOURCE, OTHER)
     request, _ = node.begin()
@@ -359,6 +365,15 @@ def test_a_request_that_was_loaded_says_nothing_of_how_fast_prompts_are_computed
     node.orders()
     assert node.hooks.pulls._rate.tokens_per_s == 0
     assert node.begin("b", num_tokens=1000)[1] is None
+
+
+def test_a_preempted_request_is_asked_for_anew():
+    node = Node(SOURCE)
+    request, _ = node.load()
+    node.hooks.update_results(Results(received=("a",)))
+    node.hooks.preempted("a")
+    assert node.ask(request) is None
+    assert len(node.orders().finds) == 1
 
 
 @pytest.mark.parametrize("stage", ["asked", "found", "loading"])

@@ -108,6 +108,19 @@ def test_a_child_that_has_all_of_it_does_not_fail_with_the_first():
     assert decode.matched_tokens(second, 40) == (0, False)
 
 
+def test_p_is_let_go_once_and_only_when_nobody_can_want_it():
+    decode, (first, second, third) = children()
+    end(decode, first, delivered=False)
+    decode.update_after_alloc(second, BLOCKS, 0)
+    assert not decode.build_orders().let_go, "the third may still fetch it"
+    assert decode.matched_tokens(third, 0) == (40, True)
+    decode.update_after_alloc(third, BLOCKS, 0)
+    assert len(decode.build_orders().let_go) == 1
+    end(decode, second, third)
+    assert not decode.build_orders()
+    assert set(decode.state().values()) == {0}
+
+
 def test_two_that_were_promised_the_load_before_either_got_blocks_are_told_apart():
     """Some serving stacks give blocks later than they ask: both expect an answer, one gets KV."""
     decode, (first, second, third) = children()

@@ -120,6 +120,13 @@ def test_what_was_not_told_before_the_end_is_not_told_after_it(delivered):
     assert not prefill.state()["streaming"]
 
 
+def test_who_gets_no_lease_is_not_followed():
+    prefill = prefill_of(max_leases=1)
+    for number in range(2):
+        arrived(prefill, f"p{number}", params={**ON_P, TRANSFER_KEY: f"t{number}"})
+    assert list(prefill.due) == ["p0"]
+
+
 @given(st.integers(0, 2**32 - 1))
 def test_what_was_told_adds_up_to_what_a_request_has(seed):
     """Against a plain account of each request's blocks, and of what a worker makes of its orders."""
