@@ -91,6 +91,18 @@ def test_a_fetch_waits_for_a_prefill_that_is_under_way_longer_than_for_an_unknow
     pair.assert_idle()
 
 
+def test_the_wait_for_a_prefill_ends_with_the_time_of_the_load(pair):
+    expect(pair)
+    pair.load("a", D_IDS)
+    pair.run(ExtraConfig().load_timeout_s + 1, step_s=0.5)
+    assert pair.decode.received == ["a"]
+    assert pair.decode.failed
+    assert not pair.prefill.transfers.prefill.pending.fetches
+    withdraw(pair)
+    pair.run(ExtraConfig().early_fetch_s + 1)
+    pair.assert_idle()
+
+
 def test_waiting_for_a_prefill_does_not_keep_the_prefill_node_awake(pair):
     """A thread that polls takes the processor from the prefill that it waits for."""
     expect(pair)

@@ -7,6 +7,7 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.peer.messages import Accepted, Landed, Renew, Renewed, Written
+from tests.prefill.prefills import Prefill
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
 SHORT = {"lease_s": 3.0, "lease_max_s": 20.0}
@@ -132,6 +133,26 @@ def test_epochs_are_others_for_every_lease_and_every_process():
     ]
     assert len(set(epochs)) == 6
     assert 0 not in epochs
+
+
+def test_a_preempted_prefill_goes_on_under_another_epoch():
+    pair = Pair(ExtraConfig(stream_min_tokens=1))
+    prefill = Prefill(pair, (1, 2, 3, 4, 5), 20)
+    pair.load("a", (11, 12, 13, 14, 15), num_tokens=20)
+    pair.settle()
+    prefill.to(8)
+    pair.run(0.2)
+    prefill.lose((21, 22, 23, 24, 25))
+    pair.run(0.2)
+    prefill.to(12)
+    pair.run(0.2)
+    prefill.hold()
+    pair.run(0.5)
+    assert pair.decode.failed == {}
+    assert prefill.landed((11, 12, 13, 14, 15))
+    assert len({accepted.epoch for accepted in pair.network.heard(Accepted)}) == 2
+    pair.run(6)
+    pair.assert_idle()
 
 
 def test_a_handle_that_stands_for_something_else_than_when_it_was_renewed_is_no_use():
