@@ -127,6 +127,18 @@ def test_a_refused_order_is_reported_and_never_sent(pair):
     assert not pair.decode.transfers.decode.peers
 
 
+def test_a_peer_that_forgot_us_is_met_again(pair):
+    pair.start()
+    pair.run()
+    pair.prefill.transfers.prefill.inbound_peers._peers.clear()
+    pair.start("b", (7, 8), (30, 31))
+    pair.run(0.1)
+    assert pair.decode.received == ["a", "b"]
+    assert not pair.decode.failed
+    assert pair.landed((7, 8), (30, 31))
+    pair.assert_idle()
+
+
 def test_loads_beyond_the_bound_wait_their_turn():
     pair = Pair(ExtraConfig(max_loads=2))
     pair.prefill.engine.hold()
