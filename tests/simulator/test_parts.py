@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kvconnect.cache.specs import div_ceil
@@ -54,7 +53,7 @@ def test_every_byte_of_a_request_is_looked_at(model, head_first):
     seen = 0
     for place in range(0, memory.page_bytes, 5):
         memory._bytes[place] ^= 0xFF
-        touched = memory.blocks_at(np.array([memory.address + place]), np.array([1]))
+        touched = memory.blocks_at(memory.address + place, 1)
         if memory.difference(prompt, ids, TOKENS):
             seen += 1
             assert touched & {block for group in ids for block in group}

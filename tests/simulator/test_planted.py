@@ -7,7 +7,6 @@ import math
 import random
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvconnect.decode.decode_requests import DecodeRequests, EarlyLoads
@@ -86,7 +85,7 @@ def sends_pages(patch):
             return None
         # Landing slots lie behind the pages, and send slots behind these.
         pages_end = self._pool.slots[0].address - len(self._pool.slots) * self._pool.slot_bytes
-        return np.array([pages_end - self._pool.slot_bytes]), *batch[1:]
+        return pages_end - self._pool.slot_bytes, *batch[1:]
 
     patch.setattr(SlotOutbox, "peek", peek_at_pages)
 
