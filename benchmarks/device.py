@@ -9,21 +9,22 @@ from typing import Any
 
 import torch
 
-from benchmarks.options import DEVICES, option
+from benchmarks.harness import DEVICES, option
 from kvconnect.errors import ConfigError
 
 _RUNS = 50
 _WARM_UP = 5
 
 
-def default_device() -> str:
-    """The GPU if there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def device_option() -> Any:
     """Where a benchmark runs that needs one device."""
-    return option(default_device(), "cpu or cuda; left out, the GPU if there is one.", accepted=DEVICES)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return option(default, "cpu or cuda; left out, the GPU if there is one.", accepted=DEVICES)
+
+
+def device_count() -> int:
+    """How many GPUs there are."""
+    return torch.cuda.device_count()
 
 
 def check_device(device: str) -> None:
@@ -44,13 +45,10 @@ def wait_for_device(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def run_seconds(
-    call: Callable[[], object], runs: int, before: Callable[[], object] = lambda: None
-) -> list[float]:
-    """Seconds of the host in each call, the device idle before it; ``before`` is not counted."""
+def run_seconds(call: Callable[[], object], runs: int) -> list[float]:
+    """Seconds of the host in each call, the device idle before it."""
     times = []
     for _ in range(runs):
-        before()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -59,15 +57,13 @@ def run_seconds(
     return times
 
 
-def host_us(call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+def host_us(call: Callable[[], object]) -> float:
     """Median microseconds of the host in a call, as ``run_seconds`` counts them."""
-    return statistics.median(run_seconds(call, _WARM_UP + _RUNS, before)[_WARM_UP:]) * 1e6
+    return statistics.median(run_seconds(call, _WARM_UP + _RUNS)[_WARM_UP:]) * 1e6
 
 
-def device_us(call: Callable[[], object], device: str) -> float:
-    """Median microseconds of a call on the device; on a CPU by the clock."""
-    if device == "cpu":
-        return host_us(call)
+def device_us(call: Callable[[], object]) -> float:
+    """Median microseconds of a call on the GPU."""
     for _ in range(_WARM_UP):
         call()
     times: list[float] = []

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.cache import BenchCache, CacheShape, Layout
 from benchmarks.device import check_device, device_option, device_us, host_us, run_seconds
-from benchmarks.options import Options as BaseOptions
-from benchmarks.report import Report
-from benchmarks.transfer.cache import BenchCache
-from benchmarks.transfer.cases import CacheShape, Layout
+from benchmarks.harness import Options as BaseOptions
+from benchmarks.harness import Report
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer
@@ -52,7 +51,7 @@ class _Case:
     def time_us(self, call: Callable[[], object]) -> float:
         """Microseconds of a call: on a GPU the median of many runs, on a CPU the best of a few."""
         if self.device != "cpu":
-            return device_us(call, self.device)
+            return device_us(call)
         return min(run_seconds(call, _CPU_RUNS)) * 1e6
 
     def stage(self, order: str, digest_sample: int) -> tuple[Packer, StagedChunk]:
@@ -86,14 +85,14 @@ class _Case:
             "blocks": self.blocks,
             "total_bytes": self.total_bytes,
             "digest_sample": digest_sample,
-            "copy_us": round(self.copy_us, 1),
-            "pack_us": round(pack_us, 1),
-            "unpack_us": round(unpack_us, 1),
-            "pack_gb_per_s": round(self.total_bytes / pack_us / 1e3, 1),
-            "unpack_gb_per_s": round(self.total_bytes / unpack_us / 1e3, 1),
-            "pack_of_copy": round(self.copy_us / pack_us, 3),
-            "unpack_of_copy": round(self.copy_us / unpack_us, 3),
-            "pack_host_us": round(pack_host_us, 1),
+            "copy_us": self.copy_us,
+            "pack_us": pack_us,
+            "unpack_us": unpack_us,
+            "pack_gb_per_s": self.total_bytes / pack_us / 1e3,
+            "unpack_gb_per_s": self.total_bytes / unpack_us / 1e3,
+            "pack_of_copy": self.copy_us / pack_us,
+            "unpack_of_copy": self.copy_us / unpack_us,
+            "pack_host_us": pack_host_us,
         }
 
 

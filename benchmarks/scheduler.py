@@ -1,41 +1,59 @@
-"""What the scheduler half's hooks add to a serving stack's step, on one core and without a network.
+"""What a step of a decode node's scheduler half takes, and what of it is for those that watch it.
 
-Every step runs all hooks in the order in which a scheduler calls them. Steady decode is a step in which
-nobody comes or goes; the other steps admit requests, or end them, on top of it. Requests and block ids
-are made beforehand: only the hooks are timed.
+In each step every request gets a token, a 16th of them fill a block, which is stored where an old one makes
+room, one request comes whose KV is loaded, and one ends. Nodes that differ in what watches them (KV events,
+the timeline, metrics) take turns, so that whatever else the machine does disturbs all of them: what counts is
+the median of the differences of steps that follow one another. A node that nothing watches either shows how
+far that can be trusted. On one core and without a network; requests and block ids are made beforehand.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry
 
-from benchmarks.options import Options as BaseOptions
-from benchmarks.options import option
-from benchmarks.report import Report
-from benchmarks.scheduler_offload import Keeping, Running
-from benchmarks.scheduler_watched import Watched, watch_timings
+from benchmarks.harness import Options as BaseOptions
+from benchmarks.harness import Report, option
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.config import TransferConfig
+from kvconnect.config import OffloadConfig, TransferConfig
 from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.halves.scheduler_half import SchedulerHalf
+from kvconnect.metrics import Metrics, OffloadMetrics, merge_changes
+from kvconnect.node.kv_events import BlockRemoved, BlockStored
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.tier_events import Described, EventMaker, TierEvents
 from kvconnect.peer.handles import Claims, Handles
-from kvconnect.transfer.orders import Results
-from kvconnect.transfer.stack import StackTraits
+from kvconnect.transfer.orders import OffloadReport, Orders, Results
+from kvconnect.transfer.stack import Computed, StackTraits, Step
 
-_WARM_UP = 0.1
-_BLOCK_TOKENS = 16
-_PROMPT_TOKENS = 2048
-_NOTHING = Results()
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 2048
+_GROUPS = (KVCacheGroup(("layer",), FullAttentionSpec(BLOCK_TOKENS, 1, 1, torch.int8)),)
 _HANDLES = Handles(b"what the benchmark signs with")
+_ROW_BYTES = 64
+_MOVED_BYTES = 1 << 20
+# Everybody's, and longer than any request becomes.
+_TOKENS = [*range(1 << 14)]
+_WARM_UP_TURNS = 2
+_STEPS = 16
+"""Of a turn: as many as a block has tokens."""
+_NODES: dict[str, tuple[str, ...]] = {
+    "": (),
+    "nothing": (),
+    "events": ("events",),
+    "timeline": ("timeline",),
+    "metrics": ("metrics",),
+    "all three": ("events", "timeline", "metrics"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,35 +61,34 @@ class Options(BaseOptions):
     """Who runs."""
 
     requests: int = option(256, "Requests that run.", least=1)
-    steps: int = option(2000, "Steps of each kind; a tenth with offload.", least=10)
     turns: int = option(40, "Turns of 16 steps of each way to watch a step.", least=1)
 
 
 @dataclass(frozen=True)
-class StepTiming:
-    """One kind of step. ``changed`` requests were admitted or ended in it, ``running`` ones were not."""
+class WatchTiming:
+    """What a step takes, and what of it is for those that watch it."""
 
-    step: str
-    running: int
-    changed: int
-    best_us: float
-    median_us: float
+    watched_by: str
+    added_us: float
+    step_us: float
 
 
 @dataclass
-class _Request:
+class Running:
+    """A request, as a serving stack has it. ``names`` are those of its full blocks."""
+
     request_id: str
     num_tokens: int
+    block_ids: list[int]
     kv_transfer_params: dict[str, Any] | None = None
-    block_ids: tuple[list[int], ...] = field(default_factory=tuple)
+    names: list[bytes] = field(default_factory=list)
 
 
 def half_of(role: str, stack: StackTraits | None = None) -> SchedulerHalf:
-    config = TransferConfig(kv_role=role, engine_id="bench")  # type: ignore[arg-type]
-    group = KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))
+    """A scheduler half of this role, whose directory has been ordered."""
     half = build_scheduler_half(
-        config,
-        KVCacheConfig(1 << 20, (group,)),
+        TransferConfig(kv_role=role, engine_id="bench"),  # type: ignore[arg-type]
+        KVCacheConfig(1 << 20, _GROUPS),
         stack,
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         trust=Trust(_HANDLES),
@@ -80,177 +97,180 @@ def half_of(role: str, stack: StackTraits | None = None) -> SchedulerHalf:
     return half
 
 
-def requests(prefix: str, count: int, params: Callable[[int], dict[str, Any]]) -> list[_Request]:
-    blocks = _PROMPT_TOKENS // _BLOCK_TOKENS
-    return [
-        _Request(f"{prefix}{n}", _PROMPT_TOKENS, params(n), ([*range(1 + n, 1 + n + blocks)],))
-        for n in range(count)
-    ]
+def request_of(name: str, params: dict[str, Any]) -> Running:
+    """A request with blocks of its own for its prompt."""
+    return Running(name, PROMPT_TOKENS, [*range(1, 1 + PROMPT_TOKENS // BLOCK_TOKENS)], params)
 
 
 def told(n: int) -> dict[str, Any]:
+    """What D is told of a prompt that P holds."""
+    claims = Claims("P", "epoch", f"request-{n}", PROMPT_TOKENS, "10.0.0.2", 5600, expires_at=0)
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": "P",
         "remote_host": "10.0.0.2",
         "remote_port": 5600,
-        "remote_num_tokens": _PROMPT_TOKENS,
-        "kvconnect_handle": _HANDLES.make(
-            Claims("P", "epoch", f"request-{n}", _PROMPT_TOKENS, "10.0.0.2", 5600, expires_at=0)
-        ),
+        "remote_num_tokens": PROMPT_TOKENS,
+        "kvconnect_handle": _HANDLES.make(claims),
     }
 
 
 def asked(n: int) -> dict[str, Any]:
+    """What P is asked for."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"transfer-{n}"}
 
 
-def _steady(half: SchedulerHalf) -> None:
-    """The hooks of a step in which nobody comes or goes: none of them is called per request."""
-    half.build_orders()
-    half.update_results(_NOTHING)
+def _describe(request: Any, first: int, count: int, size: int) -> Described:
+    return {"token_ids": _TOKENS[first * size : (first + count) * size]}
 
 
-class _Decode:
-    """D with ``running`` requests, of which ``changed`` come with every step and as many end."""
+def _hashes(request: Any, block_tokens: int) -> Sequence[bytes]:
+    names: list[bytes] = request.names
+    return names
 
-    def __init__(self, running: int, changed: int) -> None:
-        self.half = half_of("kv_consumer")
-        self.changed = changed
-        self.serial = 0
-        self.running = requests("running", running, told)
-        for request in self.running:
-            self._admit(request)
-        self._load(self.running)
 
-    def _admit(self, request: _Request) -> None:
+class Watched:
+    """A node with ``running`` requests; ``watches`` are which of events, timeline and metrics are on.
+
+    There are old blocks, which make room, for so many turns.
+    """
+
+    def __init__(self, running: int, watches: tuple[str, ...], turns: int) -> None:
+        self._watches = watches
+        self._serial = 0
+        known = (_WARM_UP_TURNS + turns) * _STEPS * running // PROMPT_TOKENS + 1
+        num_rows = (known + running) * PROMPT_TOKENS // BLOCK_TOKENS
+        offload = OffloadScheduler(
+            OffloadConfig(cpu_bytes=num_rows * _ROW_BYTES),
+            list(_GROUPS),
+            HitRequirements.of(_GROUPS, [0], BLOCK_TOKENS),
+            hashes=_hashes,
+            row_bytes={0: _ROW_BYTES},
+            clock=time.monotonic,
+        )
+        if "events" in watches:
+            facts = {"kv_cache_spec_kind": "full_attention"}
+            offload.announce(TierEvents(EventMaker(BlockStored, BlockRemoved, [facts], _describe)))
+        made = half_of("kv_consumer", StackTraits(clock=time.monotonic if "timeline" in watches else None))
+        self.half = SchedulerHalf(made.draft, made.prefill, made.decode, made.pulls, offload)
+        # The exporter of the process has nothing to show of a benchmark.
+        self._metrics = Metrics(CollectorRegistry())
+        self._kept_metrics = OffloadMetrics(CollectorRegistry())
+        old = [self._made(PROMPT_TOKENS) for _ in range(known)]
+        # Not all of them fill a block in the same step.
+        self.running = [self._made(PROMPT_TOKENS + n % BLOCK_TOKENS) for n in range(running)]
+        for requests in (old, self.running):
+            for request in requests:
+                self._admit(request)
+                self.half.launched(
+                    Step([Computed(request.request_id, request.num_tokens, (request.block_ids,))])
+                )
+            self._settle()
+        for request in old:
+            self._end(request)
+        self._settle()
+
+    def step(self) -> float:
+        """Seconds of a step, and of what a worker notes of it."""
+        news = self._grow()
+        # Nothing of it is kept, as that would be another step than one of decoding requests.
+        coming = request_of(f"loaded{self._serial}", {**told(self._serial), "max_offload_tokens": 0})
+        self._serial += 1
+        due = self.half.due
+        start = time.perf_counter()
+        self._admit(coming)
+        self.half.launched(
+            Step(
+                [
+                    Computed(request.request_id, request.num_tokens - 1, new_ids)
+                    for request, new_ids in news
+                    if new_ids is not None or request.num_tokens >= due[request.request_id]
+                ]
+            )
+        )
+        orders = self.half.build_orders()
+        self.half.update_results(Results(received=(coming.request_id,), offload=_stored(orders)))
+        self.half.update_after_alloc(coming, (coming.block_ids,), 0)
+        coming.num_tokens += 1
+        self._end(coming)
+        self.half.take_events()
+        if "timeline" in self._watches:
+            self._metrics.timeline.take(orders.notes)
+        if "metrics" in self._watches:
+            self._count(sum(len(store.hashes) for store in orders.offload.stores))
+        return time.perf_counter() - start
+
+    def _made(self, num_tokens: int) -> Running:
+        self._serial += 1
+        count = num_tokens // BLOCK_TOKENS
+        names = [b"%07d-%07d" % (self._serial, position) for position in range(count)]
+        return Running(f"r{self._serial}", num_tokens, list(range(1, 2 + count)), names=names)
+
+    def _admit(self, request: Running) -> None:
         self.half.new_request(request)
         count, _ = self.half.matched_tokens(request, 0)
-        assert count
-        self.half.update_after_alloc(request, request.block_ids, count)
+        self.half.update_after_alloc(request, (request.block_ids,), count or 0)
 
-    def _load(self, requests: list[_Request]) -> None:
-        self.half.build_orders()
-        self.half.update_results(Results(received=tuple(request.request_id for request in requests)))
-        for request in requests:
-            # Promoted: admitted once more, now with all that it needs.
-            self.half.update_after_alloc(request, request.block_ids, 0)
+    def _grow(self) -> list[tuple[Running, tuple[list[int]] | None]]:
+        news: list[tuple[Running, tuple[list[int]] | None]] = []
+        for request in self.running:
+            request.num_tokens += 1
+            new_ids = None
+            if request.num_tokens % BLOCK_TOKENS == 0:
+                position = len(request.names)
+                request.names.append(b"%s+%05d" % (request.request_id.encode(), position))
+                new_ids = ([position + 1],)
+            news.append((request, new_ids))
+        return news
 
-    def steady(self) -> float:
-        """Seconds of a step without changes."""
-        start = time.perf_counter()
-        _steady(self.half)
-        return time.perf_counter() - start
+    def _settle(self) -> None:
+        self.half.update_results(Results(offload=_stored(self.half.build_orders())))
+        self.half.take_events()
 
-    def admission(self) -> float:
-        """Seconds of a step that admits requests whose KV is loaded."""
-        first, self.serial = self.serial, self.serial + self.changed
-        coming = requests(f"new{first}-", self.changed, lambda n: told(-1 - first - n))
-        start = time.perf_counter()
-        for request in coming:
-            self._admit(request)
-        _steady(self.half)
-        seconds = time.perf_counter() - start
-        self._load(coming)
-        self._end(coming)
-        return seconds
+    def _end(self, request: Running) -> None:
+        self.half.request_finished(request, (request.block_ids,), delivered=True)
 
-    def ending(self) -> float:
-        """Seconds of a step in which loads arrive and requests end."""
-        first, self.serial = self.serial, self.serial + self.changed
-        going = requests(f"end{first}-", self.changed, lambda n: told(-1 - first - n))
-        for request in going:
-            self._admit(request)
-        start = time.perf_counter()
-        self._load(going)
-        self._end(going)
-        seconds = time.perf_counter() - start
-        _steady(self.half)
-        return seconds
-
-    def _end(self, requests: list[_Request]) -> None:
-        for request in requests:
-            self.half.request_finished(request, request.block_ids, delivered=True)
+    def _count(self, num_stored: int) -> None:
+        """What the threads of a worker count of such a step, and what the one of its steps asks of that."""
+        kept, moved = self._kept_metrics, self._metrics
+        for is_open in (1, 0):
+            for kind, number in kept.open.items():
+                number.set(is_open if kind == "store" else 0)
+            kept.held_rows.set(0)
+            kept.taken["host"].set(self._serial * _MOVED_BYTES)
+            kept.limit["host"].set(1 << 40)
+        kept.wait_seconds.labels("staging").inc(1e-6)
+        kept.moved("store", "host", num_stored, num_stored * _MOVED_BYTES, 1e-3)
+        for is_open in (1, 0):
+            moved.loads.set(is_open)
+            moved.loads_waiting.set(0)
+            moved.quarantined.set(0)
+            moved.slots_landing.set(is_open)
+        moved.transfers.labels("received", "ok").inc()
+        moved.transfer_bytes.labels("received", "nvlink").inc(_MOVED_BYTES)
+        moved.copies.labels("received").inc()
+        moved.transfer_seconds.labels("received").inc(1e-3)
+        moved.load_seconds.observe(1e-3)
+        merge_changes(moved.changes(), kept.changes())
 
 
-class _Prefill:
-    """P with ``running`` requests, of which ``changed`` come with every step and as many are held."""
-
-    def __init__(self, running: int, changed: int) -> None:
-        self.half = half_of("kv_producer")
-        self.changed = changed
-        self.serial = 0
-        for request in requests("running", running, asked):
-            self._admit(request)
-        self.half.build_orders()
-
-    def _admit(self, request: _Request) -> None:
-        self.half.new_request(request)
-        self.half.prefill_tokens(request)
-        self.half.matched_tokens(request, 0)
-        self.half.update_after_alloc(request, request.block_ids, 0)
-
-    def turnover(self) -> float:
-        """Seconds of a step that admits requests, holds them, and hears that they were sent."""
-        first, self.serial = self.serial, self.serial + self.changed
-        coming = requests(f"new{first}-", self.changed, lambda n: asked(-1 - first - n))
-        sent = Results(sent=tuple(request.request_id for request in coming))
-        start = time.perf_counter()
-        for request in coming:
-            self._admit(request)
-        for request in coming:
-            self.half.request_finished(request, request.block_ids, delivered=True)
-        self.half.build_orders()
-        self.half.update_results(sent)
-        return time.perf_counter() - start
-
-
-def _timed(name: str, running: int, changed: int, step: Callable[[], float], steps: int) -> StepTiming:
-    gc.collect()
-    first = int(_WARM_UP * steps)
-    times = [step() * 1e6 for _ in range(first + steps)][first:]
-    return StepTiming(name, running, changed, round(min(times), 2), round(statistics.median(times), 2))
-
-
-def _watched(options: Options, watches: tuple[str, ...]) -> Watched:
-    half = half_of("kv_consumer", StackTraits(clock=time.monotonic if "timeline" in watches else None))
-
-    def loaded(number: int) -> Running:
-        # Nothing of it is kept, as that would be another step than one of decoding requests.
-        params = {**told(number), "max_offload_tokens": 0}
-        ids = [*range(1, 1 + _PROMPT_TOKENS // _BLOCK_TOKENS)]
-        return Running(f"loaded{number}", _PROMPT_TOKENS, [], ids, params)
-
-    return Watched(options.requests, watches, half, loaded, options.turns)
+def _stored(orders: Orders) -> tuple[OffloadReport, ...]:
+    """What workers report that have done everything at once."""
+    stored: dict[int, tuple[bytes, ...]] = {store.job: () for store in orders.offload.stores}
+    return (OffloadReport(0, stored=stored),) if stored else ()
 
 
 def bench_scheduler(options: Options, report: Report) -> None:
-    """Time steps of a node with so many requests that run: microseconds per step, best and median."""
-    requests = options.requests
-    decode, prefill = _Decode(requests, 1), _Prefill(requests, 1)
-    crowd = max(1, requests // 16)
-    many_decode, many_prefill = _Decode(requests, crowd), _Prefill(requests, crowd)
-    keeping, many_keeping = Keeping(requests, 1), Keeping(requests, crowd)
-    telling, many_telling = Keeping(requests, 1, has_events=True), Keeping(requests, crowd, has_events=True)
-    for name, changed, step, steps in (
-        ("steady decode", 0, decode.steady, options.steps),
-        ("decode, admits with a load", 1, decode.admission, options.steps),
-        ("decode, load arrives and ends", 1, decode.ending, options.steps),
-        ("prefill, admits and holds", 1, prefill.turnover, options.steps),
-        ("decode, admits with a load", crowd, many_decode.admission, options.steps),
-        ("decode, load arrives and ends", crowd, many_decode.ending, options.steps),
-        ("prefill, admits and holds", crowd, many_prefill.turnover, options.steps),
-        ("offload, all decode", 0, keeping.decode, options.steps // 10),
-        ("offload, admits a hit", 1, keeping.returning, options.steps // 10),
-        ("offload, admits and stores", 1, keeping.fresh, options.steps // 10),
-        ("offload, admits a hit", crowd, many_keeping.returning, options.steps // 10),
-        ("offload, admits and stores", crowd, many_keeping.fresh, options.steps // 10),
-        ("offload with events, all decode", 0, telling.decode, options.steps // 10),
-        ("offload with events, admits a hit", 1, telling.returning, options.steps // 10),
-        ("offload with events, admits and stores", 1, telling.fresh, options.steps // 10),
-        ("offload with events, admits and stores", crowd, many_telling.fresh, options.steps // 10),
-    ):
-        report.add(_timed(name, requests, changed, step, steps))
-    for timing in watch_timings(functools.partial(_watched, options), options.turns):
-        report.add(timing, "what watching a step adds")
+    """Time the steps of nodes by what watches them, in microseconds."""
+    nodes = {name: Watched(options.requests, watches, options.turns) for name, watches in _NODES.items()}
+    gc.collect()
+    best: dict[str, list[float]] = {name: [] for name in nodes}
+    for _ in range(_WARM_UP_TURNS + options.turns):
+        for name, node in nodes.items():
+            best[name].append(min(node.step() for _ in range(_STEPS)) * 1e6)
+    bare = best.pop("")
+    for name, steps in best.items():
+        added = [step - without for step, without in zip(steps, bare, strict=True)][_WARM_UP_TURNS:]
+        step_us = statistics.median(steps[_WARM_UP_TURNS:])
+        report.add(WatchTiming(name, statistics.median(added), step_us))

@@ -12,44 +12,35 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.options import Options as BaseOptions
-from benchmarks.options import option
-from benchmarks.report import Report
-from benchmarks.scheduler import asked, half_of, requests, told
+from benchmarks.harness import Options as BaseOptions
+from benchmarks.harness import Report, option
+from benchmarks.scheduler import asked, half_of, request_of, told
 from kvconnect.config import ExtraConfig
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.transfer.orders import Await, Orders, Results
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.transfer.pair import Pair
 
-_COUNTS = (10, 1_000, 10_000)
 _BLOCKS = 12_000
 
 
 @dataclass(frozen=True)
 class Options(BaseOptions):
-    """How often each is timed."""
+    """How often each is timed, and beside what."""
 
     turns: int = option(2000, "Turns of each kind.", least=10)
-
-
-@dataclass(frozen=True)
-class TurnTiming:
-    """Microseconds of a turn or a step with so many records at rest, as medians."""
-
-    what: str
-    at_10_us: float
-    at_1000_us: float
-    at_10000_us: float
-    last_over_first: float
+    records: tuple[int, ...] = option((10, 1_000, 10_000), "Records at rest (repeatable).", least=1)
 
 
 def bench_turns(options: Options, report: Report) -> None:
-    """Time turns of P and D, and steps of their scheduler halves, beside 10, 1 000 and 10 000 records."""
+    """Time turns of P and D, and steps of their scheduler halves, beside so many records.
+
+    Medians in microseconds of a turn or a step.
+    """
     for what, make in RESTING.items():
-        timed = [_time(make(count), options.turns) for count in _COUNTS]
-        first, middle, last = (round(us, 1) for us in timed)
-        report.add(TurnTiming(what, first, middle, last, round(last / first, 2)))
+        taken = {f"at_{count}_us": _time(make(count), options.turns) for count in options.records}
+        first, *_, last = taken.values()
+        report.add({"what": what, **taken, "last_over_first": last / first})
 
 
 def _time(turn: Callable[[], object], turns: int) -> float:
@@ -70,7 +61,7 @@ def _time(turn: Callable[[], object], turns: int) -> float:
 
 
 def _pair() -> Pair:
-    most = 2 * _COUNTS[-1]
+    most = 20_000
     config = ExtraConfig(max_peers=most, max_leases=most, max_loads=most, heartbeat_s=600.0)
     return Pair(config, prefill_blocks=_BLOCKS, decode_blocks=_BLOCKS)
 
@@ -150,30 +141,33 @@ def _done() -> bool:
 def _prefilling(count: int) -> Callable[[], object]:
     """Steps of P's scheduler half while prefills that D was told of are under way."""
     half = half_of("kv_producer")
-    for request in requests("r", count, asked):
+    for n in range(count):
+        request = request_of(f"r{n}", asked(n))
         half.new_request(request)
         half.matched_tokens(request, 0)
-        half.update_after_alloc(request, request.block_ids, 0)
+        half.update_after_alloc(request, (request.block_ids,), 0)
     return _step(half)
 
 
 def _waiting(count: int) -> Callable[[], object]:
     """Steps of D's scheduler half while its requests are loaded."""
     half = half_of("kv_consumer")
-    for request in requests("r", count, told):
+    for n in range(count):
+        request = request_of(f"r{n}", told(n))
         half.new_request(request)
         found, _ = half.matched_tokens(request, 0)
-        half.update_after_alloc(request, request.block_ids, found or 0)
+        half.update_after_alloc(request, (request.block_ids,), found or 0)
     return _step(half)
 
 
 def _early(count: int) -> Callable[[], object]:
     """One request asks D's scheduler half whether it may begin, while so many wait for blocks."""
     half = half_of("kv_consumer", StackTraits(longest=LongestRequest(2048, 2048)))
-    for request in requests("r", count, _announced):
+    for n in range(count):
+        request = request_of(f"r{n}", _announced(n))
         half.new_request(request)
         half.matched_tokens(request, 0)
-    (asks,) = requests("asks", 1, _announced)
+    asks = request_of("asks", _announced(0))
     half.new_request(asks)
     half.build_orders()
     return lambda: half.matched_tokens(asks, 0)

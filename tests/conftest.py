@@ -63,7 +63,6 @@ _LONGEST = (
     "test_pair_parallel.py",
     "offload/test_store_tier.py",
     "faults/test_stops.py",
-    "benchmarks/test_pair_load.py",
     "pack/test_casts.py",
     "faults/test_links.py",
     "simulator/test_planted_pulls.py",

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.options import run_app
+from benchmarks.harness import run_app
 from kvconnect.errors import ConfigError
 from tests.faults.damage import run_damage
 from tests.faults.disk import run_disk_kills

@@ -1,7 +1,7 @@
 """Which contents host memory holds, in which rows, and which of them make room for others.
 
 Pure bookkeeping: no memory, no clock. A call takes time for the contents that it is given, never for all that
-the index holds: see ``python -m benchmarks index``.
+the index holds.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ The cache is the one that a worker has registered: what is received lies beside 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -15,9 +16,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks.node.decode import Decoder
-from benchmarks.node.model import DTYPE, BenchModel, layer_pages
-from benchmarks.transfer.cache import BenchCache
+from benchmarks.cache import BenchCache
+from benchmarks.model import DTYPE, BenchModel, attend_decode, layer_pages
 from kvconnect.cache.specs import div_ceil
 from kvconnect.node.engine import Runner
 from kvconnect.node.kv_cache import NodeCache
@@ -28,6 +28,8 @@ Blocks = Sequence[Sequence[int]]
 
 # The last tokens of its context that a request computes before another takes its place.
 _TURN_TOKENS = 64
+# Runs before a capture, so that libraries have made their plans and workspaces.
+_WARM_UP_RUNS = 2
 
 
 @dataclass(frozen=True)
@@ -75,34 +77,27 @@ def step_percentiles(without: Sequence[StepTimes], having: Sequence[StepTimes]) 
     for part, percent in (("step", 50), ("step", 99), ("host", 50), ("device", 50)):
         for kind, windows in (("without", without), ("with", having)):
             times = [seconds for one in windows for seconds in getattr(one, f"{part}_s")]
-            value = round(float(np.percentile(times, percent)) * 1e3, 4) if times else None
+            value = float(np.percentile(times, percent)) * 1e3 if times else None
             found[f"{part}_ms_p{percent}_{kind}"] = value
     return found
 
 
 class SharedCache(NodeCache):
-    """A node's cache over tensors that are there already, by layer name."""
+    """A node's block tables and views, for so many requests, over the cache of a worker."""
 
-    def __init__(self, layout: CacheLayout, cache: BenchCache, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, model: BenchModel, cache: BenchCache, rows: int, most_tokens: int) -> None:
         self._storages = {name: made.tensor.view(-1).view(torch.int8) for name, made in cache.tensors.items()}
         super().__init__(
-            layout,
+            model.layout(CacheSizing(cache.shape.layout.block_tokens, most_tokens)),
             num_blocks=cache.shape.num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_seqs,
+            max_num_seqs=rows,
+            max_model_len=most_tokens,
+            max_num_batched_tokens=rows,
             device=cache.device,
         )
 
     def _allocate(self, layout: CacheLayout) -> dict[str, torch.Tensor]:
         return self._storages
-
-
-def share_cache(model: BenchModel, cache: BenchCache, rows: int, most_tokens: int) -> SharedCache:
-    """Block tables and views over a worker's cache, for so many requests; the model computes in it."""
-    sizing = CacheSizing(cache.shape.layout.block_tokens, most_tokens)
-    model.cache = shared = SharedCache(model.layout(sizing), cache, rows, most_tokens)
-    return shared
 
 
 def fill_blocks(cache: NodeCache, blocks: Blocks) -> None:
@@ -145,28 +140,29 @@ class _Stopwatch:
 
 
 class DecodeLoop:
-    """Decode steps of a full batch, each request near the end of its context.
+    """Decode steps of a full batch, each request near the end of its context; on a GPU from a CUDA graph.
 
     A request that reaches the end is replaced by another in the same blocks, at another step for each row.
-    So the work of a step stays the same, and block tables change as they do in a node.
+    So the work of a step stays the same, and block tables change as they do in a node. Everything that the
+    graph holds stays where it is: the cache, the tables, the inputs and the tokens.
     """
 
     def __init__(self, model: BenchModel, cache: SharedCache, blocks: Blocks, context: int) -> None:
-        captured = cache.device.type == "cuda"
-        self.tokens_per_step = len(blocks)
-        self._decoder = Decoder(model, cache, sizes=[len(blocks)], captured=captured)
+        rows = self.tokens_per_step = len(blocks)
+        self._model, self._cache, self._blocks, self._context = model, cache, blocks, context
         self._runner = Runner(model, cache)
-        self._blocks = blocks
         self._block_tokens = cache.kernel_block_sizes[0]
-        self._context = context
         self._turn = min(_TURN_TOKENS, max(1, context // 2))
-        self._positions = [
-            context - self._turn + row * self._turn // len(blocks) for row in range(len(blocks))
-        ]
-        self._tokens = [0] * len(blocks)
-        self._requests = len(blocks)
-        self._names = [f"decode-{row}" for row in range(len(blocks))]
+        self._positions = [context - self._turn + row * self._turn // rows for row in range(rows)]
+        self._tokens = [0] * rows
         self._watch = _Stopwatch(cache.device)
+        # Token and position of every request: one copy to the device per step.
+        self._staged = torch.zeros((2, rows), dtype=torch.int64, pin_memory=cache.device.type == "cuda")
+        self._inputs = self._staged.to(cache.device)
+        self._starts = torch.arange(rows + 1, device=cache.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if cache.device.type == "cuda":
+            self._capture()
         held = [div_ceil(position, self._block_tokens) for position in self._positions]
         self._runner.prepare(
             EngineStep(new_rows=[(row, (blocks[row][:count],)) for row, count in enumerate(held)])
@@ -182,11 +178,50 @@ class DecodeLoop:
         step = self._next()
         self._runner.prepare(step)
         self._watch.launching()
-        output = self._decoder.run(step)
+        # The last step has ended: its tokens were read.
+        chunks = step.chunks
+        self._staged.copy_(torch.tensor([[c.token_ids[0] for c in chunks], [c.start for c in chunks]]))
+        self._inputs.copy_(self._staged, non_blocking=True)
+        self._find_places()
+        if self._graph is None:
+            self._output = self._forward()
+        else:
+            self._graph.replay()
         self._watch.launched()
         meanwhile()
-        self._tokens = output.tokens.tolist()
+        self._tokens = self._output.tolist()
         return self._watch.end()
+
+    def _find_places(self) -> None:
+        """Batch tables and slots of the step."""
+        tables, rows = self._cache.tables, self._starts[:-1]
+        tables.gather(rows, len(rows))
+        tables.compute_slots(rows, self._starts, self._inputs[1], len(rows))
+
+    def _forward(self) -> torch.Tensor:
+        tokens, positions = self._inputs
+        return self._model.run(tokens, positions, self._starts[:-1], attend_decode(self._cache, positions))
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        """Before any request has blocks: what is stored meanwhile goes to the null block."""
+        # A graph that is destroyed during a capture makes it fail, and the collector may run anywhere.
+        gc.collect()
+        gc.disable()
+        try:
+            self._find_places()
+            stream = torch.cuda.Stream(self._cache.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self._cache.device))
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UP_RUNS):
+                    self._forward()
+            torch.cuda.current_stream(self._cache.device).wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._output = self._forward()
+        finally:
+            gc.enable()
 
     def _next(self) -> EngineStep:
         step = EngineStep()
@@ -195,12 +230,10 @@ class DecodeLoop:
             if position == self._context:
                 position = self._context - self._turn
                 at = position // self._block_tokens
-                self._names[row] = f"decode-{self._requests}"
-                self._requests += 1
                 step.new_rows.append((row, (blocks[: at + 1],)))
             elif position % self._block_tokens == 0:
                 step.grown_rows.append((row, (blocks[at : at + 1],)))
-            step.chunks.append(ScheduledChunk(self._names[row], row, position, (self._tokens[row],), True))
+            step.chunks.append(ScheduledChunk(str(row), row, position, (self._tokens[row],), True))
             self._positions[row] = position + 1
         return step
 

@@ -6,23 +6,107 @@ Digests are taken with plain tensor indexing: nothing that moves or describes pa
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from benchmarks.device import wait_for_device
-from benchmarks.transfer.cases import VALUE_BYTES, CacheShape
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.errors import ConfigError
 from kvconnect.plan.blocks import GroupBlocks
 
 Digests = NDArray[np.int64]
 
+VALUE_BYTES = 2
+"""The caches keep bfloat16."""
+
+AXES = {
+    "nhd": "block token head content",
+    "hnd": "block head token content",
+    "planes": "block plane head token content",
+}
+"""The dimensions of a cache tensor: tokens outside heads, inside, and inside with keys and values apart."""
+
+_LAYOUT = re.compile(r"(nhd|hnd)([1-9]\d*)?")
+_BLOCK_TOKENS = 16
 _UNTOUCHED = 0x5A
 _WORD_BYTES = 8
 _DIGEST_SEED = 0xD16E57
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one side keeps its pages. ``order`` is one of ``AXES``."""
+
+    order: str
+    block_tokens: int
+
+    @property
+    def axes(self) -> str:
+        """The names of a cache tensor's dimensions, in order."""
+        return AXES[self.order]
+
+    def __str__(self) -> str:
+        return f"{self.order}{self.block_tokens}"
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layouts of both sides."""
+
+    prefill: Layout
+    decode: Layout
+
+    @classmethod
+    def parse(cls, text: str) -> Layouts:
+        """Read ``PREFILL:DECODE``, each side ``nhd`` or ``hnd`` with its tokens per block, 16 if left out.
+
+        Raises:
+            ConfigError: it is something else, or neither block size divides the other.
+        """
+        found = [_LAYOUT.fullmatch(part) for part in text.split(":")]
+        sides = [Layout(one[1], int(one[2] or _BLOCK_TOKENS)) for one in found if one is not None]
+        if len(found) != 2 or len(sides) != 2:
+            raise ConfigError(f"layouts is {text!r}; accepted: PREFILL:DECODE such as nhd16:hnd32")
+        layouts = cls(*sides)
+        small, large = sorted(side.block_tokens for side in sides)
+        if large % small:
+            raise ConfigError(f"layouts is {text!r}; the smaller block size must divide the larger one")
+        return layouts
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of the larger block: what whole blocks of both sides cover."""
+        return max(self.prefill.block_tokens, self.decode.block_tokens)
+
+    def __str__(self) -> str:
+        return f"{self.prefill}:{self.decode}"
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The cache of one side: ``layers`` tensors of ``num_blocks`` pages."""
+
+    layers: int
+    num_blocks: int
+    heads: int
+    head_size: int
+    layout: Layout
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return self.layers * self.layout.block_tokens * self.heads * self.head_size * 2 * VALUE_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self.num_blocks * self.block_bytes
 
 
 class BenchCache:

@@ -1,8 +1,7 @@
-"""One side in a process of its own, and the parent's handle on it.
+"""One side of a pair in a process of its own, and the parent's handle on it.
 
-Owns the process, the pipe and the deadline of every step: a child that fails, dies or hangs becomes a
-``StepFailed`` in the parent. It must not know what a side does. Imports nothing heavy, so that a child's
-environment is set before the libraries that read it.
+A child that fails, dies or hangs becomes a ``StepFailed`` in the parent. Imports nothing heavy, so that a
+child's environment is set before the libraries that read it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from kvconnect.errors import KVConnectError
@@ -46,10 +44,6 @@ class Side:
     def idle(self) -> None:
         """Called while no step is asked for."""
 
-    def close(self) -> None:
-        """Called once at the end."""
-        self.ends.close()
-
 
 class ChildProcess:
     """A process with one side in it.
@@ -60,9 +54,17 @@ class ChildProcess:
         environment: what its environment differs by; None takes a variable away.
         timeout_s: how long a step may take. Children are given the same bound and a little less time
             than the parent, so that what they say of it is heard.
+        within: a command that runs the child's.
     """
 
-    def __init__(self, name: str, side: str, environment: Mapping[str, str | None], timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        side: str,
+        environment: Mapping[str, str | None],
+        timeout_s: float,
+        within: Sequence[str] = (),
+    ) -> None:
         self.name = name
         self._timeout_s = timeout_s
         self._step = "start"
@@ -72,7 +74,7 @@ class ChildProcess:
         found = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._child = Child(
             name,
-            [sys.executable, "-c", code],
+            [*within, sys.executable, "-c", code],
             environment={**found, **environment},
             pass_fds=[far_end.fileno()],
         ).start()
@@ -80,11 +82,7 @@ class ChildProcess:
         far_end.close()
 
     def begin(self, step: str, *arguments: Any) -> None:
-        """Ask for a step, and do not wait.
-
-        Raises:
-            StepFailed: the child is gone.
-        """
+        """Ask for a step, and do not wait. Raises StepFailed: the child is gone."""
         self._step = step
         try:
             self._pipe.send((step, arguments))
@@ -112,15 +110,12 @@ class ChildProcess:
         self.begin(step, *arguments)
         return self.answer()
 
-    def quit(self) -> None:
-        """Ask it to end, and do not wait."""
+    def end(self, grace_s: float) -> None:
+        """Ask it to end, and make it end after that time."""
         with suppress(OSError):
-            self._pipe.send(("quit", ()))
-
-    def end(self, deadline: float) -> None:
-        """Wait for its end until the deadline on the monotonic clock, then make it end. Idempotent."""
+            self._pipe.send(None)
         with suppress(subprocess.TimeoutExpired):
-            self._child.process.wait(max(0.0, deadline - time.monotonic()))
+            self._child.process.wait(grace_s)
         self._child.kill()
         self._pipe.close()
 
@@ -146,29 +141,19 @@ class ChildPair:
     def __enter__(self) -> ChildPair:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         died = [child.died for child in (self.prefill, self.decode) if child.died]
         # After a failure no child is waited for: one that hangs would only cost time.
-        deadline = time.monotonic() + (_END_S if error is None else 0.0)
+        until = time.monotonic() + (_END_S if error is None else 0.0)
         # One after the other: the one that fetches would report the end of the other as a loss.
         for child in (self.decode, self.prefill):
-            child.quit()
-            child.end(deadline)
+            child.end(max(0.0, until - time.monotonic()))
         if isinstance(error, StepFailed) and died and died[0] not in str(error):
             # What one child complains of may be the other's end.
             raise type(error)(f"{error}; {died[0]}") from error
 
     def both(self, step: str, prefill: tuple[Any, ...], decode: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Ask both for a step at the same time.
-
-        Raises:
-            StepFailed: one of them did not do it.
-        """
+        """Ask both for a step at the same time. Raises StepFailed: one of them did not do it."""
         self.prefill.begin(step, *prefill)
         self.decode.begin(step, *decode)
         return self.prefill.answer(), self.decode.answer()
@@ -177,32 +162,25 @@ class ChildPair:
 def serve(descriptor: int, side: str) -> None:
     """In a child: take the steps of a side that come over a pipe, until it ends."""
     pipe = Connection(descriptor)
-    module, _, attribute = side.partition(":")
     made: Side | None = None
     problem = ""
-    try:
-        made = getattr(importlib.import_module(module), attribute)()
-    except Exception as error:
-        problem = _describe(error)
-    while True:
-        while made is not None and not pipe.poll(made.idle_pause_s):
-            made.idle()
+    with ExitStack() as ends, suppress(EOFError, OSError):
         try:
-            step, arguments = pipe.recv()
-        except (EOFError, OSError):
-            break
-        if step == "quit":
-            break
-        try:
-            answer = (False, problem) if made is None else (True, getattr(made, step)(*arguments))
+            module, _, attribute = side.partition(":")
+            made = getattr(importlib.import_module(module), attribute)()
+            ends.enter_context(made.ends)
         except Exception as error:
-            answer = (False, _describe(error))
-        try:
+            problem = _describe(error)
+        while True:
+            while made is not None and not pipe.poll(made.idle_pause_s):
+                made.idle()
+            if (asked := pipe.recv()) is None:
+                break
+            try:
+                answer = (False, problem) if made is None else (True, getattr(made, asked[0])(*asked[1]))
+            except Exception as error:
+                answer = (False, _describe(error))
             pipe.send(answer)
-        except OSError:
-            break
-    if made is not None:
-        made.close()
 
 
 def _describe(error: Exception) -> str:

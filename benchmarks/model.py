@@ -1,22 +1,21 @@
 """A decoder of serving size with random weights: dense, grouped-query attention, bfloat16 throughout.
 
 The node's own models compute in float64, to show any wrong byte; here only the time of a step counts. What
-attention sees is said by who runs a step, so one model does decode steps and prompts.
+attention sees is said by who runs a step: pages that a block table names, or the cache of a whole node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks.node.attention import attend_pages
-from benchmarks.transfer.cases import CacheShape, Layout
-from kvconnect.cache.specs import FullAttentionSpec
-from kvconnect.errors import LocalError
-from kvconnect.node.attention import Backend, StepContext
+from benchmarks.cache import CacheShape, Layout
+from kvconnect.cache.specs import FullAttentionSpec, div_ceil
+from kvconnect.node.attention import AttentionPages, Backend, Segment, StepContext
 from kvconnect.node.kv_cache import NodeCache
 from kvconnect.node.models import CachedLayer, CacheLayout, CacheSizing, ModelOutput
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
@@ -67,14 +66,13 @@ class _Layer:
 
 
 class BenchModel:
-    """See ``kvconnect.node.models.Model``. ``cache`` is set before the first step."""
+    """See ``kvconnect.node.models.model.Model``. ``attach`` is called before a node's first step."""
 
     def __init__(self, size: ModelSize, layout: Layout, device: str) -> None:
         self.name = f"bench:{size}"
         self.size = size
         self.vocab_size = size.vocab
         self.default_block_size = layout.block_tokens
-        self.cache: NodeCache | None = None
         self._layout = layout
         generator = torch.Generator(device).manual_seed(0)
 
@@ -107,12 +105,13 @@ class BenchModel:
         cached = tuple(CachedLayer(layer.name, spec, self._layout.axes, _BACKEND) for layer in self._layers)
         return CacheLayout((cached,))
 
+    def attach(self, cache: NodeCache) -> None:
+        """Have the device's own attention read this cache."""
+        for name, group in cache.group_of.items():
+            cache.layer_attention[name] = PromptAttention(cache.kernel_block_sizes[group])
+
     def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
-        """A decode step: one token of every row of the batch tables."""
-        if self.cache is None:
-            raise LocalError("a step came before the model was given its cache")
-        attend = _attend_decode(self.cache, step.positions)
-        return ModelOutput(self.run(token_ids, step.positions, sampled, attend))
+        return ModelOutput(self.run(token_ids, step.positions, sampled, step.attend))
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor, attend: Attend
@@ -145,17 +144,84 @@ def layer_pages(cache: NodeCache, layer: str) -> torch.Tensor:
     return made.tensor.permute([axes.index(axis) for axis in ("block", "token", "head", "content")])
 
 
-def _attend_decode(cache: NodeCache, positions: torch.Tensor) -> Attend:
-    """Over the pages of the batch tables, at the slots that were computed for the step."""
+class PromptAttention:
+    """See ``PagedAttention``: the requests of a step one after the other, all pages of each in one call.
+
+    A chunk of a prompt sees what the cache holds of the tokens before it, wherever that came from.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._segments: Sequence[Segment] = ()
+
+    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
+        self._segments, self._table = segments, table
+
+    def attend(
+        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
+    ) -> torch.Tensor:
+        """See ``PagedAttention``. Keys and values side by side; no window."""
+        assert pages.values is not None
+        mixed = []
+        for segment in self._segments:
+            end = segment.start + segment.length
+            ids = self._table[segment.row, : div_ceil(end, self._block_tokens)].long()
+            asked = query[segment.span].transpose(0, 1)[None]
+            sharing = query.shape[1] // pages.keys.pages.shape[2]
+            keys, values = (
+                rows.pages[ids].flatten(0, 1)[:end].transpose(0, 1).repeat_interleave(sharing, 0)[None]
+                for rows in (pages.keys, pages.values)
+            )
+            seen = functional.scaled_dot_product_attention(
+                asked, keys, values, attn_mask=causal_lower_right(segment.length, end)
+            )
+            mixed.append(seen[0].transpose(0, 1))
+        return torch.cat(mixed)
+
+
+def attend_decode(cache: NodeCache, positions: torch.Tensor) -> Attend:
+    """One token of each row of the batch tables, over their pages, at the slots computed for the step."""
     rows, page_tokens = len(positions), cache.kernel_block_sizes[0]
-    # A padded row has no slot: it writes to the null block, which nobody reads.
-    slots = cache.tables.slots(0)[:rows].clamp(min=0)
+    slots = cache.tables.slots(0)[:rows]
     blocks, offsets = slots // page_tokens, slots % page_tokens
     table = cache.tables.batch_table(0)[:rows]
 
     def attend(layer: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         pages = layer_pages(cache, layer)
         pages[blocks, offsets] = torch.cat((keys, values), dim=-1)
-        return attend_pages(query, pages, table, positions)
+        if query.is_cuda:
+            # Fast enough that a decode step takes what a serving stack's does.
+            from benchmarks.attention_triton import attend_triton
+
+            return attend_triton(query, pages, table, positions)
+        return attend_torch(query, pages, table, positions)
 
     return attend
+
+
+def attend_torch(
+    query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Attend with one token per request over all positions up to its own, whose keys are stored.
+
+    Gathers every page that the table has room for.
+
+    Args:
+        query: ``(rows, heads, width)``, contiguous.
+        pages: ``(blocks, tokens, kv heads, 2 * width)`` in any memory order, keys before values.
+        table: int32 block ids, ``(rows, most blocks)``.
+        positions: of each row's token, ``(rows,)``.
+
+    Returns:
+        ``(rows, heads, width)``.
+    """
+    rows, heads, width = query.shape
+    kv_heads = pages.shape[2]
+    seen = pages[table.long()].flatten(1, 2).float()
+    keys, values = seen.permute(0, 2, 1, 3).chunk(2, dim=-1)
+    grouped = query.view(rows, kv_heads, heads // kv_heads, width).float()
+    hidden = torch.arange(keys.shape[2], device=query.device) > positions[:, None]
+    scores = grouped @ keys.transpose(2, 3) * width**-0.5
+    weights = scores.masked_fill(hidden[:, None, None, :], float("-inf")).softmax(-1)
+    mixed: torch.Tensor = weights @ values.masked_fill(hidden[:, None, :, None], 0.0)
+    return mixed.reshape(rows, heads, width).to(query.dtype)

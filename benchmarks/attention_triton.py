@@ -87,7 +87,7 @@ def paged_attention_kernel(
 def attend_triton(
     query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """See ``attend_pages``. Widths are powers of two from 16."""
+    """See ``attend_torch``. Widths are powers of two from 16."""
     rows, heads, width = query.shape
     kv_heads = pages.shape[2]
     sharing = heads // kv_heads

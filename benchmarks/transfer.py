@@ -1,0 +1,438 @@
+"""How fast the KV of requests moves between two workers, beside what the engine alone can do.
+
+Two child processes hold one side each: ``WorkerSide`` a worker with its cache, ``EngineSide`` an engine with
+nothing above it. The parent only asks, compares and reports; every clock and every byte is in the children.
+One thing that fails is shown and the rest goes on; the exit code tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.cache import VALUE_BYTES, CacheShape, Layouts
+from benchmarks.device import use_device, wait_for_device
+from benchmarks.harness import PairOptions, Report, carrying_protocol, option
+from benchmarks.process import ChildPair, Side, StepFailed
+from benchmarks.worker import SEEDS, Round, RoundResult, compare_pages, open_workers
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.engine.base import Batch, Engine, Span
+from kvconnect.engine.registry import create_engine
+from kvconnect.errors import ConfigError
+from kvconnect.pack.arena import Arena
+from kvconnect.packages import check_engine
+
+ENGINE_SIDE = f"{__name__}:EngineSide"
+WORKER_SIDE = "benchmarks.worker:WorkerSide"
+_ROW_BYTES = 512
+_BATCHES_IN_BUFFER = 4
+_BATCHES_PER_SAMPLE = 8
+_PEER = "target"
+
+
+@dataclass(frozen=True)
+class PairCase:
+    """What one pair of workers is made for. ``page_bytes`` is a page of the prefill side."""
+
+    engine: str
+    protocol: str
+    layouts: Layouts
+    page_bytes: int
+
+    def tokens(self, blocks: int) -> int:
+        """Tokens of a request of so many of the prefill side's blocks."""
+        return blocks * self.layouts.prefill.block_tokens
+
+    def decode_blocks(self, blocks: int) -> int:
+        """Blocks of the decode side that such a request takes."""
+        return self.tokens(blocks) // self.layouts.decode.block_tokens
+
+    def shapes(self, regions: int, blocks: int, in_flight: int) -> tuple[CacheShape, CacheShape]:
+        """The caches of both sides, with room for so many requests and a quarter more."""
+        token_bytes = self.page_bytes // self.layouts.prefill.block_tokens
+        # Heads of 128 values where that fits.
+        heads = token_bytes // _ROW_BYTES if token_bytes % _ROW_BYTES == 0 else 1
+        head_size = token_bytes // heads // (2 * VALUE_BYTES)
+        # One more for the null block, and at least one that no request has.
+        near, far = (
+            CacheShape(regions, count * in_flight * 5 // 4 + 2, heads, head_size, layout)
+            for count, layout in (
+                (blocks, self.layouts.prefill),
+                (self.decode_blocks(blocks), self.layouts.decode),
+            )
+        )
+        return near, far
+
+
+@dataclass(frozen=True)
+class Options(PairOptions):
+    """A run: several values of an option are measured one after the other."""
+
+    engines: tuple[str, ...] = option(("auto",), "Engine to measure (repeatable).", flag="engine")
+    protocols: tuple[str, ...] = option(
+        (),
+        "Protocol of the engine (repeatable); default: on a CPU UCX or tcp, else auto. Between CPUs auto "
+        "measures shared memory.",
+        flag="protocol",
+    )
+    page_bytes: tuple[int, ...] = option((4096, 16384), "Bytes of a page of the prefill side (repeatable).")
+    blocks: tuple[int, ...] = option(
+        (), "Blocks of a request (repeatable).", least=1, cpu=(16, 64), cuda=(256, 1024)
+    )
+    regions: int = option(64, "Layers, each in its own allocation.", least=1)
+    requests: int = option(16, "Requests per measurement.", least=1)
+    in_flight: tuple[int, ...] = option(
+        (1, 8), "Requests at a time (repeatable); the time of 1 is a latency.", least=1
+    )
+    layouts: tuple[Layouts, ...] = option(
+        (Layouts.parse("nhd16:nhd16"),),
+        "PREFILL:DECODE, nhd or hnd with tokens per block (repeatable).",
+        parse=Layouts.parse,
+    )
+    repeat: int = option(5, "Measurements per case.", least=1)
+    budget_s: float = option(10.0, "Seconds after which a case is not repeated.", above=0)
+    batch_bytes: int = option(
+        0, "Bytes of the engine's own contiguous copies.", least=0, cpu=64 << 20, cuda=256 << 20
+    )
+    in_turn: bool = option(False, "Let the rounds of all protocols take turns: for a machine in use.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for engine in self.engines:
+            check_engine(engine)
+        # What is wrong for every pair is said before the first one is started.
+        parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": dict(self.extra or {})})
+        for case in itertools.chain.from_iterable(self.cases("auto")):
+            # Keys and values of two bfloat16 values each, the least that a token has here.
+            unit = case.layouts.prefill.block_tokens * 2 * 2 * VALUE_BYTES
+            if case.page_bytes < unit or case.page_bytes % unit:
+                raise ConfigError(f"page_bytes is {case.page_bytes}; accepted: multiples of {unit}")
+            for blocks in self.blocks:
+                if case.tokens(blocks) % case.layouts.group_tokens:
+                    raise ConfigError(
+                        f"blocks is {blocks}: its {case.tokens(blocks)} tokens do not fill blocks of "
+                        f"{case.layouts.group_tokens}, which layouts {case.layouts} has"
+                    )
+
+    def protocols_of(self, engine: str) -> tuple[str, ...]:
+        """Those to measure an engine with."""
+        return tuple(dict.fromkeys(self.protocols)) or (carrying_protocol(engine, self.device),)
+
+    def cases(self, engine: str) -> Iterator[tuple[PairCase, ...]]:
+        """The pairs of workers to measure with an engine, those together that are open at one time."""
+        for layouts in dict.fromkeys(self.layouts):
+            for page_bytes in dict.fromkeys(self.page_bytes):
+                cases = [
+                    PairCase(engine, protocol, layouts, page_bytes) for protocol in self.protocols_of(engine)
+                ]
+                yield from [tuple(cases)] if self.in_turn else [(case,) for case in cases]
+
+
+# ---- an engine alone
+
+
+class EngineUnusable(StepFailed):
+    """An engine could not be opened at all, so nothing can be measured with it."""
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """What the other side must know of an opened engine. ``max_bytes`` is the most that a batch holds."""
+
+    engine: str
+    card: bytes
+    address: int
+    max_bytes: int
+
+
+@dataclass(frozen=True)
+class EngineLimit:
+    """What an engine alone reaches between the two devices.
+
+    ``contiguous`` is one copy per batch of ``batch_bytes``, ``peer_copy`` a plain copy of a tensor between
+    the devices (None without a GPU).
+    """
+
+    engine: str
+    device: str
+    batch_bytes: int
+    contiguous_gb_per_s: float
+    peer_copy_gb_per_s: float | None
+
+
+class EngineSide(Side):
+    """An engine and one registered buffer. ``open`` comes first; ``connect`` before anything is sent."""
+
+    def open(self, options: Options, engine: str, device: str) -> EngineAddress:
+        """Make the engine and register a buffer of a few batches."""
+        use_device(device)
+        self._options, self._device = options, device
+        self._batch_ids = itertools.count(1)
+        self.engine = _make_engine(options, engine)
+        self.ends.callback(self.engine.close)
+        # Such memory as workers have: an engine is faster with huge pages.
+        arena = Arena(device, options.batch_bytes, _BATCHES_IN_BUFFER)
+        self._buffer = arena.view(arena.address, arena.length_bytes).zero_()
+        wait_for_device(device)
+        self.engine.register([Span(self._buffer.data_ptr(), self._buffer.numel(), device)])
+        bounds = self.engine.capabilities
+        if bounds.target_must_poll:
+            self.idle_pause_s = 0.0
+        most = min(options.batch_bytes, bounds.max_bytes)
+        return EngineAddress(bounds.name, self.engine.card(), self._buffer.data_ptr(), most)
+
+    def connect(self, target: EngineAddress) -> None:
+        """Know the other side."""
+        self.engine.connect(_PEER, target.card)
+        self._target = target.address
+
+    def contiguous(self, batch_bytes: int) -> float:
+        """GB/s with one copy per batch, several batches in flight if the engine allows it."""
+        return self._median_rate(lambda: self._send(batch_bytes), _BATCHES_PER_SAMPLE * batch_bytes)
+
+    def peer_copy(self, device: str) -> float:
+        """GB/s of copying one tensor from this side's device to another."""
+        source = self._buffer[: self._options.batch_bytes]
+        target = torch.zeros_like(source, device=device)
+
+        def copy() -> None:
+            for _ in range(_BATCHES_PER_SAMPLE):
+                target.copy_(source, non_blocking=True)
+            wait_for_device(self._device)
+            wait_for_device(device)
+
+        return self._median_rate(copy, _BATCHES_PER_SAMPLE * source.numel())
+
+    def idle(self) -> None:
+        """Advance what the other side has in flight to us."""
+        self.engine.poll()
+
+    def _median_rate(self, run: Callable[[], None], total_bytes: int) -> float:
+        """GB/s, from the median of a few runs after one that does not count."""
+        until = time.monotonic() + self._options.budget_s
+        samples: list[float] = []
+        while len(samples) < 2 or (len(samples) <= self._options.repeat and time.monotonic() < until):
+            began = time.perf_counter()
+            run()
+            samples.append(time.perf_counter() - began)
+        return total_bytes / statistics.median(samples[1:]) / 1e9
+
+    def _send(self, batch_bytes: int) -> None:
+        """From the first post to the last completion.
+
+        Raises:
+            StepFailed: the engine failed one, or did not answer in time.
+        """
+        engine, timeout_s = self.engine, self._options.timeout_s
+        room = engine.capabilities.max_batches_per_peer
+        deadline = time.monotonic() + timeout_s
+        posted = in_flight = 0
+        while posted < _BATCHES_PER_SAMPLE or in_flight:
+            while posted < _BATCHES_PER_SAMPLE and in_flight < room:
+                offset = posted % _BATCHES_IN_BUFFER * batch_bytes
+                source, target = self._buffer.data_ptr() + offset, self._target + offset
+                engine.submit(Batch(next(self._batch_ids), _PEER, source, target, batch_bytes, timeout_s))
+                posted, in_flight = posted + 1, in_flight + 1
+            for completion in engine.poll():
+                in_flight -= 1
+                if not completion.ok:
+                    raise StepFailed(f"the engine failed a batch: {completion.error}")
+            if time.monotonic() > deadline:
+                raise StepFailed(f"{in_flight} batches were not answered within {timeout_s:g} s")
+
+
+def _make_engine(options: Options, engine: str) -> Engine:
+    """The engine that a worker so configured takes, with batches as large as asked if it lets us."""
+    asked = {"engine": engine, "protocol": options.protocols_of(engine)[0], **(options.extra or {})}
+    extra = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": asked}).extra
+    given = dict(extra.engine_options)
+    if extra.device_name:
+        given["device_name"] = extra.device_name
+    try:
+        sized = {"max_bytes": options.batch_bytes, **given}
+        return create_engine(extra.engine, host=extra.host, protocol=extra.protocol, options=sized)
+    except ConfigError:
+        return create_engine(extra.engine, host=extra.host, protocol=extra.protocol, options=given)
+
+
+def measure_limit(options: Options, engine: str) -> EngineLimit:
+    """What an engine reaches with nothing above it.
+
+    Raises:
+        EngineUnusable: it cannot be opened here.
+        StepFailed: it failed later.
+    """
+    with ChildPair(ENGINE_SIDE, options.variables, options.timeout_s) as pair:
+        source: EngineAddress
+        target: EngineAddress
+        try:
+            source, target = pair.both("open", *((options, engine, device) for device in options.devices))
+        except StepFailed as error:
+            raise EngineUnusable(str(error)) from error
+        pair.prefill.ask("connect", target)
+        batch_bytes = min(source.max_bytes, target.max_bytes)
+        contiguous: float = pair.prefill.ask("contiguous", batch_bytes)
+        peer_copy = pair.prefill.ask("peer_copy", options.devices[1]) if options.device == "cuda" else None
+    return EngineLimit(source.engine, options.device, batch_bytes, contiguous, peer_copy)
+
+
+# ---- pairs of workers
+
+
+class PairRounds:
+    """One pair of workers, opened, and the rounds of requests that it is asked for."""
+
+    def __init__(self, pair: ChildPair, options: Options, case: PairCase) -> None:
+        self._pair, self._options, self._case = pair, options, case
+        self._numbers = itertools.count(1)
+        shapes = case.shapes(options.regions, max(options.blocks), max(options.in_flight))
+        self._source = open_workers(pair, case.engine, case.protocol, shapes, options)
+        self.bytes_per_block = shapes[0].block_bytes
+
+    def draw(self, blocks: int, in_flight: int) -> None:
+        """Choose blocks on both sides: of different ids, in different order."""
+        both = zip((blocks, self._case.decode_blocks(blocks)), SEEDS, strict=True)
+        self._pair.both("draw", *((in_flight, count, seed + in_flight * blocks) for count, seed in both))
+
+    def round(self, blocks: int, requests: int, in_flight: int) -> RoundResult:
+        """Hold, fetch, and wait until nothing is held any more."""
+        asked = Round(f"round{next(self._numbers)}", requests, in_flight, self._case.tokens(blocks))
+        self._pair.prefill.ask("hold", asked)
+        result: RoundResult = self._pair.decode.ask("load", asked, self._source)
+        self._pair.prefill.ask("drain", asked)
+        return result
+
+    def check(self, result: RoundResult, in_flight: int) -> None:
+        """Compare every page that a round left behind with where it came from; raises ``StepFailed``."""
+        compare_pages(self._pair, result.last_in_slot, in_flight, self._case.layouts.group_tokens)
+
+    def begin(self, blocks: int, in_flight: int) -> None:
+        """Make a case ready, and check what its first round leaves behind."""
+        self.draw(blocks, in_flight)
+        # The first one meets the peer, and maps memory: it does not count.
+        self.round(blocks, in_flight, in_flight)
+        self._pair.decode.ask("clear")
+        self.check(self.round(blocks, in_flight, in_flight), in_flight)
+
+    def timing(
+        self,
+        blocks: int,
+        requests: int,
+        in_flight: int,
+        results: Sequence[RoundResult],
+        limit: EngineLimit | None,
+    ) -> dict[str, Any]:
+        """One measured case, beside what the engine alone reached.
+
+        ``total_bytes`` are the bytes of ``requests`` requests, which ``seconds`` is the median time of, over
+        ``samples`` measurements. With one request in flight a measurement is one request, so ``seconds`` is
+        its latency. ``copies`` are per request. ``of_contiguous`` is the part of the engine's own rate.
+        """
+        case, lanes = self._case, results[0].bytes_by_lane
+        samples = [result.seconds for result in results]
+        seconds = statistics.median(samples)
+        total_bytes = requests * blocks * self.bytes_per_block
+        rate = total_bytes / seconds / 1e9
+        return {
+            "engine": self._source.engine,
+            "protocol": case.protocol,
+            # The one with most of the bytes first.
+            "lane": "+".join(sorted(lanes, key=lambda lane: -lanes[lane])),
+            "device": self._options.device,
+            "layouts": str(case.layouts),
+            "page_bytes": case.page_bytes,
+            "blocks": blocks,
+            "regions": self._options.regions,
+            "requests": requests,
+            "requests_in_flight": in_flight,
+            "total_bytes": total_bytes,
+            "seconds": seconds,
+            "best_seconds": min(samples),
+            "latency_ms": statistics.median(one for result in results for one in result.latencies_s) * 1e3,
+            "samples": len(samples),
+            "gb_per_s": rate,
+            "engine_contiguous_gb_per_s": limit and limit.contiguous_gb_per_s,
+            "of_contiguous": limit and rate / limit.contiguous_gb_per_s,
+            "peer_copy_gb_per_s": limit and limit.peer_copy_gb_per_s,
+            "copies": round(results[0].copies / requests),
+            "verified": True,
+        }
+
+
+def measure_pairs(
+    options: Options, cases: Sequence[PairCase], limit: EngineLimit | None
+) -> Iterator[dict[str, Any]]:
+    """Every number of blocks and of requests in flight, over a pair of workers for each case.
+
+    Their rounds take turns: what disturbs the machine meanwhile disturbs all of them.
+
+    Raises:
+        StepFailed: a child failed; what was measured before it has been yielded.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for case in cases:
+            pair = ChildPair(WORKER_SIDE, options.variables, options.timeout_s)
+            opened.append(PairRounds(stack.enter_context(pair), options, case))
+        for blocks, in_flight in dict.fromkeys(itertools.product(options.blocks, options.in_flight)):
+            requests = 1 if in_flight == 1 else max(options.requests, in_flight)
+            rounds = options.repeat * (options.requests if in_flight == 1 else 1)
+            for each in opened:
+                each.begin(blocks, in_flight)
+            results: list[list[RoundResult]] = [[] for _ in opened]
+            until = time.monotonic() + options.budget_s * len(opened)
+            while len(results[0]) < rounds and (not results[0] or time.monotonic() < until):
+                for each, found in zip(opened, results, strict=True):
+                    found.append(each.round(blocks, requests, in_flight))
+            for each, found in zip(opened, results, strict=True):
+                yield each.timing(blocks, requests, in_flight, found, limit)
+
+
+def bench_transfer(options: Options, report: Report) -> int:
+    """Time the KV of requests between two workers, beside what the engine alone can do.
+
+    Returns 0, or 1 if something could not be measured.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    limits: set[str] = set()
+    failures = 0
+
+    def failed(error: StepFailed, engine: str, case: PairCase | None = None) -> None:
+        nonlocal failures
+        failures += 1
+        where: dict[str, Any] = {"engine": engine}
+        if case is not None:
+            where.update(protocol=case.protocol, layouts=str(case.layouts), page_bytes=case.page_bytes)
+        report.failed(error, **where)
+
+    for asked in dict.fromkeys(options.engines):
+        engine, limit = asked, None
+        try:
+            limit = measure_limit(options, asked)
+            if limit.engine in limits:
+                # What auto stands for was asked for by name too.
+                continue
+            engine = limit.engine
+            limits.add(engine)
+            report.add(limit, "engine")
+        except EngineUnusable as error:
+            failed(error, asked)
+            continue
+        except StepFailed as error:
+            failed(error, asked)
+        for cases in options.cases(engine):
+            try:
+                for timing in measure_pairs(options, cases, limit):
+                    report.add(timing)
+            except StepFailed as error:
+                failed(error, engine, cases[0] if len(cases) == 1 else None)
+    return 1 if failures else 0

@@ -1,0 +1,320 @@
+"""A worker and its cache in a process of its own, and what the parent asks of two of them.
+
+Does with a worker what a serving stack's runner does: makes it, registers the caches, starts orders, and
+takes results when it is woken. The clock that counts runs here, in the process that gives the orders.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from benchmarks.cache import BenchCache, CacheShape, Digests
+from benchmarks.device import use_device
+from benchmarks.harness import PairOptions
+from benchmarks.process import ChildPair, Side, StepFailed
+from kvconnect.addresses import RankAddress
+from kvconnect.cache.identity import Identity
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.halves.worker_half import TransferWorker
+from kvconnect.peer.messages import CacheMeaning
+from kvconnect.transfer.orders import Hold, Load, Orders, Results
+
+SEEDS = (0xF11, 0xDEC)
+_POLL_S = 0.0005
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where a side listens, and the engine that it took."""
+
+    engine_id: str
+    engine: str
+    rank: RankAddress
+
+
+@dataclass(frozen=True)
+class Round:
+    """Requests that are fetched one after the other, ``in_flight`` of them at a time."""
+
+    name: str
+    requests: int
+    in_flight: int
+    tokens: int
+
+    def request_ids(self) -> list[str]:
+        """The ids of the requests, in order."""
+        return [f"{self.name}-{index}" for index in range(self.requests)]
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What the decode side saw of a round.
+
+    ``seconds`` runs from the first order to the last result, ``latencies_s`` per request from its order
+    to its result. ``last_in_slot`` says by slot which request came to its blocks last. ``bytes_by_lane``
+    and ``copies`` are the worker's own counts.
+    """
+
+    seconds: float
+    latencies_s: tuple[float, ...]
+    last_in_slot: Mapping[int, int]
+    bytes_by_lane: Mapping[str, int]
+    copies: int
+
+
+class Receiver:
+    """Loads of one size, as many at a time as there are slots of blocks: a router that never pauses.
+
+    Args:
+        request_ids: what may be ordered, in order.
+        slots: how many requests fit in the cache.
+        make_load: the order for a request and a slot.
+        request_bytes: of each; 0 orders whatever fits.
+        bytes_per_s: of orders, on average. What could not be ordered in time is made up for, but never
+            more than fits at once.
+    """
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        slots: int,
+        make_load: Callable[[str, int], Load],
+        request_bytes: int = 0,
+        bytes_per_s: float = 0.0,
+    ) -> None:
+        self._indexes = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._waiting = list(request_ids)[::-1]
+        self._free = list(range(slots))
+        self._taken: dict[str, tuple[int, float]] = {}
+        self._make_load = make_load
+        self._request_bytes = request_bytes
+        self._bytes_per_s = bytes_per_s
+        self._most_bytes = float(slots * request_bytes)
+        # The first order is due at once.
+        self._due_bytes = float(request_bytes)
+        self._asked_at: float | None = None
+        self.arrivals: list[float] = []
+        self.latencies_s: list[float] = []
+        self.last_in_slot: dict[int, int] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has arrived."""
+        return not self._waiting and not self._taken
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were ordered and have not arrived."""
+        return len(self._taken)
+
+    def take(self, results: Results, now: float) -> None:
+        """Hear what has arrived. Raises StepFailed: a request was not loaded."""
+        for request_id in results.received:
+            if request_id in results.failed:
+                raise StepFailed(f"request {request_id} was not loaded: {results.failed[request_id]}")
+            slot, ordered_at = self._taken.pop(request_id)
+            self._free.append(slot)
+            self.last_in_slot[slot] = self._indexes[request_id]
+            self.arrivals.append(now)
+            self.latencies_s.append(now - ordered_at)
+
+    def orders(self, now: float) -> Orders:
+        """What is due at ``now``, in seconds of any clock, and has room."""
+        if self._asked_at is not None:
+            grown = self._due_bytes + (now - self._asked_at) * self._bytes_per_s
+            self._due_bytes = min(grown, self._most_bytes)
+        self._asked_at = now
+        loads = []
+        while self._waiting and self._free and self._due_bytes >= self._request_bytes:
+            self._due_bytes -= self._request_bytes
+            request_id, slot = self._waiting.pop(), self._free.pop()
+            self._taken[request_id] = slot, now
+            loads.append(self._make_load(request_id, slot))
+        return Orders(loads=tuple(loads))
+
+
+class WorkerSide(Side):
+    """A worker and its cache. ``open`` comes first, then ``draw``, then rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._woken = threading.Event()
+        self._woken_at = 0.0
+        self._failures = Counter[str]()
+
+    # Steps that the parent asks for
+
+    def open(
+        self,
+        stated: Mapping[str, Any],
+        device: str,
+        shape: CacheShape,
+        seed: int | None,
+        timeout_s: float,
+        settings: Mapping[str, Any],
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> WorkerAddress:
+        """Make the cache and the worker, and begin to serve. ``seed`` is None for the side that receives.
+
+        ``stated`` is the role, and the engine id where ``ranks`` share one; each has the heads of its cache.
+        """
+        use_device(device)
+        self._timeout_s, self._lease_s = timeout_s, settings.get("lease_s", timeout_s)
+        self.cache = BenchCache(shape, device, seed)
+        extra = {"load_timeout_s": timeout_s, "peer_timeout_s": min(10.0, 2 * timeout_s), **settings}
+        config = parse_kv_transfer_config({**stated, "kv_connector_extra_config": extra})
+        identity = Identity.of({"model": "python -m benchmarks transfer"})
+        connector = self.connector = TransferWorker(
+            config,
+            self.cache.config(),
+            {0: shape.layout.block_tokens},
+            CacheMeaning(identity, shape.heads * ranks, ranks),
+            rank=rank,
+            registry=CollectorRegistry(),
+        )
+        self.ends.callback(connector.close)
+        connector.on_results(self._wake)
+        heads = HeadInterval(rank * shape.heads, (rank + 1) * shape.heads)
+        connector.register_kv_caches(self.cache.tensors, dict.fromkeys(self.cache.tensors, heads))
+        # As serving stacks do: else a collection of everything that was imported stops all threads for 90 ms.
+        gc.collect()
+        gc.freeze()
+        self.ends.callback(gc.unfreeze)
+        return WorkerAddress(config.engine_id, connector.engine_name, connector.address())
+
+    def draw(self, slots: int, blocks: int, seed: int) -> None:
+        """Choose the blocks of so many requests."""
+        self.cache.draw(slots, blocks, seed)
+
+    def clear(self) -> None:
+        """Take away what the chosen blocks hold."""
+        self.cache.clear()
+
+    def digests(self, slots: Sequence[int], group_tokens: int) -> Digests:
+        """See ``BenchCache.digests``."""
+        return self.cache.digests(slots, group_tokens)
+
+    def hold(self, asked: Round) -> None:
+        """Hold the requests of a round, and return when the worker has taken the orders."""
+        deadline = time.monotonic() + self._timeout_s
+        holds = []
+        for index, name in enumerate(asked.request_ids()):
+            groups = self.cache.groups(index % asked.in_flight)
+            holds.append(Hold(name, f"handle-{name}", asked.tokens, groups, self._lease_s, 0))
+        self.connector.start(Orders(holds=tuple(holds)))
+        while (held := self.connector.state()["leases"]) < asked.requests:
+            if time.monotonic() > deadline:
+                raise StepFailed(f"{held} of {asked.requests} requests are held")
+            time.sleep(_POLL_S)
+
+    def failures(self) -> dict[str, int]:
+        """What went wrong so far, by the metric's reason."""
+        self._counted()
+        return dict(self._failures)
+
+    def drain(self, asked: Round) -> None:
+        """Wait until every request of a round is reported sent."""
+        deadline = time.monotonic() + self._timeout_s
+        waiting = set(asked.request_ids())
+        while waiting:
+            problem = f"{len(waiting)} requests are not reported sent"
+            waiting -= set(self._next_results(deadline, problem).sent)
+
+    def load(self, asked: Round, source: WorkerAddress) -> RoundResult:
+        """Fetch the requests of a round, and time it."""
+        deadline = time.monotonic() + self._timeout_s
+        receiver = self._receiver(asked, source)
+        self._counted()
+        began = time.perf_counter()
+        while not receiver.done:
+            self.connector.start(receiver.orders(time.perf_counter()))
+            results = self._next_results(deadline, f"{receiver.in_flight} requests have not arrived")
+            receiver.take(results, self._woken_at)
+        seconds = self._woken_at - began
+        return RoundResult(seconds, tuple(receiver.latencies_s), receiver.last_in_slot, *self._counted())
+
+    # What the above is made of
+
+    def _wake(self) -> None:
+        self._woken_at = time.perf_counter()
+        self._woken.set()
+
+    def _next_results(self, deadline: float, problem: str) -> Results:
+        """Wait for results without taking the interpreter from the thread that makes them.
+
+        Raises:
+            StepFailed: there are none before the deadline.
+        """
+        while not (results := self.connector.results()):
+            if not self._woken.wait(max(0.0, deadline - time.monotonic())):
+                raise StepFailed(f"{problem} after {self._timeout_s:g} s: {self.connector.state()}")
+            self._woken.clear()
+        return results
+
+    def _receiver(
+        self, asked: Round, source: WorkerAddress, request_bytes: int = 0, bytes_per_s: float = 0.0
+    ) -> Receiver:
+        def load(name: str, slot: int) -> Load:
+            rank, groups = source.rank, self.cache.groups(slot)
+            return Load(name, f"handle-{name}", source.engine_id, rank.host, rank.port, asked.tokens, groups)
+
+        return Receiver(asked.request_ids(), asked.in_flight, load, request_bytes, bytes_per_s)
+
+    def _counted(self) -> tuple[dict[str, int], int]:
+        """Bytes by lane and copies since the last call."""
+        changes = self.connector.changes()
+        counters = {} if changes is None else changes.counters
+        self._failures.update(counters.get("failures", {}))
+        lanes: Counter[str] = Counter()
+        for labels, growth in counters.get("transfer_bytes", {}).items():
+            direction, lane = labels.split(",")
+            lanes[lane] += int(growth) * (direction == "received")
+        return +lanes, int(counters.get("copies", {}).get("received", 0))
+
+
+# ---- in the parent
+
+
+def open_workers(
+    pair: ChildPair, engine: str, protocol: str, shapes: tuple[CacheShape, CacheShape], options: PairOptions
+) -> WorkerAddress:
+    """Make both sides, the one that sends with random bytes in its cache. Returns where that one is.
+
+    Raises:
+        StepFailed: one cannot be made.
+    """
+    settings = {"engine": engine, "protocol": protocol, **(options.extra or {})}
+    near, far = options.devices
+    source: WorkerAddress
+    source, _ = pair.both(
+        "open",
+        ({"kv_role": "kv_producer"}, near, shapes[0], SEEDS[0], options.timeout_s, settings),
+        ({"kv_role": "kv_consumer"}, far, shapes[1], None, options.timeout_s, settings),
+    )
+    return source
+
+
+def compare_pages(pair: ChildPair, last_in_slot: Mapping[int, int], in_flight: int, tokens: int) -> None:
+    """Compare every page of the requests that came to their slots last with where it came from.
+
+    Raises:
+        StepFailed: a page differs.
+    """
+    targets = sorted(last_in_slot)
+    sources = [last_in_slot[slot] % in_flight for slot in targets]
+    held, landed = pair.both("digests", (sources, tokens), (targets, tokens))
+    if held.shape != landed.shape:
+        raise StepFailed(f"{held.shape} pages were held, {landed.shape} have arrived")
+    if wrong := int(np.count_nonzero(held != landed)):
+        raise StepFailed(f"{wrong} of {held.size} pages do not hold the bytes that were sent")
