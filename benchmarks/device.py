@@ -57,11 +57,6 @@ def run_seconds(call: Callable[[], object], runs: int) -> list[float]:
     return times
 
 
-def host_us(call: Callable[[], object]) -> float:
-    """Median microseconds of the host in a call, as ``run_seconds`` counts them."""
-    return statistics.median(run_seconds(call, _WARM_UP + _RUNS)[_WARM_UP:]) * 1e6
-
-
 def device_us(call: Callable[[], object]) -> float:
     """Median microseconds of a call on the GPU."""
     for _ in range(_WARM_UP):

@@ -1,4 +1,4 @@
-"""A node's steps over and over: decode from a CUDA graph, or prompts, with the host work of a runner.
+"""A node's decode steps over and over, from a CUDA graph, with the host work of a runner.
 
 The cache is the one that a worker has registered: what is received lies beside what is computed with.
 """
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from benchmarks.cache import BenchCache
-from benchmarks.model import DTYPE, BenchModel, attend_decode, layer_pages
+from benchmarks.model import DTYPE, BenchModel, attend_decode
 from kvconnect.cache.specs import div_ceil
 from kvconnect.node.engine import Runner
 from kvconnect.node.kv_cache import NodeCache
@@ -236,48 +235,3 @@ class DecodeLoop:
             step.chunks.append(ScheduledChunk(str(row), row, position, (self._tokens[row],), True))
             self._positions[row] = position + 1
         return step
-
-
-class PromptLoop:
-    """Prompts of ``tokens`` tokens, one after the other, launched kernel by kernel."""
-
-    def __init__(self, model: BenchModel, cache: SharedCache, blocks: Blocks, tokens: int) -> None:
-        self.tokens_per_step = tokens
-        self._model, self._cache, self._requests = model, cache, blocks
-        self._turn = 0
-        self._positions = torch.arange(tokens, device=cache.device)
-        self._last = self._positions[-1:]
-        self._offsets = self._positions % cache.kernel_block_sizes[0]
-        self._generator = torch.Generator().manual_seed(2)
-        self._watch = _Stopwatch(cache.device)
-
-    @torch.inference_mode()
-    def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
-        """See ``DecodeLoop``. Attention is over the prompt alone; its keys and values go to its blocks."""
-        self._watch.begin()
-        device, tokens = self._cache.device, self.tokens_per_step
-        ids = self._requests[self._turn % len(self._requests)]
-        self._turn += 1
-        prompt = torch.randint(self._model.size.vocab, (tokens,), generator=self._generator).to(device)
-        self._watch.launching()
-        size = self._cache.kernel_block_sizes[0]
-        self._blocks = torch.tensor(ids, device=device)[self._positions // size]
-        token = self._model.run(prompt, self._positions, self._last, self._attend)
-        self._watch.launched()
-        meanwhile()
-        token.item()
-        return self._watch.end()
-
-    def _attend(
-        self, layer: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        pages = layer_pages(self._cache, layer)
-        pages[self._blocks, self._offsets] = torch.cat((keys, values), dim=-1)
-        mixed = functional.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            is_causal=True,
-            enable_gqa=True,
-        )
-        return mixed[0].transpose(0, 1)

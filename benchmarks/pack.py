@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.cache import BenchCache, CacheShape, Layout
-from benchmarks.device import check_device, device_option, device_us, host_us, run_seconds
+from benchmarks.device import check_device, device_option, device_us, run_seconds
 from benchmarks.harness import Options as BaseOptions
 from benchmarks.harness import Report
 from kvconnect.pack.batches import StagedChunk
@@ -69,14 +69,12 @@ class _Case:
         (staged,) = packer.stage(list(self.cache.groups(0)), [chunk], tokens)
         return packer, staged
 
-    def measure(self, order: str, digest_sample: int = 1) -> dict[str, Any]:
+    def measure(self, order: str, digest_sample: int) -> dict[str, Any]:
         """One pack and unpack."""
         packer, staged = self.stage(order, digest_sample)
         seed = _SEED if digest_sample else None
         pack_us = self.time_us(lambda: packer.pack(self.slot, staged, seed))
         unpack_us = self.time_us(lambda: packer.unpack(self.slot, staged, seed))
-        on_cpu = self.device == "cpu"
-        pack_host_us = pack_us if on_cpu else host_us(lambda: packer.pack(self.slot, staged, seed))
         return {
             "device": self.device,
             "order": order,
@@ -92,28 +90,19 @@ class _Case:
             "unpack_gb_per_s": self.total_bytes / unpack_us / 1e3,
             "pack_of_copy": self.copy_us / pack_us,
             "unpack_of_copy": self.copy_us / unpack_us,
-            "pack_host_us": pack_host_us,
         }
 
 
 def _timings(device: str) -> Iterator[dict[str, Any]]:
-    if device == "cpu":
-        # A CPU is the place of tests: small, and enough to see what digests cost there.
-        for layout in (_NHD, _HND):
-            case = _Case(device, layout, 2, 128, 32)
+    on_cpu = device == "cpu"
+    # A CPU is the place of tests: small, and enough to see what digests cost there.
+    samples = (0, CPU_DIGEST_SAMPLE, 1) if on_cpu else (0, 1)
+    for blocks in (32,) if on_cpu else (256, 1024):
+        shapes = [(_NHD, 2, 128), (_HND, 2, 128)]
+        for layout, heads, head_size in shapes if on_cpu else [(_NHD, 1, 64), *shapes]:
+            case = _Case(device, layout, heads, head_size, blocks)
             for order in ("pages", "rows"):
-                samples = (0, CPU_DIGEST_SAMPLE, 1)
-                yield from (case.measure(order, digest_sample=sample) for sample in samples)
-        return
-    for blocks in (256, 1024):
-        case = _Case(device, _NHD, 1, 64, blocks)
-        yield from (case.measure(order) for order in ("pages", "rows"))
-        for layout in (_NHD, _HND):
-            case = _Case(device, layout, 2, 128, blocks)
-            for order in ("pages", "rows"):
-                if order == "pages" and layout == _HND:
-                    continue
-                yield from (case.measure(order, digest_sample=sample) for sample in (0, 1))
+                yield from (case.measure(order, sample) for sample in samples)
 
 
 def bench_pack(options: Options, report: Report) -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import node
-from benchmarks.cache import BenchCache, Layout, Layouts
+from benchmarks.cache import BenchCache, Layout
 from benchmarks.harness import run_benchmark
-from benchmarks.loops import DecodeLoop, PromptLoop, SharedCache, fill_blocks
+from benchmarks.loops import DecodeLoop, SharedCache, fill_blocks
 from benchmarks.model import MODEL_SIZES, BenchModel, PromptAttention, attend_torch, layer_pages
 from benchmarks.process import StepFailed
 from benchmarks.worker import Receiver
@@ -25,7 +26,6 @@ TINY = node.Options(
     engine="memory",
     batch=3,
     context=40,
-    prompt=40,
     request_mb=0.02,
     gb_per_s=0.002,
     in_flight=2,
@@ -39,20 +39,13 @@ TINY = node.Options(
 def _here(monkeypatch):
     monkeypatch.setattr(node, "ChildPair", PairHere)
     monkeypatch.setattr(node, "_RAMP_S", 0.02)
-    monkeypatch.setattr(node, "_TAIL_S", 0.02)
 
 
-@pytest.mark.parametrize(
-    ("side", "layouts"), [("decode", "nhd16:hnd32"), ("prefill", "hnd:nhd"), ("prefill", "nhd4:nhd16")]
-)
-def test_both_sides_are_measured_and_right(side, layouts):
-    options = replace(TINY, side=side, layouts=Layouts.parse(layouts))
-    timing = node.measure_node(options)
-    assert timing["batch"] == (3 if side == "decode" else 2)
+def test_a_decode_node_is_measured_and_right():
+    timing = node.measure_node(TINY)
     assert timing["verified"] >= 1
-    tokens = timing["steps_with"] * (3 if side == "decode" else 40)
     # The last step may end up to one step before the window does.
-    assert timing["tokens_per_s_with"] >= 0.9 * tokens / options.seconds
+    assert timing["tokens_per_s_with"] >= 0.9 * timing["steps_with"] * 3 / TINY.seconds
     assert timing["ratio"] == pytest.approx(timing["tokens_per_s_with"] / timing["tokens_per_s_without"])
     for kind in ("without", "with"):
         assert 0 < timing[f"host_ms_p50_{kind}"] <= timing[f"step_ms_p99_{kind}"]
@@ -67,7 +60,7 @@ def test_what_was_not_received_is_noticed():
         # Nothing is held under the names that are ordered.
         pair.prefill.side.hold = lambda asked: None
         with pytest.raises(StepFailed, match="was not loaded"):
-            made.with_transfers()
+            made.window(has_transfers=True)
 
 
 def test_a_failure_is_shown(monkeypatch, capsys):
@@ -87,7 +80,6 @@ def test_what_suits_the_device():
     assert there.request_bytes == 256 << 20
     assert there.shapes()[1].num_blocks == 1 + 8 * 128 + 32 * 256
     assert there.shapes()[0].num_blocks == 1 + 8 * 128
-    assert replace(there, side="prefill").shapes()[0].num_blocks == 1 + 8 * 128 + 2 * 128
 
 
 def load(request_id, slot):
@@ -218,17 +210,21 @@ def test_decode_steps_write_where_their_requests_are(rows, context, layout):
         expected = [at + 1 if at + 1 < context else context - turn for at in expected]
 
 
-def test_prompts_are_stored_in_the_blocks_of_their_turn_and_decode_steps_agree_with_them():
+def test_decode_steps_go_on_from_a_prompt_as_the_prompt_does():
     """The second half of a prompt, step by step over what the prompt stored, gives the prompt's tokens."""
-    model, shared, blocks = made_node(2, 12, Layout("hnd", 4))
-    loop = PromptLoop(model, shared, blocks, 12)
-    for turn in range(3):
-        own = blocks[turn % 2]
-        assert changed_by(loop.step, shared) == {(own[at // 4], at % 4) for at in range(12)}
+    model, shared, blocks = made_node(1, 12, Layout("hnd", 4))
     prompt = torch.randint(model.size.vocab, (12,), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(12)
-    expected = model.run(prompt, positions, positions, loop._attend).tolist()
-    single = DecodeLoop(model, shared, blocks[:1], 12)
+
+    def attend(layer, query, keys, values):
+        layer_pages(shared, layer)[torch.tensor(blocks[0])[positions // 4], positions % 4] = torch.cat(
+            (keys, values), dim=-1
+        )
+        heads = (rows.transpose(0, 1)[None] for rows in (query, keys, values))
+        return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+    expected = model.run(prompt, positions, positions, attend).tolist()
+    single = DecodeLoop(model, shared, blocks, 12)
     found = []
     for at in range(6, 12):
         single._tokens = [int(prompt[at])]
