@@ -14,18 +14,20 @@ import typer
 
 from benchmarks.harness import run_app
 from kvconnect.errors import ConfigError
-from tests.faults.damage import run_damage
-from tests.faults.disk import run_disk_kills
-from tests.faults.hostile import BATTERIES, attacked_stage, run_batteries
-from tests.faults.kills import kill_stage, run_kills
-from tests.faults.liars import run_liars
+from tests.faults.disk import run_damage, run_disk_kills
+from tests.faults.hostile import BATTERIES, attacked_stage, run_batteries, run_liars
 from tests.faults.links import CUTS, Wire, link_stage, run_cut
-from tests.faults.load import Questions
-from tests.faults.neighbours import neighbour_stage, run_stopped_neighbour
-from tests.faults.reports import Report, progress
-from tests.faults.soak import run_soak, soak_stage
-from tests.faults.stage import Side, Stage, StageOptions
-from tests.faults.stops import run_stops, stop_stage
+from tests.faults.signals import (
+    kill_stage,
+    neighbour_stage,
+    run_kills,
+    run_soak,
+    run_stopped_neighbour,
+    run_stops,
+    soak_stage,
+    stop_stage,
+)
+from tests.faults.stage import Questions, Report, Side, Stage, StageOptions, progress
 
 app = typer.Typer(
     name="faults",

@@ -1,19 +1,117 @@
-"""SIGKILL of a process that writes to the disk tier as fast as it can, at any moment, again and again."""
+"""A disk tier whose process is killed while it writes, and whose files a disk or another program damages.
+
+Rows have bytes that follow from their number, so that whoever reads one knows whether it is right.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import select
+import shutil
 import signal
 import struct
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tests.faults import disk_rows
-from tests.faults.reports import RowReport, progress
+import numpy as np
+
+from kvconnect.offload.disk.disk_tier import DiskTier
+from kvconnect.offload.disk.folder import FolderOwner, row_name
+from kvconnect.offload.record import HEADER_BYTES
+from kvconnect.offload.tier import Content, Kind, TierRow
+from tests.faults.stage import RowReport, progress
+
+NAMESPACE = hashlib.sha256(b"python -m tests.faults disk").hexdigest()
+OTHER_NAMESPACE = hashlib.sha256(b"another").hexdigest()
+_WORD = np.uint64(0x9E3779B97F4A7C15)
+_RUN_S = 60.0
+_MAX_QUEUED_BYTES = 64 << 20
+
+
+def open_tier(path: Path, limit_bytes: int, namespace: str = NAMESPACE) -> DiskTier:
+    """A tier, which recovers what is there."""
+    return DiskTier(path, FolderOwner(namespace), limit_bytes, max_queued_bytes=_MAX_QUEUED_BYTES)
+
+
+def content_of(number: int) -> Content:
+    """What a numbered row is called."""
+    return (number % 3, number.to_bytes(8, "little") + hashlib.sha256(number.to_bytes(8, "little")).digest())
+
+
+def number_of(content: Content) -> int:
+    """The number of a row."""
+    return int.from_bytes(content[1][:8], "little")
+
+
+def length_of(number: int, longest: int) -> int:
+    """How long a numbered row is: one of sixteen lengths, so that many are as long as another."""
+    return longest // 16 * (1 + (number * 2654435761 >> 16) % 16)
+
+
+def bytes_of(number: int, longest: int) -> bytes:
+    """A row: no word of it is in another row, or elsewhere in the same."""
+    count = length_of(number, longest) // 8
+    words = np.arange(count, dtype=np.uint64) + (np.uint64(number) << np.uint64(20))
+    return (words * _WORD).tobytes()
+
+
+def numbered_rows(numbers: Iterable[int], longest: int) -> list[TierRow]:
+    """Rows to be written."""
+    return [TierRow(*content_of(number), memoryview(bytes_of(number, longest))) for number in numbers]
+
+
+def finish(tier: DiskTier, kind: Kind, job: int) -> tuple[tuple[Content, ...], Counter[str]]:
+    """Wait for a job; what its report names, and the failures told meanwhile.
+
+    Raises:
+        TimeoutError: it is not reported.
+    """
+    deadline = time.monotonic() + _RUN_S
+    failures = Counter[str]()
+    while time.monotonic() < deadline:
+        news = tier.poll()
+        failures.update(news.failures)
+        told = news.done.get(kind, {})
+        if job in told:
+            return told[job], failures
+        time.sleep(0.0002)
+    raise TimeoutError(f"{kind} {job} was never reported: {tier.state()}")
+
+
+def served(tier: DiskTier, numbers: Sequence[int], longest: int) -> tuple[set[int], set[int], Counter[str]]:
+    """Read numbered rows: those that are right, those that are wrong, and what failed."""
+    rows = [
+        TierRow(*content_of(number), memoryview(bytearray(length_of(number, longest)))) for number in numbers
+    ]
+    tier.read(1, rows)
+    missing, failures = finish(tier, "read", 1)
+    lost = {number_of(content) for content in missing}
+    right: set[int] = set()
+    wrong: set[int] = set()
+    for number, row in zip(numbers, rows, strict=True):
+        if number not in lost:
+            (right if bytes(row.memory) == bytes_of(number, longest) else wrong).add(number)
+    return right, wrong, failures
+
+
+def taken_bytes(path: Path) -> int:
+    """What everything below a path takes now: the larger of what files say and what the disk says."""
+    total = 0
+    for folder, _names, files in os.walk(path):
+        for name in files:
+            try:
+                facts = os.stat(os.path.join(folder, name))
+            except FileNotFoundError:
+                continue
+            total += max(facts.st_size, facts.st_blocks * 512)
+    return total
+
 
 _LIMITS_BYTES = (4 << 20, 8 << 20, 16 << 20)
 _LONGEST_BYTES = 128 << 10
@@ -86,11 +184,11 @@ def _live(path: Path, life: int, limit_bytes: int, rng: random.Random) -> tuple[
     end = time.monotonic() + rng.uniform(0.0, _LATEST_KILL_S)
     most_bytes = 0
     while time.monotonic() < end:
-        most_bytes = max(most_bytes, disk_rows.taken_bytes(path))
+        most_bytes = max(most_bytes, taken_bytes(path))
         time.sleep(0.001)
     os.kill(child, signal.SIGKILL)
     _pid, status = os.waitpid(child, 0)
-    most_bytes = max(most_bytes, disk_rows.taken_bytes(path))
+    most_bytes = max(most_bytes, taken_bytes(path))
     with open(reading, "rb") as pipe:
         told = pipe.read()
     whole = len(told) // _ACKNOWLEDGED.size * _ACKNOWLEDGED.size
@@ -101,23 +199,23 @@ def _live(path: Path, life: int, limit_bytes: int, rng: random.Random) -> tuple[
 
 
 def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng: random.Random) -> None:
-    tier = disk_rows.open_tier(path, limit_bytes)
+    tier = open_tier(path, limit_bytes)
     number = (life + 1) * _NUMBERS_PER_LIFE
-    rows = disk_rows.numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
+    rows = numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
     while True:
         numbers = range(number, number + _ROWS_PER_JOB)
         number += _ROWS_PER_JOB
         tier.write(1, rows)
         # The next ones are made while these are written, so that most kills hit a write.
-        rows = disk_rows.numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
-        failed, _failures = disk_rows.finish(tier, "write", 1)
+        rows = numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
+        failed, _failures = finish(tier, "write", 1)
         if failed:
             raise RuntimeError(f"{len(failed)} rows were not kept")
         os.write(pipe, b"".join(_ACKNOWLEDGED.pack(one) for one in numbers))
         # What is read now and then makes room later.
         if rng.random() < 0.3:
             some = rng.sample(numbers, 4)
-            _right, wrong, _failures = disk_rows.served(tier, some, _LONGEST_BYTES)
+            _right, wrong, _failures = served(tier, some, _LONGEST_BYTES)
             if wrong:
                 raise RuntimeError(f"rows {wrong} are wrong")
 
@@ -125,18 +223,17 @@ def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng:
 def _look(path: Path, life: int, limit_bytes: int, acknowledged: list[int], report: DiskKillReport) -> None:
     """Open what a life left, and read all of it."""
     start = time.monotonic()
-    tier = disk_rows.open_tier(path, limit_bytes)
+    tier = open_tier(path, limit_bytes)
     try:
         if not tier.recovered.wait(60.0):
             report.problems.append(f"life {life}: not recovered after a minute")
             return
         report.slowest_open_s = max(report.slowest_open_s, time.monotonic() - start)
-        taken_bytes = disk_rows.taken_bytes(path)
-        if taken_bytes > limit_bytes:
-            report.problems.append(f"after life {life}: {taken_bytes} bytes of {limit_bytes}")
+        if (taken := taken_bytes(path)) > limit_bytes:
+            report.problems.append(f"after life {life}: {taken} bytes of {limit_bytes}")
         news = tier.poll()
-        there = sorted(disk_rows.number_of(content) for content in news.added)
-        right, wrong, failures = disk_rows.served(tier, there, _LONGEST_BYTES)
+        there = sorted(number_of(content) for content in news.added)
+        right, wrong, failures = served(tier, there, _LONGEST_BYTES)
         failures.update(news.failures)
         report.failures = dict(Counter(report.failures) + failures)
         report.torn += failures["disk_torn"]
@@ -163,8 +260,209 @@ def _must_be_there(acknowledged: list[int], limit_bytes: int) -> list[int]:
     found = []
     length_bytes = 0
     for number in reversed(acknowledged):
-        length_bytes += disk_rows.length_of(number, _LONGEST_BYTES)
+        length_bytes += length_of(number, _LONGEST_BYTES)
         if length_bytes > most_bytes:
             break
         found.append(number)
     return found
+
+
+_LONGEST_DAMAGED_BYTES = 8 << 10
+_LIMIT_BYTES = 256 << 20
+_PAGE_BYTES = 4096
+_DAMAGED_ROWS_PER_JOB = 1000
+
+Spans = dict[Path, tuple[int, int]]
+"""By file: the number and the whole length of its record."""
+
+
+@dataclass
+class DamageReport(RowReport):
+    """``damaged`` are the records that were, ``missed`` the rows that were not served.
+
+    ``when`` is ``closed`` if a tier was opened afterwards, ``open`` if one knew the files before.
+    """
+
+    kind: str
+    when: str
+    damaged: int = 0
+    missed: int = 0
+
+
+def run_damage(path: Path, records: int, *, seed: int = 0) -> list[DamageReport]:
+    """Damage ``records`` records in every way, at rest and under an open tier, and read all of them."""
+    whole = path / "whole"
+    numbers = range(1, records + 1)
+    spans = _write(whole, numbers, NAMESPACE)
+    _write(path / "other", numbers, OTHER_NAMESPACE)
+    reports = []
+    for kind, damage in KINDS.items():
+        for when in ("closed", "open"):
+            copy = path / "copy"
+            shutil.copytree(whole, copy)
+            here = {copy / file.relative_to(whole): record for file, record in spans.items()}
+            tier = _open(copy) if when == "open" else None
+            damaged = damage(here, random.Random(f"{seed} {kind} {when}"))
+            reports.append(DamageReport(kind, when, len(damaged)))
+            _read(tier or _open(copy), numbers, damaged, reports[-1])
+            shutil.rmtree(copy)
+            progress(f"{kind}, {when}: {reports[-1].served} served, {reports[-1].wrong} wrong")
+    return reports
+
+
+def _read(tier: DiskTier, numbers: Sequence[int], damaged: set[int], report: DamageReport) -> None:
+    """Read all rows, and close the tier."""
+    # What was wrong once is not there the second time.
+    _right, wrong, failures = served(tier, numbers, _LONGEST_DAMAGED_BYTES)
+    report.wrong = len(wrong)
+    right, wrong, more_failures = served(tier, numbers, _LONGEST_DAMAGED_BYTES)
+    report.wrong += len(wrong)
+    report.failures = dict(failures + more_failures)
+    report.served = len(right)
+    report.missed = len(numbers) - len(right) - len(wrong)
+    if report.wrong:
+        report.problems.append(f"{report.wrong} rows that are wrong were served")
+    if damaged & right:
+        report.problems.append(f"{len(damaged & right)} damaged records were served")
+    if damaged and not report.failures:
+        report.problems.append("nothing was counted")
+    if not tier.close():
+        report.problems.append("the tier does not close")
+
+
+def _edited(spans: Spans) -> Iterator[tuple[bytearray, int, int]]:
+    """The bytes of every file, written back when the next ones are asked for, its number and its length."""
+    for file, (number, length) in spans.items():
+        data = bytearray(file.read_bytes())
+        yield data, number, length
+        _overwrite(file, data)
+
+
+def _twins(spans: Spans) -> Iterator[tuple[Path, Path]]:
+    """Files of equal length, two at a time."""
+    by_length: dict[int, Path] = {}
+    for file, (_number, length) in spans.items():
+        if length in by_length:
+            yield by_length.pop(length), file
+        else:
+            by_length[length] = file
+
+
+# ---- ways of damage: each returns the records that are not whole any more
+
+
+def _flip(spans: Spans, rng: random.Random, *, share: float, first: int) -> set[int]:
+    """One bit of some records, of the bytes from ``first`` on."""
+    damaged = set()
+    for data, number, length in _edited(spans):
+        if rng.random() < share:
+            data[rng.randrange(first, length)] ^= 1 << rng.randrange(8)
+            damaged.add(number)
+    return damaged
+
+
+def _truncate(spans: Spans, rng: random.Random) -> set[int]:
+    """Every file, somewhere."""
+    for data, _number, length in _edited(spans):
+        del data[rng.randrange(length) :]
+    return _numbers(spans)
+
+
+def _swap(spans: Spans, _rng: random.Random, *, kept: int) -> set[int]:
+    """Records in each other's files, but for their first bytes."""
+    damaged = set()
+    for first, second in _twins(spans):
+        here, there = first.read_bytes(), second.read_bytes()
+        _overwrite(first, here[:kept] + there[kept:])
+        _overwrite(second, there[:kept] + here[kept:])
+        damaged |= {spans[first][0], spans[second][0]}
+    return damaged
+
+
+def _zero_pages(spans: Spans, rng: random.Random) -> set[int]:
+    """Pages of the files, as a disk leaves them that lost its power."""
+    damaged = set()
+    for data, number, length in _edited(spans):
+        for start in range(0, length, _PAGE_BYTES):
+            if rng.random() < 0.1:
+                data[start : start + _PAGE_BYTES] = bytes(len(data[start : start + _PAGE_BYTES]))
+                damaged.add(number)
+    return damaged
+
+
+def _foreign(spans: Spans, _rng: random.Random) -> set[int]:
+    """The same rows of another namespace, in the places of our own."""
+    for file in spans:
+        (other,) = file.parents[2].glob(f"other/*/{file.name}")
+        _overwrite(file, other.read_bytes())
+    return _numbers(spans)
+
+
+def _append(spans: Spans, rng: random.Random) -> set[int]:
+    """Bytes behind the row: garbage with a piece of the record, or the header and a row that is another's."""
+    for data, _number, _length in _edited(spans):
+        garbage = rng.randbytes(rng.randrange(1, 5000))
+        if rng.random() < 0.5:
+            data += garbage + data[rng.randrange(len(data)) :]
+        else:
+            data += data[:HEADER_BYTES] + garbage
+    return set()
+
+
+def _shift(spans: Spans, rng: random.Random) -> set[int]:
+    """Bytes taken out of or put into every file."""
+    for data, _number, length in _edited(spans):
+        at = rng.randrange(length)
+        if rng.random() < 0.5:
+            data[at:at] = rng.randbytes(rng.randrange(1, 500))
+        else:
+            del data[at : at + rng.randrange(1, 500)]
+    return _numbers(spans)
+
+
+KINDS: dict[str, Callable[[Spans, random.Random], set[int]]] = {
+    "flipped": partial(_flip, share=1.0, first=0),
+    "flipped rows": partial(_flip, share=0.3, first=HEADER_BYTES),
+    "truncated": _truncate,
+    "swapped": partial(_swap, kept=0),
+    "swapped rows": partial(_swap, kept=HEADER_BYTES),
+    "zeroed pages": _zero_pages,
+    "foreign": _foreign,
+    "appended": _append,
+    "shifted": _shift,
+}
+
+
+def _open(path: Path, namespace: str = NAMESPACE) -> DiskTier:
+    tier = open_tier(path, _LIMIT_BYTES, namespace)
+    if not tier.recovered.wait(60.0):
+        raise TimeoutError(f"{path} is not recovered after a minute")
+    return tier
+
+
+def _write(path: Path, numbers: Sequence[int], namespace: str) -> Spans:
+    """Write rows, and say where they are."""
+    tier = _open(path, namespace)
+    for start in range(0, len(numbers), _DAMAGED_ROWS_PER_JOB):
+        tier.write(1, numbered_rows(numbers[start : start + _DAMAGED_ROWS_PER_JOB], _LONGEST_DAMAGED_BYTES))
+        failed, _failures = finish(tier, "write", 1)
+        assert not failed
+    tier.close()
+    return {
+        tier.path / row_name(content_of(number)): (
+            number,
+            HEADER_BYTES + length_of(number, _LONGEST_DAMAGED_BYTES),
+        )
+        for number in numbers
+    }
+
+
+def _overwrite(file: Path, data: bytes | bytearray) -> None:
+    """In place: a process that has it open sees it."""
+    with open(file, "r+b") as there:
+        there.write(data)
+        there.truncate()
+
+
+def _numbers(spans: Spans) -> set[int]:
+    return {number for number, _length in spans.values()}

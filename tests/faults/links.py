@@ -14,14 +14,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.peer.keyring import new_secret
-from tests.faults.kills import wait_in_flight
-from tests.faults.load import Questions, Traffic
-from tests.faults.reports import HitReport, progress
-from tests.faults.stage import DEADLINES, Place, StageOptions, wait_until
+from tests.faults.signals import wait_in_flight
+from tests.faults.stage import (
+    DEADLINES,
+    HitReport,
+    Place,
+    Questions,
+    StageOptions,
+    Traffic,
+    progress,
+    wait_until,
+)
 
 Cut = Literal["down", "blackhole"]
 
@@ -38,53 +45,79 @@ _NOWHERE = "02:00:00:00:de:ad"
 _SERVING_TIMEOUT_S = 30.0
 
 
-_wires = itertools.count()
+_numbers = itertools.count()
 
 
-class Wire:
-    """Two namespaces and the wire between them; leaving the ``with`` block takes them away.
+class Namespaces:
+    """Two network namespaces; leaving the ``with`` block takes them away, and what was made in them.
 
     Raises:
         ConfigError: it is not permitted here, or something is missing.
     """
 
-    def __init__(self) -> None:
-        self._number = (os.getpid() + next(_wires)) % 200 + 20
-        self.namespaces = (f"kvcp{self._number}", f"kvcd{self._number}")
+    def __init__(self, name: str) -> None:
+        self.number = (os.getpid() + next(_numbers)) % 200 + 20
+        self.namespaces = (f"{name}p{self.number}", f"{name}d{self.number}")
         if problem := unusable():
             raise ConfigError(problem)
 
-    def __enter__(self) -> Wire:
+    def __enter__(self) -> Self:
         try:
             for namespace in self.namespaces:
                 run_ip(f"netns add {namespace}")
                 run_ip(f"-n {namespace} link set lo up")
-            near, far = self.namespaces
-            run_ip(f"-n {near} link add kvcw0 type veth peer name kvcw1 netns {far}")
-            for place, namespace in enumerate(self.namespaces):
-                run_ip(f"-n {namespace} addr add {self.host(place)}/24 dev kvcw{place}")
-                run_ip(f"-n {namespace} link set kvcw{place} up")
-                ours, theirs = self._ours(place), f"kvcm{place}"
-                run_ip(f"link add {ours} type veth peer name {theirs} netns {namespace}")
-                run_ip(f"addr add 10.{202 + place}.{self._number}.1/24 dev {ours}")
-                run_ip(f"link set {ours} up")
-                run_ip(f"-n {namespace} addr add {self.http_host(place)}/24 dev {theirs}")
-                run_ip(f"-n {namespace} link set {theirs} up")
+            self.make()
         except BaseException:
-            self._remove()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._remove()
+        self.end()
+        for namespace in self.namespaces:
+            with suppress(KVConnectError):
+                run_ip(f"netns del {namespace}")
+
+    def make(self) -> None:
+        """What is in them."""
+
+    def end(self) -> None:
+        """Take away what would outlive them."""
+
+
+class Wire(Namespaces):
+    """Two namespaces and the wire between them."""
+
+    def __init__(self) -> None:
+        super().__init__("kvc")
+
+    def make(self) -> None:
+        """The wire, and one from each namespace to where we are."""
+        near, far = self.namespaces
+        run_ip(f"-n {near} link add kvcw0 type veth peer name kvcw1 netns {far}")
+        for place, namespace in enumerate(self.namespaces):
+            run_ip(f"-n {namespace} addr add {self.host(place)}/24 dev kvcw{place}")
+            run_ip(f"-n {namespace} link set kvcw{place} up")
+            ours, theirs = self._ours(place), f"kvcm{place}"
+            run_ip(f"link add {ours} type veth peer name {theirs} netns {namespace}")
+            run_ip(f"addr add 10.{202 + place}.{self.number}.1/24 dev {ours}")
+            run_ip(f"link set {ours} up")
+            run_ip(f"-n {namespace} addr add {self.http_host(place)}/24 dev {theirs}")
+            run_ip(f"-n {namespace} link set {theirs} up")
+
+    def end(self) -> None:
+        """A namespace lives until the last connection in it is over: its wire must not."""
+        for place in range(2):
+            with suppress(KVConnectError):
+                run_ip(f"link del {self._ours(place)}")
 
     def host(self, place: int) -> str:
         """The address in namespace 0 or 1 that the other one reaches over the wire."""
-        return f"10.201.{self._number}.{place + 1}"
+        return f"10.201.{self.number}.{place + 1}"
 
     def http_host(self, place: int) -> str:
         """The address in a namespace that we reach."""
-        return f"10.{202 + place}.{self._number}.2"
+        return f"10.{202 + place}.{self.number}.2"
 
     def place(self, number: int) -> Place:
         """A place for a node in a namespace."""
@@ -111,14 +144,7 @@ class Wire:
             run_ip(f"-n {self.namespaces[1]} link set kvcw1 up")
 
     def _ours(self, place: int) -> str:
-        return f"kvcm{place}x{self._number}"
-
-    def _remove(self) -> None:
-        for place, namespace in enumerate(self.namespaces):
-            # A namespace lives until the last connection in it is over: its wire must not.
-            for command in (f"link del {self._ours(place)}", f"netns del {namespace}"):
-                with suppress(KVConnectError):
-                    run_ip(command)
+        return f"kvcm{place}x{self.number}"
 
 
 def unusable() -> str:

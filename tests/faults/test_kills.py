@@ -1,14 +1,14 @@
-"""SIGKILL of either side in the middle of transfers."""
+"""A pair that nobody asks anything, and SIGKILL of either side in the middle of transfers."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 
-from tests.faults.kills import kill_stage, run_kills
-from tests.faults.load import Questions
-from tests.faults.stage import Stage
+from tests.faults.signals import kill_stage, run_kills
+from tests.faults.stage import Questions, Stage
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +17,16 @@ def pair(engine):
     options = kill_stage(engine, "recompute" if engine == "mooncake" else "fail")
     with Stage(replace(options, lengths=(600, 512, 40), flows=("parallel",))) as stage:
         yield stage, Questions(stage, seed=1)
+
+
+def test_an_idle_pair_costs_next_to_nothing(pair):
+    stage, questions = pair
+    assert questions.are_fetched()
+    time.sleep(1.0)
+    before = [node.cpu_seconds for node in stage.nodes]
+    time.sleep(4.0)
+    # The aim is 0.05 of a core over 30 s. A progress thread would take a whole one.
+    assert max(node.cpu_seconds - then for node, then in zip(stage.nodes, before, strict=True)) < 0.25 * 4.0
 
 
 @pytest.mark.parametrize(

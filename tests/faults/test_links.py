@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.links import CUTS, Wire, link_stage, run_cut, unusable
-from tests.faults.load import Questions
-from tests.faults.stage import DEADLINES, Stage
+from tests.faults.stage import DEADLINES, Questions, Stage
 
 PROBLEM = unusable()
 pytestmark = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "it can")

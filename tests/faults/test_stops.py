@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 
-from tests.faults.load import Questions
-from tests.faults.stage import Side, Stage
-from tests.faults.stops import StopReport, run_stops, stop_stage
+from tests.faults.signals import StopReport, run_stops, stop_stage
+from tests.faults.stage import Questions, Side, Stage
 
 # Over well before the stop is.
 SHORT = {

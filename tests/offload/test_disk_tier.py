@@ -29,8 +29,7 @@ from kvconnect.offload.disk.folder import FolderOwner, RowFile, bytes_on_disk, r
 from kvconnect.offload.disk.row_files import Catalog
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.tier import CompletionTracker
-from tests.faults.damage import KINDS, run_damage
-from tests.faults.disk_rows import taken_bytes
+from tests.faults.disk import KINDS, run_damage, taken_bytes
 from tests.offload.disk_kit import (
     NAMESPACE,
     Faults,
