@@ -65,7 +65,6 @@ _LONGEST = (
     "faults/test_stops.py",
     "pack/test_casts.py",
     "faults/test_links.py",
-    "simulator/test_planted_pulls.py",
     "engine/test_registry.py",
     "engine/test_nixl.py",
     "test_pair_transport.py",

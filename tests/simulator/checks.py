@@ -6,25 +6,102 @@ but for the last ones, which look at their books when all should be over.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvconnect.engine.base import Batch
 from kvconnect.engine.memory import MemoryEngine
+from kvconnect.outcome import Reason
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Found, Hold, Load, Orders, Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
 from kvconnect.transfer.slots import SlotState
-from tests.simulator.books import Asked, Books, Exceptions, Owed, left_at
 from tests.simulator.engine import SimEngine
-from tests.simulator.request import Request
+from tests.simulator.request import SimRequest
 from tests.simulator.stranger import Scribbler
 from tests.simulator.world import World
 
 if TYPE_CHECKING:
     from tests.simulator.node import SimNode
     from tests.simulator.worker import SimWorker
+
+
+@dataclass(eq=False)
+class Owed:
+    """An order that must be reported once. ``blocks`` are those that it names."""
+
+    order: Hold | Load
+    blocks: frozenset[int]
+    since: float
+    stopped_s: float
+
+
+@dataclass(eq=False)
+class Asked:
+    """A question to a peer that must be answered once, by whomever."""
+
+    since: float
+    stopped_s: float
+
+
+@dataclass(eq=False)
+class Books:
+    """What one worker owes, by request; and the generation of each taken slot, by address, and since when."""
+
+    holds: dict[str, Owed] = field(default_factory=dict)
+    loads: dict[str, Owed] = field(default_factory=dict)
+    finds: dict[str, list[Asked]] = field(default_factory=dict)
+    restores: set[str] = field(default_factory=set)
+    slots: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+
+class Exceptions(logging.Handler):
+    """Takes note of every exception that the code under test logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See ``logging.Handler``."""
+        if record.exc_info and record.exc_info[0] is not None:
+            kind, error, _ = record.exc_info
+            self.texts.append(f"{record.getMessage()}: {kind.__name__}: {error}")
+
+
+def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
+    """What a node holds, owes and remembers."""
+    left = {f"the scheduler half's {name}": count for name, count in node.connector.state().items()}
+    left["blocks"] = node.pool.held
+    left["requests"] = len(node.scheduler.requests) + node.transfers.num_outstanding
+    for worker in node.workers:
+        prefill, decode, owed = worker.prefill, worker.decode, books[worker]
+        for what, count in (
+            ("unreported holds", len(owed.holds)),
+            ("unreported loads", len(owed.loads)),
+            ("unreported finds", sum(map(len, owed.finds.values()))),
+            ("unreported restores", len(owed.restores)),
+            ("finds", len(decode.finds)),
+            ("leases", len(prefill.leases)),
+            ("expected prefills", len(prefill.pending.expected)),
+            ("waiting fetches", len(prefill.pending)),
+            ("streaming prefills", len(prefill.book.streaming)),
+            ("sendings", len(prefill.sender.sendings)),
+            ("send slots", worker.send.taken),
+            ("loads", len(decode.loads)),
+            ("awaited handles", len(decode.renewals.awaited)),
+            ("landing slots", decode.bay.taken),
+            ("landings", len(decode.bay)),
+        ):
+            left[f"{worker.who}'s {what}"] = count
+        for what, count in worker.tiers.state().items() if worker.tiers is not None else ():
+            left[f"{worker.who}'s offload {what}"] = count
+    return left
+
 
 SLACK_S = 5.0
 """What the network and a worker's own pace may add to a bound."""
@@ -141,7 +218,7 @@ class Checks:
         if self.scribbler is not None and worker is not None and not worker.is_strange:
             self.scribbler.saw(batch, worker)
 
-    def loads(self, node: SimNode, request: Request, num_tokens: int) -> None:
+    def loads(self, node: SimNode, request: SimRequest, num_tokens: int) -> None:
         """A node begins to load a request, up to so many tokens."""
         if num_tokens > request.num_tokens:
             self.world.fail("within_bounds", f"{request.request_id} is offered {num_tokens} tokens")
@@ -149,27 +226,26 @@ class Checks:
         if request.is_forged:
             self._forged.add(request.request_id)
 
-    def load_failed(self, node: SimNode, request: Request, why: str) -> None:
-        """A load failed."""
-        del self._loaded[request.request_id]
+    def load_ended(self, node: SimNode, request: SimRequest, why: Reason | None) -> None:
+        """A load succeeded, and its KV is served from now on; or it failed."""
         way = self._loaded_by[request.request_id]
-        self.count("loads failed" if way == "handle" else f"loads failed by {way}")
+        suffix = "" if way == "handle" else f" by {way}"
+        if why is None:
+            self.count(f"loads ok{suffix}")
+            if not node.plan.is_stranger and way == "handle":
+                self.opens_once(request)
+            self.bytes_are_right(node, request, self._loaded[request.request_id], later=False)
+            return
+        del self._loaded[request.request_id]
+        self.count(f"loads failed{suffix}")
         if request.is_forged:
             self.count("forged handles refused")
         else:
             if way != "name":
-                self.failed[request.request_id] = why
-            self.reasons[why] += 1
+                self.failed[request.request_id] = why.text
+            self.reasons[why.text] += 1
 
-    def committed(self, node: SimNode, request: Request) -> None:
-        """A load succeeded: its KV is served from now on."""
-        way = self._loaded_by[request.request_id]
-        self.count("loads ok" if way == "handle" else f"loads ok by {way}")
-        if not node.plan.is_stranger and way == "handle":
-            self.opens_once(request)
-        self.bytes_are_right(node, request, self._loaded[request.request_id], later=False)
-
-    def served(self, node: SimNode, request: Request) -> None:
+    def served(self, node: SimNode, request: SimRequest) -> None:
         """A request that was computed with its KV is done."""
         num_tokens = self._loaded.pop(request.request_id, None)
         if num_tokens is not None and request.loaded:
@@ -177,13 +253,14 @@ class Checks:
 
     def freed(self, node: SimNode, name: str) -> None:
         """All ranks say that nobody needs a held request's blocks."""
-        request = node.unsent.get(name)
+        request = node.transfers.unsent.get(name)
         if request is not None:
+            assert isinstance(request, SimRequest)
             self.count("holds ended")
             if not request.is_computed():
                 # Nobody wanted it before it was there.
                 return
-            self.bytes_are_right(node, request, request.num_prompt, later=True)
+            self.bytes_are_right(node, request, request.num_prompt_tokens, later=True)
 
     # The invariants
 
@@ -195,7 +272,7 @@ class Checks:
     def nobody_reads(self, worker: SimWorker, owed: Owed) -> None:
         """1: P frees no block while a kernel can still read it."""
         # Two prompts with one beginning share blocks, which stay where they are.
-        freed = frozenset(block for block in owed.blocks if worker.node.pool.holders(block) == 1)
+        freed = frozenset(block for block in owed.blocks if worker.node.pool.has_one_holder(block))
         if worker.packing_touches(freed, "source"):
             self.world.fail("nobody_reads", f"{worker.who} still packs from {owed.order.request_id}")
 
@@ -267,7 +344,7 @@ class Checks:
         if load.request_id in self._forged and not load.refusal:
             self.world.fail("forged_opens_nothing", f"{load.request_id} is fetched: {load.handle}")
 
-    def opens_once(self, request: Request) -> None:
+    def opens_once(self, request: SimRequest) -> None:
         """6: whoever presents it, a handle opens one load."""
         params = request.kv_transfer_params or {}
         handle = params.get(TRANSFER_KEY) or params[HANDLE_KEY]
@@ -275,7 +352,7 @@ class Checks:
             self.world.fail("opens_once", f"{request.request_id} is not the first to be loaded by its handle")
         self._opened.add(handle)
 
-    def bytes_are_right(self, node: SimNode, request: Request, num_tokens: int, *, later: bool) -> None:
+    def bytes_are_right(self, node: SimNode, request: SimRequest, num_tokens: int, *, later: bool) -> None:
         """3: what is served is what the prompt's KV is, byte by byte."""
         if request.is_strange:
             return
@@ -395,10 +472,10 @@ class Checks:
     def blocks_add_up(self, node: SimNode) -> None:
         """5: a block is free, or somebody holds it."""
         pool = node.pool
-        if pool.held + pool.free != pool.total:
+        if pool.held + pool.num_free != pool.total:
             self.world.fail(
                 "blocks_add_up",
-                f"{node.name}: {pool.held} blocks held, {pool.free} free, {pool.total} in all",
+                f"{node.name}: {pool.held} blocks held, {pool.num_free} free, {pool.total} in all",
             )
 
     def no_exception(self, worker: SimWorker) -> None:

@@ -1,15 +1,93 @@
-"""Clients and the router between them and the nodes, on the virtual clock."""
+"""Hosts, and clients with the router between them and the nodes, on the virtual clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+
+from kvconnect.peer.handles import Handles
 from kvconnect.transfer.params import HANDLE_KEY, HINTS_KEY, PEER_KEY, SOURCES_KEY
-from tests.simulator.host import Host
-from tests.simulator.request import Request
-from tests.simulator.scenario import Hint, RequestPlan
+from tests.simulator.checks import Checks
+from tests.simulator.network import Network
+from tests.simulator.node import SimNode
+from tests.simulator.request import SimRequest
+from tests.simulator.scenario import Hint, NodePlan, ReplayPlan, RequestPlan
 from tests.simulator.world import World
+
+
+class Host:
+    """Where a node runs. ``past`` are the nodes that were killed: their memory is kept until the end.
+
+    ``handle`` is the last one that a router saw of it and vouches for its address; empty where none expires.
+    """
+
+    def __init__(self, network: Network, checks: Checks, plan: NodePlan) -> None:
+        self.plan = plan
+        self.past: list[SimNode] = []
+        self.handle = ""
+        self._world, self._network, self._checks = network.world, network, checks
+        self.node = SimNode(network, checks, plan, 1)
+
+    @property
+    def port(self) -> int:
+        """Where rank 0 listens, or listened last."""
+        return self.node.ports[0]
+
+    def vouches(self, params: Mapping[str, Any]) -> None:
+        """A router saw what it answered."""
+        if self.plan.handles is not None:
+            self.handle = params[HANDLE_KEY]
+
+    def submit(self, request: SimRequest) -> None:
+        """A request arrives; a host without a node refuses it."""
+        if self.node.is_dead:
+            request.end("failed")
+        else:
+            self.node.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """A client left."""
+        if not self.node.is_dead:
+            self.node.abort(request_id)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if not self.node.is_dead:
+            self._world.note(self.plan.host, "is killed")
+            self.node.kill()
+
+    def drain(self) -> None:
+        """SIGTERM: it is given the time to end what it promised."""
+        if not self.node.is_dead:
+            self._world.note(self.plan.host, "drains")
+            self.node.drain()
+
+    def start(self) -> None:
+        """Start anew, if it does not run."""
+        if self.node.is_dead:
+            self.past.append(self.node)
+            ports = self.node.ports if self.plan.keeps_ports else ()
+            number = len(self.past) + 1
+            self._world.note(self.plan.host, "starts", number)
+            self.node = SimNode(self._network, self._checks, self.plan, number, ports)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        if not self.node.is_dead and not self.node.is_stopped:
+            self._world.note(self.plan.host, "is stopped")
+            self.node.stop()
+            for port in self.node.ports:
+                self._network.silence(port)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        if self.node.is_stopped and not self.node.is_dead:
+            self._world.note(self.plan.host, "goes on")
+            self.node.go_on()
+
 
 _PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -30,7 +108,7 @@ class Client:
         self._world = world
         self._hosts = hosts
         self.asks_at = world.now + plan.start_s + plan.forward_s
-        self._open: dict[str, tuple[Host, Request]] = {}
+        self._open: dict[str, tuple[Host, SimRequest]] = {}
         self._answers: list[str] = []
         # The request before it in a conversation, and whom the answer of this one names as sources.
         self.turn_of: Client | None = None
@@ -71,7 +149,7 @@ class Client:
     def _prefill(self, params: dict[str, Any], then: Any) -> None:
         self._ask(self._hosts[self.plan.prefill], f"{self.name}-p", 1, params, then)
 
-    def _forward(self, request: Request) -> None:
+    def _forward(self, request: SimRequest) -> None:
         """The prefill is done: its parameters go to the decode node, or none if it came to nothing."""
         params = request.answer if request.outcome == "done" else None
         # A node that shall end holds nothing any more, and answers hints all the same.
@@ -91,7 +169,7 @@ class Client:
             name = f"{self.name}-d{copy}"
             self._ask(self._hosts[self.plan.decode], name, self.plan.max_tokens, params, self._answered)
 
-    def _answered(self, request: Request) -> None:
+    def _answered(self, request: SimRequest) -> None:
         self._answers.append(request.outcome)
         self.answered_by = tuple((request.answer or {}).get(SOURCES_KEY, ()))
         if len(self._answers) == self.plan.copies and not self.outcome:
@@ -100,12 +178,12 @@ class Client:
     def _ask(
         self, host: Host, name: str, max_tokens: int, params: Mapping[str, Any] | None, then: Any
     ) -> None:
-        def done(request: Request) -> None:
+        def done(request: SimRequest) -> None:
             self._open.pop(name, None)
             then(request)
 
         session = self.plan.session if host.plan.keeps is not None else None
-        request = Request(
+        request = SimRequest(
             name,
             self.plan.prompt,
             max_tokens,
@@ -116,10 +194,7 @@ class Client:
             or (self.plan.is_strange and (host.plan.keeps is not None or not name.endswith("-p"))),
             is_forged=self.is_forged,
             session=session,
-            cache_salt=self.plan.prompt.salt or None,
         )
-        if session is not None and not session.in_params:
-            request.kv_hints, request.session_id = session.envelope, session.session_id
         self._open[name] = (host, request)
         host.submit(request)
 
@@ -158,3 +233,62 @@ class Client:
             self.outcome = "left"
         for name, (host, _) in list(self._open.items()):
             host.abort(name)
+
+
+_LONG_AGO_S = 1000.0
+_OTHER_SECRET = b"a secret of another cluster"
+
+
+class Thief(Client):
+    """A client that asks a decode node with what a router told another one's.
+
+    Args:
+        number: tells it apart from others.
+        secret: what the cluster signs with.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        hosts: Mapping[str, Host],
+        plan: ReplayPlan,
+        victim: Client,
+        number: int,
+        secret: bytes,
+    ) -> None:
+        super().__init__(world, hosts, replace(victim.plan, decode=plan.host, copies=1, leaves_s=None))
+        self.name = f"x{number}"
+        self.is_forged = bool(plan.forgery)
+        self._victim, self._replay, self._secret = victim, plan, secret
+        self._has_any = False
+        victim.told.append(self._take)
+
+    @property
+    def is_over(self) -> bool:
+        """It has its answer, or nothing to ask with."""
+        return super().is_over or (not self._has_any and self._victim.is_over)
+
+    def _start(self) -> None:
+        """Wait for what the other one is told."""
+
+    def _take(self, params: Mapping[str, Any]) -> None:
+        self._has_any = True
+        if self._replay.forgery:
+            token = forged(params[HANDLE_KEY], self._replay.forgery, self._secret, self._world.now)
+            params = {**params, HANDLE_KEY: token}
+        self._world.after(self._replay.after_s, lambda: self._decode(params))
+
+
+def forged(token: str, how: str, secret: bytes, now: float) -> str:
+    """A handle that is of no use, made of one that is: see ``FORGERIES``.
+
+    ``now`` is in seconds of the clock by which handles expire.
+    """
+    ours = Handles(secret)
+    if how == "changed":
+        place = len(token) // 2
+        return token[:place] + ("A" if token[place] != "A" else "B") + token[place + 1 :]
+    claims = ours.read(token, even_expired=True)
+    if how == "expired":
+        return ours.make(msgspec.structs.replace(claims, expires_at=now - _LONG_AGO_S))
+    return Handles(b"" if secret and how == "of another kind" else _OTHER_SECRET).make(claims)

@@ -63,18 +63,15 @@ class SimTicket:
 
     @property
     def done(self) -> bool:
-        """See ``PackTicket``."""
         return self.ticket is not None
 
     @property
     def digest(self) -> int | None:
-        """See ``PackTicket``."""
         if self.ticket is None:
             raise LocalError("the digest of a kernel that has not run")
         return self.ticket.digest
 
     def wait(self) -> None:
-        """See ``PackTicket``."""
         raise LocalError("nobody may wait for a kernel")
 
 
@@ -105,12 +102,10 @@ class SimPacker:
         return getattr(self._packer, name)
 
     def pack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
-        """See ``Packer``."""
         self._fills(slot)
         return self._launch(self._source, staged, lambda: self._packer.pack(slot, staged, seed))
 
     def unpack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
-        """See ``Packer``."""
         self._takes(slot)
         return self._launch("target", staged, lambda: self._packer.unpack(slot, staged, seed))
 
@@ -135,7 +130,6 @@ class SimLocal(Local):
     takes: Callable[[int], None] = lambda slot: None
 
     def packer(self, source: Introduction, target: Introduction, *args: Any, **kwargs: Any) -> Packer:
-        """See ``Local``."""
         packer = super().packer(source, target, *args, **kwargs)
         if self.packing is None:
             return packer

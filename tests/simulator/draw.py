@@ -1,25 +1,37 @@
-"""Draws the scenario of a seed: from one generator of random numbers, in one order, but for its twists."""
+"""Draws the scenario of a seed: from one generator of random numbers, in one order, but for its twists.
+
+Twists are what a scenario may have besides: nodes of both roles, replayed handles, a stranger, clients that
+leave, pulls by name, sessions. Each is drawn from a stream of its own, after the scenario: seeds without it
+stay what they were.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from kvconnect.config import ExtraConfig
-from tests.simulator.content import Prompt
+from kvconnect.offload.scheduler.sessions import MOST_TTL_S
 from tests.simulator.engine import EngineFaults
+from tests.simulator.memory import MODELS, Model, Prompt, Shape
 from tests.simulator.network import Weather
 from tests.simulator.scenario import (
     FAULTS,
+    FORGERIES,
     REQUESTS_S,
     FaultPlan,
+    HandlePlan,
+    Hint,
+    KeepPlan,
     NodePlan,
+    ReplayPlan,
     RequestPlan,
     Scenario,
+    SessionPlan,
 )
-from tests.simulator.shapes import MODELS, Model, Shape
-from tests.simulator.twists import twist
 
 
 @dataclass(frozen=True)
@@ -252,3 +264,385 @@ def _draw_faults(rng: random.Random, kinds: list[str], nodes: list[NodePlan]) ->
                 )
             )
     return sorted(faults, key=lambda fault: fault.start_s)
+
+
+STRANGER = "X0"
+"""The host of the node that lies and writes where it should not."""
+
+LEAVERS = "leavers"
+"""Clients leave, and nothing else goes wrong."""
+
+_FIRST_TEXT = 50_000
+"""Texts of what a stranger computes: nobody else's prompt begins like them."""
+_BOTH, _HANDLES, _STRANGER, _LEAVERS, _PULLS = 0.15, 0.2, 0.12, 0.4, 0.4
+_SESSIONS = 0.45
+"""Of the seeds with pulls."""
+_WINDOWS = 0.3
+_SMALL, _SMALL_AND_CALM = 0.1, 0.5
+"""Where nothing else goes wrong it is seen at once that nothing moves."""
+
+
+def twist(scenario: Scenario) -> None:
+    """Add what else is drawn for a seed."""
+    for name, share, add in (
+        ("both", _BOTH, _make_both),
+        ("kept", _PULLS, add_pulls),
+        ("handles", _HANDLES, _add_handles),
+        ("stranger", _STRANGER, _add_stranger),
+        ("leavers", _LEAVERS, _add_leavers),
+        ("sessions", _SESSIONS, add_sessions),
+        ("windows", _WINDOWS, _reuse_windows),
+        # Last, since all requests must have room.
+        ("small", _SMALL if scenario.kinds else _SMALL_AND_CALM, _make_small),
+    ):
+        # Text seeds a generator alike in every process.
+        rng = random.Random(f"{scenario.seed} {name}")
+        if rng.random() < share:
+            add(scenario, rng)
+
+
+def _make_both(scenario: Scenario, rng: random.Random) -> None:
+    """Every node prefills for others and decodes what others prefilled."""
+    scenario.nodes = [replace(node, role="kv_both") for node in scenario.nodes]
+    hosts = [node.host for node in scenario.nodes]
+    for request in scenario.requests:
+        if rng.random() < 0.5:
+            request.prefill, request.decode = request.decode, request.prefill
+    for fault in scenario.faults:
+        if fault.aim and rng.random() < 0.5:
+            fault.aim = rng.choice(hosts)
+
+
+def _reuse_windows(scenario: Scenario, rng: random.Random) -> None:
+    """Nodes take what is in a window from the device, too."""
+    for node in scenario.nodes:
+        node.reuses_windows = True
+
+
+def _make_small(scenario: Scenario, rng: random.Random) -> None:
+    """All nodes have room for 4 to 12 blocks of each kind, and most requests ask both nodes at once."""
+    if any(node.role == "kv_both" for node in scenario.nodes if not node.is_stranger):
+        # Two nodes that are full of what they hold for each other wait for leases, whoever asks when.
+        return
+    rooms = []
+    for node in scenario.nodes:
+        blocks = rng.randint(4, 12)
+        node.num_blocks = 1 + blocks * len(scenario.model.kinds)
+        rooms.append(blocks * node.shape.block_tokens)
+    most = max(request.max_tokens for request in scenario.requests)
+    longest = min(rooms) - most
+    begin_s = min(request.start_s for request in scenario.requests)
+    for request in scenario.requests:
+        length = rng.choice((longest, max(3, longest // 2), rng.randint(3, longest)))
+        shared = min(request.prompt.prefix_tokens, length - 1)
+        request.prompt = replace(request.prompt, num_tokens=length, prefix_tokens=shared)
+        if scenario.handles is None:
+            # Otherwise somebody may present again what only one of the flows has.
+            request.flow = "parallel" if rng.random() < 0.75 else "sequential"
+        request.start_s = begin_s + 0.5 * rng.random()
+    for node in scenario.nodes:
+        node.longest_tokens = longest + most
+
+
+def _add_handles(scenario: Scenario, rng: random.Random) -> None:
+    """Handles that are signed and expire by clocks which differ, and some that are presented by others."""
+    handles = HandlePlan(
+        secret=b"a secret of this cluster" if rng.random() < 0.75 else b"",
+        skew_s={node.host: 25.0 * (2 * rng.random() - 1) for node in scenario.nodes},
+        # Where nothing goes wrong everything must work: with an empty list some routers cannot vouch.
+        is_listed=not scenario.kinds or rng.random() < 0.75,
+    )
+    decodes = [node.host for node in scenario.nodes if node.role != "kv_producer"]
+    shared = [request for request in scenario.requests if request.flow != "local"]
+    for _ in range(rng.randrange(4) if shared else 0):
+        request = rng.choice(shared)
+        # Whoever presents a handle that is good takes it from whom it was for.
+        forgeries = FORGERIES[1:] if not scenario.kinds or rng.random() < 0.5 else FORGERIES
+        forgery = rng.choice(forgeries) if request.flow == "sequential" else ""
+        if forgery or scenario.kinds:
+            handles.replays.append(
+                ReplayPlan(request.number, rng.choice(decodes), rng.choice((0.0, 0.1, 3.0)), forgery)
+            )
+    scenario.handles = handles
+    for node in scenario.nodes:
+        node.handles = handles
+    if any(not replay.forgery for replay in handles.replays):
+        scenario.kinds.append("replays")
+
+
+def _add_stranger(scenario: Scenario, rng: random.Random) -> None:
+    """A node with a key that some requests name, and that keeps to no rule."""
+    model = next(node for node in scenario.nodes if node.host.startswith("P"))
+    stranger: NodePlan = replace(
+        model,
+        host=STRANGER,
+        role="kv_both",
+        engine_faults=EngineFaults(batch_s=model.engine_faults.batch_s),
+        is_stranger=True,
+    )
+    honest = list(scenario.requests)
+    for number in range(rng.randint(1, 4)):
+        # At the same time as somebody else's, and at the same node.
+        other, is_fetched = rng.choice(honest), rng.random() < 0.8
+        scenario.requests.append(
+            RequestPlan(
+                number=len(scenario.requests),
+                start_s=other.start_s + 0.05 * rng.random(),
+                flow=rng.choice(("sequential", "parallel")),
+                prompt=Prompt(_FIRST_TEXT + number, rng.choice((3, 9, 16, 24, 40))),
+                max_tokens=rng.choice((1, 5)),
+                prefill=STRANGER if is_fetched else model.host,
+                decode=other.decode if is_fetched else STRANGER,
+                is_strange=True,
+            )
+        )
+    if model.keeps is not None:
+        _add_strange_pulls(scenario, rng)
+    if scenario.handles is not None:
+        scenario.handles.skew_s[STRANGER] = 0.0
+        for replay in scenario.handles.replays:
+            if rng.random() < 0.3:
+                replay.host = STRANGER
+    scenario.nodes.append(stranger)
+    scenario.kinds.append("stranger")
+
+
+def _add_strange_pulls(scenario: Scenario, rng: random.Random) -> None:
+    """Others ask the stranger by name for what it may have computed; nobody else's KV has these names."""
+    strange = [request for request in scenario.requests if request.is_strange]
+    hosts = [node.host for node in scenario.nodes]
+    for request in strange:
+        request.sources = (STRANGER,)
+    for _ in range(rng.randint(1, 5)):
+        other = rng.choice(strange)
+        scenario.requests.append(
+            replace(
+                other,
+                number=len(scenario.requests),
+                start_s=other.start_s + rng.random(),
+                flow="local",
+                decode=rng.choice((STRANGER, *hosts)),
+            )
+        )
+
+
+def _add_leavers(scenario: Scenario, rng: random.Random) -> None:
+    """Clients that leave while their KV is on its way, over an engine that cannot call bytes back.
+
+    Only where nothing else goes wrong: then all others must be served. What a client leaves behind between
+    its two legs is nobody's until the lease ends, so that leases are short beside the time of a load.
+    """
+    if scenario.kinds:
+        return
+    for request in scenario.requests:
+        if rng.random() < 0.4:
+            request.leaves_s = rng.choice((0.1, 0.5, 1.0)) * rng.random()
+    for node in scenario.nodes:
+        node.extra = msgspec.structs.replace(node.extra, lease_s=4.0, num_slots=4)
+        # Many batches, and several of them under way to one peer when one is cancelled.
+        node.slot_bytes, node.max_batches = 256, 8
+        node.engine_faults.settle_s = 1.0
+        node.engine_faults.batch_s = rng.choice((0.05, 0.3))
+    scenario.kinds.append(LEAVERS)
+
+
+SOURCE = "S0"
+"""The host of a plain server that others may ask, perhaps one whose KV is useless to them."""
+
+_BUSY_TEXT = 40_000
+_LONGEST_TOKENS = 40
+"""All nodes have room for it."""
+
+
+def add_pulls(scenario: Scenario, rng: random.Random) -> None:
+    """All nodes keep, ask and answer; some prompts are used again, longer or as they are, elsewhere too."""
+    if rng.random() < 0.6:
+        scenario.nodes.append(_plain_server(rng, rng.choice(scenario.nodes)))
+    ports, port = {}, 1
+    for node in scenario.nodes:
+        ports[node.host], port = f"{node.host}:{port}", port + node.world_size
+    find_s = rng.choice((0.05, 0.5, 0.5, 3.0))
+    for node in scenario.nodes:
+        others = [address for host, address in ports.items() if host != node.host]
+        sources = rng.sample(others, rng.randint(0, len(others))) if rng.random() < 0.7 else []
+        if rng.random() < 0.15:
+            sources.insert(0, "nobody:9998")
+        node.role = "kv_both"
+        # So much moves in the time of one batch: links that it pays to pull over.
+        node.scratch_bytes, node.max_bytes = 1 << 16, 1 << 20
+        node.keeps = node.keeps or _keeps(rng, node)
+        node.extra = msgspec.structs.replace(node.extra, sources=tuple(sources), find_s=find_s)
+        if not scenario.kinds:
+            # What was found may be gone when it is fetched: a miss, and no failure by this policy.
+            node.recomputes = True
+    hosts = list(ports)
+    for request in scenario.requests:
+        longer = rng.choice((0, 8, 16, 24))
+        tokens = min(_LONGEST_TOKENS, request.prompt.num_tokens + longer)
+        request.prompt = replace(request.prompt, num_tokens=tokens)
+    for _ in range(rng.choice((4, 8, 12))):
+        scenario.requests.append(_again(rng, scenario, hosts))
+    if rng.random() < 0.5:
+        _make_busy(scenario, rng, hosts)
+    for request in scenario.requests:
+        if rng.random() < 0.3:
+            request.sources += tuple(rng.sample([*hosts, *Hint], rng.choice((1, 1, 2, 4))))
+
+
+def _make_busy(scenario: Scenario, rng: random.Random, hosts: list[str]) -> None:
+    """Rows are few, fetches take long, and other prompts want the rows meanwhile."""
+    for node in scenario.nodes:
+        assert node.keeps is not None
+        node.keeps.rows = rng.choice((4, 6, 10))
+        node.slot_bytes = 256
+        node.engine_faults.batch_s = 0.05
+        node.max_batches = 1
+    for other in [request for request in scenario.requests if request.sources] * 2:
+        scenario.requests.append(
+            replace(
+                other,
+                number=len(scenario.requests),
+                start_s=other.start_s + rng.choice((0.1, 0.3)) * (0.3 + rng.random()),
+                flow="local",
+                prompt=Prompt(_BUSY_TEXT + len(scenario.requests), rng.choice((24, _LONGEST_TOKENS))),
+                decode=rng.choice([host for host in other.sources if host in hosts] or hosts),
+                sources=(),
+                turn_of=None,
+            )
+        )
+
+
+def _keeps(rng: random.Random, node: NodePlan) -> KeepPlan:
+    tokens = node.shape.block_tokens
+    return KeepPlan(
+        rows=rng.choice((6, 24, 200, 200)),
+        name_tokens=tokens if rng.random() < 0.85 else tokens // 2,
+        checkpoint=rng.choice((0, tokens)),
+        tokens_per_s=rng.choice((0.0, 0.0, 30.0, 1e5)),
+    )
+
+
+def _plain_server(rng: random.Random, like: NodePlan) -> NodePlan:
+    """Of the same model, and perhaps of other weights, or with names of another kind."""
+    made: NodePlan = replace(like, host=SOURCE)
+    made.keeps = _keeps(rng, made)
+    kind = rng.random()
+    if kind < 0.25:
+        made.keeps.weights = 1
+    elif kind < 0.5:
+        made.keeps.hashing = 1
+    return made
+
+
+def _again(rng: random.Random, scenario: Scenario, hosts: list[str]) -> RequestPlan:
+    """A prompt that was there before, or soon will be, and what follows it in a conversation."""
+    other = rng.choice(scenario.requests)
+    longer = rng.choice((0, 0, 1, 8, 16))
+    prompt: Prompt = replace(other.prompt, num_tokens=min(_LONGEST_TOKENS, other.prompt.num_tokens + longer))
+    had = [other.decode] if other.flow == "local" else [other.prefill, other.decode]
+    later_s = rng.choice((0.01, 0.5, 1.0, 2.0, 4.0)) * (0.5 + rng.random())
+    is_pair = other.prefill != other.decode and other.flow != "local" and rng.random() < 0.4
+    return RequestPlan(
+        number=len(scenario.requests),
+        start_s=min(REQUESTS_S + 1, other.start_s + later_s),
+        flow=other.flow if is_pair else "local",
+        prompt=prompt,
+        max_tokens=rng.choice((1, 2, 5)),
+        prefill=other.prefill,
+        decode=other.decode if is_pair else rng.choice([host for host in hosts if host not in had] or hosts),
+        forward_s=other.forward_s,
+        sources=(rng.choice(had),) if rng.random() < 0.6 else (),
+        turn_of=other.number if rng.random() < 0.5 else None,
+    )
+
+
+TENANT_KEY = "tenant"
+_TENANTS = ("", "acme", "zoo")
+_TALK_TEXT, _PRESS_TEXT = 60_000, 70_000
+_DISK_BYTES = 1 << 20
+
+
+def add_sessions(scenario: Scenario, rng: random.Random) -> None:
+    """Conversations with hints beside the other requests, some of which have hints too."""
+    keepers = [node for node in scenario.nodes if node.keeps is not None]
+    if not keepers:
+        return
+    key = TENANT_KEY if rng.random() < 0.4 else ""
+    quota = rng.choice((0.1, 0.25, 0.5, 0.5, 0.75, 1.0))
+    has_disk, is_tight = rng.random() < 0.5, rng.random() < 0.7
+    for node in keepers:
+        assert node.keeps is not None
+        rows = min(node.keeps.rows, rng.choice((8, 12, 24))) if is_tight else node.keeps.rows
+        disk_bytes = _DISK_BYTES if has_disk else 0
+        node.keeps = replace(
+            node.keeps, rows=rows, pin_quota=quota, tenant_key=key, disk_bytes=disk_bytes, on_disk={}
+        )
+    for request in list(scenario.requests):
+        if not request.is_strange and rng.random() < 0.25:
+            request.session = _session(rng, rng.choice(_TENANTS), f"s{rng.randrange(3)}")
+            if not key:
+                request.prompt = replace(request.prompt, salt=request.session.tenant)
+    hosts = [node.host for node in keepers if not node.is_stranger]
+    for number in range(rng.randint(1, 4)):
+        _add_talk(scenario, rng, rng.choice(hosts), number, has_salt=not key)
+    for number in range(rng.choice((3, 6, 10))):
+        prompt = Prompt(_PRESS_TEXT + number, rng.choice((16, 24, _LONGEST_TOKENS)))
+        _add(scenario, rng.choice(hosts), (REQUESTS_S + 1) * rng.random(), prompt, rng.choice((1, 5)))
+
+
+def _add_talk(scenario: Scenario, rng: random.Random, host: str, number: int, *, has_salt: bool) -> None:
+    """Turns of a conversation at one node: each prompt begins with what was there before, as a rule."""
+    tenant = rng.choice(_TENANTS)
+    prompt = Prompt(_TALK_TEXT + number, rng.choice((8, 12, 16)), salt=tenant if has_salt else "")
+    start_s = 0.6 * REQUESTS_S * rng.random()
+    for turn in range(rng.randint(2, 5)):
+        session = _session(rng, tenant, f"s{rng.randrange(3) if rng.random() < 0.2 else number}")
+        request = _add(scenario, host, start_s, prompt, rng.choice((1, 2, 5)))
+        request.session = session
+        if scenario.kinds and rng.random() < 0.1:
+            request.leaves_s = rng.choice((0.05, 0.5)) * rng.random()
+        longer = rng.choice((0, 1, 4, 8, 12))
+        prompt = replace(prompt, num_tokens=min(_LONGEST_TOKENS, prompt.num_tokens + longer))
+        if rng.random() < 0.15:
+            # Another branch of the conversation, or another one in the same session.
+            prompt = replace(prompt, text=_TALK_TEXT + 100 * (turn + 1) + number)
+        start_s += rng.choice((0.05, 0.5, 2.0)) * (0.5 + rng.random())
+
+
+def _add(scenario: Scenario, host: str, start_s: float, prompt: Prompt, max_tokens: int) -> RequestPlan:
+    plan = RequestPlan(
+        number=len(scenario.requests),
+        start_s=min(start_s, REQUESTS_S + 1),
+        flow="local",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        prefill=host,
+        decode=host,
+    )
+    scenario.requests.append(plan)
+    return plan
+
+
+def _session(rng: random.Random, tenant: str, name: str) -> SessionPlan:
+    if rng.random() < 0.04:
+        return SessionPlan(tenant, name, (), in_params=rng.random() < 0.5, is_garbage=True)
+    kinds = rng.choice(
+        (("pin",), ("pin",), ("pin",), ("pin", "demote"), ("prefetch", "pin"), ("any",), ("any", "any"))
+    )
+    actions = tuple(_action(rng, kind) for kind in kinds)
+    return SessionPlan(tenant, name, actions, in_params=rng.random() < 0.6)
+
+
+def _action(rng: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
+    if kind == "any":
+        kind = rng.choice(("release", "demote", "prefetch", "pin", "explode"))
+    payload: dict[str, Any] = {}
+    if kind == "pin":
+        payload["ttl_s"] = rng.choice((0.3, 2.0, 6.0, 20.0, 2 * MOST_TTL_S))
+    elif kind == "prefetch" and rng.random() < 0.3:
+        payload["to"] = rng.choice(("device", "host", "disk"))
+    if kind != "pin" and rng.random() < 0.3:
+        payload["session_id"] = f"s{rng.randrange(4)}"
+    if rng.random() < 0.03:
+        payload["ttl_s"] = -1.0
+    return kind, payload

@@ -77,7 +77,6 @@ class SimEngine(FaultyEngine):
         self._wake = wake
 
     def submit(self, batch: Batch) -> None:
-        """See ``Engine``."""
         world, faults = self._world, self.faults
         delay_s = faults.batch_s * (0.5 + world.random.random())
         if faults.stall and world.chance(faults.stall):
@@ -127,7 +126,6 @@ class SimEngine(FaultyEngine):
                 self.may_move[batch.batch_id] = (batch, self._world.now)
 
     def cancel(self, batch_id: int) -> None:
-        """See ``Engine``."""
         if not self.faults.settle_s or batch_id not in self._flights:
             super().cancel(batch_id)
         elif batch_id not in self._settling:
@@ -140,7 +138,6 @@ class SimEngine(FaultyEngine):
         super().cancel(batch_id)
 
     def poll(self) -> list[Completion]:
-        """See ``Engine``."""
         for batch_id, until in list(self._settling.items()):
             if until <= self._world.now and batch_id in self._flights:
                 self.abandon(batch_id)

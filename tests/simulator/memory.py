@@ -1,12 +1,18 @@
-"""The memory of one simulated rank: its pages and its slots in one allocation, and plain access to both.
+"""The models of a simulation, what the KV of every token is, and the memory of one rank.
 
-Pages are written and read by indexing arrays, never by the code under test.
+Models are tiny, and of every kind that moves differently. The KV of a token depends on all tokens up to it,
+on its layer and on its head: it is a stretch of one fixed table of noise, whose place the prompt, the token
+and the layer decide, so that two that differ in anything hold other bytes. Pages are written and read by
+indexing arrays: nothing is shared with plans, wires and packers.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,20 +21,177 @@ from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import shard_heads
-from tests.simulator.content import Bytes, Prompt, noise, rows_of, state_of
-from tests.simulator.shapes import (
-    DTYPE,
-    HEAD_BYTES,
-    HEAD_SIZE,
-    HEADS,
-    LATENT_SIZE,
-    STATE_SIZE,
-    WINDOW_TOKENS,
-    Layer,
+from kvconnect.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MLASpec,
+    SlidingWindowSpec,
+    StateSpec,
 )
 
 if TYPE_CHECKING:
     from tests.simulator.scenario import NodePlan
+
+DTYPE = torch.float16
+HEADS = 2
+HEAD_SIZE = 2
+LATENT_SIZE = 4
+STATE_SIZE = 12
+WINDOW_TOKENS = 12
+
+HEAD_BYTES = 2 * HEAD_SIZE * DTYPE.itemsize
+"""K and V of one token and head."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: its kind, its number among all, and the bytes of a row (a token, or the state)."""
+
+    name: str
+    kind: str
+    number: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the whole model, all heads included."""
+        sizes = {"latent": LATENT_SIZE, "state": STATE_SIZE}
+        return sizes[self.kind] * DTYPE.itemsize if self.kind in sizes else HEADS * HEAD_BYTES
+
+
+@dataclass(frozen=True)
+class Model:
+    """Kinds of layers, each in a cache group of its own, with so many layers."""
+
+    name: str
+    kinds: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """All layers in order."""
+        names = [(f"{kind}{index}", kind) for kind, count in self.kinds for index in range(count)]
+        return tuple(Layer(name, kind, number) for number, (name, kind) in enumerate(names))
+
+    @property
+    def num_heads(self) -> int | None:
+        """What peers must agree on: None where all ranks keep the same bytes."""
+        return HEADS if self.has("full") or self.has("window") else None
+
+    def has(self, kind: str) -> bool:
+        """Whether it has layers of a kind."""
+        return any(kind == known for known, _ in self.kinds)
+
+
+MODELS = (
+    Model("gqa", (("full", 2),)),
+    Model("sliding", (("full", 1), ("window", 1))),
+    Model("state", (("full", 1), ("state", 1))),
+    Model("mla", (("latent", 2),)),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one side keeps a model. ``head_first``: a page has its heads outermost."""
+
+    block_tokens: int
+    kernel_tokens: int
+    head_first: bool = False
+
+    def config(self, model: Model, num_blocks: int, heads: int) -> KVCacheConfig:
+        """The cache of a rank that keeps so many heads."""
+        groups = []
+        for kind, _ in model.kinds:
+            names = tuple(layer.name for layer in model.layers if layer.kind == kind)
+            groups.append(KVCacheGroup(names, self._spec(kind, heads)))
+        return KVCacheConfig(num_blocks, tuple(groups))
+
+    def _spec(self, kind: str, heads: int) -> FullAttentionSpec | MLASpec | StateSpec:
+        tokens = self.block_tokens
+        match kind:
+            case "latent":
+                return MLASpec(tokens, LATENT_SIZE, DTYPE)
+            case "state":
+                return StateSpec(tokens, ((STATE_SIZE,),), (DTYPE,))
+            case "window":
+                return SlidingWindowSpec(tokens, heads, HEAD_SIZE, DTYPE, sliding_window=WINDOW_TOKENS)
+        return FullAttentionSpec(tokens, heads, HEAD_SIZE, DTYPE)
+
+    def kernel_sizes(self, model: Model) -> dict[int, int]:
+        """Tokens of a kernel block by group; a state is never split."""
+        return {
+            index: self.block_tokens if kind == "state" else self.kernel_tokens
+            for index, (kind, _) in enumerate(model.kinds)
+        }
+
+
+Bytes = NDArray[np.uint8]
+
+_NOISE: Bytes = np.random.default_rng(20_24).integers(1, 256, 1 << 20, dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text: its first ``prefix_tokens`` are those of every other one with this ``prefix``.
+
+    ``text`` tells it apart from all others after that. What is generated goes on from there. Names are not
+    those of the same text with another ``salt``; its KV is.
+    """
+
+    text: int
+    num_tokens: int
+    prefix: int = 0
+    prefix_tokens: int = 0
+    salt: str = ""
+
+    def name_of_block(self, stop_token: int) -> tuple[int | str, ...]:
+        """What all tokens up to ``stop_token`` are, as a key of a prefix cache."""
+        salt = (self.salt,) if self.salt else ()
+        if stop_token <= self.prefix_tokens:
+            return (*salt, self.prefix)
+        return (*salt, self.prefix, self.prefix_tokens, self.text)
+
+    def moved(self, by: int) -> Prompt:
+        """A prompt that has nothing in common with this one, and as much as it with others so moved."""
+        return replace(self, text=self.text + by, prefix=self.prefix + by) if by else self
+
+
+@functools.lru_cache(4096)
+def names_of(prompt: Prompt, num_tokens: int, tokens: int) -> tuple[bytes, ...]:
+    """What a node calls a prompt's first tokens, one name for every so many."""
+    stops = range(tokens, num_tokens + 1, tokens)
+    return tuple(f"{prompt.name_of_block(stop)}@{stop}".encode() for stop in stops)
+
+
+def rows_of(prompt: Prompt, layer: int, start: int, stop: int, row_bytes: int) -> Bytes:
+    """The KV of tokens ``start`` to ``stop - 1`` in a layer, as (token, byte)."""
+    shared = min(max(start, prompt.prefix_tokens), stop)
+    parts = [
+        _stretch(name, layer, first, last, row_bytes)
+        for name, first, last in ((prompt.prefix, start, shared), (prompt.text, shared, stop))
+        if first < last
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def state_of(prompt: Prompt, layer: int, num_tokens: int, state_bytes: int) -> Bytes:
+    """The recurrent state of a layer after so many tokens, as (byte,)."""
+    text = prompt.prefix if num_tokens <= prompt.prefix_tokens else prompt.text
+    state: Bytes = _stretch(text * 64 + num_tokens, layer + 31, 0, 1, state_bytes)[0]
+    return state
+
+
+def noise(place: int, length: int) -> Bytes:
+    """Bytes that are nobody's KV, different for every place."""
+    start = place * 7919 % (len(_NOISE) - length)
+    return _NOISE[start : start + length]
+
+
+def _stretch(name: int, layer: int, first: int, last: int, row_bytes: int) -> Bytes:
+    start = (name * 1_000_003 + layer * 15_485_863) % (len(_NOISE) // 2) + first * row_bytes
+    stretch: Bytes = _NOISE[start : start + (last - first) * row_bytes].reshape(last - first, row_bytes)
+    return stretch
+
 
 _ALIGN_BYTES = 64
 BlockIds = Sequence[Sequence[int]]

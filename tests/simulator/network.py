@@ -1,8 +1,8 @@
-"""A simulated network of ZeroMQ's connections on the virtual clock, and the channel that workers use.
+"""A simulated network of ZeroMQ's connections on the virtual clock, and the channels that workers use.
 
 Within a connection frames arrive in order, each once. A connection that breaks loses what was under way; it
 is made anew under another name at its far end, and what was said meanwhile is sent then. Of two connections
-nothing is in order.
+nothing is in order. What is said of landing slots is written down.
 """
 
 from __future__ import annotations
@@ -11,10 +11,162 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvconnect.peer.channel import Frame, LinkLost
+from kvconnect.errors import PeerError
+from kvconnect.peer.channel import Arrival, Frame, LinkLost
 from kvconnect.peer.loss import PeerLoss
-from tests.simulator.channel import SimChannel
+from kvconnect.peer.messages import CreditGrant, Fetch, Landed, Message, Side, decode
 from tests.simulator.world import World
+
+_LARGEST_BYTES = 1 << 30
+_TAG_BYTES = 10
+
+
+def tag_of(data: bytes) -> bytes:
+    """Where a frame says what it is: most need not be read for more."""
+    return data[:_TAG_BYTES]
+
+
+def read_frame(data: bytes, *, to_decode: bool) -> Message:
+    """The message of a frame.
+
+    Raises:
+        PeerError: it is none that this side of a conversation is sent.
+    """
+    return decode(Side.DECODE if to_decode else Side.PREFILL, data, _LARGEST_BYTES)
+
+
+Grant = tuple[str, int, int]
+"""The connection, the number of the fetch, and the generation."""
+
+
+class Grants:
+    """The landing slots of one worker. ``granted`` is told of the address of each that is."""
+
+    def __init__(self) -> None:
+        self.granted: Callable[[int], None] = lambda address: None
+        self._granted: dict[int, Grant] = {}
+        self._landed: set[Grant] = set()
+
+    def said(self, link: str, data: bytes) -> None:
+        """The worker says something to a peer that it fetches from."""
+        tag = tag_of(data)
+        if b"fetch" in tag or b"granted" in tag:
+            message = read_frame(data, to_decode=False)
+            assert isinstance(message, Fetch | CreditGrant)
+            for grant in message.grants:
+                self._granted[grant.address] = (link, message.transfer_id, grant.generation)
+                self.granted(grant.address)
+
+    def heard(self, link: str, data: bytes) -> None:
+        """Such a peer says something."""
+        if b"landed" in tag_of(data):
+            try:
+                message = read_frame(data, to_decode=True)
+            except PeerError:
+                return
+            if isinstance(message, Landed):
+                self._landed.add((link, message.transfer_id, message.generation))
+
+    def use(self, address: int) -> bool:
+        """The worker takes what lies in a slot. False: whom it granted that has not said that it is there.
+
+        What was said is good for one use.
+        """
+        grant = self._granted.pop(address, None)
+        if grant is None or grant not in self._landed:
+            return False
+        self._landed.discard(grant)
+        return True
+
+
+_MOST_ARRIVALS = 64
+
+
+class SimChannel:
+    """See ``Channel``. ``stopped``: the process behind it is, and reads nothing.
+
+    ``grants`` is what was said over it about landing slots.
+    """
+
+    def __init__(self, network: Network, host: str, port: int, wake: Callable[[], None]) -> None:
+        self.host = host
+        self.opened: dict[str, Connection] = {}
+        self.closed = False
+        self.stopped = False
+        self._network = network
+        self._port = port
+        self._wake = wake
+        self._inbox: deque[Arrival] = deque()
+        self._held: deque[Arrival] = deque()
+        self.grants = Grants()
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    def connect(self, link: str, host: str, port: int) -> None:
+        self.drop(link)
+        self._network.open(link, self, port)
+
+    def send(self, link: str, data: bytes) -> bool:
+        self._network.world.note(f"{self.host}:{self._port}", "says", link, data)
+        connection = self.opened.get(link)
+        for listener in self._network.listeners:
+            listener(self, link, data)
+        if connection is None:
+            return self._network.answer(link, data)
+        self.grants.said(link, data)
+        connection.said.append(data)
+        if connection.up:
+            self._network.say(connection, data, connection.there)
+        else:
+            connection.waiting.append(data)
+        return True
+
+    def drop(self, link: str) -> None:
+        connection = self.opened.get(link)
+        if connection is not None:
+            self._network.close(connection)
+
+    def receive(self) -> list[Arrival]:
+        count = min(len(self._inbox), _MOST_ARRIVALS)
+        arrived = [self._inbox.popleft() for _ in range(count)]
+        taken = [item for item in arrived if item.link.startswith("in:") or item.link in self.opened]
+        for item in taken:
+            if isinstance(item, Frame) and item.link in self.opened:
+                self.grants.heard(item.link, item.data)
+        return taken
+
+    def take(self, item: Arrival) -> None:
+        """Called by the network."""
+        # Of one connection nothing overtakes what came before it, the news that it was lost included.
+        is_behind = any(held.link == item.link for held in self._held)
+        (self._held if is_behind else self._inbox).append(item)
+        self._wake()
+
+    def go_on(self) -> None:
+        """The process runs again: its I/O thread takes a moment to hand over what came meanwhile."""
+        self.stopped = False
+        world = self._network.world
+        self._held.extend(self._inbox)
+        self._inbox.clear()
+
+        def hand_over() -> None:
+            self._inbox.extendleft(reversed(self._held))
+            self._held.clear()
+            self._wake()
+
+        world.after(0.01 * world.random.random(), hand_over)
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns at once: time is the simulation's."""
+
+    def wake(self) -> None:
+        self._wake()
+
+    def close(self) -> None:
+        self._network.kill(self._port)
+
 
 _RECONNECT_S = 0.1
 _RETRY_S = 0.5

@@ -1,14 +1,14 @@
-"""One simulated serving node: requests, blocks and steps around the real halves of the connector.
+"""One simulated serving node: the reference node's scheduler around the real halves of the connector.
 
-A small scheduler in the terms of vLLM's contract, on the virtual clock. Freed blocks belong to somebody else
-at once, and what it computes is in memory only when the device has run.
+On the virtual clock. Freed blocks belong to somebody else at once, and what is computed is in memory only
+when the device has run.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -16,22 +16,23 @@ import msgspec
 
 from kvconnect.addresses import RankAddress
 from kvconnect.config import TransferConfig
-from kvconnect.halves import building
-from kvconnect.halves.building import Trust
+from kvconnect.halves.building import Trust, build_scheduler_half
+from kvconnect.node.block_manager import BlockManager, BlockPool, CacheHit
+from kvconnect.node.node_options import NodeOptions
+from kvconnect.node.request import EngineStep, Failure, Output, Request, RequestState, ScheduledChunk
+from kvconnect.node.scheduler import Scheduler, Transfers
+from kvconnect.offload.scheduler import offload_scheduler
 from kvconnect.outcome import Reason
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.parts import DeviceSteps
-from kvconnect.transfer.stack import Computed, StateBlock, Step
-from tests.simulator.blocks import Blocks
 from tests.simulator.device import Stream
-from tests.simulator.keeping import kept_blocks, naming_of, tell_rate, traits_of
-from tests.simulator.pace import Pace
 from tests.simulator.pledges import WatchedOffload
-from tests.simulator.pool import Pool
-from tests.simulator.reports import RankReports
-from tests.simulator.request import Request, Stage
+from tests.simulator.request import SimRequest
+from tests.simulator.tiers import kept_blocks, naming_of, tell_rate, traits_of
 from tests.simulator.worker import SimWorker
+from tests.simulator.world import Pace
 
 if TYPE_CHECKING:
     from tests.simulator.checks import Checks
@@ -39,6 +40,135 @@ if TYPE_CHECKING:
     from tests.simulator.scenario import NodePlan
 
 _ASK_AGAIN_S = 0.25
+_MOST_REQUESTS = 64
+
+
+class RankReports:
+    """What the ranks of a node report, put together as a serving stack does: over when every rank said so."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._said: Counter[tuple[str, str]] = Counter()
+        self._failed: dict[str, Reason] = {}
+
+    def take(self, reports: Sequence[Results]) -> Results:
+        """Add what was reported. What is over at every rank by now; failed, if it failed at one."""
+        over: dict[str, Any] = {
+            what: tuple(name for one in reports for name in getattr(one, what) if self._is_over(what, name))
+            for what in ("sent", "received")
+        }
+        for one in reports:
+            self._failed = {**one.failed, **self._failed}
+        over["failed"] = {name: self._failed.pop(name) for name in over["received"] if name in self._failed}
+        for what in ("offload", "settled", "found", "ragged"):
+            over[what] = tuple(each for one in reports for each in getattr(one, what))
+        return Results(**over)
+
+    def _is_over(self, what: str, name: str) -> bool:
+        self._said[what, name] += 1
+        if self._said[what, name] < self._world_size:
+            return False
+        del self._said[what, name]
+        return True
+
+
+class SimPool(BlockPool):
+    """The pool of a node, of which it is told when blocks change hands.
+
+    Args:
+        num_blocks: with the null block.
+        given_away: told of blocks that are somebody else's from now on.
+        spoils_freed: those that nobody has are so already, and not only once somebody takes them.
+    """
+
+    def __init__(
+        self, num_blocks: int, given_away: Callable[[Sequence[int]], None], spoils_freed: bool
+    ) -> None:
+        super().__init__(num_blocks)
+        self._given_away, self._spoils_freed = given_away, spoils_freed
+
+    @property
+    def held(self) -> int:
+        """Blocks that somebody holds, counted one by one."""
+        return len(self._references) - self._references.count(0)
+
+    def allocate(self, count: int) -> list[int]:
+        taken = super().allocate(count)
+        if taken:
+            self._given_away(taken)
+        return taken
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        super().release(block_ids)
+        spoiled = [
+            block for block in block_ids if block and block in self._free and block not in self._key_of
+        ]
+        if spoiled and self._spoils_freed:
+            self._given_away(spoiled)
+
+
+class SimScheduler(Scheduler):
+    """The reference node's scheduler, which computes so many tokens of a request at most in a step.
+
+    What it does is shown to the checks. Where it ``runs_ahead`` requests end two steps late, as where a stack
+    begins a step before it has the results of the last.
+    """
+
+    def __init__(self, node: SimNode, manager: BlockManager, transfers: Transfers) -> None:
+        plan = node.plan
+        super().__init__(
+            NodeOptions(max_num_seqs=_MOST_REQUESTS, max_num_batched_tokens=plan.step_tokens),
+            manager,
+            transfers,
+        )
+        self._node, self._plan = node, plan
+        # What the last step completed, and what the one before it did: results that a stack has not seen.
+        self.last_step: list[tuple[Request, Output]] = []
+        self.step_before: list[tuple[Request, Output]] = []
+
+    def end_late(self) -> None:
+        """A step begins: those that it hears of have ended."""
+        ended, self.step_before, self.last_step = self.step_before, self.last_step, []
+        for request, output in ended:
+            if request.request_id in self.requests:
+                self._end_now(request, output)
+
+    def _chunk_tokens(self, request: Request, computed: int, budget: int) -> int:
+        return super()._chunk_tokens(request, computed, min(budget, self._plan.chunk_tokens))
+
+    def _admit_one(self, request: Request, budget: int, step: EngineStep) -> int | None:
+        return super()._admit_one(request, min(budget, self._plan.chunk_tokens), step)
+
+    def _start_load(
+        self, request: Request, hit: CacheHit | None, external: int, step: EngineStep
+    ) -> int | None:
+        taken = super()._start_load(request, hit, external, step)
+        if taken is not None:
+            assert isinstance(request, SimRequest)
+            self._node.checks.loads(self._node, request, (hit.num_tokens if hit else 0) + external)
+        return taken
+
+    def _preempt(self, request: Request) -> None:
+        node = self._node
+        node.world.note(node.name, "preempts", request.request_id)
+        node.checks.count("preemptions")
+        assert request.blocks is not None
+        for worker in node.workers:
+            worker.give_up(frozenset(block for ids in request.blocks.ids for block in ids))
+        super()._preempt(request)
+
+    def _end(self, request: Request, output: Output, *, delivered: bool = True) -> None:
+        if delivered and self._plan.runs_ahead:
+            request.state = RequestState.FINISHED
+            self.last_step.append((request, output))
+        else:
+            self._end_now(request, output, delivered=delivered)
+
+    def _end_now(self, request: Request, output: Output, *, delivered: bool = True) -> None:
+        if delivered:
+            assert isinstance(request, SimRequest)
+            self._node.checks.served(self._node, request)
+        super()._end(request, output, delivered=delivered)
 
 
 class SimNode:
@@ -69,15 +199,12 @@ class SimNode:
         for worker in self.workers:
             worker.transfers.know_ranks(tuple(directory))
         cache = self.workers[0].memory.config
-        self.pool = Pool(plan.num_blocks, self._spoil, spoils_freed=plan.keeps is None)
-        self._states = [index for index, group in enumerate(cache.groups) if group.is_state]
-        self.blocks = Blocks(self.pool, cache.groups, plan.model.reuses_prefixes)
         handles = iter(range(1 << 40))
         if self.workers[0].tiers is not None:
             extra = msgspec.structs.replace(plan.extra, offload=self.workers[0].tiers.config)
             self.config = msgspec.structs.replace(self.config, kv_connector_extra_config=extra)
-        with mock.patch.object(building, "OffloadScheduler", WatchedOffload):
-            self.connector = building.build_scheduler_half(
+        with mock.patch.object(offload_scheduler, "OffloadScheduler", WatchedOffload):
+            self.connector = build_scheduler_half(
                 self.config,
                 cache,
                 traits_of(self),
@@ -89,19 +216,15 @@ class SimNode:
         tell_rate(self.connector, plan.keeps)
         if isinstance(self.connector.offload, WatchedOffload):
             self.connector.offload.watch(self)
+        self.pool = SimPool(plan.num_blocks, self._spoil, spoils_freed=plan.keeps is None)
+        self.transfers = Transfers(self.connector, cache, recompute_failed_loads=plan.recomputes)
+        reuses = plan.reuses_windows or not plan.model.has("window")
+        manager = BlockManager(cache, self.pool, plan.step_tokens, enable_prefix_caching=reuses)
+        self.scheduler = SimScheduler(self, manager, self.transfers)
         self.device = Stream(world, plan.kernel_s, self._device_moved)
         self.steps = DeviceSteps(self.device.mark)
-        self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.loading: dict[str, Request] = {}
-        self.abandoned: dict[str, Request] = {}
-        self.unsent: dict[str, Request] = {}
-        self._inbox: list[Request] = []
+        self._inbox: list[SimRequest] = []
         self._aborts: list[str] = []
-        # What the last step completed, and what the one before it did: results that a stack has not seen.
-        self._last_step: list[Request] = []
-        self._step_before: list[Request] = []
         self._reports = RankReports(plan.world_size)
         self._spoilt = 0
         self.wake()
@@ -120,9 +243,8 @@ class SimNode:
 
     # What clients do
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SimRequest) -> None:
         """A request arrives."""
-        request.num_prompt = request.prompt.num_tokens
         self._inbox.append(request)
         self.wake()
 
@@ -174,39 +296,38 @@ class SimNode:
         self.device.is_dead = True
         for worker in self.workers:
             worker.kill()
-        lost = [*self.requests.values(), *self._inbox]
-        self.requests.clear()
-        self._inbox.clear()
+        self.scheduler.fail_all(Failure(503, "the node is gone", "server_error"))
+        self._deliver()
+        lost, self._inbox = self._inbox, []
         for request in lost:
-            self._answer(request, "failed", "the node is gone")
+            request.end("failed")
 
     # One step
 
     def step(self) -> None:
         """Results, arrivals, a plan, the device, orders."""
+        scheduler = self.scheduler
         self._take_results()
-        ended, self._step_before, self._last_step = self._step_before, self._last_step, []
-        for request in ended:
-            if request.request_id in self.requests:
-                self._end(request, "done")
+        scheduler.end_late()
         arrived, self._inbox = self._inbox, []
         for request in arrived:
-            self._arrive(request)
+            scheduler.add(request)
         aborts, self._aborts = self._aborts, []
         for request_id in aborts:
-            if request_id in self.requests:
-                self._abort(self.requests[request_id])
+            scheduler.abort(request_id)
+        self._deliver()
         self._send_orders()
-        budget = self.plan.step_tokens
-        for request in list(self.running):
-            if request.stage is Stage.RUNNING:
-                budget = self._continue(request, budget)
-        self._admit(budget)
+        step = scheduler.schedule()
+        sampled: dict[str, tuple[int, int | None]] = {}
+        for chunk in step.chunks:
+            sampled[chunk.request_id] = self._compute(chunk), None
+        scheduler.update(step, sampled)
+        self._deliver()
         self._send_orders()
         self.checks.node_stepped(self)
-        if self.running or self._last_step or self._step_before:
+        if scheduler.running or scheduler.last_step or scheduler.step_before:
             self._pace.at(self.world.now + self.plan.step_s)
-        elif self.waiting:
+        elif scheduler.waiting:
             self._pace.at(self.world.now + _ASK_AGAIN_S)
 
     def _send_orders(self) -> None:
@@ -216,177 +337,44 @@ class SimNode:
             for worker in self.workers:
                 worker.order(orders, self.steps.finished)
 
-    def _arrive(self, request: Request) -> None:
-        self.requests[request.request_id] = request
-        self.blocks.begin(request)
-        self.connector.new_request(request)
-        request.num_prompt = min(request.num_prompt, self.connector.prefill_tokens(request))
-        self.waiting.append(request)
-
-    def _abort(self, request: Request) -> None:
-        if request in self.running:
-            self.running.remove(request)
-        if request in self.waiting:
-            self.waiting.remove(request)
-        self._end(request, "aborted")
-
-    def _continue(self, request: Request, budget: int) -> int:
-        """Compute the next tokens of a running request; what is left of the budget."""
-        count = request.cut(min(request.num_tokens - request.computed, self.plan.chunk_tokens, budget))
-        if count <= 0:
-            return budget
-        while (new := self.blocks.grow(request, request.computed, request.computed + count)) is None:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is request:
-                return budget
-        self._compute(request, count, new if any(new) else None)
-        return budget - count
-
-    def _preempt(self, request: Request) -> None:
-        self.world.note(self.name, "preempts", request.request_id)
-        self.checks.count("preemptions")
-        self.running.remove(request)
-        for worker in self.workers:
-            worker.give_up(frozenset(block for ids in request.ids for block in ids))
-        self._begin_anew(request)
-
-    def _begin_anew(self, request: Request) -> None:
-        self.blocks.free(request)
-        request.computed, request.loaded, request.stage = 0, False, Stage.WAITING
-        self.connector.preempted(request.request_id)
-        self.waiting.appendleft(request)
-
-    def _admit(self, budget: int) -> None:
-        blocked = False
-        for request in list(self.waiting):
-            if budget <= 0:
-                return
-            if not blocked or request.loaded:
-                taken = self._admit_one(request, budget)
-                blocked = blocked or taken is None
-                budget -= taken or 0
-
-    def _admit_one(self, request: Request, budget: int) -> int | None:
-        """Start or load a request. What it takes of the budget; None: there is no room."""
-        reused: list[list[int]] = []
-        if request.computed == 0 and not request.loaded:
-            request.computed, reused = self.blocks.hit(request)
-            external, _ = self.connector.matched_tokens(request, request.computed)
-            if external is None:
-                request.computed = 0
-                return 0
-            if external:
-                return self._load(request, external, reused)
-        count = min(request.num_tokens - request.computed, self.plan.chunk_tokens, budget)
-        has_room = request.loaded or self.pool.free >= self.blocks.most(request)
-        if (
-            not has_room
-            or self.blocks.grow(request, request.computed, request.computed + count, reused) is None
-        ):
-            request.computed = request.computed if request.loaded else 0
-            return None
-        self.waiting.remove(request)
-        self.running.append(request)
-        request.stage = Stage.RUNNING
-        self.connector.update_after_alloc(request, request.blocks(), 0)
-        request.checkpoints = tuple(self.connector.checkpoints(request))
-        count = request.cut(count)
-        self._compute(request, count, [list(ids) for ids in request.ids])
-        return count
-
-    def _load(self, request: Request, external: int, reused: list[list[int]]) -> int | None:
-        loaded, request.computed = request.computed + external, 0
-        computed = min(loaded, request.num_tokens - 1)
-        if self.blocks.grow(request, computed, request.num_tokens, reused) is None:
-            return None
-        self.waiting.remove(request)
-        request.stage, request.computed = Stage.LOADING, computed
-        self.loading[request.request_id] = request
-        self.checks.loads(self, request, loaded)
-        self.connector.update_after_alloc(request, request.blocks(), external)
-        return 0
-
-    def _compute(self, request: Request, count: int, new: list[list[int]] | None) -> None:
-        start, stop = request.computed, request.computed + count
-        ids, prompt = request.blocks(), request.prompt
+    def _compute(self, chunk: ScheduledChunk) -> int:
+        """Launch what computes some tokens; the next one."""
+        request = self.scheduler.requests[chunk.request_id]
+        assert isinstance(request, SimRequest)
+        start, stop = chunk.start, chunk.start + len(chunk.token_ids)
+        ids, prompt = [list(ids) for ids in request.ids], request.prompt
 
         def kernel() -> None:
             for worker in self.workers:
                 worker.memory.compute(prompt, ids, start, stop)
 
-        self.device.launch(kernel, cost=count)
+        self.device.launch(kernel, cost=len(chunk.token_ids))
         self.checks.moved()
-        request.computed, request.is_computed = stop, self.device.mark()
-        self.blocks.remember(request)
-        if request.request_id in self.connector.due:
-            states = [
-                StateBlock(request.request_id, group, stop, request.ids[group][-1]) for group in self._states
-            ]
-            self.connector.launched(Step([Computed(request.request_id, stop, new)], states))
-        if stop == request.num_tokens:
-            request.generated += 1
-            if request.generated >= request.max_tokens:
-                self.running.remove(request)
-                if self.plan.runs_ahead:
-                    self._last_step.append(request)
-                else:
-                    self._end(request, "done")
+        request.is_computed = self.device.mark()
+        return prompt.text
 
-    # Ends
-
-    def _end(self, request: Request, outcome: str, error: str = "") -> None:
-        del self.requests[request.request_id]
-        request.stage = Stage.ENDED
-        delivered = outcome == "done"
-        keep, params = self.connector.request_finished(request, request.blocks(), delivered=delivered)
-        if delivered:
-            self.checks.served(self, request)
-        if self.loading.pop(request.request_id, None) is not None:
-            self.abandoned[request.request_id] = request
-        elif keep:
-            self.unsent[request.request_id] = request
-        else:
-            self.blocks.free(request)
-        self._answer(request, outcome, error, params if delivered else None)
-
-    def _answer(
-        self, request: Request, outcome: str, error: str, params: Mapping[str, Any] | None = None
-    ) -> None:
-        request.outcome, request.error, request.answer = outcome, error, params
-        self.checks.moved()
-        self.world.note(self.name, "ends", request.request_id, outcome, error)
-        request.done(request)
+    def _deliver(self) -> None:
+        outputs, self.scheduler.outputs = self.scheduler.outputs, []
+        for request, output in outputs:
+            if output.is_last:
+                self.checks.moved()
+                why = output.finish_reason or output.failure
+                self.world.note(self.name, "ends", request.request_id, why)
+                request.sink(output)
 
     def _take_results(self) -> None:
         said = [results for worker in self.workers for results in worker.take_results()]
         results = self._reports.take(said)
         if not results:
             return
-        self.connector.update_results(results)
         for name in results.sent:
             self.checks.freed(self, name)
-            self.blocks.free(self.unsent.pop(name))
         for name in results.received:
-            self._received(name, results.failed.get(name))
-
-    def _received(self, name: str, failure: Reason | None) -> None:
-        request = self.abandoned.pop(name, None)
-        if request is not None:
-            self.blocks.free(request)
-            return
-        request = self.loading.pop(name)
-        if failure is None:
-            self.checks.committed(self, request)
-            request.stage, request.loaded = Stage.WAITING, True
-            self.blocks.remember(request)
-            self.waiting.appendleft(request)
-        elif self.plan.recomputes:
-            self.checks.load_failed(self, request, failure.text)
-            self._begin_anew(request)
-        else:
-            self.checks.load_failed(self, request, failure.text)
-            self._end(request, "failed", failure.text)
+            request = self.transfers.loading.get(name)
+            if request is not None:
+                assert isinstance(request, SimRequest)
+                self.checks.load_ended(self, request, results.failed.get(name))
+        self.scheduler.update_results(results)
 
     def _spoil(self, blocks: Any) -> None:
         """Blocks change hands: what was in them is gone."""

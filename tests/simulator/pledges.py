@@ -21,10 +21,9 @@ from kvconnect.offload.tier import HOST, Content
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.transfer.orders import OffloadOrders
 from kvconnect.transfer.stack import RequestView
-from tests.simulator.content import Prompt, names_of
-from tests.simulator.request import Request
+from tests.simulator.memory import WINDOW_TOKENS, Prompt, names_of
+from tests.simulator.request import SimRequest
 from tests.simulator.scenario import SessionPlan
-from tests.simulator.shapes import WINDOW_TOKENS
 
 if TYPE_CHECKING:
     from tests.simulator.node import SimNode
@@ -78,7 +77,7 @@ class Pledges:
 
     # What happens
 
-    def arrived(self, request: Request) -> None:
+    def arrived(self, request: SimRequest) -> None:
         """A request has come."""
         if request.session is not None:
             pledged = frozenset(pledge.session for pledge in self._live(self._world.now))
@@ -88,7 +87,7 @@ class Pledges:
             )
             self._turns[request.request_id] = Turn(request.session, pledged, set(), set())
 
-    def ended(self, request: Request, answer: Mapping[str, Any] | None) -> None:
+    def ended(self, request: SimRequest, answer: Mapping[str, Any] | None) -> None:
         """A request has ended, and this is said of its hints."""
         turn = self._turns.pop(request.request_id, None)
         if turn is None or turn.plan.is_garbage:
@@ -141,7 +140,7 @@ class Pledges:
     # What was said
 
     def _problem(
-        self, request: Request, turn: Turn, kind: str, payload: Mapping[str, Any], said: Mapping[str, Any]
+        self, request: SimRequest, turn: Turn, kind: str, payload: Mapping[str, Any], said: Mapping[str, Any]
     ) -> str:
         """What is not true of an answer, or nothing. Notes what it promises."""
         outcome, session = said["outcome"], turn.plan.session_of(dict(payload))
@@ -176,14 +175,14 @@ class Pledges:
 
     def _pinned(
         self,
-        request: Request,
+        request: SimRequest,
         turn: Turn,
         session: Session,
         payload: Mapping[str, Any],
         said: Mapping[str, Any],
     ) -> str:
         outcome, asked_s = said["outcome"], payload["ttl_s"]
-        is_done = request.generated >= request.max_tokens
+        is_done = request.num_generated_tokens >= request.max_tokens
         if outcome == "rejected":
             return ""
         if outcome == "expired":
@@ -341,20 +340,17 @@ class WatchedOffload(OffloadScheduler):
         return self
 
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
-        """See ``OffloadScheduler``."""
         super().new_request(request, reads=reads, writes=writes)
-        assert isinstance(request, Request)
+        assert isinstance(request, SimRequest)
         self.pledges.arrived(request)
 
     def request_finished(self, request: RequestView, block_ids: BlockIdsByGroup) -> dict[str, Any] | None:
-        """See ``OffloadScheduler``."""
         answer = super().request_finished(request, block_ids)
-        assert isinstance(request, Request)
+        assert isinstance(request, SimRequest)
         self.pledges.ended(request, answer)
         return answer
 
     def overwritten(self, block_ids: Collection[int]) -> None:
-        """See ``OffloadScheduler``."""
         before = self._unordered()
         super().overwritten(block_ids)
         self.pledges.overwritten(before - self._unordered())
@@ -364,7 +360,6 @@ class WatchedOffload(OffloadScheduler):
         return {(group, name) for group, batch in self._stores._batches.items() for name in batch}
 
     def build_orders(self) -> OffloadOrders:
-        """See ``OffloadScheduler``."""
         orders = super().build_orders()
         self.pledges.looked(orders, self._clock())
         return orders

@@ -1,73 +1,63 @@
-"""A request as a simulated serving stack knows it."""
+"""A request as a simulated node knows it: the reference node's, with what the simulation knows besides."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulator.content import Prompt
+from kvconnect.node.request import Output, Request
+from tests.simulator.memory import Prompt
 from tests.simulator.scenario import SessionPlan
 
-Done = Callable[["Request"], None]
 
+class SimRequest(Request):
+    """One request at one node, whose tokens say no more than which text they are of.
 
-class Stage(enum.Enum):
-    """Where a request is. One that has ENDED may still have blocks that a peer touches."""
-
-    WAITING = "waiting"
-    LOADING = "loading"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-@dataclass(eq=False)
-class Request:
-    """One request at one node.
-
-    ``ids`` are its blocks by group and position, ``left`` counts those that left a window. ``computed`` are
-    tokens whose KV is in its blocks once ``is_computed``. ``outcome`` is set at its end: ``done``,
-    ``failed``, ``aborted``. ``is_strange``: its KV comes from a stranger. ``is_forged``: its handle is of no
-    use, and nothing may be loaded by it. ``checkpoints`` are where its state is wanted. ``session`` is what
-    is to be done with the KV of its session; ``kv_hints``, ``session_id`` and ``cache_salt`` are what a stack
-    that knows them hands on of it.
+    ``outcome`` is set at its end: ``done``, ``failed``, ``aborted``. What was computed of it is in its blocks
+    once ``is_computed``. ``is_strange``: its KV comes from a stranger. ``is_forged``: its handle is of no
+    use, and nothing may be loaded by it. ``session`` is what is to be done with the KV of its session;
+    ``kv_hints``, ``session_id`` and ``cache_salt`` are what a stack that knows them hands on of it.
     """
 
-    request_id: str
-    prompt: Prompt
-    max_tokens: int
-    done: Done
-    kv_transfer_params: Mapping[str, Any] | None = None
-    stage: Stage = Stage.WAITING
-    num_prompt: int = 0
-    generated: int = 0
-    computed: int = 0
-    loaded: bool = False
-    ids: list[list[int]] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
-    outcome: str = ""
-    error: str = ""
-    is_computed: Callable[[], bool] = lambda: True
-    answer: Mapping[str, Any] | None = None
-    is_strange: bool = False
-    is_forged: bool = False
-    checkpoints: tuple[int, ...] = ()
-    session: SessionPlan | None = None
-    kv_hints: Any = None
-    session_id: str | None = None
-    cache_salt: str | None = None
+    def __init__(
+        self,
+        name: str,
+        prompt: Prompt,
+        max_tokens: int,
+        done: Callable[[SimRequest], None],
+        params: Mapping[str, Any] | None = None,
+        *,
+        is_strange: bool = False,
+        is_forged: bool = False,
+        session: SessionPlan | None = None,
+    ) -> None:
+        tokens = [prompt.prefix] * min(prompt.prefix_tokens, prompt.num_tokens)
+        tokens += [prompt.text] * (prompt.num_tokens - len(tokens))
+        super().__init__(name, tokens, max_tokens, self._take, params)
+        self.prompt, self.done = prompt, done
+        self.is_strange, self.is_forged, self.session = is_strange, is_forged, session
+        self.outcome = ""
+        self.answer: Mapping[str, Any] | None = None
+        self.is_computed: Callable[[], bool] = lambda: True
+        self.kv_hints: Any = None
+        self.cache_salt = prompt.salt or None
+        if session is not None and not session.in_params:
+            self.kv_hints, self.session_id = session.envelope, session.session_id
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens so far."""
-        return self.num_prompt + self.generated
+    def ids(self) -> list[list[int]]:
+        """Its blocks by group and position."""
+        assert self.blocks is not None
+        return self.blocks.ids
 
-    def cut(self, count: int) -> int:
-        """How many of ``count`` tokens a step may compute, so that it ends where a state is wanted."""
-        ends = (end - self.computed for end in self.checkpoints if end > self.computed)
-        return min(count, min(ends, default=count))
+    def end(self, outcome: str, answer: Mapping[str, Any] | None = None) -> None:
+        """It has ended so, and whoever asked is told."""
+        self.outcome, self.answer = outcome, answer
+        self.done(self)
 
-    def blocks(self) -> tuple[list[int], ...]:
-        """A copy of its blocks."""
-        return tuple(list(ids) for ids in self.ids)
+    def _take(self, output: Output) -> None:
+        if output.failure is not None:
+            self.end("failed")
+        elif output.finish_reason is not None:
+            done = output.finish_reason == "length"
+            self.end("done" if done else "aborted", output.kv_transfer_params)

@@ -1,26 +1,75 @@
-"""One seed from its scenario to its end, and what came of it."""
+"""One seed from its scenario to its end, what came of it, and many seeds in several processes."""
 
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import logging
+import multiprocessing
 import random
+import re
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
+import msgspec
+import torch
+
+from kvconnect.errors import PeerError
+from kvconnect.peer.messages import CreditGrant, Fetch, Hello, Welcome
 from tests.simulator.checks import Checks
-from tests.simulator.clients import Client
-from tests.simulator.draw import draw_scenario
-from tests.simulator.host import Host
-from tests.simulator.keeping import nothing_stays_pinned
-from tests.simulator.network import Network
+from tests.simulator.clients import Client, Host, Thief
+from tests.simulator.draw import LEAVERS, draw_scenario
+from tests.simulator.network import Network, read_frame
 from tests.simulator.scenario import FAULTS_S, FaultPlan, Scenario
 from tests.simulator.stranger import Scribbler
-from tests.simulator.thieves import Thief
-from tests.simulator.twists import LEAVERS
+from tests.simulator.tiers import nothing_stays_pinned
 from tests.simulator.worker import SimWorker
 from tests.simulator.world import START_S, Violation, World
+
+_CARD = re.compile(r"/[0-9a-f]{12}\b")
+"""What tells two cards of an engine apart in its name at a peer: made of addresses and chance."""
+
+
+def format_event(event: Sequence[object]) -> str:
+    """One line: when, who, what."""
+    time, who, what, *details = event
+    assert isinstance(time, float)
+    if what == "says":
+        link, data = details
+        assert isinstance(link, str)
+        assert isinstance(data, bytes)
+        details = [f"to {link}:", _describe(link, data)]
+    words = " ".join(str(detail) for detail in details)
+    return _CARD.sub("/card", f"{time - START_S:10.4f}  {who:<10} {what} {words}".rstrip())
+
+
+def _describe(link: str, data: bytes) -> str:
+    try:
+        message = read_frame(data, to_decode=link.startswith("in:"))
+    except PeerError as error:
+        return str(error)
+    name = type(message).__name__
+    match message:
+        case Hello(introduction=who) | Welcome(introduction=who):
+            return f"{name} {who.engine_id}/{who.rank} {who.incarnation}"
+        case Fetch():
+            return (
+                f"Fetch {message.transfer_id} {message.handle} of {message.num_tokens} tokens, "
+                f"{len(message.chunks)} chunks, {_granted(message)}, {message.timeout_s:.3f} s"
+            )
+        case CreditGrant():
+            return f"CreditGrant {message.transfer_id}: {_granted(message)}"
+    fields = [f"{key}={value}" for key, value in msgspec.structs.asdict(message).items()]
+    return f"{name} {' '.join(fields)}"
+
+
+def _granted(message: Fetch | CreditGrant) -> str:
+    """Grants without their addresses, which differ between processes."""
+    return f"slots {[grant.generation for grant in message.grants]}"
+
 
 _MOST_EVENTS = 100_000
 _LOOK_S = 1.0
@@ -210,3 +259,63 @@ def run_seed(seed: int) -> Outcome:
     outcome.trace, outcome.steps = run.world.trace, run.world.steps
     outcome.seconds = run.world.now - START_S
     return outcome
+
+
+_SEEDS_AT_ONCE = 20
+
+
+@dataclass
+class Summary:
+    """Sums over seeds. ``violations`` are those in which an invariant does not hold."""
+
+    seeds: int = 0
+    steps: int = 0
+    simulated_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    violations: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Add one."""
+        self.seeds += 1
+        self.steps += outcome.steps
+        self.simulated_s += outcome.seconds
+        self.counts.update(outcome.counts)
+        self.reasons.update(outcome.reasons)
+        if outcome.invariant:
+            self.violations.append(outcome)
+
+
+def run_seeds(first_seed: int, seeds: int, jobs: int, *, only_pulls: bool = False) -> Iterator[Outcome]:
+    """The outcomes of so many seeds, without their traces; with several jobs, in no certain order.
+
+    ``only_pulls``: of those among them in which nodes ask one another for KV by name.
+    """
+    run_part = functools.partial(_run_part, only_pulls)
+    numbers = range(first_seed, first_seed + seeds)
+    if jobs <= 1:
+        _prepare()
+        for seed in numbers:
+            yield from run_part([seed])
+        return
+    # Forked children would share the parent's torch threads, which do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, _prepare) as pool:
+        parts = [numbers[start : start + _SEEDS_AT_ONCE] for start in range(0, seeds, _SEEDS_AT_ONCE)]
+        yield from itertools.chain.from_iterable(pool.imap_unordered(run_part, parts))
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    # To look through all that was imported is most of what a collection takes.
+    gc.collect()
+    gc.freeze()
+
+
+def _run_part(only_pulls: bool, seeds: Iterable[int]) -> list[Outcome]:
+    wanted = filter(_pulls, seeds) if only_pulls else seeds
+    return [replace(run_seed(seed), trace=[]) for seed in wanted]
+
+
+def _pulls(seed: int) -> bool:
+    return draw_scenario(seed, World(seed).random).nodes[0].keeps is not None

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from kvconnect.config import ExtraConfig
 from kvconnect.offload.tier import Content
-from tests.simulator.content import Prompt
 from tests.simulator.engine import EngineFaults
+from tests.simulator.memory import Model, Prompt, Shape
 from tests.simulator.network import Weather
-from tests.simulator.shapes import Model, Shape
 
 FAULTS = (
     "cuts",
@@ -133,7 +132,8 @@ class NodePlan:
     ``kernel_s`` is what the device takes for a token or a chunk. ``keeps_engine_id`` and ``keeps_ports``: so
     it is after a restart. ``is_stranger``: it lies, and writes to slots that it was not granted.
     ``longest_tokens`` is what a request has at most; 0 where no pool is small. ``runs_ahead``: it begins a
-    step before it has the results of the last.
+    step before it has the results of the last. ``reuses_windows``: what blocks of a window hold is taken for
+    prompts that begin alike; otherwise these are restored or pulled.
     """
 
     host: str
@@ -159,6 +159,7 @@ class NodePlan:
     is_stranger: bool = False
     handles: HandlePlan | None = None
     longest_tokens: int = 0
+    reuses_windows: bool = False
     keeps: KeepPlan | None = None
 
 

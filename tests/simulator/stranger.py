@@ -1,20 +1,48 @@
 """A node that has a key and keeps to no rule: what it says, and what it writes into the slots of others.
 
 The halves behind it are the real ones, so that what it does comes where it can hurt: to what peers asked of
-it, and to what they asked of others at the same time.
+it, and to what they asked of others at the same time. It says messages that are late, repeated, left out,
+changed, or made up; it overhears what others say, and guesses the numbers that come next.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvconnect.engine.base import Batch
-from tests.simulator.channel import SimChannel
-from tests.simulator.content import noise
-from tests.simulator.lies import Liar
+from kvconnect.engine.lanes import Transport
+from kvconnect.errors import PeerError
+from kvconnect.outcome import Cause
+from kvconnect.peer.messages import (
+    Accepted,
+    Alive,
+    Bad,
+    Cancel,
+    CreditGrant,
+    CreditRequest,
+    Fetch,
+    FindPrefix,
+    Hello,
+    Landed,
+    Message,
+    PrefixFound,
+    Release,
+    Renew,
+    Renewed,
+    StillAlive,
+    Welcome,
+    Written,
+    encode,
+)
+from tests.simulator.memory import noise
+from tests.simulator.network import SimChannel, read_frame, tag_of
 from tests.simulator.scenario import FAULTS_S
 from tests.simulator.world import START_S, World
 
@@ -22,8 +50,219 @@ if TYPE_CHECKING:
     from tests.simulator.network import Network
     from tests.simulator.worker import SimWorker
 
+Said = list[tuple[float, bytes]]
+"""Frames, and after how many seconds each is sent."""
+
+_OF_USE = {
+    False: (b"fetch", b"granted", b"let_go", b"renew", b"find"),
+    True: (b"landed", b"written", b"accepted", b"wanted", b"renewed", b"found"),
+}
+"""What is worth to be remembered of what others say, by whether a decode node hears it."""
+_REMEMBERED, _LENT = 20, 4
+_PASSED, _CHANGED, _DELAYED = 0.85, 0.09, 0.03
+_ADDED, _ECHOED, _NAGGED = 0.4, 0.7, 0.1
+_NAGS, _NAGS_EVERY_S = 30, 1.5
+_WAITS_S = (0.0, 0.0, 0.002, 0.3, 3.0)
+
+
+def _read(data: bytes, to_decode: bool) -> Message:
+    try:
+        return read_frame(data, to_decode=to_decode)
+    except PeerError:
+        return Bad("a lie of its own")
+
+
+_NUMBERED = (Fetch, CreditGrant, Landed, Accepted, Written, CreditRequest)
+"""What is said of one fetch."""
+
+
+class Liar:
+    """One worker's lies.
+
+    Args:
+        handles: guesses of what others hold. What is overheard of that is better.
+    """
+
+    def __init__(self, rng: random.Random, handles: tuple[str, ...]) -> None:
+        self._rng = rng
+        self._handles = deque(handles, maxlen=_REMEMBERED)
+        self._generations: deque[int] = deque(maxlen=_LENT)
+        self._overheard: dict[bool, deque[bytes]] = {
+            to_decode: deque(maxlen=_REMEMBERED) for to_decode in (False, True)
+        }
+
+    def overhear(self, data: bytes, *, to_decode: bool) -> Said:
+        """Somebody else says something. What to say to the same one, if it listens to us."""
+        tag = tag_of(data)
+        if not any(name in tag for name in _OF_USE[to_decode]):
+            return []
+        self._overheard[to_decode].append(data)
+        message = _read(data, to_decode)
+        if isinstance(message, Fetch | Release) and message.handle not in self._handles:
+            self._handles.append(message.handle)
+        if isinstance(message, Fetch | CreditGrant):
+            self._generations.extend(grant.generation for grant in message.grants)
+        rng = self._rng
+        if not to_decode or rng.random() >= _ECHOED:
+            return []
+        if rng.random() < 0.5:
+            data = self._lie(message, to_decode)
+        return [(rng.choice(_WAITS_S), data)]
+
+    def instead_of(self, data: bytes, *, to_decode: bool) -> Said:
+        """What is said in place of a frame; ``to_decode``: a peer that fetches from us hears it."""
+        rng = self._rng
+        frames: Said = []
+        message, kind = _read(data, to_decode), rng.random()
+        if isinstance(message, PrefixFound):
+            # One in two: it is asked but once or twice.
+            kind = _PASSED + kind * 2 * _CHANGED
+        if kind < _PASSED or isinstance(message, Hello | Welcome):
+            frames.append((0.0, data))
+        elif kind < _PASSED + _CHANGED:
+            frames.append((0.0, encode(self._changed(message))))
+        elif kind < _PASSED + _CHANGED + _DELAYED:
+            frames.append((rng.choice(_WAITS_S), data))
+        known = [data, *self._overheard[to_decode]]
+        while rng.random() < _ADDED:
+            frames.append((rng.choice(_WAITS_S), self._lie(_read(rng.choice(known), to_decode), to_decode)))
+        if to_decode and rng.random() < _NAGGED:
+            frames += self._nagged(message)
+        return frames
+
+    def _nagged(self, message: Message) -> Said:
+        """Say for a long time that what a peer asked for is not quiescent yet."""
+        if not isinstance(message, Landed | Accepted | Written):
+            return []
+        frame = encode(Written(message.transfer_id, False, False, 0, 0, 0.0, Cause.PROTOCOL("a lie")))
+        return [(_NAGS_EVERY_S * number, frame) for number in range(_NAGS)]
+
+    def _lie(self, message: Message, to_decode: bool) -> bytes:
+        rng = self._rng
+        kind = rng.random()
+        if kind < 0.03:
+            return rng.randbytes(rng.randrange(40))
+        if kind < 0.4 and isinstance(message, _NUMBERED):
+            message = self._invented(message, to_decode)
+        if kind < 0.9:
+            message = self._changed(message)
+        return encode(message)
+
+    def _near(self, number: int) -> int:
+        return max(0, number + self._rng.choice((-7, -2, -1, -1, 0, 0, 1, 1, 2, 7)))
+
+    def _time(self) -> float:
+        return self._rng.choice((0.0, -1.0, 1e-3, 1e9, math.nan, math.inf))
+
+    def _invented(self, message: Message, to_decode: bool) -> Message:
+        """Another message about the same fetch, or one beside it."""
+        rng = self._rng
+        number = self._near(message.transfer_id)  # type: ignore[union-attr]
+        if not to_decode:
+            return rng.choice(
+                (Cancel(number), Release(rng.choice(self._handles), 1), Renew(tuple(self._handles)), Alive())
+            )
+        epoch = getattr(message, "epoch", 0)
+        generation = getattr(message, "generation", 1)
+        spared = tuple(self._near(generation) or 1 for _ in range(4))
+        return rng.choice(
+            (
+                Written(number, True, True, 0, 0, 0.0, None, epoch=epoch),
+                Written(
+                    number,
+                    False,
+                    rng.random() < 0.5,
+                    0,
+                    0,
+                    0.0,
+                    Cause.PROTOCOL("a lie"),
+                    again=rng.random() < 0.5,
+                ),
+                Accepted(number, self._near(epoch)),
+                CreditRequest(number, rng.randrange(9), spared),
+                Renewed(over=((rng.choice(self._handles), Cause.PROTOCOL("a lie")),)),
+                Renewed(epochs=tuple((handle, self._near(epoch)) for handle in self._handles)),
+                StillAlive(),
+                Transport("tcp", "a lie", bytes_per_s=1.0),
+                Bad("a lie"),
+            )
+        )
+
+    def _changed(self, message: Message) -> Message:
+        """The message with some of its fields as they should not be."""
+        rng, near = self._rng, self._near
+        fields: dict[str, object]
+        match message:
+            case Landed() if rng.random() < 0.5:
+                # All else is right: then nothing but the number says that it is another slot.
+                lent = (*self._generations, max(1, near(message.generation)))
+                fields = {"generation": rng.choice(lent)}
+            case Landed():
+                fields = {
+                    "transfer_id": near(message.transfer_id),
+                    "chunk": near(message.chunk),
+                    "generation": max(1, near(message.generation)),
+                    "length_bytes": near(message.length_bytes),
+                    "digest": rng.choice((None, 0, (message.digest or 0) ^ 1)),
+                    "epoch": near(message.epoch),
+                }
+            case Written():
+                fields = {
+                    "transfer_id": near(message.transfer_id),
+                    "ok": not message.ok,
+                    "quiescent": not message.quiescent,
+                    "again": not message.again,
+                    "seconds": self._time(),
+                    "epoch": near(message.epoch),
+                }
+            case Accepted() | Cancel() | CreditRequest():
+                fields = {"transfer_id": near(message.transfer_id)}
+            case Renewed():
+                fields = {"epochs": tuple((handle, near(epoch)) for handle, epoch in message.epochs)}
+            case Welcome():
+                fields = {"lease_s": self._time(), "clock_s": self._time()}
+            case Fetch():
+                fields = {
+                    "transfer_id": near(message.transfer_id),
+                    "handle": rng.choice(self._handles),
+                    "num_tokens": near(message.num_tokens),
+                    "consumers": rng.randint(1, 3),
+                    "timeout_s": self._time(),
+                    "until_s": self._time(),
+                    "chunks": message.chunks * 2,
+                    "grants": message.grants * 2,
+                }
+            case FindPrefix(prefix=prefix):
+                fields = {
+                    "number": near(message.number),
+                    "prefix": msgspec.structs.replace(
+                        prefix,
+                        start_tokens=near(prefix.start_tokens),
+                        names=prefix.names[::-1] if rng.random() < 0.5 else prefix.names * 2,
+                    ),
+                    "max_tokens": near(message.max_tokens),
+                }
+            case PrefixFound():
+                fields = {
+                    "number": near(message.number),
+                    "num_tokens": rng.choice((near(message.num_tokens), message.num_tokens * 2, 8, 1 << 30)),
+                    "total_bytes": rng.choice((0, 1, 1 << 40)),
+                    "error": rng.choice(("", "a lie")),
+                }
+            case CreditGrant():
+                fields = {"transfer_id": near(message.transfer_id), "grants": message.grants * 2}
+            case Release():
+                fields = {"handle": rng.choice(self._handles), "consumers": rng.randint(1, 3)}
+            case Renew():
+                fields = {"handles": tuple(self._handles)}
+            case _:
+                return message
+        names = rng.sample(sorted(fields), rng.randint(1, min(3, len(fields))))
+        return msgspec.structs.replace(message, **{name: fields[name] for name in names})
+
+
 _STRAY = 0.3
-_WAITS_S = (0.0, 0.0, 0.0005, 0.003, 0.05, 1.0)
+_STRAY_WAITS_S = (0.0, 0.0, 0.0005, 0.003, 0.05, 1.0)
 
 
 def is_lying(world: World) -> bool:
@@ -40,7 +279,6 @@ class LyingChannel(SimChannel):
         network.listeners.append(self._overhear)
 
     def send(self, link: str, data: bytes) -> bool:
-        """See ``Channel``."""
         world = self._network.world
         if not is_lying(world):
             return super().send(link, data)
@@ -83,7 +321,7 @@ class Scribbler:
         touched = [slot.address for slot in pool.slots if slot.address == batch.target]
         if touched:
             address = rng.choice(touched)
-            self._world.after(rng.choice(_WAITS_S), lambda: self._scribble(target, address))
+            self._world.after(rng.choice(_STRAY_WAITS_S), lambda: self._scribble(target, address))
 
     def _scribble(self, target: SimWorker, address: int) -> None:
         rng, memory = self._rng, target.memory

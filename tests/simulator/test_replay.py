@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 
-from tests.simulator.run import run_seed
-from tests.simulator.trace import format_event
+from tests.simulator.run import format_event, run_seed
 
 SEEDS = range(40, 60)
 PRINT_TRACES = f"""
 import hashlib
 from tests.simulator.run import run_seed
-from tests.simulator.trace import format_event
+from tests.simulator.run import format_event
 for seed in range({SEEDS.start}, {SEEDS.stop}):
     outcome = run_seed(seed)
     text = "\\n".join(format_event(event) for event in outcome.trace)

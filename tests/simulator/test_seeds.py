@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulator.batch import Summary, run_seeds
-from tests.simulator.run import run_seed
+from tests.simulator.run import Summary, run_seed, run_seeds
 
 SEEDS = 300
 

@@ -1,12 +1,14 @@
-"""Host memory of one simulated rank: the real worker half of the offload, with copies that take their time.
+"""What one simulated rank keeps: the real worker half of the offload, with copies that take their time.
 
-Its thread is a step on the virtual clock. Deadlines of copies count the machine's time, so none is ever late.
+Its thread is a step on the virtual clock, its disk a tier in memory. Deadlines of copies count the machine's
+time, so none is ever late.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +17,60 @@ from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
+from kvconnect.halves.building import KeptBlocks
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.rows import RowArena, RowLayout, RowParts
+from kvconnect.offload.disk.folder import bytes_on_disk
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_for
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.tier import DISK, Content
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload.worker.tier_loop import TierLoop
 from kvconnect.transfer.orders import OffloadOrders, RowCopies
+from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.identities import named
+from tests.offload.memory_tier import MemoryTier
 from tests.simulator.device import Stream
-from tests.simulator.disk import SimDisk
-from tests.simulator.pace import Pace
+from tests.simulator.memory import names_of
+from tests.simulator.pledges import WatchedOffload
+from tests.simulator.world import Pace
 
 if TYPE_CHECKING:
+    from tests.simulator.node import SimNode
+    from tests.simulator.request import SimRequest
     from tests.simulator.scenario import KeepPlan
     from tests.simulator.worker import SimWorker
+
+_AGAIN_S = 0.3
+
+
+class SimDisk(MemoryTier):
+    """What was written once is there after a restart. Rows have ``row_bytes`` at most."""
+
+    def __init__(self, worker: SimWorker, keeps: KeepPlan, row_bytes: int) -> None:
+        super().__init__(keeps.disk_bytes // bytes_on_disk(row_bytes) * row_bytes, name=DISK)
+        self._worker, self._world = worker, worker.world
+        self._kept = keeps.on_disk.setdefault(worker.rank, OrderedDict())
+        self._kept_bytes = sum(map(len, self._kept.values()))
+        self.tracker.add(list(self._kept))
+
+    @property
+    def contents(self) -> Collection[Content]:
+        """What is on it."""
+        return self._kept.keys()
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        late_s = self._world.random.choice((0.002, 0.02, 0.5)) * self._world.random.random()
+        self._world.after(late_s, lambda: self._run(work))
+
+    def _run(self, work: Callable[[], None]) -> None:
+        if self._worker.channel.stopped:
+            self._world.after(_AGAIN_S, lambda: self._run(work))
+        elif not self._worker.is_dead:
+            work()
+
 
 _REGISTRY = CollectorRegistry()
 _LOOKS_S = 0.002
@@ -141,7 +181,6 @@ class SimTicket(CopyTicket):
 
     @property
     def done(self) -> bool:
-        """See ``CopyTicket``."""
         return self.is_over
 
 
@@ -154,18 +193,15 @@ class SimCopier:
         self.restoring = Stream(worker.world, worker.plan.kernel_s, lambda: None)
 
     def snapshot(self, copies: Sequence[RowCopies]) -> CopyTicket:
-        """See ``Copier``."""
         ticket = SimTicket()
         run = partial(self._run, ticket, self._copier.snapshot, copies)
         self._worker.node.device.launch(run, cost=_SNAPSHOT)
         return ticket
 
     def mark(self) -> Any:
-        """See ``Copier``."""
         return self._worker.node.device.mark()
 
     def restore(self, copies: Sequence[RowCopies], after: Any = None) -> CopyTicket:
-        """See ``Copier``."""
         ticket = SimTicket()
         run = partial(self._run, ticket, self._copier.restore, copies)
 
@@ -182,3 +218,54 @@ class SimCopier:
         made = copy(copies)
         ticket.error, ticket.is_over = made.error, True
         self.wake()
+
+
+_MANY_TOKENS = 1 << 20
+
+
+def naming_of(keeps: KeepPlan | None) -> Naming | None:
+    """How a node names KV; None for not at all."""
+    return None if keeps is None else Naming(f"simulated {keeps.hashing}", keeps.name_tokens)
+
+
+def traits_of(node: SimNode) -> StackTraits:
+    """What the stack of a node states of itself."""
+    plan = node.plan
+    longest = LongestRequest(plan.longest_tokens, plan.longest_tokens) if plan.longest_tokens else None
+    if plan.keeps is None:
+        return StackTraits(longest=longest)
+    names = partial(_names, plan.keeps.hashing)
+    return StackTraits(longest=longest, clock=node.world.clock, naming=node.naming, names=names)
+
+
+def tell_rate(half: SchedulerHalf, keeps: KeepPlan | None) -> None:
+    """Have a node know how fast it computes prompts: those of a simulation are too short to show it."""
+    if keeps is not None and keeps.tokens_per_s and half.pulls is not None:
+        half.pulls._rate.measured(_MANY_TOKENS, _MANY_TOKENS / keeps.tokens_per_s)
+
+
+def kept_blocks(node: SimNode) -> KeptBlocks | None:
+    """What a node states of the blocks that it keeps, beside what its workers have."""
+    keeps, tiers = node.plan.keeps, node.workers[0].tiers
+    if keeps is None or tiers is None:
+        return None
+    return KeptBlocks(
+        node.workers[0].memory.config.groups,
+        make_requirements(node.workers[0]),
+        hashes=partial(_names, keeps.hashing),
+        row_bytes=tiers.row_bytes,
+        num_ranks=node.plan.world_size,
+        clock=node.world.clock,
+    )
+
+
+def nothing_stays_pinned(node: SimNode) -> None:
+    """When all is over, and much time has passed."""
+    half = node.connector.offload
+    if isinstance(half, WatchedOffload) and not node.is_dead:
+        half.pledges.over()
+
+
+def _names(hashing: int, request: SimRequest, tokens: int) -> Sequence[bytes]:
+    # By another hash a name stands for another prompt.
+    return names_of(request.prompt.moved(hashing), request.num_tokens, tokens)

@@ -26,14 +26,13 @@ from kvconnect.transfer.orders import Orders, Reports, Results
 from kvconnect.transfer.parts import Finished
 from kvconnect.transfer.slots import SlotPool
 from tests.identities import named
-from tests.simulator.channel import SimChannel
 from tests.simulator.device import SimLocal, Stream
 from tests.simulator.engine import SimEngine
-from tests.simulator.lies import Liar
 from tests.simulator.memory import RankMemory
-from tests.simulator.pace import Pace
-from tests.simulator.stranger import LyingChannel
+from tests.simulator.network import SimChannel
+from tests.simulator.stranger import Liar, LyingChannel
 from tests.simulator.tiers import SimTiers
+from tests.simulator.world import Pace
 
 if TYPE_CHECKING:
     from tests.simulator.node import SimNode
