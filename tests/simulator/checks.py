@@ -220,8 +220,6 @@ class Checks:
 
     def loads(self, node: SimNode, request: SimRequest, num_tokens: int) -> None:
         """A node begins to load a request, up to so many tokens."""
-        if num_tokens > request.num_tokens:
-            self.world.fail("within_bounds", f"{request.request_id} is offered {num_tokens} tokens")
         self._loaded[request.request_id] = num_tokens
         if request.is_forged:
             self._forged.add(request.request_id)
