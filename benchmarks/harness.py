@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvconnect.demo.pair import PROTOCOLS
 from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.node.pair_demo import PROTOCOLS
 
 DEVICES = ("cpu", "cuda")
 

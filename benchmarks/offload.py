@@ -28,8 +28,7 @@ from benchmarks.model import BenchModel
 from benchmarks.node import ModelOptions
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.offload.copies.copier import Copier, CopyTicket, make_arena, make_copier
-from kvconnect.offload.copies.host_arena import RowArena
-from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.copies.rows import RowArena, RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.pack.page_lanes import Column
 from kvconnect.transfer.orders import RowCopies

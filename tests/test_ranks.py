@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from kvconnect import addresses
 from kvconnect.addresses import address_within, interface_addresses
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.engine import interfaces
+from kvconnect.engine import nixl_library
 from kvconnect.engine.registry import available_engines, create_engine
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.halves.worker_half import TransferWorker
@@ -185,8 +185,8 @@ def test_mooncake_refuses_an_address_that_it_would_not_listen_at(monkeypatch):
 
 
 def test_nixl_refuses_an_address_that_no_interface_has(monkeypatch, tmp_path):
-    monkeypatch.setattr(interfaces, "_RDMA_CARDS", tmp_path / "none")
+    monkeypatch.setattr(nixl_library, "_RDMA_CARDS", tmp_path / "none")
     with pytest.raises(ConfigError, match="host is '192.0.2.77', which no interface here has.*device_name"):
-        interfaces.ucx_options("192.0.2.77", "", {}, {})
-    assert interfaces.ucx_options("192.0.2.77", "eth1", {}, {}) == {"engine_config": "NET_DEVICES=eth1"}
-    assert interfaces.ucx_options("node-a", "", {}, {}) == {}
+        nixl_library.ucx_options("192.0.2.77", "", {}, {})
+    assert nixl_library.ucx_options("192.0.2.77", "eth1", {}, {}) == {"engine_config": "NET_DEVICES=eth1"}
+    assert nixl_library.ucx_options("node-a", "", {}, {}) == {}

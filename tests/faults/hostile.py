@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvconnect.demo.http import BadAnswer
 from kvconnect.errors import KVConnectError
+from kvconnect.node.children import BadAnswer
 from kvconnect.peer.keyring import new_secret
 from tests.faults import frames
 from tests.faults.stage import (

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import urlsplit
 
-from kvconnect.demo.http import BadAnswer, answers
+from kvconnect.node.children import BadAnswer, answers
 from tests.faults.stage import (
     DEADLINES,
     SALVO,

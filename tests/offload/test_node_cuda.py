@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.node.node_harness import make_prompt
-from tests.node.test_decode import with_graphs
 from tests.offload.node_kit import ORACLES, POOLS, disk_settings, expected, make_keeper, wipe
 
 pytestmark = [
@@ -32,19 +31,3 @@ def test_prompts_return_to_a_gpu_from_memory_and_from_disk(model, tmp_path):
                 oracle.add(prompt, tokens[:40], keeper.cached)
             wipe(keeper)
         keeper.close()
-
-
-def test_decode_graphs_and_offload_do_not_disturb_each_other():
-    options = {"device": "cuda", "num_blocks": 200, "max_num_batched_tokens": 64}
-    keeper = make_keeper(**options)
-    with_graphs(keeper)
-    prompts = {f"r{number}": make_prompt(60 + 20 * number, seed=number) for number in range(8)}
-    for turn in range(3):
-        names = {f"{name}-{turn}": prompt for name, prompt in prompts.items()}
-        for name, prompt in names.items():
-            keeper.submit(name, prompt, 80)
-        keeper.run(*names)
-        for name, prompt in names.items():
-            assert keeper.tokens(name) == expected(prompt, 80, device="cuda")
-        keeper.settle()
-        wipe(keeper)

@@ -8,8 +8,6 @@ import random
 
 import msgspec
 import pytest
-from kvconnect.offload.index.class_rows import READY, ClassRows
-from kvconnect.offload.index.lower_index import LowerIndex
 
 from kvconnect.decode.decode_requests import DecodeRequests, EarlyLoads
 from kvconnect.decode.decode_side import DecodeSide
@@ -19,6 +17,8 @@ from kvconnect.decode.loads import RankFetch, RankFetchState
 from kvconnect.decode.pulls import PullRequests
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.offload.index.session_pins import Ledger, SessionPins
+from kvconnect.offload.index.tier_index import READY, ClassRows
+from kvconnect.offload.scheduler.host import LowerIndex
 from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.outcome import Cause
