@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import zmq
-from zmq.utils import z85
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
@@ -214,11 +212,18 @@ def key_bytes(text: str, field: str) -> bytes:
 
 def key_pair(secret: bytes) -> KeyPair:
     """The pair of a secret key of 32 bytes."""
+    import zmq
+    from zmq.utils import z85
+
     return KeyPair(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
 
 
 def new_key_pair() -> KeyPair:
     """A new random pair."""
+    # Here, as above: the command line reads this module for every command.
+    import zmq
+    from zmq.utils import z85
+
     public, secret = zmq.curve_keypair()
     return KeyPair(z85.decode(public), z85.decode(secret))
 
