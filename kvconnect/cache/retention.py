@@ -83,11 +83,15 @@ class Retention(ABC):
     def most_blocks(self, num_tokens: int, block_tokens: int, step_tokens: int = 0) -> int:
         """Blocks that a sequence of ``num_tokens`` can hold at once, ``step_tokens`` of it computed in one
         step: what is out of sight is freed before a step, and not while it runs."""
-        *before, last = self.seen(self.widest(num_tokens)) or (range(num_tokens, num_tokens),)
-        parts = (*before, range(last.start, last.stop + step_tokens))
-        # Plus one: what is seen may begin inside a block.
-        count = sum(-(-len(part) // block_tokens) + 1 for part in parts)
-        return min(count, -(-num_tokens // block_tokens))
+        counts = []
+        # At the end too: what is seen may lie apart from the step there, as sinks without a window do.
+        for position in (self.widest(num_tokens), num_tokens):
+            parts, step = [*self.seen(position)], range(position, position + step_tokens)
+            if parts and parts[-1].stop == position:
+                step = range(parts.pop().start, step.stop)
+            # Plus one: what is seen may begin inside a block.
+            counts.append(sum(-(-len(part) // block_tokens) + 1 for part in (*parts, step) if part))
+        return min(max(counts), -(-num_tokens // block_tokens))
 
     def most_blocks_at_end(self, num_tokens: int, block_tokens: int) -> int:
         """The most blocks that are seen from the end of a block; where all are, from ``num_tokens``."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvconnect.cache.retention import FULL, Chunked, Draft, Full, Retention, State, Window, joined, parse
@@ -109,6 +109,7 @@ def test_blocks_are_kept_if_any_of_their_tokens_is(rule, num_tokens, size, repla
     assert freed <= num_tokens // size
 
 
+@example(Sinks(1, 1), 7, 3, 2)
 @given(RULES, st.integers(1, LONGEST), st.integers(1, 9), st.integers(0, 20))
 def test_no_step_holds_more_blocks_than_the_most(rule, num_tokens, size, step):
     most = rule.most_blocks(num_tokens, size, step)
