@@ -20,6 +20,8 @@ from kvconnect.packages import check_engine, engine_entry_points
 from kvconnect.reading import json_object, read_struct
 
 CONNECTOR: Literal["KVConnect"] = "KVConnect"
+FIRST_TOKEN_KEY = "first_token"
+"""In ``kv_transfer_params`` of a decode request: the token that its output begins with."""
 _LEAST_QUARANTINE_S = 15.0
 _RANKS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _OFFLOAD = "kv_connector_extra_config.offload"

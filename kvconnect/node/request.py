@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvconnect.config import FIRST_TOKEN_KEY
 from kvconnect.node.block_manager import RequestBlocks
 
 
@@ -90,6 +91,12 @@ class Request:
     def num_generated_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def first_token(self) -> int | None:
+        """What its output begins with, if that is named and there is none yet."""
+        token = (self.kv_transfer_params or {}).get(FIRST_TOKEN_KEY)
+        return token if isinstance(token, int) and not self.num_generated_tokens else None
 
     def truncate(self, num_prompt_tokens: int) -> None:
         """Use only the first tokens of the prompt. Before anything was computed."""

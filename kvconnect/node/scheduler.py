@@ -410,6 +410,8 @@ class Scheduler:
             if not chunk.samples:
                 continue
             token, draft = sampled[chunk.request_id]
+            if (first := request.first_token) is not None:
+                token = first
             request.token_ids.append(token)
             self.counts.generated_tokens += 1
             drafts = None if draft is None else (draft,)

@@ -81,11 +81,14 @@ class Router:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _check_forever(self) -> None:
+        tried: asyncio.Task[None] | None = None
         while True:
             checks = [self._upstream.check(pool, url) for pool in self.pools for url in pool.urls]
             for error in await asyncio.gather(*checks, return_exceptions=True):
                 if error is not None:
                     logger.error("a health check failed in a way that was not foreseen", exc_info=error)
+            if self.flow.trials is not None and (tried is None or tried.done()):
+                tried = asyncio.create_task(self.flow.trials.run(), name="first tokens")
             await asyncio.sleep(self.limits.check_interval_s)
 
     async def admitted(self, request: web.Request, run: _Run) -> web.StreamResponse:

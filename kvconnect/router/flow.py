@@ -14,15 +14,18 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from kvconnect.router import bodies
+from kvconnect.config import FIRST_TOKEN_KEY
+from kvconnect.router import bodies, first_token
 from kvconnect.router.bodies import SideChannel
+from kvconnect.router.first_token import Differs, FirstAnswer, RestOfStream
+from kvconnect.router.first_token_trials import FirstTokenTrials
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.router_options import RouterOptions
@@ -45,10 +48,21 @@ class Exchange:
     started: float
     headers: Headers
     body: Mapping[str, Any]
+    takes_first: bool = False
+    """The first token may be P's."""
 
 
-Prefilled = Mapping[str, Any] | str | web.Response
-"""What a prefill node handed out, or why that is nothing, or its own refusal as the client gets it."""
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The ``answer`` of the prefill node at ``url``, without what it ``handed`` out."""
+
+    url: str
+    answer: Mapping[str, Any]
+    handed: Mapping[str, Any]
+
+
+PrefillResult = Prefilled | web.Response
+"""What a prefill node gave, or its own refusal as the client gets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +96,10 @@ class Flow:
         self._parallel = options.flow == "parallel"
         self._decode_fallback = options.decode_fallback
         self.placing = placing
+        is_first = options.first_token == "prefill" and prefill is not None
+        self.trials = FirstTokenTrials(decode, upstream) if is_first else None
+        # Which prefill nodes compute prompts to their last token.
+        self._computes_whole: dict[str, bool] = {}
         # Where each prefill node is fetched from, as its last answer named it.
         self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
@@ -95,12 +113,21 @@ class Flow:
         """
         body = bodies.parse_body(await request.read())
         headers = bodies.request_headers(request.headers.items(), request_id)
-        exchange = Exchange(request, request_id, started, headers, body)
         if self._prefill is None:
-            return await self._run_plain(exchange)
+            return await self._run_plain(Exchange(request, request_id, started, headers, body), self._decode)
+        takes_first = self.trials is not None and first_token.is_eligible(request.path, body)
+        if takes_first and self._parallel and body.get("temperature") != 0:
+            # Both nodes sample the first token then, and alike.
+            body.setdefault("seed", uuid.uuid4().int >> 65)
+        if takes_first:
+            headers = bodies.identity_encoding(headers)
+        exchange = Exchange(request, request_id, started, headers, body, takes_first)
         reason = bodies.direct_reason(body)
         if reason is not None:
             return await self._run_alone(exchange, *reason)
+        if takes_first and first_token.is_one_token(body):
+            self._metrics.first_tokens.labels("only").inc()
+            return await self._run_plain(exchange, self._prefill)
         return await self._run_both(exchange, self._prefill)
 
     async def pass_to_decode(
@@ -116,12 +143,14 @@ class Flow:
         headers = bodies.request_headers(request.headers.items(), request_id)
         exchange = Exchange(request, request_id, started, headers, body or {})
         async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, body))
+            return await self._pass_on(exchange, await self._begin(stack, exchange, body))
 
-    async def _run_plain(self, exchange: Exchange) -> web.StreamResponse:
+    async def _run_plain(self, exchange: Exchange, pool: Pool) -> web.StreamResponse:
         """Serve a request from one server."""
-        lease, placed = await self._take(exchange, self._decode)
-        return await self._run_decode(exchange, bodies.decode_body(exchange.body, placed or None), lease)
+        lease, placed = await self._take(exchange, pool)
+        sent = bodies.decode_body(exchange.body, placed or None)
+        async with contextlib.AsyncExitStack() as stack:
+            return await self._pass_on(exchange, await self._begin(stack, exchange, sent, lease, pool))
 
     async def _take(self, exchange: Exchange, pool: Pool) -> tuple[NodeUse | None, Mapping[str, Any]]:
         """The node that is asked first, and what names to it a peer that has more of the prompt."""
@@ -168,10 +197,17 @@ class Flow:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 sent = bodies.decode_body(exchange.body, bodies.announced_decode(transfer_id, channel))
-                decode = asyncio.create_task(self._begin_decode(stack, exchange, sent))
+                decode = asyncio.create_task(self._begin(stack, exchange, sent))
                 try:
+                    await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+                    answered = None if decode.done() else _as_announced(prefill, channel)
+                    first = self._first_of(exchange, answered) if answered is not None else None
+                    if first is not None:
+                        return await self._go_beside(exchange, first, decode)
                     await _until_clear(prefill, decode, channel)
-                    if decode.done() and (not _lacks_kv(decode) or _is_as_announced(prefill, channel)):
+                    if decode.done() and (
+                        not _lacks_kv(decode) or _as_announced(prefill, channel) is not None
+                    ):
                         return await self._pass_on(exchange, decode.result())
                 finally:
                     await _end(decode)
@@ -188,7 +224,21 @@ class Flow:
             # P's request may outlast D's first byte, and is void after D's last.
             await _end(prefill)
 
-    async def _go_on(self, exchange: Exchange, prefill: Awaitable[Prefilled]) -> web.StreamResponse:
+    async def _go_beside(
+        self, exchange: Exchange, first: FirstAnswer, decode: Awaitable[Begun]
+    ) -> web.StreamResponse:
+        """Send the client P's token, and behind it what D answers that was asked before there was this token.
+
+        Both sample alike, but for near ties: D is asked once more then, and given the token. It has the KV.
+        """
+        response = await self._begin_stream(exchange, first)
+        try:
+            return await self._go_behind(exchange, response, first, decode)
+        except Differs:
+            self._metrics.first_tokens.labels("repeated").inc()
+            return await self._run_behind(exchange, first, {}, response)
+
+    async def _go_on(self, exchange: Exchange, prefill: Awaitable[PrefillResult]) -> web.StreamResponse:
         """What follows prefill: decode, or why there is none.
 
         Raises:
@@ -207,12 +257,21 @@ class Flow:
                 return outcome
             why = f"the prefill node answered {outcome.status}"
             return await self._run_alone(exchange, "prefill_refused", why)
-        if isinstance(outcome, str):
-            return await self._run_alone(exchange, "empty_params", outcome)
-        params = bodies.decode_params(exchange.body, outcome)
+        first = self._first_of(exchange, outcome)
+        if first is not None and first.is_whole:
+            return await self._begin_stream(exchange, first)
+        if not outcome.handed:
+            why = (
+                f"prefill node {outcome.url} handed out no kv_transfer_params; where that is so for every "
+                "prompt, its kv_role has to be kv_producer or kv_both"
+            )
+            return await self._run_alone(exchange, "empty_params", why)
+        params = bodies.decode_params(exchange.body, outcome.handed)
         if params is None:
             why = "several prompts or answers cannot share what the prefill node handed out"
             return await self._run_alone(exchange, "several", why)
+        if first is not None:
+            return await self._run_behind(exchange, first, params)
         return await self._run_decode(exchange, bodies.decode_body(exchange.body, params))
 
     async def _run_alone(self, exchange: Exchange, reason: str, why: str) -> web.StreamResponse:
@@ -235,13 +294,18 @@ class Flow:
         lease: NodeUse | None = None,
         *,
         retry: bool = True,
-    ) -> Prefilled:
+    ) -> PrefillResult:
         """Prefill with these parameters, and note where the node is fetched from.
 
         ``lease`` and ``retry`` as ``Upstream.send`` has them.
         """
         assert self._prefill is not None, "plain servers are asked for no prefill"
         headers, body = bodies.identity_encoding(exchange.headers), bodies.prefill_body(exchange.body, params)
+        if exchange.takes_first and exchange.body.get("stream") is True:
+            body["return_token_ids"] = True
+            least = exchange.body.get("min_tokens")
+            if isinstance(least, int) and least > 0:
+                body["min_tokens"] = 1
         request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
         async with self._upstream.send(self._prefill, request, lease, retry=retry) as (leased, answer):
             raw = await self._read_whole(answer)
@@ -271,12 +335,9 @@ class Flow:
             self._channels[url] = channel
             if self.placing is not None:
                 self.placing.learn(url, channel)
-        if handed:
-            return handed if results is None else {**handed, "kv_hint_results": results}
-        return (
-            f"prefill node {url} handed out no kv_transfer_params; where that is so for every prompt, its "
-            "kv_role has to be kv_producer or kv_both"
-        )
+        if handed and results is not None:
+            handed = {**handed, "kv_hint_results": results}
+        return Prefilled(url, parsed if isinstance(parsed, dict) else {}, handed or {})
 
     async def _read_whole(self, answer: aiohttp.ClientResponse) -> bytes:
         """The prefill node's answer, within its bound.
@@ -299,31 +360,120 @@ class Flow:
         self, exchange: Exchange, body: Mapping[str, Any], lease: NodeUse | None = None
     ) -> web.StreamResponse:
         async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, body, lease))
+            return await self._pass_on(exchange, await self._begin(stack, exchange, body, lease))
 
-    async def _begin_decode(
+    async def _begin(
         self,
         stack: contextlib.AsyncExitStack,
         exchange: Exchange,
         body: Mapping[str, Any] | None,
         lease: NodeUse | None = None,
+        pool: Pool | None = None,
     ) -> Begun:
-        """Decode up to the answer's first byte. Its connection stays open for as long as ``stack`` does.
+        """Ask a node up to its answer's first byte. The connection stays open for as long as ``stack`` does.
 
-        ``lease`` as ``Upstream.send`` has it.
+        ``lease`` as ``Upstream.send`` has it; ``pool`` are the decode nodes, where it is left out.
 
         Raises:
             UpstreamError: there is none.
         """
         client = exchange.request
         request = UpstreamRequest(client.method, client.path_qs, exchange.headers, body)
-        leased, answer = await stack.enter_async_context(self._upstream.send(self._decode, request, lease))
-        with self._upstream.translated("decode"):
+        pool = pool or self._decode
+        leased, answer = await stack.enter_async_context(self._upstream.send(pool, request, lease))
+        with self._upstream.translated(pool.role):
             first = await answer.content.readany()
         if not first and answer.status == 200:
-            raise self._upstream.failed("decode", "empty", "the decode node's answer is empty")
-        self._decode.computed(leased)
+            raise self._upstream.failed(pool.role, "empty", f"the {pool.role} node's answer is empty")
+        pool.computed(leased)
         return Begun(answer, first)
+
+    def _first_of(self, exchange: Exchange, prefilled: Prefilled) -> FirstAnswer | None:
+        """What the client gets of P's answer before D has any; None for nothing."""
+        if not exchange.takes_first or exchange.body.get("stream") is not True or self.trials is None:
+            return None
+        if prefilled.handed:
+            # A hybrid's last token is left to D: what P samples is none of the answer.
+            is_whole = first_token.is_of_whole_prompt(prefilled.answer, prefilled.handed)
+            self._computes_whole[prefilled.url] = is_whole
+        first = None
+        if self._computes_whole.get(prefilled.url):
+            first = first_token.read_first(prefilled.answer, exchange.body)
+        outcome = "withheld" if first is None else "only" if first.is_whole else "prefill"
+        if outcome == "prefill" and not self.trials.have_passed:
+            first, outcome = None, "not_tried"
+        self._metrics.first_tokens.labels(outcome).inc()
+        return first
+
+    async def _begin_stream(self, exchange: Exchange, first: FirstAnswer) -> web.StreamResponse:
+        """Send the client P's token, and the end where that is all."""
+        response = web.StreamResponse(headers={bodies.REQUEST_ID: exchange.request_id})
+        response.content_type, response.charset = "text/event-stream", "utf-8"
+        await response.prepare(exchange.request)
+        await response.write(first.sent)
+        self._metrics.first_byte_seconds.observe(self._clock() - exchange.started)
+        if first.is_whole:
+            await response.write_eof()
+        return response
+
+    async def _run_behind(
+        self,
+        exchange: Exchange,
+        first: FirstAnswer,
+        params: Mapping[str, Any],
+        response: web.StreamResponse | None = None,
+    ) -> web.StreamResponse:
+        """Send the client P's token at once, and behind it what D answers that is given this token.
+
+        ``response`` is the client's, where it has the token already.
+
+        Where D gives no answer the stream ends with an error, as a server's own does.
+        """
+        sent = bodies.decode_body(exchange.body, {**params, FIRST_TOKEN_KEY: first.token})
+        async with contextlib.AsyncExitStack() as stack:
+            decode = asyncio.create_task(self._begin(stack, exchange, sent))
+            try:
+                response = response or await self._begin_stream(exchange, first)
+                return await self._go_behind(exchange, response, first, decode)
+            except Differs as error:
+                assert response is not None, "nothing differs before P's token was sent"
+                self._metrics.first_tokens.labels("differs").inc()
+                return await self._end_with(exchange, response, f"the decode node's answer differs: {error}")
+            finally:
+                await _end(decode)
+
+    async def _go_behind(
+        self, exchange: Exchange, response: web.StreamResponse, first: FirstAnswer, decode: Awaitable[Begun]
+    ) -> web.StreamResponse:
+        """Go on with D's answer where P's token ends.
+
+        Raises:
+            Differs: D's answer begins with another token; nothing of it was sent.
+        """
+        logprobs = exchange.body.get("logprobs")
+        rest = RestOfStream(first, has_logprobs=logprobs is not None and logprobs is not False)
+        try:
+            begun = await decode
+            if begun.answer.status != 200:
+                text = f"the decode node answered {begun.answer.status}"
+                raise self._upstream.failed("decode", "refused", text)
+            kept, read = rest.take(begun.first), begun.first
+            while read and not rest.is_over:
+                with self._upstream.translated("decode"):
+                    read = await begun.answer.content.readany()
+                kept += rest.take(read)
+        except UpstreamError as error:
+            return await self._end_with(exchange, response, str(error))
+        return await self._go_on_passing(exchange, response, begun, kept, rest.take)
+
+    async def _end_with(
+        self, exchange: Exchange, response: web.StreamResponse, why: str
+    ) -> web.StreamResponse:
+        """End a stream that has no more than its first token, as a server ends its own."""
+        logger.error("request %s has no more than its first token: %s", exchange.request_id, why)
+        await response.write(first_token.error_end(why))
+        await response.write_eof()
+        return response
 
     async def _pass_on(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:
         """Send the client what comes, as it comes. From here on a node that fails breaks the answer off.
@@ -331,17 +481,33 @@ class Flow:
         Raises:
             ConnectionError: the client left.
         """
-        answer, chunk, request = begun.answer, begun.first, exchange.request
+        answer = begun.answer
         response = web.StreamResponse(status=answer.status, reason=answer.reason)
         for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
             response.headers.add(key, value)
-        await response.prepare(request)
+        await response.prepare(exchange.request)
         self._metrics.first_byte_seconds.observe(self._clock() - exchange.started)
-        while chunk:
-            await response.write(chunk)
+        return await self._go_on_passing(exchange, response, begun, begun.first, bytes)
+
+    async def _go_on_passing(
+        self,
+        exchange: Exchange,
+        response: web.StreamResponse,
+        begun: Begun,
+        chunk: bytes,
+        kept_of: Callable[[bytes], bytes],
+    ) -> web.StreamResponse:
+        """Send the client a chunk, and what is kept of all that follows."""
+        request, is_open = exchange.request, True
+        while True:
+            if chunk:
+                await response.write(chunk)
+            if not is_open:
+                break
             try:
                 with self._upstream.translated("decode"):
-                    chunk = await answer.content.readany()
+                    read = await begun.answer.content.readany()
+                is_open, chunk = bool(read), kept_of(read)
             except Exception as error:
                 logger.error(
                     "request %s was cut off in the middle of its answer: %s", exchange.request_id, error
@@ -355,13 +521,12 @@ class Flow:
 
 
 async def _until_clear(
-    prefill: asyncio.Task[Prefilled], decode: asyncio.Task[Begun], channel: SideChannel
+    prefill: asyncio.Task[PrefillResult], decode: asyncio.Task[Begun], channel: SideChannel
 ) -> None:
-    """Wait until one of the nodes decides what the client gets."""
-    await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+    """One of the nodes has answered. Wait until one decides what the client gets."""
     if not prefill.done() and _lacks_kv(decode):
         await asyncio.wait({prefill})
-    if not decode.done() and _is_as_announced(prefill, channel):
+    if not decode.done() and _as_announced(prefill, channel) is not None:
         await asyncio.wait({decode})
 
 
@@ -373,12 +538,14 @@ def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
     return begun.answer.status in _NO_KV or begun.first.startswith(_NO_KV_IN_A_STREAM)
 
 
-def _is_as_announced(prefill: asyncio.Task[Prefilled], channel: SideChannel) -> bool:
-    """P answered, and holds the KV where D fetches it."""
+def _as_announced(prefill: asyncio.Task[PrefillResult], channel: SideChannel) -> Prefilled | None:
+    """What P answered that holds the KV where D fetches it."""
     if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
-        return False
+        return None
     outcome = prefill.result()
-    return not isinstance(outcome, (web.Response, str)) and bodies.side_channel(outcome) == channel
+    if isinstance(outcome, Prefilled) and bodies.side_channel(outcome.handed) == channel:
+        return outcome
+    return None
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

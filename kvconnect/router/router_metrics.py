@@ -36,6 +36,12 @@ class RouterMetrics:
         self.fallbacks = counter("fallbacks", text, "reason")
         text = "Requests that went to both nodes: sequential, parallel, or resumed, which is a parallel one "
         self.flows = counter("flows", text + "whose decode request had to be given up.", "flow")
+        text = (
+            "Streamed answers and answers of one token, by where the first came from: prefill; only, where "
+            "it is all; decode where it was withheld, its text not being whole, or not_tried; repeated where "
+            "D was asked again for a token that was P's, differs where it kept its own."
+        )
+        self.first_tokens = counter("first_tokens", text, "outcome")
         self.clients_gone = counter("clients_gone", "Clients that left before their answer ended.")
         text = "Requests of policy prefix, by what decided: prefix where a node has some of the prompt, load."
         self.placements = counter("placements", text, "by")

@@ -16,6 +16,7 @@ _RANKED = re.compile(r"(https?://(?:\[[^\]]+\]|[^@/?#:\[]+)(?::\d+)?)/?@(\d{1,5}
 FLOWS = ("sequential", "parallel")
 """How a request may run through its two nodes."""
 POLICIES = ("least-loaded", "prefix")
+FIRST = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class RouterOptions:
         "(no connection, 5xx, 408, 429, timeout, broken answer); otherwise that is the answer.",
     ] = True
 
+    first_token: Annotated[
+        str,
+        "Which node the first token of a streamed answer comes from: prefill, as soon as that has it, where "
+        "every decode node was seen to go on from a token that it is given; or decode.",
+    ] = "prefill"
     admin: Annotated[
         str,
         "HOST:PORT where /nodes shows, adds and drains nodes; empty for nowhere. Any client of it decides "
@@ -62,7 +68,7 @@ class RouterOptions:
     ] = ""
 
     def __post_init__(self) -> None:
-        for name, accepted in (("flow", FLOWS), ("policy", POLICIES)):
+        for name, accepted in (("flow", FLOWS), ("policy", POLICIES), ("first_token", FIRST)):
             if getattr(self, name) not in accepted:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(accepted)}")
 

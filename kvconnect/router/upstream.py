@@ -194,6 +194,27 @@ class Upstream:
             became = "is not there yet, and is asked again" if url in pool.unseen() else "left rotation"
             logger.warning("%s node %s %s: %s", pool.role, url, became, problem)
 
+    async def ask(
+        self, url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float
+    ) -> Any:
+        """What a node answers to a question of our own: JSON, ``{}`` without 200, or None for no answer."""
+        base, rank = split_rank(url)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                "GET" if body is None else "POST",
+                base + path,
+                json=body,
+                headers={_RANK: rank} if rank else {},
+                timeout=timeout,
+                allow_redirects=False,
+            ) as answer:
+                return await answer.json() if answer.status == 200 else {}
+        except ValueError:
+            return {}
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            return None
+
     async def check(self, pool: Pool, url: str) -> None:
         """One health check of one node, and its verdict."""
         timeout = aiohttp.ClientTimeout(total=self.limits.check_timeout_s)

@@ -174,7 +174,7 @@ async def routed(prefill: list[str], decode: list[str], **limits: Any) -> AsyncI
 
     ``limits`` may hold ``RouterOptions`` too.
     """
-    limits = {"check_interval_s": 3600.0, "connect_timeout_s": 1.0, **limits}
+    limits = {"check_interval_s": 3600.0, "connect_timeout_s": 1.0, "first_token": "decode", **limits}
     known = {one.name for one in fields(RouterOptions)}
     options = {name: limits.pop(name) for name in known & limits.keys()}
     app = create_router_app(RouterOptions(decode, prefill, **options), RouterLimits(**limits))

@@ -1,0 +1,226 @@
+"""The first token from the prefill node: what of two streams a client gets, so that they read as one.
+
+P's answer has one token, which the client gets at once, as the beginning of a stream. D is given that token,
+samples no other one, and its stream goes on behind it: what D sends of the first token is left out. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnect.router.bodies import is_several
+
+_SAMPLING = {
+    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "ignore_eos"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "response_format", "structured_outputs", "logprobs"),
+}
+_ANY = {"model", "stream", "stream_options", "max_tokens", "n", "user", "priority", "cache_salt", "echo"}
+_TRIED = {
+    "/v1/completions": {*_SAMPLING, *_ANY, "prompt", "best_of", "add_special_tokens"},
+    "/v1/chat/completions": {
+        *(*_SAMPLING, *_ANY, "messages", "max_completion_tokens", "top_logprobs"),
+        *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    },
+}
+"""By path the keys of a body with which both streams together were seen to equal a single server's."""
+_OBJECT, _CHAT_OBJECT = "text_completion", "chat.completion.chunk"
+_NO_IDS = {"prompt_token_ids": None, "token_ids": None}
+_END = b"data: [DONE]\n\n"
+
+
+class Differs(Exception):
+    """D's stream does not begin with the token that the client has."""
+
+
+def is_eligible(path: str, body: Mapping[str, Any]) -> bool:
+    """Whether the first token of an answer may be P's. Known before P is asked."""
+    tried = _TRIED.get(path)
+    options = body.get("stream_options")
+    return (
+        tried is not None
+        and body.keys() <= tried
+        and not body.get("echo")
+        and not is_several(body)
+        and (options is None or (isinstance(options, dict) and options.keys() <= {"include_usage"}))
+    )
+
+
+def is_one_token(body: Mapping[str, Any]) -> bool:
+    """Whether P's answer is all that the client wants: there is nothing to hand over."""
+    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    return limit == 1 and not isinstance(limit, bool) and not is_several(body)
+
+
+@dataclass(frozen=True)
+class FirstAnswer:
+    """What P's answer gives. ``sent`` are the events for the client, all of its answer where ``is_whole``.
+
+    Else ``token`` is the first one, with its ``text``, and ``created`` what events have for that.
+    """
+
+    sent: bytes
+    is_whole: bool
+    token: int = -1
+    text: str = ""
+    created: int = 0
+
+
+def read_first(answer: Mapping[str, Any], body: Mapping[str, Any]) -> FirstAnswer | None:
+    """What a client gets of P's answer to a streamed request; None where all is to come from D.
+
+    That is so where the text of one token does not stand for itself: it is empty or a part of a character,
+    may become a part of a string in ``stop`` of the body, or a parser of the server holds it for something
+    else than content.
+    """
+    try:
+        (choice,) = answer["choices"]
+        (token,) = choice["token_ids"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    message, finish, created = choice.get("message"), choice.get("finish_reason"), answer.get("created")
+    text = choice.get("text") if message is None else _content_of(message)
+    if not isinstance(token, int) or not isinstance(created, int) or not isinstance(text, str):
+        return None
+    head = {"id": answer.get("id"), "object": _OBJECT, "created": created, "model": answer.get("model")}
+    ends = {"finish_reason": None, "stop_reason": None}
+    if finish != "length":
+        ends = {"finish_reason": finish, "stop_reason": choice.get("stop_reason")}
+    elif not text or "\ufffd" in text or any(_may_become(text, stop) for stop in _strings(body.get("stop"))):
+        return None
+    events = []
+    if message is None:
+        shown = {"index": 0, "text": text, "logprobs": choice.get("logprobs"), **ends, **_NO_IDS}
+    else:
+        head["object"] = _CHAT_OBJECT
+        role = {"role": message.get("role", "assistant"), "content": ""}
+        begun = {"index": 0, "delta": role, "logprobs": None, "finish_reason": None}
+        events.append({**head, "choices": [begun], "prompt_token_ids": None})
+        if finish == "length":
+            # A chunk of chat has it with the end alone.
+            del ends["stop_reason"]
+        logprobs = choice.get("logprobs")
+        shown = {"index": 0, "delta": {"content": text}, "logprobs": logprobs, **ends, "token_ids": None}
+    events.append({**head, "choices": [shown]})
+    if finish == "length":
+        return FirstAnswer(b"".join(map(_event, events)), False, token, text, created)
+    if (body.get("stream_options") or {}).get("include_usage"):
+        events.append({**head, "choices": [], "usage": answer.get("usage")})
+    if answer.get("system_fingerprint") is not None:
+        # The last event of a server has it.
+        events[-1]["system_fingerprint"] = answer["system_fingerprint"]
+    return FirstAnswer(b"".join(map(_event, events)) + _END, is_whole=True)
+
+
+def is_of_whole_prompt(answer: Mapping[str, Any], handed: Mapping[str, Any]) -> bool:
+    """P computed the prompt to its end, by what it ``handed`` out: its token is the first of the answer."""
+    usage = answer.get("usage")
+    counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return counted is not None and handed.get("remote_num_tokens") == counted
+
+
+def _content_of(message: object) -> str | None:
+    """The text of a chat's message; None where there is anything else in it."""
+    if not isinstance(message, dict) or any(message.get(key) for key in message.keys() - {"content", "role"}):
+        return None
+    content = message.get("content")
+    return content if isinstance(content, str) else None
+
+
+def _strings(stops: object) -> Iterator[str]:
+    for stop in [stops] if isinstance(stops, str) else stops if isinstance(stops, list) else ():
+        if isinstance(stop, str):
+            yield stop
+
+
+def _may_become(text: str, stop: str) -> bool:
+    """Text ends with the beginning of a stop string."""
+    return any(text.endswith(stop[:length]) for length in range(1, len(stop)))
+
+
+def _event(chunk: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(chunk, separators=(',', ':'), ensure_ascii=False)}\n\n".encode()
+
+
+def error_end(message: str) -> bytes:
+    """How a stream ends that cannot go on: as vLLM's, with an error and the end."""
+    error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+    return _event({"error": error}) + _END
+
+
+class RestOfStream:
+    """D's stream without what P's has of it already: the role, and the first token's text and logprobs."""
+
+    def __init__(self, first: FirstAnswer, *, has_logprobs: bool) -> None:
+        self._left = first.text
+        self._logprobs = int(has_logprobs)
+        self._created = first.created
+        self._replaced: tuple[bytes, bytes] | None = None
+        self._partial = b""
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is left to be left out: what follows is passed as it comes."""
+        return not self._left and not self._logprobs
+
+    def take(self, data: bytes) -> bytes:
+        """What the client gets of some more of D's stream; nothing more is its end. Raises ``Differs``."""
+        if self.is_over and not self._replaced and not self._partial:
+            return data
+        whole, ends, self._partial = (self._partial + data).rpartition(b"\n\n")
+        if not data:
+            whole, self._partial = whole + ends + self._partial, b""
+        if not self.is_over:
+            whole, ends = b"".join(map(self._rest_of, whole.split(b"\n\n") if ends else ())), b""
+        # With P's time. Within a text the quotes of a key are escaped: no text has this.
+        return (whole + ends).replace(*self._replaced) if self._replaced else whole + ends
+
+    def _rest_of(self, block: bytes) -> bytes:
+        whole = block + b"\n\n"
+        if self.is_over or not block.startswith(b"data:"):
+            return whole
+        try:
+            chunk = json.loads(block[5:])
+            (choice,) = chunk["choices"]
+        except (ValueError, TypeError, KeyError):
+            # The end, what has no choices, or an error: all are for the client.
+            return whole
+        created = chunk.get("created")
+        if self._created and isinstance(created, int) and created != self._created:
+            self._replaced = (f'"created":{created}'.encode(), f'"created":{self._created}'.encode())
+        text = self._cut(choice)
+        logprobs = self._cut_logprobs(choice)
+        if not text and not logprobs and choice.get("finish_reason") is None:
+            return b""
+        return _event(chunk)
+
+    def _cut(self, choice: dict[str, Any]) -> str:
+        """Leave out what of the text was sent. Returns the rest."""
+        where, key = (choice["delta"], "content") if "delta" in choice else (choice, "text")
+        text = where.get(key) or ""
+        if text.startswith(self._left):
+            text, self._left = text[len(self._left) :], ""
+        elif self._left.startswith(text):
+            # Text that may become a stop string comes later than its token.
+            text, self._left = "", self._left[len(text) :]
+        else:
+            raise Differs(f"it begins with {text[:32]!r}")
+        if where.get(key):
+            where[key] = text
+        return text
+
+    def _cut_logprobs(self, choice: dict[str, Any]) -> bool:
+        """Leave out the first entry of log probabilities. Returns whether any are left."""
+        logprobs = choice.get("logprobs")
+        if not isinstance(logprobs, dict):
+            return False
+        columns = [key for key, column in logprobs.items() if isinstance(column, list)]
+        count = max((len(logprobs[key]) for key in columns), default=0)
+        cut, self._logprobs = min(count, self._logprobs), self._logprobs - min(count, self._logprobs)
+        for key in columns:
+            logprobs[key] = logprobs[key][cut:]
+        return count > cut

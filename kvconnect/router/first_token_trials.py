@@ -1,0 +1,88 @@
+"""Which decode nodes begin with a token that they are given: found out by giving them some.
+
+A server without kvconnect's logits processor, or whose runner takes none, as vLLM's first one with
+speculative decoding, samples its own first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from kvconnect.config import FIRST_TOKEN_KEY
+from kvconnect.router.bodies import PARAMS
+from kvconnect.router.pool import NodeState, Pool
+from kvconnect.router.upstream import Upstream
+
+logger = logging.getLogger("kvconnect.router")
+
+_PROMPT = [*range(5, 37)]
+"""Ids that every vocabulary has; more than one block of some nodes."""
+_TOKENS = (7, 8)
+"""No node samples both of its own after one prompt."""
+_TIMEOUT_S = 30.0
+
+
+class FirstTokenTrials:
+    """The verdict on each decode node, tried once since it came into rotation. Owned by one event loop."""
+
+    def __init__(self, pool: Pool, upstream: Upstream) -> None:
+        self._pool = pool
+        self._upstream = upstream
+        # By node and how often it left rotation: what came back may be another server.
+        self._verdicts: dict[tuple[str, int], bool] = {}
+
+    @property
+    def have_passed(self) -> bool:
+        """Every node that may be given a request begins with the token that it is given."""
+        nodes = self._pool.view()
+        known = [
+            self._verdicts.get((node.url, node.ejections)) for node in nodes if _takes_requests(node.state)
+        ]
+        return bool(known) and all(known)
+
+    async def run(self) -> None:
+        """Try each node that has no verdict. Raises nothing."""
+        due = [
+            (node.url, node.ejections)
+            for node in self._pool.view()
+            if node.state is NodeState.HEALTHY and (node.url, node.ejections) not in self._verdicts
+        ]
+        await asyncio.gather(*(self._try(*one) for one in due))
+
+    async def _try(self, url: str, ejections: int) -> None:
+        models = await self._upstream.ask(url, "/v1/models", timeout_s=_TIMEOUT_S)
+        try:
+            name = models["data"][0]["id"]
+        except (TypeError, KeyError, IndexError):
+            # It gave no answer yet, or is no such server: another check, another try.
+            return
+        begun = []
+        for token in _TOKENS:
+            body = {"model": name, "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
+            body |= {"return_token_ids": True, PARAMS: {FIRST_TOKEN_KEY: token}}
+            answer = await self._upstream.ask(url, "/v1/completions", body, timeout_s=_TIMEOUT_S)
+            if answer is None:
+                return
+            begun.append(_token_of(answer))
+        passed = self._verdicts[url, ejections] = begun == list(_TOKENS)
+        if not passed:
+            logger.warning(
+                "decode node %s samples a first token of its own: clients get theirs from decode nodes. Is "
+                "kvconnect installed beside it? vLLM's first model runner takes no logits processor with "
+                "speculative decoding",
+                url,
+            )
+
+
+def _takes_requests(state: NodeState) -> bool:
+    return state in (NodeState.UNKNOWN, NodeState.HEALTHY)
+
+
+def _token_of(answer: Any) -> int | None:
+    try:
+        (token,) = answer["choices"][0]["token_ids"]
+    except (TypeError, KeyError, IndexError, ValueError):
+        return None
+    return token if isinstance(token, int) else None
