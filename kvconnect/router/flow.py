@@ -22,9 +22,9 @@ import aiohttp
 from aiohttp import web
 
 from kvconnect.config import FIRST_TOKEN_KEY
-from kvconnect.router import bodies, first_token
+from kvconnect.router import bodies, first_answer
 from kvconnect.router.bodies import SideChannel
-from kvconnect.router.first_token import Differs, FirstAnswer, RestOfStream
+from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream
 from kvconnect.router.first_token_trials import FirstTokenTrials
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
@@ -115,7 +115,7 @@ class Flow:
         headers = bodies.request_headers(request.headers.items(), request_id)
         if self._prefill is None:
             return await self._run_plain(Exchange(request, request_id, started, headers, body), self._decode)
-        takes_first = self.trials is not None and first_token.is_eligible(request.path, body)
+        takes_first = self.trials is not None and first_answer.is_eligible(request.path, body)
         if takes_first and self._parallel and body.get("temperature") != 0:
             # Both nodes sample the first token then, and alike.
             body.setdefault("seed", uuid.uuid4().int >> 65)
@@ -125,7 +125,7 @@ class Flow:
         reason = bodies.direct_reason(body)
         if reason is not None:
             return await self._run_alone(exchange, *reason)
-        if takes_first and first_token.is_one_token(body):
+        if takes_first and first_answer.is_one_token(body):
             self._metrics.first_tokens.labels("only").inc()
             return await self._run_plain(exchange, self._prefill)
         return await self._run_both(exchange, self._prefill)
@@ -394,11 +394,11 @@ class Flow:
             return None
         if prefilled.handed:
             # A hybrid's last token is left to D: what P samples is none of the answer.
-            is_whole = first_token.is_of_whole_prompt(prefilled.answer, prefilled.handed)
+            is_whole = first_answer.is_of_whole_prompt(prefilled.answer, prefilled.handed)
             self._computes_whole[prefilled.url] = is_whole
         first = None
         if self._computes_whole.get(prefilled.url):
-            first = first_token.read_first(prefilled.answer, exchange.body)
+            first = first_answer.read_first(prefilled.answer, exchange.body)
         outcome = "withheld" if first is None else "only" if first.is_whole else "prefill"
         if outcome == "prefill" and not self.trials.have_passed:
             first, outcome = None, "not_tried"
@@ -471,7 +471,7 @@ class Flow:
     ) -> web.StreamResponse:
         """End a stream that has no more than its first token, as a server ends its own."""
         logger.error("request %s has no more than its first token: %s", exchange.request_id, why)
-        await response.write(first_token.error_end(why))
+        await response.write(first_answer.error_end(why))
         await response.write_eof()
         return response
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.router.first_token import Differs, RestOfStream, is_eligible, is_one_token, read_first
+from kvconnect.router.first_answer import Differs, RestOfStream, is_eligible, is_one_token, read_first
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = st.text(alphabet='ab é\n"\\', min_size=1, max_size=4)
