@@ -9,17 +9,16 @@ argument.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import logging
 import os
 import re
-import shutil
 import socket
 import struct
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -42,8 +41,6 @@ _ABOUT = 1.5
 """What grew by no more than this part of it carried little else: headers, and the side channel."""
 _MOST_DESCRIPTORS = 1000
 ACTIVE = "ACTIVE"
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_TOPOLOGY_TIMEOUT_S = 10
 _ACKED_AT = 120
 """Where ``tcpi_bytes_acked`` lies in Linux's ``tcp_info``."""
 MOST_BYTES_PER_S = 1e15
@@ -353,26 +350,41 @@ def _speeds(interfaces: Path) -> dict[str, int]:
 
 
 def _gpu_links() -> dict[tuple[int, int], str]:
-    """How GPUs are linked, in the words of ``nvidia-smi topo -m``; nothing without it."""
-    if shutil.which("nvidia-smi") is None:
+    """How many NVLinks join two GPUs, as ``nvidia-smi`` writes it: ``NV18``. Nothing without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return {}
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_TOPOLOGY_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        places = [pynvml.nvmlDeviceGetPciInfo(gpu).busId for gpu in gpus]
+        # A link that ends at no GPU ends at a switch, which leads to all that have such links.
+        counts = [
+            [sum(end == place or end not in places for end in _link_ends(gpu)) for place in places]
+            for gpu in gpus
+        ]
+        pairs = itertools.permutations(range(len(gpus)), 2)
+        joined = {(one, other): min(counts[one][other], counts[other][one]) for one, other in pairs}
+        return {pair: f"NV{count}" for pair, count in joined.items() if count}
+    except pynvml.NVMLError as error:
+        logger.debug("the links of GPUs cannot be read: %s", error)
         return {}
-    return read_topology(done.stdout)
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def read_topology(text: str) -> dict[tuple[int, int], str]:
-    """The links between GPUs of the matrix that ``nvidia-smi topo -m`` prints."""
-    lines = [_ESCAPES.sub("", line).split() for line in text.splitlines()]
-    header = next((line for line in lines if line and line[0] == "GPU0" and "X" not in line), [])
-    links = {}
-    for line in lines:
-        if line and line[0].startswith("GPU") and line is not header:
-            for column, cell in zip(header, line[1:], strict=False):
-                if column.startswith("GPU") and cell != "X" and column[3:].isdecimal():
-                    links[int(line[0][3:]), int(column[3:])] = cell
-    return links
+def _link_ends(gpu: Any) -> list[Any]:
+    """The PCI addresses at the other ends of a GPU's NVLinks that are up."""
+    import pynvml
+
+    ends = []
+    for number in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if pynvml.nvmlDeviceGetNvLinkState(gpu, number):
+                ends.append(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, number).busId)
+        except pynvml.NVMLError:
+            # It has no more of them.
+            break
+    return ends

@@ -10,10 +10,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvconnect.engine.lanes import read_topology, wire_of
+from kvconnect.engine.lanes import look_at_fabric, wire_of
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import new_secret, write
 from kvconnect.tools.machine import Gpu, Machine, PortState, look
@@ -226,12 +227,49 @@ def test_gpus_without_their_way_to_the_network_are_warned_of(tmp_path):
     assert "nvidia_peermem" in found(configured(), machine=lambda: well)["GPUDirect"].found
 
 
-def test_the_topology_of_gpus_is_read_as_it_is_printed():
-    text = (
-        "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tNV18\tPIX\t0-31\n"
-        "GPU1\tNV18\t X \tSYS\t0-31\nNIC0\tPIX\tSYS\t X\n"
-    )
-    assert read_topology(text) == {(0, 1): "NV18", (1, 0): "NV18"}
+class Nvml:
+    """Four GPUs: two with 12 links to a switch, two with a bridge of 4 links, one of which is down."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+    ENDS = ([*["switch"] * 12], [*["switch"] * 12], [3, 3, 3, None], [2, 2, 2, None])
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, has_driver: bool = True) -> None:
+        self.has_driver = has_driver
+
+    def nvmlInit(self):
+        if not self.has_driver:
+            raise self.NVMLError
+
+    def nvmlShutdown(self):
+        pass
+
+    def nvmlDeviceGetCount(self):
+        return len(self.ENDS)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetPciInfo(self, gpu):
+        return SimpleNamespace(busId=gpu)
+
+    def nvmlDeviceGetNvLinkState(self, gpu, number):
+        if number >= len(self.ENDS[gpu]):
+            raise self.NVMLError
+        return self.ENDS[gpu][number] is not None
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu, number):
+        return SimpleNamespace(busId=self.ENDS[gpu][number])
+
+
+def test_the_links_of_gpus_are_counted_by_where_they_end(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    links = {(0, 1): "NV12", (1, 0): "NV12", (2, 3): "NV3", (3, 2): "NV3"}
+    assert look_at_fabric(with_gpus=True).links == links
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(has_driver=False))
+    assert look_at_fabric(with_gpus=True).links == {}
 
 
 def test_what_ucx_says_of_a_write_is_read_as_it_is_printed():
