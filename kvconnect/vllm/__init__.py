@@ -1,7 +1,7 @@
 """The connector class that vLLM loads, by its name or by ``"kv_connector_module_path": "kvconnect.vllm"``.
 
-This folder alone knows vLLM's types. The class is imported when it is asked for: the plugin beside it is
-loaded in every process of every vLLM server, those that use no connector too.
+Only this folder knows vLLM's types. The class is imported on first access, because every process of every
+vLLM server loads the plugin in this folder, also where no connector is configured.
 """
 
 from __future__ import annotations

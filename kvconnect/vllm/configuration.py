@@ -1,4 +1,4 @@
-"""A ``kv_transfer_config`` as a tool is given what vLLM takes: JSON, or a file with it. Imports no vLLM."""
+"""Reads a ``kv_transfer_config`` that a tool was given as vLLM takes it: JSON, or a file of JSON. No vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_VLLM = (
 
 
 def read_configuration(given: str) -> TransferConfig:
-    """What is ours of a configuration, that of a ``MultiConnector`` too. Raises ``ConfigError``."""
+    """Our part of a configuration; of a ``MultiConnector``, our connector's. Raises ``ConfigError``."""
     if given.lstrip().startswith("{"):
         return _ours(json_object(given, "kv_transfer_config"))
     return read_file(Path(given).expanduser(), _ours)

@@ -1,6 +1,6 @@
-"""``KVConnect``, the class that vLLM loads: every hook translates for the scheduler or worker half.
+"""``KVConnect``, the class that vLLM loads: each hook translates vLLM's call for one of the halves.
 
-vLLM makes one object in its scheduler process and one in each worker. None of the hooks waits for a transfer.
+vLLM makes one object in its scheduler process and one in each worker. No hook waits for a transfer.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 3.0
-"""How long vLLM is kept from ending: about as long as it waits for its workers."""
+"""How long ``shutdown`` may delay vLLM's exit: about as long as vLLM waits for its workers."""
 _DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 _ZEROES_LOADS = not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
-"""vLLM before 0.32 zeroes all new blocks with the step that orders a load, those of the load too."""
+"""vLLM before 0.32 zeroes all new blocks, those of a load too, in the step that orders the load."""
 
 _UNKNOWN = Cause.INTERNAL("a worker has logged why")
 _NOTHING_YET = SchedulerHalf()
 
-# It may be configured by its module, and under a MultiConnector, which looks for it by name all the same.
+# A configuration may name our module path only, and a MultiConnector looks the class up by name all the same.
 register()
 
 
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
-    """Hands KV caches over between vLLM servers, and keeps them below the device's memory.
+    """Transfers KV caches between vLLM servers, and offloads them to tiers below the device's memory.
 
-    See vLLM's base class for the hooks. Raises ``ConfigError`` where the configuration is wrong, or refused.
+    See vLLM's base class for the hooks. Raises ``ConfigError`` for a wrong or refused configuration.
     """
 
     _cache_hit_source = PEER_SOURCE
@@ -96,13 +96,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """No engine has registered pages: they may go and come back."""
+        """True: no engine has registered the cache's pages, so vLLM may free and restore them."""
         return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
-        """What a worker reported, rebuilt in another process."""
-        # A copy: vLLM gives one dictionary to several loggers, and each adds to what it made of it.
+        """A worker's stats, rebuilt in another process."""
+        # A copy: vLLM gives one dictionary to several loggers, and each adds to the object made from it.
         return TransferStats(copy.deepcopy(data or {}))
 
     @classmethod
@@ -112,13 +112,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A prefill node's KV is wanted by others; what is kept for later may as well be left out."""
+        """True on a prefill node, whose peers need the KV. A block that is only offloaded may be dropped."""
         return self._config.is_producer and self._config.extra.engine != "none"
 
     # The scheduler's half
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """The workers' addresses. May come again; another connector's metadata is not for us."""
+        """Take the workers' addresses. May be called again; other connectors' metadata is ignored."""
         for meta in metadata.values():
             for worker in (meta, *meta.others) if isinstance(meta, AddressMetadata) else ():
                 self._add_worker(worker)
@@ -131,24 +131,24 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
                 f"{engine!r}; accepted beside that connector: engine 'none', with offload"
             )
         if self._config.extra.bootstrap_port and self._workers and self._scheduler is None:
-            # A router asks before any request comes.
+            # A router asks the bootstrap port before any request comes.
             self._make_half()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        """As before, by pipeline and tensor-parallel rank."""
+        """The same as ``set_xfer_handshake_metadata``, by pipeline and tensor-parallel rank."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Once, before any request."""
+        """Take vLLM's block pool. Called once, before any request."""
         self._steps.windows.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        """A request arrived. One that is prefilled for others stops where they take over."""
+        """Register a new request. P cuts the prompt to the tokens that it computes for D."""
         half = self._half
         if self._awaits_workers:
             self._early[request.request_id] = request
         if half.draft is not None and getattr(request, "resumable", False) and request.kv_transfer_params:
-            # More of its prompt comes later, and vLLM does not report when it is whole.
+            # More of the prompt comes later, and vLLM does not report when the prompt is complete.
             logger.warning("request %s streams its input: it is neither held nor fetched", request.request_id)
             request.kv_transfer_params = None
         introduce(half, request, names_adapters=self._names_adapters)
@@ -161,7 +161,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those computed here, asynchronously."""
+        """Tokens loadable beyond ``num_computed_tokens`` (None: ask again), and whether asynchronously."""
         half = self._half
         if self._awaits_workers and self._recovery.is_under_way:
             return None, False
@@ -173,7 +173,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return count, in_background
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """The groups that a load fills: vLLM must neither zero nor replay them."""
+        """The cache groups that a load fills: vLLM must neither zero nor replay their blocks."""
         is_restored = self._half.is_restored(request.request_id)
         return self._kept if is_restored else transferred_groups(self._cache)
 
@@ -184,7 +184,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """A request got blocks."""
+        """vLLM allocated blocks to a request."""
         self._early.pop(request.request_id, None)
         block_ids = running_states(self._cache, blocks.get_block_ids())
         self._steps.admitted(request.request_id)
@@ -201,13 +201,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._spans.take(orders.notes)
         offload = orders.offload
         uses_kv = orders.loads or orders.holds or offload.restores or offload.fetches or offload.seeks
-        # vLLM resets caches first, and replaces weights before the next step that is not empty.
+        # vLLM resets caches first, and replaces weights before the next step that has work.
         checks = self._was_reset and bool(scheduler_output.total_num_scheduled_tokens or uses_kv)
         self._was_reset = self._was_reset and not checks
         return OrdersMetadata(orders, self._awaits_workers, checks)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What all workers have reported."""
+        """Pass the reports of all workers to the scheduler half."""
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if not isinstance(report, ReportMetadata):
             report = ReportMetadata(())
@@ -216,7 +216,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if not self._awaits_workers:
             self._recovery.reported(report.reports)
         self._steps.windows.reported(report.ragged)
-        # A rank may state its reason some steps before the last one reports that request.
+        # A rank may report its reason some steps before the last rank reports that request.
         self._reasons.update(report.failed)
         failed = {one: self._reasons.get(one, _UNKNOWN) for one in connector_output.failed_recving or ()}
         for request_id in (*(connector_output.finished_recving or ()), *failed):
@@ -234,17 +234,17 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         )
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must step though it has nothing to compute: copies, or reports, are under way."""
+        """Whether vLLM must step without tokens to compute: copies or reports are under way."""
         return bool(self._kept) and (self._half.pending or self._recovery.is_under_way)
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that is kept: weights may be replaced. False: that is not known here yet."""
+        """Drop all kept blocks, since weights may be replaced. False: the workers are not known yet."""
         self._half.reset()
         self._was_reset = True
         return not self._awaits_workers
 
     def take_events(self) -> Iterable[Any]:
-        """What the tiers have got and lost since the last call."""
+        """Events of the blocks that the tiers stored and removed since the last call."""
         return self._half.take_events()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -254,7 +254,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended: whether its blocks must be kept, and the parameters for D."""
+        """A request ended: whether vLLM must keep its blocks, and the parameters for D or None."""
         delivered = request.status.name in _DELIVERED
         self._early.pop(request.request_id, None)
         half = self._half
@@ -282,29 +282,30 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
         self._own.identity_marks = self._worker.identity_marks
         if self._worker.transfer is not None:
-            # A peer may come before the first step.
+            # A peer may connect before the first step.
             ranks = all_ranks(self._own)
             self._worker.transfer.know_ranks([worker.address for worker in ranks])
-            # vLLM passes on what one of all prefill context parallel ranks announces.
+            # vLLM passes on the metadata of one prefill context parallel rank only.
             self._own.others = tuple(worker for worker in ranks if worker.rank != rank)
         if (self._kept or self._config.extra.sources) and not rank:
             settings.warn_if_restores_fail(self, settings.outermost(self), self._config)
 
     def unregister_kv_caches(self) -> None:
-        """Pages are about to go: nothing touches them until they are back, and peers get a refusal."""
+        """vLLM is about to free the pages: no copy touches them until they are back, peers get a refusal."""
         if self._worker.transfer is not None:
             self._worker.transfer.sleep()
 
     def restore_kv_caches(self) -> None:
-        """Pages are back. Slots and side channel were there all the time."""
+        """vLLM restored the pages. Slots and side channel stayed as they were."""
         if self._worker.transfer is not None:
             self._worker.transfer.wake()
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
-        """Where this worker listens, and the rows in which it keeps blocks.
+        """Where this worker listens, and the bytes of its offload rows.
 
-        Of a ``MultiConnector`` vLLM passes on to all children what the first to answer returns, and not all
-        bear what is not their own. A worker that listens nowhere leaves it to others, and waits to be asked.
+        A ``MultiConnector`` gives all its children the metadata of the first child that returns any, and not
+        every child accepts another's. So a worker that does not listen returns None there, and announces
+        itself when the scheduler half asks.
         """
         listens = self._own is not None and self._own.address is not None
         return self._own if listens or settings.outermost(self) is self else None
@@ -312,7 +313,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
         """Called before a step's kernels are launched, which may overwrite blocks that are to be stored.
 
-        All kernels of the steps before were launched, those of a draft model too, which run after a step's
+        All kernels of earlier steps were launched, also those of a draft model, which run after a step's
         tokens are known.
         """
         if isinstance(kv_connector_metadata, OrdersMetadata) and not kv_connector_metadata.is_begun:
@@ -320,29 +321,29 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             if kv_connector_metadata.asks_address and self._own is not None:
                 self._report.addresses = (self._own,)
             if kv_connector_metadata.check_weights and self._weights is not None and self._weights.check():
-                # Before anything of this step's orders is carried out.
+                # Before any of this step's orders is carried out.
                 self._worker.replace_weights(self._weights.names)
             self._worker.before_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Blocks that vLLM zeroes with this step can be filled from now on."""
+        """From now on the blocks that vLLM zeroes in this step can be filled."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, OrdersMetadata):
-            # A runner may have no earlier hook.
+            # Some runners do not call the earlier hook.
             self.handle_preemptions(metadata)
             self._worker.after_zeroing(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request runs only once all of it has arrived."""
+        """Does nothing: loads are asynchronous, and a request runs only once its load is complete."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Pages are written from where they lie, after the prefill."""
+        """Does nothing: pages are sent from where they lie, after the prefill."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved within a step: a draft model's KV is written after it."""
+        """Does nothing: no step saves KV, because a draft model's KV is written after the step."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Requests sent, received and failed since the last call."""
+        """The requests sent, received and failed since the last call."""
         results = self._worker.results()
         failed = tuple(results.failed.items())
         report = ReportMetadata(results.offload, (), results.settled, results.found, results.ragged, failed)
@@ -354,17 +355,17 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
-        """What this worker's tiers have done, what its peers settled, and what it is asked for, or None."""
+        """This worker's reports for the scheduler half since the last call, or None."""
         report, self._report = self._report, ReportMetadata(())
         return report if report else None
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        """What this worker's numbers have changed by since the last step, or None."""
+        """Changes of this worker's metrics since the last step, or None."""
         changes = self._worker.changes()
         return TransferStats.of_worker(self._own.rank, changes) if self._own and changes else None
 
     def shutdown(self) -> None:
-        """Stop serving peers, after a moment in which they may fetch what is held. Idempotent."""
+        """Stop serving peers, which first have ``_DRAIN_S`` to fetch held KV. Idempotent."""
         if self._scheduler is not None:
             self._scheduler.drain()
         self._worker.drain(_DRAIN_S)
@@ -372,7 +373,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _names_adapters(self) -> bool:
-        """Events have vLLM's own hashes, which name an adapter by its path alone."""
+        """False with KV events: these have vLLM's own hashes, which name an adapter by its path alone."""
         return not settings.wants_events(self._vllm)
 
     @property
@@ -394,7 +395,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _awaits_workers(self) -> bool:
-        """Whether rows are not known yet, since the handshake is another connector's."""
+        """Whether row sizes are not known yet, because another connector has the handshake."""
         return self._config.extra.engine == "none" and not self._workers
 
     def _add_worker(self, worker: AddressMetadata) -> None:

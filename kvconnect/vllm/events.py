@@ -1,6 +1,6 @@
-"""What tiers have got and lost, in vLLM's own events: with the tokens and keys that vLLM hashes.
+"""KV events of the tiers as vLLM's own event classes, with the tokens and keys that vLLM hashes.
 
-Which fields events have differs by release: vLLM's classes are asked for them.
+The fields of an event differ by release: they are read from vLLM's classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PUBLISHED = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 
 def tier_events(kv_cache_config: Any) -> TierEvents:
-    """What tiers get and lose, as events of the installed release."""
+    """The event log of the tiers, which makes events of the installed vLLM release."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     groups = [
         {
@@ -36,7 +36,7 @@ def tier_events(kv_cache_config: Any) -> TierEvents:
 
 
 def _name() -> Callable[[bytes], Any]:
-    """How vLLM publishes a hash. Found out once: vLLM looks for its setting with every hash, for 4 us."""
+    """The form in which vLLM publishes a hash. Tested once: vLLM reads its setting per hash, for 4 us."""
     example = bytes(range(32))
     published = maybe_convert_block_hash(BlockHash(example))
     for name in (bytes, last_64_bits):
@@ -46,7 +46,7 @@ def _name() -> Callable[[bytes], Any]:
 
 
 def describe(request: Request, first: int, count: int, block_tokens: int) -> Described:
-    """What vLLM would publish of blocks of the device that hold these blocks' tokens of a request."""
+    """The fields that vLLM would publish for device blocks ``first`` to ``first + count`` of a request."""
     start, end = first * block_tokens, (first + count) * block_tokens
     described: dict[str, Any] = {"token_ids": request.all_token_ids[start:end]}
     lora = request.lora_request

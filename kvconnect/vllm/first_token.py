@@ -1,11 +1,11 @@
-"""D samples as its first token the one that P sampled, and that the client has: a logits processor of vLLM.
+"""A logits processor of vLLM that makes D sample, as its first token, the token that P sampled.
 
-A router that streamed P's token names it as ``first_token`` of ``kv_transfer_params``. D computes the
-prompt's last token as ever, so that seeds, penalties, grammars and logprobs go on as if it had sampled this
-token itself. vLLM makes the class once in every worker of every server that kvconnect is installed beside; a
-request without that key costs nothing.
+A router that streamed P's token to the client names it as ``first_token`` of ``kv_transfer_params``. D
+computes the prompt's last token all the same, so that seeds, penalties, grammars and logprobs go on as if D
+had sampled the token. vLLM makes the class once in every worker of every server that has kvconnect
+installed; a request without the key costs nothing.
 
-vLLM has two model runners with an interface each: the class has both, as their loaders ask for.
+vLLM has two model runners with one interface each. The class implements both.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from kvconnect.config import FIRST_TOKEN_KEY
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as ProcessorOfRunner2
 except ImportError:
-    # Before 0.32 the second runner takes no logits processors of others.
+    # Before 0.32 runner 2 takes no logits processors from plugins.
     ProcessorOfRunner2 = LogitsProcessor
 
 _BASES = tuple(dict.fromkeys((LogitsProcessor, ProcessorOfRunner2)))
 
 
 def first_token_of(params: SamplingParams) -> int | None:
-    """The token that a request's output begins with; None where none is named."""
+    """The token that a request's output must begin with; None where the request names none."""
     transfer = (params.extra_args or {}).get("kv_transfer_params")
     token = transfer.get(FIRST_TOKEN_KEY) if isinstance(transfer, Mapping) else None
     return token if isinstance(token, int) and not isinstance(token, bool) else None
 
 
 class FirstToken(*_BASES):  # type: ignore[misc]
-    """Leaves a request that names its first token no other one."""
+    """For a request that names its first token, masks all other tokens until it has output."""
 
     def __init__(self, vllm_config: Any, *of_runner: Any) -> None:
-        """``of_runner`` is a device and whether memory is pinned, or the state of requests of runner 2."""
+        """``of_runner`` is (device, is_pin_memory) of runner 1, or (request states,) of runner 2."""
         self._vocabulary = vllm_config.model_config.get_vocab_size()
-        # Runner 1: by row of the batch, with the output so far. Runner 2: by slot of its state.
+        # Runner 1: batch row -> (token, output so far). Runner 2: slot of the request states -> token.
         self._rows: dict[int, tuple[int, Sequence[int]]] = {}
         self._slots: dict[int, int] = {}
         self._state = of_runner[0] if len(of_runner) == 1 else None
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Raises ``ValueError``: the first token is none."""
+        """Raises ``ValueError`` if ``first_token`` is not a token id."""
         transfer = (params.extra_args or {}).get("kv_transfer_params")
         if isinstance(transfer, Mapping) and (given := transfer.get(FIRST_TOKEN_KEY)) is not None:
             token = first_token_of(params)
@@ -59,11 +59,11 @@ class FirstToken(*_BASES):  # type: ignore[misc]
                 )
 
     def is_argmax_invariant(self) -> bool:
-        """Greedy sampling depends on it."""
+        """False: the mask changes greedy sampling too."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Runner 1: requests came, went, or changed their rows."""
+        """Runner 1: requests were added, removed or moved to other rows."""
         process_dict_updates(self._rows, batch_update, self._new_row)
 
     def _new_row(
@@ -73,7 +73,7 @@ class FirstToken(*_BASES):  # type: ignore[misc]
         return None if token is None or output else (token, output)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Runner 2: a request has this slot now."""
+        """Runner 2: a request got this slot. Whether it names its first token."""
         self._slots.pop(req_idx, None)
         if (token := self._checked(sampling_params)) is None:
             return False
@@ -85,7 +85,7 @@ class FirstToken(*_BASES):  # type: ignore[misc]
         return token if token is not None and 0 <= token < self._vocabulary else None
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Exclude all others in the rows of requests that have no output yet, whatever masks came before."""
+        """Mask ``logits`` (rows, vocabulary) in rows of requests without output, over any earlier mask."""
         if ctx is not None:
             self._apply_to_slots(logits, ctx)
             return logits
@@ -98,9 +98,9 @@ class FirstToken(*_BASES):  # type: ignore[misc]
         return logits
 
     def _apply_to_slots(self, logits: torch.Tensor, ctx: Any) -> None:
-        """Of a request all rows: without output it has one, also under speculative decoding.
+        """Masks all rows of a request: without output it has one, also under speculative decoding.
 
-        By masks: which rows these are is known on the device alone, and nothing waits for it.
+        Rows are chosen by masks, since only the device knows which they are, and no step may wait for it.
         """
         if not self._slots:
             return

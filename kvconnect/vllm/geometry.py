@@ -1,7 +1,7 @@
 """vLLM's caches in our terms: specs for sizes and kinds, tensors for bytes.
 
-Bytes are taken from the tensors that a worker registers and from its own cache configuration. A spec of
-vLLM's is asked only what kind of layer it is: fields change, and the scheduler's copy is not the worker's.
+Byte sizes come from the tensors that a worker registers and from the worker's own cache configuration. Of a
+spec of vLLM's only the kind of layer is read: its fields change, and the scheduler's copy differs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _AXES = "block head token content"
 class HeadCounts:
     """KV heads over all ranks, of the main model and of a draft model; None where a model has none.
 
-    ``num_layers`` are those of the main model where there is a draft: vLLM numbers its layers after them.
+    ``num_layers`` is the main model's number of layers where there is a draft model, else 0: vLLM numbers
+    the draft's layers after them.
     """
 
     main: int | None
@@ -53,7 +54,7 @@ class HeadCounts:
     num_layers: int = 0
 
     def of(self, layer: str, spec: Any) -> int | None:
-        """The heads of a layer's model."""
+        """KV heads of the model that the layer belongs to."""
         is_draft = getattr(spec, "is_draft", None)
         if is_draft is None:
             is_draft = (layer_number(layer) or 0) >= self.num_layers > 0
@@ -61,7 +62,7 @@ class HeadCounts:
 
     @property
     def finest(self) -> int | None:
-        """The finest division over ranks: who owns its heads owns those of a coarser one too."""
+        """The finest division over ranks: a rank that owns its heads also owns those of a coarser one."""
         return max((count for count in (self.main, self.draft) if count is not None), default=None)
 
 
@@ -69,9 +70,9 @@ class HeadCounts:
 class VllmCache(RankCache):
     """A worker's caches, with the scales of those layers that keep quantised values.
 
-    ``rank_bound`` are layers that are divided over ranks in a way that only vLLM knows (one head a rank
-    where that is none of the models', states of a kind without ``sections``): they travel whole, between
-    equal ranks of equal worlds. The sections of a state, by layer, stand in its place, each as a layer.
+    ``rank_bound`` are layers whose division over ranks only vLLM knows: one head a rank where the model has
+    another number, a backend's own slots, states without ``sections``. They are sent whole, between equal
+    ranks of equal worlds. ``sections`` has a state's sections by layer, each of which becomes a layer.
     """
 
     heads: Mapping[str, HeadInterval]
@@ -80,7 +81,7 @@ class VllmCache(RankCache):
     num_ranks: int
 
     def finest(self, counts: HeadCounts) -> int | None:
-        """The finest division of any layer over ranks; None where every rank keeps the same bytes."""
+        """The finest division of any layer over ranks, in heads or units; None if all keep the same bytes."""
         totals = [part.total for parts in self.sections.values() for part in parts]
         totals += [len(owned) * self.num_ranks for owned in self.heads.values() if len(owned) > 1]
         return max([counts.finest or 0, *totals]) or None
@@ -93,7 +94,7 @@ def transferred_groups(kv_cache_config: Any) -> tuple[int, ...]:
 
 
 def group_spec(group: Any, layer: str = "") -> Any:
-    """The vLLM spec of a layer of a group, also where it holds several; without one, of the kind of all."""
+    """The vLLM spec of ``layer``; without a layer, the spec of the group's first layer."""
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     if not inner:
         return group.kv_cache_spec
@@ -101,19 +102,19 @@ def group_spec(group: Any, layer: str = "") -> Any:
 
 
 def is_state(spec: Any) -> bool:
-    """A layer that keeps one page per request, of any length.
+    """Whether a layer keeps one page per request, of any length.
 
-    Recurrent layers (Mamba, GDN) list the shapes of their states; ring buffers are known by name.
+    Recurrent layers (Mamba, GDN) list the shapes of their states; ring buffers are recognised by class name.
     """
     return hasattr(spec, "shapes") or "CircularBuffer" in type(spec).__name__
 
 
 def held_back(kv_cache_config: Any, num_lookahead_tokens: int) -> int:
-    """Prompt tokens that P must not compute, and D always computes itself.
+    """How many last tokens of a prompt P must not compute, because D always computes them itself.
 
-    Of a window, a local chunk or a state vLLM keeps what the token after the last computed one sees, and D
-    computes a prompt's last token in any case: it must not have been computed before. A drafter of several
-    modules reads ``num_lookahead_tokens`` ahead: near the end of a prompt it would keep its own guesses.
+    A window, a local chunk or a state keeps only the tokens that the token after the last computed one sees.
+    D computes a prompt's last token in any case, so P must not have computed it. A drafter of several modules
+    reads ``num_lookahead_tokens`` ahead: near the end of a prompt P would keep guesses of its own.
     """
     groups = kv_cache_config.kv_cache_groups
     specs = [group_spec(groups[index]) for index in transferred_groups(kv_cache_config)]
@@ -122,10 +123,10 @@ def held_back(kv_cache_config: Any, num_lookahead_tokens: int) -> int:
 
 
 def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
-    """Block ids with those of state groups cut to the one that holds the running state.
+    """Block ids with those of state groups cut to the one block that holds the running state.
 
-    vLLM appends a scratch block per speculated token to what holds the state; where it keeps states by
-    position, everything before the running one is null or of a prefix of others.
+    vLLM appends one scratch block per speculated token after that block. Where vLLM keeps states by position,
+    the blocks before the running state are null or belong to a shared prefix.
     """
     made = []
     for group, ids in zip(kv_cache_config.kv_cache_groups, block_ids, strict=True):
@@ -138,9 +139,9 @@ def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> 
 
 
 def scheduler_config(kv_cache_config: Any, context_ranks: int = 1) -> KVCacheConfig:
-    """What the scheduler half reads: block sizes and kinds. Bytes are not known here, and left out.
+    """The cache configuration of the scheduler half: block sizes and kinds. Byte sizes are placeholders.
 
-    A block holds the tokens of all ``context_ranks``, which keep them in turns.
+    A block holds the tokens of all ``context_ranks``, which keep tokens in turns.
     """
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -166,9 +167,9 @@ def worker_cache(
     layers: Mapping[str, Any] | None = None,
     convert_dtype: bool = False,
 ) -> VllmCache:
-    """A worker's caches as registered by vLLM: four dimensions each, blocks, heads, tokens, content.
+    """A worker's caches as vLLM registers them, each tensor (blocks, heads, tokens, content).
 
-    With ``convert_dtype`` bytes of which vLLM's ``layers`` know the values are described as these.
+    With ``convert_dtype``, bytes whose values vLLM's ``layers`` define are described as these values.
 
     Raises:
         LayoutError: a tensor is not of that form, or its blocks do not match the configuration.
@@ -204,7 +205,7 @@ def worker_cache(
             owned = _owned_heads(head_counts.of(name, theirs), tensor, tensor_rank, num_ranks)
             by_block = is_by_block(layer) and not is_state(theirs)
             if has_slots(theirs):
-                # K and V of several heads, or their scales, lie where only the backend knows: whole pages.
+                # Only the backend knows where K and V of several heads, or their scales, lie: whole pages.
                 tensor, owned, by_block = _whole_pages(name, tensor), None, False
             divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)
             quantised = None if layer is None or is_state(theirs) else read_quantised(layer, tensor)
@@ -215,7 +216,7 @@ def worker_cache(
             if convert_dtype and not is_state(theirs) and tensor.dtype in BYTES:
                 tensor = _as_values(tensor, quantised)
             if by_block:
-                # One row for each head of a kernel block: rows that are no token's are not cut by token.
+                # One row for each head of a kernel block: rows that hold several tokens are not cut by token.
                 tensor = tensor.view(*tensor.shape[:2], 1, -1)
             specs[name] = _spec(theirs, tensor, ratio, quantised, divisible=owned is not None)
             tensors[name] = CacheTensor(tensor, _AXES)
@@ -241,12 +242,12 @@ def worker_cache(
 
 
 def has_slots(spec: Any) -> bool:
-    """What the head axis of a layer's cache counts are slots of the backend's own, and no KV heads."""
+    """Whether the head axis of a layer's cache counts slots of the backend's own instead of KV heads."""
     return getattr(spec, "num_head_slots", None) is not None
 
 
 def _whole_pages(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A cache with each kernel block as one row of bytes in the order of memory. Raises ``LayoutError``."""
+    """A cache with each kernel block as one row, in memory order. Raises ``LayoutError`` for gaps."""
     inner = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True))
     extent = 1
     for stride, size in inner:
@@ -266,24 +267,24 @@ def _group_of(specs: Mapping[str, LayerSpec]) -> KVCacheGroup:
 
 
 def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tensor:
-    # Bytes of which it is not known what they stand for are no values.
+    # Bytes without a known meaning are not values.
     convertible = quantised is not None and quantised.convertible
     return tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
 
 
 def _owned_heads(count: int | None, tensor: torch.Tensor, rank: int, world_size: int) -> HeadInterval | None:
-    """Which of its model's heads a layer's cache has; None where that is not known."""
+    """The interval of its model's heads that a layer's cache has; None where it is not known."""
     owned = None if count is None else shard_heads(count, rank, world_size)
     if owned is not None and len(owned) == tensor.shape[1]:
         return owned
-    # Layers of one model may differ in heads. More than one are divided evenly; of one it is not known how
-    # many ranks keep the same.
+    # Layers of one model may differ in heads. Several heads a rank are divided evenly. With one head a rank,
+    # the number of ranks that keep the same head is not known.
     heads = tensor.shape[1]
     return HeadInterval(rank * heads, (rank + 1) * heads) if heads > 1 or world_size == 1 else None
 
 
 def _is_latent(spec: Any) -> bool:
-    """A token's row is one vector, of which every rank keeps the same."""
+    """Whether a token's row is one vector that every rank keeps."""
     return "MLA" in type(spec).__name__
 
 
@@ -300,13 +301,13 @@ def _kernel_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
 
 
 def _is_divided(theirs: Any, tensor: torch.Tensor, ratio: int) -> bool:
-    """A page has a row of each head for each of its tokens."""
+    """Whether a page has one row for each head and token."""
     return tensor.shape[2] * ratio == int(theirs.block_size) and not _is_latent(theirs)
 
 
 def _retention(theirs: Any) -> Retention:
-    """Which tokens a layer sees, those that a draft model computes anew included."""
-    # A full-attention spec may name a window or a chunk too, where vLLM keeps all blocks all the same.
+    """Which tokens a layer sees, including tokens that a draft model recomputes."""
+    # A full-attention spec may also name a window or a chunk, but vLLM keeps all its blocks all the same.
     kind = type(theirs).__name__
     if "SlidingWindow" in kind:
         return Window(int(theirs.sliding_window) + int(getattr(theirs, "extra_retained_tokens", 0)))
@@ -316,7 +317,7 @@ def _retention(theirs: Any) -> Retention:
 def _rows_by_head(
     theirs: Any, heads: int, key: int, dtype: torch.dtype, value: int | None = None, rows: int | None = None
 ) -> FullAttentionSpec:
-    """Rows of each head, one for each token, or ``rows`` of them in a block."""
+    """A spec with rows by head: one row for each token, or ``rows`` in a block."""
     sizes = (int(theirs.block_size), heads, key, dtype, value, None, rows)
     match _retention(theirs):
         case Window(tokens):
@@ -329,7 +330,7 @@ def _rows_by_head(
 def _spec(
     theirs: Any, tensor: torch.Tensor, ratio: int, quantised: Quantised | None, *, divisible: bool
 ) -> LayerSpec:
-    """A spec whose bytes are the tensor's and whose kind is vLLM's."""
+    """A spec with the tensor's sizes and the kind of vLLM's spec."""
     _, heads, tokens, content = tensor.shape
     block_size = int(theirs.block_size)
     if is_state(theirs):
@@ -338,13 +339,13 @@ def _spec(
         # One row of each head for each of a block's kernel blocks.
         return _rows_by_head(theirs, heads, content, tensor.dtype, value=0, rows=ratio)
     if not divisible or not _is_divided(theirs, tensor, ratio):
-        # Latent rows, caches that keep fewer rows than tokens, heads whose numbers are not known:
-        # nothing in them can be divided by head.
+        # Latent rows, caches that keep fewer rows than tokens, heads whose numbers are not known: none of
+        # these can be divided by head.
         rows = tokens * ratio
         return MLASpec(
             block_size, heads * content, tensor.dtype, stored_block_size=rows, retention=_retention(theirs)
         )
-    # Where K ends is asked of scaled values only.
+    # Only scaled values need the place where K ends.
     key = content if quantised is None else quantised.key_width
     return _rows_by_head(theirs, heads, key, tensor.dtype, value=content - key)
 
@@ -353,7 +354,7 @@ def _spec(
 
 
 def head_counts(vllm_config: VllmConfig) -> HeadCounts:
-    """The KV heads of the main model and of a draft model. Latent caches have none."""
+    """KV heads of the main model and of a draft model; None for a latent cache."""
     main = vllm_config.model_config
     draft = draft_model(vllm_config)
     return HeadCounts(
@@ -364,9 +365,9 @@ def head_counts(vllm_config: VllmConfig) -> HeadCounts:
 
 
 def topology(vllm_config: VllmConfig, rank: int, layers: Iterable[str]) -> Topology:
-    """How caches are divided over vLLM's ranks. All of them must call it, each with the layers that it has.
+    """How vLLM divides layers, heads and tokens over its ranks. A collective call, each rank with its layers.
 
-    Raises ``ConfigError``: ranks do not have layers one after the other.
+    Raises ``ConfigError`` if pipeline ranks do not hold consecutive layers.
     """
     tensor = stage_ranks(vllm_config)
     numbers = [number for number in map(layer_number, layers) if number is not None]
@@ -385,25 +386,25 @@ def topology(vllm_config: VllmConfig, rank: int, layers: Iterable[str]) -> Topol
 def stage_ranks(vllm_config: VllmConfig) -> int:
     """How many ranks have the same layers.
 
-    Prefill context parallel ranks have what their tensor-parallel rank has, of latent caches all the same
-    bytes. They are numbered within it, as vLLM lets them take turns to keep tokens (DCP over PCP, then TP).
+    A prefill context parallel rank has the same layers as its tensor-parallel rank, and of latent caches the
+    same bytes. It is numbered within that rank, in vLLM's order of turns (DCP over PCP, then TP).
     """
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1))
 
 
 def context_ranks(vllm_config: VllmConfig) -> int:
-    """How many ranks with the same heads keep tokens in turns: a block has so many times its tokens."""
+    """How many ranks with the same heads keep tokens in turns; a block holds that many times its tokens."""
     return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
 
 
 def finest(vllm_config: VllmConfig, cache: VllmCache) -> int | None:
-    """The finest division of any layer over tensor-parallel ranks; None where they keep the same bytes."""
+    """``VllmCache.finest`` over all pipeline ranks, which must all call it."""
     return max(of_stages(vllm_config, cache.finest(head_counts(vllm_config)) or 0)) or None
 
 
 def of_stages(vllm_config: VllmConfig, value: Any) -> list[Any]:
-    """What every rank gave; without pipeline ranks, which all have the same, ours."""
+    """Each rank's value. Without pipeline ranks all values are equal, and only ours is returned."""
     return all_ranks(value) if vllm_config.parallel_config.pipeline_parallel_size > 1 else [value]
 
 

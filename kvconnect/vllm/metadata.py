@@ -1,4 +1,4 @@
-"""What workers report to the scheduler, in vLLM's own types."""
+"""Messages between vLLM's scheduler and workers in vLLM's own types: orders, addresses, reports."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ else:
 class OrdersMetadata(KVConnectorMetadata):
     """One step's orders. ``asks_address``: no worker has announced itself to the scheduler yet.
 
-    ``check_weights``: caches were reset, as where weights are replaced, and this step is the first with work.
-    ``is_begun``: the worker that has this copy was given them in the first hook of the step.
+    ``check_weights``: caches were reset, as they are before weights are replaced, and this is the first step
+    with work since. ``is_begun``: the worker that has this copy took the orders in an earlier hook.
     """
 
     orders: Orders
@@ -50,10 +50,10 @@ class OrdersMetadata(KVConnectorMetadata):
 
 @dataclass
 class AddressMetadata(KVConnectorHandshakeMetadata):
-    """What a worker announces of itself: where it listens, if it does, and by group the bytes of a row.
+    """A worker's announcement: its address or None if it does not listen, and row bytes by cache group.
 
-    ``others`` is the same of the other ranks, as far as they reported it; ``identity_marks`` are what its KV
-    depends on, for handles.
+    ``others`` are the announcements of the other ranks, where this one passes them on. ``identity_marks``
+    are marks of the identity of its KV, which handles carry.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What ranks report of tiers, of themselves where asked, of peers' KV, and why loads have failed."""
+    """Reports of ranks: tiers, addresses where asked, KV that peers found or settled, reasons of failures."""
 
     reports: tuple[OffloadReport, ...]
     addresses: tuple[AddressMetadata, ...] = ()
@@ -78,12 +78,12 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         return any(vars(self).values())
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """With the reports of other ranks. What is not ours is left out."""
+        """This report joined with another rank's. A report of another connector is ignored."""
         if not isinstance(other, ReportMetadata):
             return self
         return ReportMetadata(**{name: own + vars(other)[name] for name, own in vars(self).items()})
 
 
 def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by tier, as vLLM names tiers."""
+    """Tokens by tier, with vLLM's names for tiers."""
     return {_SOURCES[tier]: count for tier, count in by_tier.items() if tier in _SOURCES}

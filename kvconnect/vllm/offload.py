@@ -1,7 +1,7 @@
-"""What vLLM's cache configuration means to the tiers below the device's memory.
+"""Translates vLLM's cache configuration for offload.
 
-Which cache groups are kept, in blocks of how many tokens and hashes, which of them a draft model reads ahead
-in, and what else the bytes of a block depend on besides its tokens.
+Which cache groups are kept, how many tokens their blocks and hashes have, which groups a draft model reads
+ahead in, and how block hashes are made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def kept_groups(kv_cache_config: Any) -> tuple[int, ...]:
-    """The groups whose blocks vLLM finds again by their hashes: these are kept, the others are replayed."""
+    """The groups whose blocks vLLM's prefix cache finds by hash: these are kept, the others are replayed."""
     ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
     if ids is not None:
         return tuple(ids)
@@ -41,18 +41,18 @@ def kept_groups(kv_cache_config: Any) -> tuple[int, ...]:
 
 
 def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: Any) -> int:
-    """Tokens that each of a request's block hashes stands for."""
+    """The tokens of one block hash of a request."""
     configured = getattr(kv_cache_config, "hash_block_size", None)
     if configured:
         return int(configured)
-    # vLLM before 0.32 works it out where it is needed.
+    # vLLM before 0.32 computes it on demand.
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
 def check_blocks(kv_cache_config: Any, hash_tokens: int) -> None:
-    """Raise ``ConfigError`` for kept blocks of no whole number of hash blocks, and states not handed off."""
+    """Raise ``ConfigError`` for a kept block that is not whole hash blocks, and for states not handed off."""
     kept = kept_groups(kv_cache_config)
     if not kept:
         raise ConfigError("offload is configured, but no cache group of this model is kept under hashes")
@@ -77,7 +77,7 @@ def check_blocks(kv_cache_config: Any, hash_tokens: int) -> None:
 
 
 def kept_config(kv_cache_config: Any) -> Any:
-    """vLLM's cache configuration as if the groups that are kept were all that a connector moves."""
+    """vLLM's cache configuration as if a connector transferred the kept groups only."""
     return SimpleNamespace(
         num_blocks=kv_cache_config.num_blocks,
         kv_cache_groups=kv_cache_config.kv_cache_groups,
@@ -86,7 +86,7 @@ def kept_config(kv_cache_config: Any) -> Any:
 
 
 def hit_requirements(kv_cache_config: Any, drafts: Collection[int] = ()) -> HitRequirements:
-    """What hits need of the groups that are kept."""
+    """Which blocks of the kept groups a prefix hit needs."""
     from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 
     groups = scheduler_config(kept_config(kv_cache_config)).groups
@@ -96,21 +96,21 @@ def hit_requirements(kv_cache_config: Any, drafts: Collection[int] = ()) -> HitR
 
 
 def draft_groups(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[int, ...]:
-    """Groups with a draft model's layers: what these keep of a token depends on the one after it."""
+    """Groups with a draft model's layers, whose KV of a token depends on the next token."""
     speculative = vllm_config.speculative_config
     ask = getattr(speculative, "use_eagle_block_drop", None)
     if ask is None or not ask():
         return ()
     kept, groups = kept_groups(kv_cache_config), kv_cache_config.kv_cache_groups
     marked = tuple(index for index in kept if getattr(groups[index], "is_eagle_group", False))
-    # Where vLLM does not know which group it is, it takes it for all that keep tokens.
+    # Where vLLM does not know the draft's group, it treats all groups that keep tokens as such.
     return marked or tuple(index for index in kept if not is_state(group_spec(groups[index])))
 
 
 class BlockHashes:
-    """A request's content hashes, by blocks of any whole number of hash blocks.
+    """A request's content hashes, one for each block of any whole number of hash blocks.
 
-    vLLM's own name an adapter by name and path: with ``adapters`` they are made of its contents too.
+    vLLM's hashes name an adapter by name and path. With ``adapters`` its contents go into the hash too.
     """
 
     def __init__(self, hash_tokens: int, adapters: Adapters | None = None) -> None:
@@ -118,11 +118,11 @@ class BlockHashes:
         self._with_adapter: WeakKeyDictionary[Any, list[bytes]] = WeakKeyDictionary()
 
     def __call__(self, view: Any, block_tokens: int) -> Sequence[bytes]:
-        """The hash at the end of each whole block that vLLM knows the tokens of. May be vLLM's own list."""
+        """The hash at the end of each whole block whose tokens vLLM knows. May be vLLM's own list."""
         hashes: Sequence[bytes] = view.block_hashes
         lora = getattr(view, "lora_request", None)
         if self._adapters is not None and lora is not None:
-            # Each is made once, when it is first asked for.
+            # Each hash is made once.
             made = self._with_adapter.setdefault(view, [])
             digest = self._adapters.digest(lora) if len(made) < len(hashes) else b""
             made.extend(named_with(name, digest) for name in hashes[len(made) :])
@@ -134,13 +134,13 @@ class BlockHashes:
 def naming(
     vllm_config: VllmConfig, kv_cache_config: Any, offload: OffloadConfig | None = None
 ) -> Naming | None:
-    """How this server names KV for others. None: each process has its own names, or not all is kept."""
+    """How this server names KV for peers. None: names differ by process, or some group is not kept."""
     algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", ""))
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is None and algorithm.startswith("sha256"):
         from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 
-        # With other algorithms it is a random one.
+        # Other algorithms have a random seed.
         seed = DEFAULT_NONE_HASH_SEED
     if seed is None or kept_groups(kv_cache_config) != transferred_groups(kv_cache_config):
         return None
@@ -149,7 +149,7 @@ def naming(
 
 
 class BlockNames:
-    """A request's names for other nodes, also where theirs are of another number of tokens than ours."""
+    """A request's names for other nodes, also where a peer's names cover another number of tokens."""
 
     def __init__(self, vllm_config: VllmConfig, hash_tokens: int) -> None:
         self._algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -158,7 +158,7 @@ class BlockNames:
     def __call__(self, request: Any, tokens: int) -> Sequence[bytes]:
         """See ``scheduler.stack.Names``."""
         if request.lora_request is not None:
-            # vLLM hashes the path of an adapter too, which is this machine's.
+            # vLLM's hashes have the adapter's path, which differs by machine.
             return ()
         if tokens == self._hash_tokens:
             known: Sequence[bytes] = request.block_hashes

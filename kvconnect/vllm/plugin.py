@@ -1,8 +1,8 @@
-"""The entry point through which vLLM learns the name ``KVConnect``, and has its configuration checked.
+"""The plugin entry point: registers the name ``KVConnect`` with vLLM, and the check of its configuration.
 
-vLLM runs it in every process of every server, also where no connector is configured, and may run it more
-than once: nothing is imported with it that takes time, and vLLM's factory is in all processes anyway.
-What a vLLM can do is found by looking, never by comparing versions: of these it is only warned.
+vLLM runs it in every process of every server, also without a connector, and may run it more than once: so it
+imports nothing slow. vLLM's factory is loaded in all these processes anyway. What a release of vLLM supports
+is read from its classes; its version only leads to a warning.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ OURS = (
     "kv_load_failure_policy",
     "kv_connector_extra_config",
 )
-"""What we read of vLLM's ``KVTransferConfig``."""
+"""The fields of vLLM's ``KVTransferConfig`` that kvconnect reads."""
 
 
 @functools.cache
 def register() -> None:
-    """Make ``"kv_connector": "KVConnect"`` known to vLLM, and to its ``MultiConnector``. Once a process."""
+    """Register ``KVConnect`` with vLLM's factory, which ``MultiConnector`` uses too. Once per process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(NAME, "kvconnect.vllm.connector", NAME)
     except ValueError as error:
-        # Another plugin took the name. A configuration with our module path still finds our class.
+        # Another plugin has the name. A configuration with our module path still finds our class.
         logger.warning("kvconnect is not found by the name %s alone: %s", NAME, error)
     check_when_read()
 
 
 @functools.cache
 def check_when_read() -> None:
-    """Have our configuration checked as soon as vLLM has read it. Once a process.
+    """Make vLLM check our configuration as soon as it has parsed it. Once per process.
 
-    No hook of a connector does: without CUDA graphs vLLM gives it no configuration before the model is
-    loaded, and what a worker raises then is followed by the tracebacks of three processes.
+    No connector hook can: without CUDA graphs vLLM makes no connector before the model is loaded, and an
+    error raised in a worker then is followed by the tracebacks of three processes.
     """
     try:
         from vllm.config import KVTransferConfig
@@ -72,8 +72,8 @@ RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def vllm_version() -> str:
-    """The version of the vLLM that is installed, or an empty string."""
-    # Not with this module, which every process of every server loads.
+    """The version of the installed vLLM, or an empty string."""
+    # Not imported with this module, which every process of every server loads.
     from kvconnect.packages import package_versions
 
     return package_versions().get("vllm", "")
@@ -81,11 +81,11 @@ def vllm_version() -> str:
 
 @functools.cache
 def check_vllm(base: Any) -> None:
-    """Look at vLLM's module of base classes before anything relies on it. Raises ``ConfigError``."""
+    """Check vLLM's module of connector base classes for the needed types. Raises ``ConfigError``."""
     from kvconnect.errors import ConfigError
 
     version = vllm_version()
-    # Otherwise it would go on with what the blocks held before, and answer with wrong tokens.
+    # Without a report of failed loads vLLM would compute on the blocks' old bytes, and answer wrong tokens.
     if not hasattr(base, "KVConnectorTransferResults"):
         raise ConfigError(
             f"vLLM {version or 'of an unknown version'} cannot be told that the KV of a request failed to "
@@ -100,13 +100,13 @@ def check_vllm(base: Any) -> None:
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version of vLLM is one that we test."""
+    """Whether kvconnect is tested with this version of vLLM."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
 def warn_of_known_faults(vllm_config: Any) -> None:
-    """Name the faults of this very release that this configuration can meet, with a connector or without."""
+    """Warn of faults of this vLLM release that this configuration can meet, also without a connector."""
     if vllm_version().split("+")[0] == "0.30.0" and vllm_config.speculative_config is not None:
         logger.warning(
             "vLLM 0.30.0 with speculative_config may stop scheduling requests for ever, a fault of its own; "

@@ -1,7 +1,7 @@
-"""What vLLM's requests are to us: made of one or not, what their KV depends on, how prompts are shortened.
+"""Reads vLLM's requests: their parents and batches, the identity of their prompts, how prompts are cut.
 
-vLLM calls the request for prompt ``i`` of a completion ``cmpl-NAME-i-RANDOM``, with any NAME that a client
-chose, and makes children ``0_ID``, ``1_ID`` and so on of a request that is to be answered several times.
+vLLM names the request for prompt ``i`` of a completion ``cmpl-NAME-i-RANDOM``, where clients may choose NAME,
+and makes children ``0_ID``, ``1_ID`` and so on of a request that asks for several answers.
 Imports no vLLM.
 """
 
@@ -27,52 +27,52 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Ids that a client had a part in begin with letters of vLLM's own.
+# Ids that a client chose in part have a prefix of vLLM's own.
 _CHILD = re.compile(r"\A[0-9]+_(?=.)", re.DOTALL)
 _PROMPT_OF_BATCH = re.compile(r"(?:[0-9]+_)?(cmpl-.*)-([0-9]{1,9})-[0-9a-f]{8}", re.DOTALL)
 
 
 def parent_of(request_id: str) -> str:
-    """The request that a child was made of; a request that is none is its own."""
+    """The id of the request that a child was made of; of any other request, its own id."""
     return _CHILD.sub("", request_id)
 
 
 def batch_of(request_id: str) -> tuple[str, int]:
-    """What the prompts of one completion have in common, and the number of this one; else no name.
+    """The common name of the prompts of one completion, and this one's number. Without a batch: "", 0.
 
-    One answer to all of them carries the parameters that the first ends with.
+    One answer to all prompts carries the ``kv_transfer_params`` of the first.
     """
     found = _PROMPT_OF_BATCH.fullmatch(request_id)
     return (found[1], int(found[2])) if found else ("", 0)
 
 
 def introduce(half: SchedulerHalf, request: Request, *, names_adapters: bool = True) -> None:
-    """Make a new request known to the scheduler half.
+    """Register a new request with the scheduler half.
 
-    Unless it ``names_adapters`` by their contents nothing is kept that was computed with one.
+    ``names_adapters``: hashes depend on an adapter's contents. Otherwise no KV of an adapter is kept.
     """
-    # With prompt log probabilities vLLM computes the whole prompt anew, even where some could be loaded.
+    # With prompt log probabilities vLLM computes the whole prompt, even where a part could be loaded.
     reads, writes = not request.get_skip_reading_prefix_cache(), not getattr(request, "resumable", False)
     is_told = names_adapters or getattr(request, "lora_request", None) is None
     half.new_request(request, reads=reads and is_told, writes=writes and is_told)
 
 
 def shorten(request: Request, excess: int) -> None:
-    """Cut the last ``excess`` tokens off a prompt that has not been scheduled yet, and compute no more."""
+    """Cut the last ``excess`` tokens off a prompt that was not scheduled yet, and generate one token only."""
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         if (prompt := getattr(request, name, None)) is not None:
             setattr(request, name, prompt[:-excess])
-    # In place: vLLM hands out read-only views of this list.
+    # In place: vLLM has handed out read-only views of this list.
     del request._all_token_ids[-excess:]
     request.num_prompt_tokens -= excess
     request.max_tokens = 1
 
 
 def prompt_digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes | None:
-    """The digest of a request's first tokens, and of what vLLM distinguishes equal blocks by.
+    """The digest of a request's first tokens, and of the keys by which vLLM distinguishes equal tokens.
 
-    The same for every version of vLLM, which each hash otherwise. None for what vLLM submits, and aborts, in
-    place of a request that ended before it came here: it has its parameters, and a prompt of one token.
+    It is the same for every vLLM version, while block hashes differ. None for the stand-in with a prompt of
+    one token that vLLM submits, and aborts, for a request that ended before it reached the scheduler.
     """
     if getattr(request, "abort_immediately", False):
         return None
@@ -106,18 +106,18 @@ _Stamp = tuple[tuple[int, int, int], ...]
 class Adapters:
     """Digests of LoRA adapters by the id under which they are loaded. The ``_MOST`` used last are remembered.
 
-    One name and one path may have other weights tomorrow, so that an adapter is known by its contents. It is
-    read when a request names it first, which is before a worker loads it, and then looked at for change.
+    An adapter is known by its contents, because a name and a path may have other weights tomorrow. Its files
+    are read when a request names it first, before a worker loads it; later only their stamps are compared.
 
-    An adapter whose files change while it is loaded, or cannot be read, gets a digest that nothing else has:
-    what it computes is exchanged with no peer, and found by this process only.
+    An adapter whose files change while it is loaded, or cannot be read, gets a unique digest: its KV is
+    exchanged with no peer, and found by this process only.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, tuple[tuple[str, ...], _Stamp, bytes]] = OrderedDict()
 
     def digest(self, lora: Any) -> bytes:
-        """Of every byte of an adapter's weights and of its configuration. Raises nothing."""
+        """A digest of every byte of an adapter's weights and configuration, ``_BYTES`` long. Never raises."""
         number = int(lora.lora_int_id)
         files, stamp, known = self._known.get(number, ((), (), b""))
         now = _stamp(files or _files(str(lora.lora_path)))
@@ -142,14 +142,14 @@ class Adapters:
 
 
 def named_with(name: bytes, digest: bytes) -> bytes:
-    """The name of a block that was computed with an adapter, of the name that it has without."""
-    # vLLM's own name is a digest already, and has the adapter's name and path in it.
+    """The name of a block computed with an adapter, made of vLLM's name for the block."""
+    # vLLM's name is a digest already, and depends on the adapter's name and path.
     mask = (digest * (len(name) // len(digest) + 1))[: len(name)]
     return (int.from_bytes(name, "big") ^ int.from_bytes(mask, "big")).to_bytes(len(name), "big")
 
 
 def _files(path: str) -> tuple[str, ...]:
-    """The files that an adapter is."""
+    """Paths of an adapter's weight files and its configuration."""
     try:
         found = sorted(os.listdir(path))
     except OSError:
@@ -158,7 +158,7 @@ def _files(path: str) -> tuple[str, ...]:
 
 
 def _stamp(files: Iterable[str]) -> _Stamp:
-    """What changes with the contents of files; nothing where one of them is not here."""
+    """Size, modification time and inode of each file; empty where one of them is missing."""
     try:
         stats = [os.stat(file) for file in files]
     except OSError:

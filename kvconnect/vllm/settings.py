@@ -1,4 +1,4 @@
-"""What vLLM was configured with: our part of it, and what of the rest is refused."""
+"""Reads vLLM's settings: parses kvconnect's part, and refuses settings that do not work with kvconnect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Made = TypeVar("Made")
 
 
 def log_like_vllm() -> None:
-    """vLLM gives handlers to its own loggers only: what we log would be lost."""
+    """Give our loggers vLLM's handlers: vLLM has handlers for its own loggers only."""
     ours, theirs = logging.getLogger("kvconnect"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)
@@ -35,11 +35,11 @@ def log_like_vllm() -> None:
 
 
 def read_config(vllm_config: VllmConfig) -> TransferConfig:
-    """What is ours of it, as this engine of several has to take it. Raises ``ConfigError``."""
+    """kvconnect's configuration for this data-parallel engine. Raises ``ConfigError``."""
     given = vllm_config.kv_transfer_config
     values = {name: getattr(given, name) for name in OURS}
     extra = dict(values["kv_connector_extra_config"] or {})
-    # Every data-parallel engine of a host needs ports of its own, and a folder is one process's.
+    # Every data-parallel engine of a host needs its own ports and its own folder.
     parallel, offload = vllm_config.parallel_config, extra.get("offload")
     index = int(parallel.data_parallel_index)
     first_rank = index * parallel.pipeline_parallel_size * stage_ranks(vllm_config)
@@ -55,7 +55,7 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:
-    """Raise ``ConfigError`` for a setting under which KV would be lost or wrong, with what is accepted."""
+    """Raise ``ConfigError``, with the accepted values, for a setting that would lose or corrupt KV."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if (value := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
         counts = head_counts(vllm_config)
@@ -90,7 +90,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: Tr
 
 
 def _refuse_turns(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:
-    """Raise ``ConfigError`` where not all of a cache is kept token by token in turns, or it is kept below."""
+    """``ConfigError`` with context parallelism: for offload, or a layer not kept in turns token by token."""
     count = f"decode_context_parallel_size is {context_ranks(vllm_config)}"
     if config.extra.offload is not None:
         raise ConfigError(f"{count}, with which this version of kvconnect accepts no offload")
@@ -109,7 +109,7 @@ def _refuse_turns(vllm_config: VllmConfig, kv_cache_config: Any, config: Transfe
 
 
 def _refuse_sleep(model_config: Any) -> None:
-    """Raise ``ConfigError`` where pages are taken away that something of ours still reaches."""
+    """Raise ``ConfigError`` where sleeping would take memory away that slots or copies still use."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     backend = getattr(model_config, "sleep_mode_backend", "cumem")
@@ -123,10 +123,10 @@ def _refuse_sleep(model_config: Any) -> None:
 
 
 def outside_pools(vllm_config: VllmConfig, make: Callable[[], Made], device: torch.device) -> Made:
-    """What ``make`` returns. Its memory of a GPU lies in no pool that vLLM empties to sleep.
+    """Returns ``make()``, whose GPU memory is in none of the pools that vLLM empties to sleep.
 
-    vLLM has a pool open around all that is made beside the cache. PyTorch's pools are of the thread that
-    opened them, and so are streams.
+    vLLM has such a pool open while it makes connectors. PyTorch's pools and current streams belong to a
+    thread, so ``make`` runs in a new thread with the caller's stream.
     """
     if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
         return make()
@@ -141,22 +141,22 @@ def outside_pools(vllm_config: VllmConfig, make: Callable[[], Made], device: tor
 
 
 def wants_events(vllm_config: VllmConfig) -> bool:
-    """Whether KV events are enabled."""
+    """Whether vLLM publishes KV events."""
     wanted = getattr(vllm_config, "kv_events_config", None)
     return bool(wanted and wanted.enable_kv_cache_events)
 
 
 def computes_prompts_whole(vllm_config: VllmConfig) -> bool:
-    """Whether this vLLM cannot compute the rest of a prompt, but for its last token.
+    """Whether this vLLM computes either a whole prompt or only its last token.
 
-    So it is with latent caches on some platforms, which switch both settings off.
+    So it is where chunked prefill and prefix caching are off: some platforms set both for latent caches.
     """
     chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
     return not chunked and not vllm_config.cache_config.enable_prefix_caching
 
 
 def usable_naming(vllm_config: VllmConfig, config: TransferConfig, naming: Naming | None) -> Naming | None:
-    """How other nodes are asked for KV by name; None, and a warning where some are configured: not at all."""
+    """The naming for pulls; None where this vLLM cannot pull, with a warning if it has ``sources``."""
     reason = ""
     if context_ranks(vllm_config) > 1:
         naming, reason = None, "its ranks keep tokens in turns"
@@ -174,9 +174,9 @@ def usable_naming(vllm_config: VllmConfig, config: TransferConfig, naming: Namin
 
 
 def recompute_if_alone(vllm_config: VllmConfig, config: TransferConfig) -> None:
-    """Where nothing is fetched from peers a request that was not restored is computed, and does not fail.
+    """Set the policy to recompute where no KV comes from peers: then a failed restore fails no request.
 
-    Called before vLLM's scheduler reads the policy; in a MultiConnector it reads that of the outer one.
+    Called before vLLM's scheduler reads the policy. Under a MultiConnector vLLM reads the outer one's.
     """
     if config.extra.engine == "none":
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -190,9 +190,9 @@ def outermost(connector: Any) -> Any:
 
 
 def warn_if_restores_fail(connector: Any, outer: Any, config: TransferConfig) -> None:
-    """Warn where the policy for loads from peers is also that for restores, or for what has no handle.
+    """Warn where the policy "fail", meant for loads from peers, also applies to restores and pulls.
 
-    vLLM has one policy, that of the outermost connector, and a connector cannot name the load that it is for.
+    vLLM has one policy, that of the outermost connector, for all loads.
     """
     policy = outer._kv_transfer_config.kv_load_failure_policy
     is_alone = outer is connector and config.extra.engine == "none"

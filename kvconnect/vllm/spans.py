@@ -1,10 +1,10 @@
-"""Spans of OpenTelemetry for requests that vLLM traces: the load of one, and the hold of its KV.
+"""OpenTelemetry spans for requests that vLLM traces: the load of a request, and the hold of its KV.
 
-With ``--otlp-traces-endpoint`` vLLM hands on the trace that a client names in its ``traceparent``. It makes
-its own span, ``llm_request``, in another process once the request has ended, and hands its context to no
-other: no span can be its child. Ours are its siblings, children of the client's span, by the tracer that
-vLLM made for this process.
-Imports no vLLM, and OpenTelemetry only for a request that is traced.
+With ``--otlp-traces-endpoint`` vLLM passes on the trace that a client names in its ``traceparent``. It makes
+its own span, ``llm_request``, in another process after the request has ended and exports no context of it, so
+no span can be its child. Ours are its siblings: children of the client's span, from the tracer that vLLM made
+for this process.
+Imports no vLLM, and OpenTelemetry only for a traced request.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ _SPANS = {
     Moment.LOADED: ("kvconnect load", Moment.LOAD_ORDERED),
     Moment.FREED: ("kvconnect hold", Moment.COMPUTED),
 }
-"""By the moment that ends it a span's name, and the moment that it begins with."""
+"""By the moment that ends a span: its name, and the moment that begins it."""
 
 
 class Spans:
-    """The requests that are traced, until they end and their KV is not held any more.
+    """Traced requests, until they have ended and their KV is not held any more.
 
     Args:
-        clock: the monotonic one of the records, in seconds.
-        wall_ns: the wall clock in nanoseconds, by which spans have their times.
+        clock: the records' monotonic clock, in seconds.
+        wall_ns: the wall clock of span times, in nanoseconds.
     """
 
     def __init__(self, clock: Callable[[], float], wall_ns: Callable[[], int]) -> None:
         self._clock = clock
         self._wall_ns = wall_ns
-        # By request the headers that came with it, and what was recorded since.
+        # By request id: its trace headers, and its records so far.
         self._traced: dict[str, tuple[Any, list[Record]]] = {}
 
     def __len__(self) -> int:
-        """Requests that are remembered."""
+        """The number of traced requests."""
         return len(self._traced)
 
     def begin(self, request: Any) -> None:
-        """A request arrived; vLLM's own."""
+        """Register vLLM's request if it carries trace headers."""
         if headers := getattr(request, "trace_headers", None):
             self._traced[request.request_id] = headers, []
 
     def end(self, request_id: str) -> None:
-        """It is over, and nothing of it is held."""
+        """Drop a request that has ended and whose KV is not held."""
         self._traced.pop(request_id, None)
 
     def take(self, notes: Iterable[Record]) -> None:
-        """What the scheduler half recorded since the last call."""
+        """Add the scheduler half's new records, and emit the spans that they end."""
         if not self._traced:
             return
         for note in notes:
@@ -65,13 +65,13 @@ class Spans:
                 try:
                     self._emit(headers, records)
                 except Exception:
-                    # No request fails for a span.
+                    # A failed span must not fail its request.
                     logger.exception("a span of request %s could not be made", note[3])
             if note[1] == Moment.FREED:
                 self.end(note[3])
 
     def _emit(self, headers: Any, records: Sequence[Record]) -> None:
-        """The span that ends with the last of these, if its beginning is among them."""
+        """Emit the span that the last record ends, if its first record is there."""
         last = records[-1]
         name, first = _SPANS[last[1]]
         began = next((record for record in records if record[1] == first), None)

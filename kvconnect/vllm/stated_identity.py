@@ -1,8 +1,7 @@
-"""What vLLM's KV depends on, entry by entry of ``cache.identity.ENTRIES``, as the loaded model has it.
+"""What vLLM's KV depends on, entry by entry of ``cache.identity.ENTRIES``, read from the loaded model.
 
-Flags and files say what was asked for; a model's configuration is changed after it was read, by overrides, by
-the platform, and by the model itself when it is built. So the objects are asked, and what is not known to be
-without effect counts.
+Flags and files are only the request: overrides, the platform and the model itself change a configuration
+after it was read. So the objects in memory are read, and every value not known to be without effect counts.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ FREE_FIELDS = _words(
         "another runtime": "use_cache chunk_size_feed_forward _attn_implementation attn_implementation",
     }
 )
-"""By reason the fields of a model's configuration, at any depth, that KV does not depend on."""
+"""By reason: fields of a model's configuration, at any depth, that KV does not depend on."""
 _FREE_FIELDS = {*itertools.chain(*FREE_FIELDS.values())}
 
 FREE_SETTINGS = _words(
@@ -84,7 +83,7 @@ FREE_SETTINGS = _words(
             language_model_only mm_encoder_only""",
     }
 )
-"""By reason the settings of vLLM that KV does not depend on, or does so through another entry."""
+"""By reason: settings of vLLM that KV does not depend on, or depends on through another entry."""
 _FREE_SETTINGS = {*itertools.chain(*FREE_SETTINGS.values())}
 _COUNTED_CONFIGS = ("additional_config", "engram_config", "diffusion_config")
 
@@ -96,14 +95,14 @@ _ROTARY_TABLES = ("cos_sin_cache", "long_short_cos_sin_cache", "cos_cache", "sin
 _ROTARY_CHOICES = ("is_neox_style", "rotary_dim", "use_long_rope", "mrope_section")
 _POSITIONS = (1, 37)
 _ANGLES = 16
-"""So many numbers of a row of a rotary table, of rows at these positions, show what it was made with."""
+"""This many numbers, of the rows of a rotary table at ``_POSITIONS``, identify its parameters."""
 _DEEPEST = 6
 
 
 class Stated:
-    """What a rank states of its own, gathered over all: a pipeline rank may have layers of one kind only.
+    """The identity entries of all ranks, gathered: a pipeline rank may have layers of one kind only.
 
-    Made on all ranks at the same time. ``kv_caches`` are written and restored meanwhile.
+    A collective constructor. It writes to ``kv_caches`` and restores them.
     """
 
     def __init__(
@@ -152,9 +151,9 @@ class Stated:
     def identity(
         self, cache: VllmCache, offload: OffloadConfig | None, *, convert_dtype: bool = False
     ) -> Identity:
-        """The identity of caches as they were described, over all ranks. All ranks must call it.
+        """The identity of caches as described by ``cache``, over all ranks. All ranks must call it.
 
-        With ``convert_dtype`` the types that are converted count as one: a peer must convert them too.
+        With ``convert_dtype`` all convertible dtypes count as one: a peer must have ``convert_dtype`` too.
         """
         # Not every pipeline rank has layers of each kind.
         own = _states(self._cache, cache.sections), bool(cache.rank_bound)
@@ -182,12 +181,12 @@ class Stated:
 
 
 def dtypes(model: str, kept: Mapping[str, str], *, has_states: bool, convert_dtype: bool) -> dict[str, Any]:
-    """The entries of types, of a model and by layer of its cache, as ``Stated.identity`` has them."""
+    """The dtype entries of ``Stated.identity``: the model's ``dtype``, and ``cache dtype`` by layer."""
     if not convert_dtype:
         return {"dtype": model, "cache dtype": kept}
     is_converted = model in _CONVERTED_MODELS and set(kept.values()) <= set(_CONVERTED)
-    # States are not converted, and they may have the model's type. Rows of other caches hold more than
-    # values, and some of that has the model's type.
+    # States are not converted, and may have the model's dtype. Rows of a cache with another dtype hold more
+    # than values, in part with the model's dtype.
     any_type = "any of 16 and 8 bits, by convert_dtype"
     return {
         "dtype": any_type if is_converted and not has_states else model,
@@ -196,20 +195,20 @@ def dtypes(model: str, kept: Mapping[str, str], *, has_states: bool, convert_dty
 
 
 def hashing(vllm_config: VllmConfig) -> str:
-    """How vLLM makes the hashes of blocks."""
+    """The algorithm and seed of vLLM's block hashes."""
     algorithm = getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "")
     return f"vllm {algorithm} from {os.environ.get('PYTHONHASHSEED', '')!r}"
 
 
 def configuration(config: Any) -> dict[str, str]:
-    """A model's configuration, field by field, without those that KV does not depend on.
+    """A model's configuration, field by field, without the fields that KV does not depend on.
 
-    Releases of transformers differ in the fields that they have: what is a default is marked as one.
+    Releases of transformers differ in their fields, so a default value is marked as a default.
     """
     try:
         defaults = dict(_flat(type(config)().to_dict()))
     except Exception:
-        # Of some models the class needs arguments. Then each value counts as one that was set.
+        # The classes of some models need arguments. Then each value counts as set.
         defaults = {}
     return {
         name: default(value) if name in defaults and defaults[name] == value else value
@@ -218,7 +217,7 @@ def configuration(config: Any) -> dict[str, str]:
 
 
 def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """The fields of a configuration that count, by their path, as text."""
+    """Path and JSON text of each field of a configuration that KV depends on."""
     for name, value in values.items():
         if str(name) in _FREE_FIELDS:
             continue
@@ -229,7 +228,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, st
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON's own types, the same in every process; objects by their class and attributes."""
+    """A value as JSON types, the same in every process; an object as its class and attributes."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, enum.Enum):
@@ -255,7 +254,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Settings of vLLM that are not at their defaults, without those that KV does not depend on."""
+    """vLLM's settings that are not at their defaults, without those that KV does not depend on."""
     model, found = vllm_config.model_config, {}
     for config in (model, getattr(model, "multimodal_config", None)):
         for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
@@ -273,13 +272,13 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     value = None if field.default is dataclasses.MISSING else field.default
-    # Pydantic's, which has the value inside.
+    # A field of pydantic has the default inside.
     factory = getattr(value, "default_factory", None)
     return factory() if callable(factory) else getattr(value, "default", value)
 
 
 def _quantization(vllm_config: VllmConfig) -> dict[str, str]:
-    """The method and what it is configured with; a value that changes nothing counts as a default."""
+    """The quantization method and its configuration; an empty or false value counts as a default."""
     config = getattr(vllm_config, "quant_config", None)
     given = {"method": str(vllm_config.model_config.quantization)}
     for source in (getattr(vllm_config.model_config, "quantization_config", None), config):
@@ -296,12 +295,12 @@ def _attributes(source: Any) -> dict[str, Any]:
         return {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
     if isinstance(source, Mapping):
         return {str(name): value for name, value in source.items()}
-    # What is callable belongs to how it is carried out.
+    # Callables belong to the implementation.
     return {name: value for name, value in getattr(source, "__dict__", {}).items() if not callable(value)}
 
 
 def _attention(layer: Any) -> str:
-    """What a layer sees, and how it weighs that."""
+    """Which tokens a layer attends to, and how it weighs them."""
     impl = getattr(layer, "impl", None)
     stated = {
         "kind": getattr(layer, "attn_type", ""),
@@ -318,14 +317,14 @@ def _attention(layer: Any) -> str:
 
 
 def _rotary(models: Iterable[nn.Module]) -> Iterable[str]:
-    """Of each rotary module its choices and a digest of what it turns keys by."""
+    """Of each rotary module, its choices and a digest of its table."""
     for model in models:
         for module in model.modules():
             found = (getattr(module, name, None) for name in _ROTARY_TABLES)
             tables = [table for table in found if isinstance(table, torch.Tensor) and table.dim() == 2]
             if not tables:
                 continue
-            # Long factors follow the short ones in one table.
+            # In one table the long factors follow the short ones.
             is_long = bool(getattr(module, "use_long_rope", False))
             first = int(getattr(module, "original_max_position_embeddings", 0)) if is_long else 0
             rows = [
@@ -334,7 +333,7 @@ def _rotary(models: Iterable[nn.Module]) -> Iterable[str]:
                 for at in _POSITIONS
                 if not table.is_complex() and first + at < len(table)
             ]
-            # Devices differ in the last bits.
+            # Rounded: devices differ in the last bits.
             numbers = [
                 round(float(row[i]), 2) + 0.0
                 for row in rows
@@ -346,11 +345,11 @@ def _rotary(models: Iterable[nn.Module]) -> Iterable[str]:
 
 
 def _cache_dtype(layer: Any, spec: Any) -> str:
-    """The type of a layer's cache as resolved, and what else defines how to read its bytes."""
+    """The resolved dtype of a layer's cache, and the spec's fields that define how its bytes are read."""
     named = str(getattr(layer, "kv_cache_dtype", None) or "auto")
     kept = _dtype_name(getattr(spec, "dtype", "")) if named == "auto" else _SAME_DTYPE.get(named, named)
     more = {name: getattr(spec, name, None) for name in _READ_OF_SPECS}
-    # A quantisation of none, and one state for each token, are what others take for granted.
+    # Defaults are left out, so that a spec without these fields has the same text.
     options = (
         f"{name}={plain(value)}" for name, value in more.items() if value and plain(value) not in (1, "NONE")
     )
@@ -358,7 +357,7 @@ def _cache_dtype(layer: Any, spec: Any) -> str:
 
 
 def _by_layer(values: Mapping[str, str], counts: HeadCounts) -> dict[str, str]:
-    """Values by layer as fields: layers with one value in a row share one. A draft model's are left out."""
+    """Values by layers: layers with an equal value share a field. A draft model's layers are left out."""
     kinds: dict[str, dict[int, str]] = {}
     for name, value in values.items():
         number = layer_number(name)
@@ -379,7 +378,7 @@ def _by_layer(values: Mapping[str, str], counts: HeadCounts) -> dict[str, str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3,8`` of rising numbers, or their beginning and a digest where that is long."""
+    """Rising numbers as ``0-3,8``; if that is long, its beginning and a digest."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -391,7 +390,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _states(kv_cache_config: Any, sections: Mapping[str, Sequence[Section]]) -> list[str]:
-    """The recurrent states of a page over the whole model; where that is not known, those of a rank."""
+    """The recurrent states of a page over the whole model; where sections are unknown, those of a rank."""
     described = set()
     for group in kv_cache_config.kv_cache_groups:
         for layer in group.layer_names:

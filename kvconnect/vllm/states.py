@@ -1,7 +1,7 @@
-"""Recurrent states of vLLM's layers as sections: what of a page is divided over ranks, and by what.
+"""Recurrent states of vLLM's layers as sections: the parts of a page that are divided over ranks separately.
 
-A page holds a layer's states one after the other. A temporal state is divided by heads or channels. That of a
-convolution has the channels of several projections side by side, and each of them is divided on its own.
+A page holds a layer's states one after the other. A temporal state is divided by heads or channels. A
+convolution's state holds the channels of several projections side by side, each divided separately.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import StateSpec
 
-# More of them (rings of drafted tokens) are not distinguished.
+# Further states (rings of drafted tokens) are not supported as sections.
 _NUM_STATES = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1, "LINEAR": 1}
-# Channels without heads are divided into as many units as up to 64 ranks can share evenly.
+# Most units of channels without heads: a number that the usual rank counts up to 64 divide.
 _MOST_UNITS = 960
 
 
@@ -40,7 +40,7 @@ class Section:
 
     @property
     def text(self) -> str:
-        """What it is over the whole model, the same on every rank."""
+        """The section over the whole model, as text that is equal on every rank."""
         return f"{self.name} {self.total}x{self.planes}x{self.row_bytes}"
 
     def spec(self, block_size: int) -> StateSpec:
@@ -58,14 +58,14 @@ class Section:
 
 
 def conv_layout() -> str:
-    """The order within a convolution's state. It is set by the environment or the platform."""
+    """The axis order of a convolution's state, "SD" or "DS", from the environment or the platform."""
     from vllm import envs
 
     return getattr(envs, "VLLM_SSM_CONV_STATE_LAYOUT", None) or "SD"
 
 
 def state_sections(spec: Any, layer: Any, rank: int, world_size: int) -> tuple[Section, ...]:
-    """The sections of a layer's page; none where its spec and the layer do not state how it is divided."""
+    """The sections of a layer's page; empty where spec and layer do not define how it is divided."""
     kind = getattr(getattr(spec, "mamba_type", None), "name", "")
     shapes = tuple(getattr(spec, "shapes", ()))
     if _NUM_STATES.get(kind) != len(shapes) or getattr(spec, "tp_replicated", False):
@@ -100,7 +100,7 @@ def _owned(units: int, total: int, rank: int) -> HeadInterval:
 def _projections(
     kind: str, width: int, temporal: tuple[int, ...], layer: Any, world_size: int
 ) -> list[tuple[str, int, int, int]]:
-    """A convolution's ``width`` channels in order: name, units here and in all, channels of each."""
+    """A convolution's ``width`` channels in order: name, units of this rank, all units, channels per unit."""
     if kind == "LINEAR":
         return []
     if kind in ("MAMBA1", "SHORT_CONV"):
@@ -114,7 +114,7 @@ def _projections(
     if kind == "GDN_ATTN":
         return [("q", *of_keys), ("k", *of_keys), ("v", *of_values)]
     if units == 1 < world_size:
-        # One group is kept by all ranks, and more are divided: here both look alike.
+        # Either all ranks keep the one group, or each rank has one of several: the shapes are the same.
         total = getattr(getattr(layer, "norm", None), "n_groups", 0)
         if total not in (1, world_size):
             return []

@@ -1,7 +1,7 @@
-"""A worker's numbers on their way through vLLM: to its log line and to its ``/metrics``.
+"""A worker's metrics on their way through vLLM to its log line and its ``/metrics``.
 
-A worker reports what changed in a step (``TransferStats``). vLLM adds up its ranks, sends the sum to the API
-server, adds up again what belongs to one log line, and hands each dictionary to ``TransferPromMetrics``.
+A worker reports its changes of a step (``TransferStats``). vLLM adds up its ranks, sends the sum to the API
+server, adds up the sums of one log line, and passes each dictionary to ``TransferPromMetrics``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ VLLM_PREFIX = f"vllm:{PREFIX}"
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """What changed at one or more workers, in strings and numbers only, since it crosses processes.
+    """Changes of one or more workers' metrics, as strings and numbers only, since they cross processes.
 
-    ``counters`` map family to labels to growth, ``gauges`` rank to family to labels to value, ``observed`` a
-    histogram to what it observed.
+    ``counters``: family -> labels -> growth. ``gauges``: rank -> family -> labels -> value. ``observed``:
+    histogram -> observed values.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -36,12 +36,12 @@ class TransferStats(KVConnectorStats):
 
     @classmethod
     def of_worker(cls, rank: int, changes: Changes) -> TransferStats:
-        """What one worker reports."""
+        """The changes of one worker."""
         gauges = {str(rank): changes.gauges} if changes.gauges else {}
         return cls({"counters": changes.counters, "gauges": gauges, "observed": changes.observed})
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all changes."""
         self.data = {"counters": {}, "gauges": {}, "observed": {}}
 
     def is_empty(self) -> bool:
@@ -49,7 +49,7 @@ class TransferStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
-        """Add what another worker reports, or the same one later. ``other`` stays as it is."""
+        """Add the changes of another worker, or later changes of the same one. ``other`` is not changed."""
         counters = self.data["counters"]
         for name, numbers in other.data["counters"].items():
             ours = counters.setdefault(name, {})
@@ -62,12 +62,12 @@ class TransferStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of a log line."""
+        """The numbers of vLLM's log line."""
         return summarize(self.data["counters"], self.data["gauges"].values(), self.data["observed"])
 
 
 class TransferPromMetrics(KVConnectorPromMetrics):
-    """``vllm:kvconnect_*``: vLLM's own labels first, then ours. Gauges also carry their rank."""
+    """The ``vllm:kvconnect_*`` series: vLLM's labels first, then ours; gauges have a rank label too."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class TransferPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # Asking a family for its child anew takes a lock and a look-up.
+        # A family's own look-up of a child takes a lock.
         self._child = functools.cache(self._find_child)
         self._families: dict[str, Any] = {}
         kinds: dict[str, tuple[Any, dict[str, Any]]] = {
             "counter": (self._counter_cls, {}),
-            # Each of several API servers is given some steps only: the latest value is right.
+            # With several API servers each receives only some steps: the latest value is right.
             "gauge": (self._gauge_cls, {"multiprocess_mode": "mostrecent"}),
         }
         for family in FAMILIES:
@@ -96,7 +96,7 @@ class TransferPromMetrics(KVConnectorPromMetrics):
             )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take one dictionary of ``TransferStats``."""
+        """Add the changes of one ``TransferStats.data``."""
         for name, numbers in transfer_stats_data["counters"].items():
             for labels, growth in numbers.items():
                 self._child(name, engine_idx, labels).inc(growth)

@@ -1,7 +1,8 @@
-"""vLLM's scheduler output, read once a step and reported to the scheduler half one step later.
+"""Reads vLLM's scheduler output once a step, and reports it to the scheduler half one step later.
 
-By then it has been launched: a connector's part of a step is handed out beside the step, not after it, and
-a new request may find blocks in the prefix cache that another one computes in the same step. Imports no vLLM.
+By then the step has been launched. vLLM hands a step's connector metadata to workers beside the step, not
+after it, and a new request may hit prefix-cache blocks that another one computes in the same step.
+Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from kvconnect.transfer.stack import Computed, StateBlock, Step
 logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0
-"""How long no change may come after the start. What takes longer comes with the first requests."""
+"""For how long after the start a worker may report no change. Later changes come with the first requests."""
 
 
 class Steps:
-    """The step before this one, of all requests that are here.
+    """The previous step of all live requests.
 
     Args:
-        is_zeroed_first: the worker overwrites new blocks before it carries out a step's orders.
-        windows: loaded blocks that nothing but their request may use.
+        is_zeroed_first: the worker zeroes new blocks before it carries out a step's orders.
+        windows: loaded blocks that no other request may reuse.
     """
 
     def __init__(self, is_zeroed_first: bool, windows: PartlyFilled | None = None) -> None:
         self.is_zeroed_first, self.windows = is_zeroed_first, windows or PartlyFilled()
         self._requests: dict[str, Any] = {}
-        # Requests of which blocks were reported.
+        # Requests whose blocks were reported.
         self._known: set[str] = set()
         self._computed: dict[str, Computed] = {}
         self._states: dict[str, list[StateBlock]] = {}
         self.refusal = ""
 
     def __len__(self) -> int:
-        """Requests that are remembered."""
+        """The number of live requests."""
         return len(self._requests)
 
     def begin(self, request: Any) -> None:
-        """A request arrived. vLLM's own object: it is read whenever something is reported of it."""
+        """Register vLLM's request object, which later reports read."""
         self._requests[request.request_id] = request
 
     def admitted(self, request_id: str) -> None:
-        """A request gets a new table of blocks. What it did before it was preempted belongs to its old one.
+        """A request gets a new block table. Steps before its preemption belong to its old table.
 
         vLLM preempts and admits a request within one ``schedule`` when its caches are reset under load.
         """
@@ -56,7 +57,7 @@ class Steps:
         self._known.discard(request_id)
 
     def end(self, half: SchedulerHalf, request_id: str) -> None:
-        """A request ends, and its blocks are about to be freed: what is left of it is reported now."""
+        """A request ends, and vLLM is about to free its blocks: report the rest of its steps."""
         if request_id in self._computed or request_id in self._states:
             half.launched(self._launched([request_id]))
         request = self._requests.pop(request_id, None)
@@ -67,7 +68,7 @@ class Steps:
         self.windows.end(request_id)
 
     def tell(self, half: SchedulerHalf, scheduler_output: Any) -> None:
-        """A step was scheduled: what was scheduled before it is reported."""
+        """Report the previous step to the half, and remember this one."""
         self.windows.step()
         if self.refusal:
             return
@@ -81,7 +82,7 @@ class Steps:
             self._computed, self._states = _computed(scheduler_output, due), _states(scheduler_output)
             overwritten = _overwritten(scheduler_output) if self.is_zeroed_first else set()
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            # What a scheduler outputs is no stable interface, and must not end a server.
+            # The scheduler output is no stable interface, and a change in it must not end a server.
             self.refusal = f"{type(error).__name__}: {error}"
             logger.warning(
                 "this vLLM's scheduler output cannot be read (%s): prompts are sent once they are computed, "
@@ -90,14 +91,14 @@ class Steps:
             )
             preempted, overwritten, self._computed, self._states = list(self._requests), set(), {}, {}
         for request_id in preempted:
-            # Unless it was admitted again since, there is nothing of it here.
+            # A request that was admitted again since has entries here, which stay.
             self._known.discard(request_id)
             half.preempted(request_id)
         if overwritten:
             half.overwritten(overwritten)
 
     def _launched(self, request_ids: Iterable[str]) -> Step:
-        """What the last step did for these requests, as far as they are still here."""
+        """The last step of these requests, without those that have ended."""
         all_computed: list[Computed] = []
         all_states: list[StateBlock] = []
         for request_id in request_ids:
@@ -115,11 +116,12 @@ class Steps:
 
 
 class PartlyFilled:
-    """Blocks of windows that a load may have filled in part: vLLM's prefix cache is not to have them.
+    """Window blocks that a load may have filled in part, which vLLM's prefix cache must not keep.
 
-    A peer whose blocks end elsewhere has nothing of the tokens before a window. vLLM caches full blocks of a
-    load when its request goes on. A hit that ends with a block that the request fills itself sees no more
-    than it. Noted are the loaded blocks by request, as long as vLLM may cache them, and the ragged ones.
+    A peer whose blocks end elsewhere has no KV of the tokens just before a window, so the first loaded block
+    may be incomplete (ragged). vLLM caches a load's full blocks when its request goes on. A hit that ends
+    with a block that the request filled itself reads only tokens that this request read too. This class
+    remembers loaded blocks by request as long as vLLM may cache them, and the ragged ones.
     """
 
     def __init__(self, groups: Sequence[KVCacheGroup] = ()) -> None:
@@ -133,11 +135,11 @@ class PartlyFilled:
         self._ragged: dict[str, frozenset[int]] = {}
 
     def bind(self, pool: Any) -> None:
-        """vLLM's block pool."""
+        """Take vLLM's block pool."""
         self._pool = pool
 
     def admitted(self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """A request got blocks: for a load, or to go on, for which vLLM has just cached what was loaded."""
+        """A request got blocks for a load, or goes on: then vLLM has just cached the loaded blocks."""
         if num_external_tokens and self._groups:
             ids = (block for group in self._groups for block in block_ids[group] if block)
             self._loaded[request_id] = frozenset(ids)
@@ -145,29 +147,29 @@ class PartlyFilled:
             self.end(request_id)
 
     def reported(self, ragged: Iterable[str]) -> None:
-        """The windows of these loads, which end now, may begin with a block that is not full."""
+        """These loads end now, and their windows may begin with an incomplete block."""
         for request_id in ragged:
             if request_id in self._loaded:
                 self._ragged[request_id] = self._loaded.pop(request_id)
 
     def step(self) -> None:
-        """A step was scheduled: a request may have been about to go on, or was reported late."""
+        """A step was scheduled: evict ragged blocks that vLLM may have cached since."""
         for blocks in self._ragged.values():
             self._pool.evict_blocks(blocks)
 
     def end(self, request_id: str) -> None:
-        """A request ends, and its blocks are about to be freed, or what it loaded was cached just now."""
+        """A request ends and its blocks are about to be freed, or its loaded blocks were just cached."""
         self._loaded.pop(request_id, None)
         if (blocks := self._ragged.pop(request_id, None)) is not None:
             self._pool.evict_blocks(blocks)
 
 
 class Recovery:
-    """How long an idle vLLM must step so that its scheduler gets the reports that its workers begin with.
+    """How long an idle vLLM must step so that its scheduler receives the workers' first reports.
 
-    These are what lower tiers hold from before, and the size of a worker's rows where another connector has
-    the handshake. vLLM takes reports with its steps only, and steps only while it has something to do:
-    without this, prompts that come first after a restart would find nothing.
+    First reports are the recovered contents of lower tiers, and row sizes where another connector has the
+    handshake. vLLM carries reports with steps only, and steps only while it has work: without this class the
+    first prompts after a restart would find no kept KV.
     """
 
     def __init__(self, *, expects: bool, clock: Callable[[], float]) -> None:
@@ -177,7 +179,7 @@ class Recovery:
         self._is_bringing = False
 
     def expect(self, *, expects: bool) -> None:
-        """What was expected has come, and whether something else is."""
+        """An expected report arrived; ``expects`` another one."""
         self._expects, self._until = expects, None
 
     def step(self) -> None:
@@ -185,7 +187,7 @@ class Recovery:
         self._is_bringing = False
 
     def reported(self, reports: Iterable[OffloadReport]) -> None:
-        """What a step brought. Tiers may find what they had more slowly than an idle vLLM steps."""
+        """A step's reports. A tier may recover more slowly than an idle vLLM steps."""
         reports = tuple(reports)
         self._is_bringing |= any(report.changes for report in reports)
         self._expects = any(report.is_recovering for report in reports)
@@ -194,7 +196,7 @@ class Recovery:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the next step may bring more."""
+        """Whether the next step may carry more reports."""
         if self._is_bringing or not self._expects:
             return self._is_bringing
         if self._until is None:
@@ -204,7 +206,7 @@ class Recovery:
 
 
 def _computed(scheduler_output: Any, due: Mapping[str, int]) -> dict[str, Computed]:
-    """By request what a step computes. Most requests that are decoded are not due, in most steps."""
+    """By request, the tokens computed after a step. In most steps most decoding requests are not due."""
     counts = scheduler_output.num_scheduled_tokens
     cached = scheduler_output.scheduled_cached_reqs
     computed = {
@@ -225,10 +227,10 @@ def _computed(scheduler_output: Any, due: Mapping[str, int]) -> dict[str, Comput
 
 
 def _states(scheduler_output: Any) -> dict[str, list[StateBlock]]:
-    """States that a step leaves in blocks of their own, by request.
+    """By request, states that a step leaves in blocks of their own.
 
-    vLLM hands a block off when it gives it a hash, holds it for no one, and may give it to another request
-    within the same ``schedule``: the step then overwrites what was handed off.
+    vLLM hands a block off when the block gets its hash. The block is not held, and may go to another
+    request within the same ``schedule``: the step then overwrites the state, which is left out here.
     """
     state = getattr(scheduler_output, "kv_connector_block_state", None)
     handed_off: Mapping[str, Any] = (state and state.boundary_state_offloads) or {}
@@ -256,16 +258,16 @@ def _states(scheduler_output: Any) -> dict[str, list[StateBlock]]:
 
 
 def _overwritten(scheduler_output: Any) -> set[int]:
-    """Blocks that a step zeroes, or copies others to."""
+    """Blocks that a step zeroes, or copies other blocks to."""
     copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
     zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
     return {*zeroed, *(copy.dst_block_id for copy in copies)}
 
 
 def _certain(request: Any, num_computed_tokens: int) -> int:
-    """The tokens of a request whose KV is what it will always be.
+    """The tokens of a request whose KV is final.
 
-    Of a draft model's guesses only what came true counts, and the next step computes the last token of all.
+    Of a draft model's tokens only accepted ones count, and the next step computes the last token.
     """
     known = max(request.num_prompt_tokens, request.num_tokens - 1)
     return min(num_computed_tokens, int(known))

@@ -1,4 +1,4 @@
-"""What vLLM states of itself to the two halves: of its configuration, and of what its workers announced."""
+"""Builds both halves from vLLM's configuration and the workers' announcements."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_scheduler_half(
     *,
     zeroes_loads: bool,
 ) -> SchedulerHalf:
-    """The scheduler half, once the workers have announced themselves."""
+    """The scheduler half. Called once the workers have announced themselves."""
     extra, adapters = config.extra, Adapters()
     named = kept = trust = None
     if extra.engine != "none":
@@ -77,7 +77,7 @@ def make_scheduler_half(
             vllm_config, config, naming(vllm_config, kv_cache_config, extra.offload)
         )
     traits = StackTraits(
-        # vLLM before 0.31 does not state how far ahead; it would be 1, as several modules are refused.
+        # vLLM before 0.31 does not state the lookahead; it is 1, as drafters of several modules are refused.
         held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
         parent_of=parent_of,
         batch_of=batch_of,
@@ -86,7 +86,7 @@ def make_scheduler_half(
         longest=LongestRequest(
             vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
         ),
-        # The same on all ranks: one that listens nowhere has none.
+        # The marks are equal on all ranks; a rank that does not listen has none.
         identity_marks=next((meta.identity_marks for meta in workers.values()), b""),
         naming=named,
         names=BlockNames(vllm_config, named.tokens) if named is not None else None,
@@ -95,7 +95,7 @@ def make_scheduler_half(
     if extra.offload is not None:
         events = None
         if settings.wants_events(vllm_config):
-            # With what it imports: of servers that keep KV and say so alone.
+            # Imported only by servers with offload and events, since it imports vLLM's event classes.
             from kvconnect.vllm.events import tier_events
 
             events = tier_events(kv_cache_config)
@@ -105,7 +105,7 @@ def make_scheduler_half(
             hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
             hashes=BlockHashes(hash_tokens, None if events is not None else adapters),
             row_bytes=_same_rows(workers),
-            # vLLM's world may have all data-parallel engines.
+            # vLLM's world size may include all data-parallel engines.
             num_ranks=vllm_config.parallel_config.pipeline_parallel_size * stage_ranks(vllm_config),
             clock=time.monotonic,
             events=events,
@@ -129,7 +129,7 @@ def make_worker_half(
     rank: int,
     weights: LoadedWeights,
 ) -> WorkerHalf:
-    """The worker half, with the caches registered."""
+    """The worker half, with this rank's caches described and registered."""
     ranks, extra = topology(vllm_config, rank, kv_caches), config.extra
     counts = head_counts(vllm_config)
     described = functools.partial(
@@ -141,11 +141,11 @@ def make_worker_half(
         layers=attention_layers(vllm_config),
     )
     stated = Stated(vllm_config, kv_cache_config, kv_caches, weights)
-    # Before anything is taken: what is ours is none of vLLM's share.
+    # Measured before kvconnect allocates: its memory is no part of vLLM's share.
     reserved_bytes = still_taken_bytes(vllm_config, next(iter(kv_caches.values())).device)
     kept = sent = None
     if extra.offload is not None:
-        # What comes back to the same rank is bytes: nothing of it is converted.
+        # Restored bytes come from the same rank: nothing is converted.
         cache = described(kept_config(kv_cache_config))
         kept = KeptCache(
             cache,
@@ -173,7 +173,7 @@ def make_worker_half(
 
 
 def _peers_names(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> Naming | None:
-    """How peers may ask for what is kept."""
+    """The naming under which peers may pull kept KV; None where they cannot."""
     named = naming(vllm_config, kv_cache_config, config.extra.offload)
     if named is None and config.is_producer and config.extra.engine != "none":
         logger.info(
@@ -185,11 +185,11 @@ def _peers_names(vllm_config: VllmConfig, kv_cache_config: Any, config: Transfer
 
 
 def still_taken_bytes(vllm_config: VllmConfig, device: torch.device) -> int:
-    """What vLLM may yet take of a device by its own setting, for activations and graphs; 0 beside no GPU.
+    """Bytes of a device that vLLM may still allocate by its setting, for activations and graphs; 0 on a CPU.
 
-    vLLM makes the worker's connector after it has measured the device and sized the cache, and asks none for
-    a share: slots live outside of ``gpu_memory_utilization``. Where the cache's size was given in bytes the
-    setting does not bound the rest, and the caches that are there may have passed it.
+    vLLM makes the worker's connector after it has measured the device and sized the cache, and leaves no
+    share for it: slots lie outside of ``gpu_memory_utilization``. If the cache's size was configured in
+    bytes, the setting does not bound the rest, and the caches may already exceed it.
     """
     if device.type != "cuda":
         return 0
@@ -199,7 +199,7 @@ def still_taken_bytes(vllm_config: VllmConfig, device: torch.device) -> int:
 
 
 def _same_rows(workers: Mapping[int, AddressMetadata]) -> dict[int, int]:
-    """The rows of all ranks, which the scheduler numbers once. Raises ``ConfigError``: they differ."""
+    """Row bytes by cache group, equal on all ranks. Raises ``ConfigError`` if they differ."""
     rows = {rank: meta.row_bytes for rank, meta in sorted(workers.items())}
     first = next(iter(rows.values()), {})
     if not first or any(other != first for other in rows.values()):

@@ -1,8 +1,8 @@
 """The values in caches: the fp8 format, its scales, and where in a page a backend puts keys and values.
 
-vLLM hands out bytes. The layer and its backend are asked by name; what is not known here stays bytes. Shapes
-and types do not show an order: of one shape, a CPU with AMX keeps other bytes than one without. A backend is
-had to write known values to find it.
+vLLM hands out bytes. The layer and its backend are recognised by name; caches of unknown ones stay bytes.
+Shapes and dtypes do not show the order of values in a page: with one shape, a CPU with AMX keeps other bytes
+than one without. So a backend is made to write known values, whose digest identifies the order.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BYTES = (torch.uint8, torch.float8_e4m3fn)
-"""The types that a cache of fp8 e4m3 can be handed out in."""
+"""The dtypes in which vLLM may hand out a cache of fp8 e4m3."""
 
 E4M3 = ("fp8", "fp8_e4m3")
 _TOKEN_ROWS = ("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "TRITON_ATTN", "TRITON_ATTN_DIFFKV")
 """Backends whose rows are the K and then the V of one head and token."""
 _LATENT_ROWS = ("CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA")
-"""Backends whose rows are one token's latent vector. The sparse ones keep other things in them."""
+"""Backends whose rows are one token's latent vector. Rows of sparse backends hold other data too."""
 _TRANSPOSED_ROWS = ("CPU_ATTN",)
-"""Backends that keep the transposed K of a whole block before its V: its rows are no token's."""
+"""Backends that keep the transposed K of a whole block before its V: no row belongs to one token."""
 _PLAIN_INSTRUCTIONS = "vec"
-"""The variant of those that orders values of 8 and of 16 bits alike."""
+"""The variant of ``_TRANSPOSED_ROWS`` that orders 8-bit and 16-bit values alike."""
 _TOKENS = 8
-"""Written to a page to find its order: fewer than any kernel block has."""
+"""Tokens written to a page to find its order: fewer than any kernel block has."""
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A cache of fp8 e4m3 with a scale for all K, the first ``key_width`` values of a row, and one for all V.
+    """A cache of fp8 e4m3 with one scale for K, the first ``key_width`` values of a row, and one for V.
 
     ``convertible``: a 16-bit cache of the same layer has its values in the same order.
     """
@@ -53,29 +53,29 @@ class Quantised:
 
     @property
     def is_even(self) -> bool:
-        """One scale for K and V: it does not matter where K ends."""
+        """K and V have one scale: then the place where K ends does not matter."""
         return self.scales[0] == self.scales[1]
 
 
 def attention_layers(vllm_config: VllmConfig) -> Mapping[str, Any]:
-    """This worker's attention layers by name; nothing in a process that holds none."""
+    """This worker's attention layers by name; empty in a process without layers."""
     compilation = getattr(vllm_config, "compilation_config", None)
     layers: Mapping[str, Any] = getattr(compilation, "static_forward_context", None) or {}
     return layers
 
 
 def on_nvidia(tensor: torch.Tensor) -> bool:
-    """AMD's fp8 is another format on some devices, and its backends order K by its type."""
+    """Whether a tensor is on an NVIDIA GPU. AMD's fp8 and its order of K differ on some devices."""
     return tensor.is_cuda and torch.version.hip is None
 
 
 def is_by_block(layer: Any) -> bool:
-    """The layer's cache has no row that is one token's."""
+    """Whether no row of the layer's cache belongs to one token."""
     return backend_name(layer) in _TRANSPOSED_ROWS
 
 
 def read_quantised(layer: Any, tensor: torch.Tensor) -> Quantised | None:
-    """What a layer states of its cache of bytes; None where it states nothing, or not enough."""
+    """The scales of a layer's fp8 cache; None where it is not fp8 or its layout is not known."""
     scales = _scales(layer)
     if scales is None or tensor.dtype not in BYTES or getattr(layer, "kv_cache_dtype", None) not in E4M3:
         return None
@@ -92,7 +92,7 @@ def read_quantised(layer: Any, tensor: torch.Tensor) -> Quantised | None:
         return Quantised(scales, head, convertible=True)
     if name in _TRANSPOSED_ROWS and tensor.device.type == "cpu":
         plain = getattr(layer, "isa", None) == _PLAIN_INSTRUCTIONS
-        # To be converted its page is one row with all heads, in which the place where K ends is not known.
+        # Converted, its page is one row with all heads, in which the place where K ends is not known.
         return Quantised(scales, head, convertible=plain and scales[0] == scales[1])
     return None
 
@@ -104,7 +104,7 @@ def backend_name(layer: Any) -> str:
 
 
 def _scales(layer: Any) -> Scales | None:
-    """Of K and of V. None where heads have scales of their own: the host's copy is then their maximum."""
+    """The scales of K and V. None with scales by head: then the float attribute is only their maximum."""
     found = []
     for name in ("_k_scale", "_v_scale"):
         tensor, value = getattr(layer, name, None), getattr(layer, f"{name}_float", None)
@@ -123,13 +123,13 @@ def page_orders(
     dtype: torch.dtype,
     has_slots: Callable[[str], bool],
 ) -> dict[str, str]:
-    """By layer the digest of a page of known content, with the backend's name as a note.
+    """By layer, the digest of a page of known content, with the backend's name as a note.
 
     ``dtype`` is that of activations. ``kv_caches`` are vLLM's: blocks, heads, tokens, content. The first
-    kernel block of each is written, which belongs to the null block, and gets its bytes back. A layer that
-    ``has_slots``, or whose rows are no tokens, is digested as it lies in memory, others in the order of the
-    view, so that heads before tokens or after are one. A backend that has no way to write a page by itself is
-    named, with its release of vLLM.
+    kernel block of each, which belongs to the null block, is written and restored. A layer that
+    ``has_slots``, or whose rows hold several tokens, is digested in memory order; others in the order of the
+    view, so that both orders of heads and tokens have one digest. A backend that cannot write a page by
+    itself is identified by its name and vLLM's version.
     """
     found: dict[tuple[Any, ...], str] = {}
     orders = {}
@@ -144,7 +144,7 @@ def page_orders(
 
 
 def _variant(layer: Any) -> str:
-    """The backend of a layer, and what chooses among its layouts."""
+    """The backend of a layer, and the attributes that choose among its layouts."""
     impl = type(getattr(layer, "impl", None)).__name__
     parts = (
         backend_name(layer) or type(layer).__name__,
@@ -169,7 +169,7 @@ def _order(name: str, layer: Any, cache: torch.Tensor, dtype: torch.dtype, *, wh
             if digest := _digest(page, _cache_dtype(layer), whole=whole):
                 return noted(digest, _variant(layer))
         except Exception as error:
-            # A layout that cannot be shown so is no reason not to serve: it is named instead.
+            # A layout that cannot be shown must not stop the server: it is named instead.
             logger.info("layer %s: its backend writes no page by itself: %s", name, error)
         finally:
             page.copy_(before)
@@ -177,14 +177,14 @@ def _order(name: str, layer: Any, cache: torch.Tensor, dtype: torch.dtype, *, wh
 
 
 def _digest(page: torch.Tensor, cache_dtype: str, *, whole: bool) -> str:
-    """Of the first head's tokens, or of the page as it lies in memory; empty where nothing was written."""
+    """Of the first head's tokens, or of the page in memory order; empty where nothing was written."""
     if whole:
         by_stride = sorted(zip(page.stride(), page.shape, strict=True), reverse=True)
         content = page.as_strided([size for _, size in by_stride], [stride for stride, _ in by_stride])
     else:
         content = page[0, :_TOKENS]
     if content.is_floating_point() or (content.dtype in (torch.int8, *BYTES) and cache_dtype in E4M3):
-        # The values are integers that all of these types have: converted, their order is the same.
+        # The values are integers that all these dtypes can hold: converted, they are equal.
         is_wide = content.dtype not in (torch.int8, *BYTES)
         values = content.float() if is_wide else content.view(torch.float8_e4m3fn).float()
         content = torch.nan_to_num(values).round().clamp(-128, 127).to(torch.int8)
@@ -193,7 +193,7 @@ def _digest(page: torch.Tensor, cache_dtype: str, *, whole: bool) -> str:
 
 
 def _writer(layer: Any, dtype: torch.dtype) -> Callable[[int], None] | None:
-    """What writes known keys and values of so many tokens to a layer's first slots, if anything does."""
+    """A function that writes known K and V of so many tokens to a layer's first slots; None without one."""
     impl, held = getattr(layer, "impl", None), getattr(layer, "kv_cache", None)
     update = getattr(impl, "do_kv_cache_update", None)
     if update is None or not isinstance(held, torch.Tensor) or not held.numel():
@@ -201,7 +201,7 @@ def _writer(layer: Any, dtype: torch.dtype) -> Callable[[int], None] | None:
 
     def known(tokens: int, heads: int, width: int, kind: str) -> torch.Tensor:
         scale = getattr(layer, f"_{kind}_scale_float", 1.0) if _cache_dtype(layer) in E4M3 else 1.0
-        # Quantised caches divide by the scale: what they keep are the integers.
+        # A quantised cache divides by the scale: the integers remain.
         return (_integers(tokens, heads, width, kind) * scale).to(held.device, dtype)
 
     def write(tokens: int) -> None:
@@ -218,7 +218,7 @@ def _writer(layer: Any, dtype: torch.dtype) -> Callable[[int], None] | None:
 
 
 def _integers(tokens: int, heads: int, width: int, kind: str) -> torch.Tensor:
-    """From -9 to 9 without 0, in no order that repeats; what an even head has an odd one has negated."""
+    """Integers from -9 to 9 without 0 or a short period; odd heads have those of even heads negated."""
     numbers = torch.arange(tokens * width, dtype=torch.int64).view(tokens, 1, width) + 7919 * (kind == "v")
     values = ((numbers * 2654435761 & 0xFFFFFFFF) >> 13) % 16 - 7
     values = torch.where(values == 0, 9, values).repeat(1, heads, 1).double()

@@ -1,9 +1,9 @@
-"""The names of the weights that a server runs with, wherever they were loaded from.
+"""Names of the weights that a server runs with, independent of where they were loaded from.
 
-They are those of the checkpoint's tensors where its files can be read, of the tensors in memory, which alone
-count after these were replaced in place, and of the embeddings. All but the last are samples of every tensor:
-no file is read whole. A fine-tune that adds tokens changes few rows of a table, which no sample shows: of
-embeddings every byte counts.
+There are up to three: a digest of the checkpoint's tensors where its files can be read, one of the tensors in
+memory, and one of the embeddings. The first two sample every tensor, so that no file is read whole; after
+weights were replaced in place the files do not count. A fine-tune that adds tokens changes few rows of an
+embedding table, which a sample may miss, so every byte of embeddings counts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _READ_FROM_FILES = {
 }
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _INDEX = "model.safetensors.index.json"
-# Training changes nearly every value, so that few samples of a tensor distinguish two checkpoints. Where
-# there are more tensors than this each module has one looked at, and so each expert: folders lie on slow
-# shares too.
+# Training changes nearly every value, so that few samples of a tensor distinguish two checkpoints. With more
+# tensors than _MOST_SAMPLES one tensor per module is sampled, hence each expert: folders may lie on slow
+# shares.
 _SAMPLE_BYTES = 512
 _MOST_SAMPLES = 4096
 _LEAST_OF_A_KIND = 4
@@ -49,14 +49,14 @@ _DRAFTERS = ("drafter", "speculator")
 _UNIDENTIFIED = "unidentified"
 
 Gather = Callable[[Any], list[Any]]
-"""What every rank of a server gave, in order. All of them must call it."""
+"""Returns each rank's value, in the order of ranks. A collective call."""
 
 
 class LoadedWeights:
-    """Their names, the same on all ranks; see ``cache.identity.weights_differ`` for what each is good for.
+    """The names of this server's weights, equal on all ranks; ``cache.identity.weights_differ`` compares.
 
-    ``checkpoint`` is the name of the files, None where it is unknown; ``models`` may be out of reach. Where
-    ``experts_move`` between ranks while the server runs, what is in memory is named without them.
+    ``checkpoint`` is the name of the files, None where unknown; ``models`` may be empty. With
+    ``experts_move``, experts move between ranks at run time, and the name of the memory leaves them out.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LoadedWeights:
         return ", ".join(f"{how} {name}" for how, name in self.names.items())
 
     def check(self) -> bool:
-        """Look at the tensors in memory again. Whether the weights have other names than before."""
+        """Read the tensors in memory again. Returns whether a name changed. All ranks must call it."""
         now, before = self._digest(), self.text
         of_ranks = self._gather((now is not None and now == self._first, now, embedding_sums(self._models)))
         if all(is_first for is_first, *_ in of_ranks):
@@ -105,7 +105,7 @@ class LoadedWeights:
         return tensors_digest(self._models, without_experts=self._experts_move)
 
     def _name_memory(self, digests: Sequence[bytes | None], sums: Sequence[Iterable[EmbeddingSum]]) -> None:
-        """Name what all ranks have in memory: equal only on a server of as many ranks, embeddings on any."""
+        """Name tensors in memory, comparable for equal numbers of ranks, and embeddings, for any number."""
         if None not in digests:
             joined = hashlib.blake2b(b"".join(filter(None, digests)), digest_size=_NAME_BYTES)
             self.names["tensors"] = f"{joined.hexdigest()} over {len(digests)} ranks"
@@ -116,14 +116,14 @@ class LoadedWeights:
 
 
 def loaded_weights(vllm_config: VllmConfig) -> LoadedWeights:
-    """Those of the runner that registers its caches now: it is among the callers."""
+    """The weights of the model runner that registers its caches now, which is one of the callers."""
     checkpoint = checkpoint_name(vllm_config.model_config, vllm_config.load_config)
     moves = bool(getattr(getattr(vllm_config, "parallel_config", None), "enable_eplb", False))
     return LoadedWeights(checkpoint, running_models()[:1], all_ranks, experts_move=moves)
 
 
 def draft_model(vllm_config: VllmConfig) -> Any:
-    """The configuration of a draft model; None where nothing is guessed, or not by a model."""
+    """The configuration of a draft model; None where no model drafts."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     return None if draft is getattr(speculative, "target_model_config", None) else draft
@@ -145,13 +145,13 @@ def draft_name(vllm_config: VllmConfig) -> str:
 
 
 EmbeddingSum = tuple[str, int, int]
-"""Type and shape of a whole table, the first row of a rank's part of it, and the sum of that part's bytes."""
+"""Dtype and shape of a whole table, the first row of a rank's part, and the sum of the part's bytes."""
 
 
 def embedding_sums(models: Sequence[nn.Module]) -> list[EmbeddingSum]:
-    """A sum of every byte of the tables of embeddings that a rank has: those of parts add up to the whole's.
+    """A 64-bit sum over every byte of this rank's embedding tables; the sums of parts add up to the whole's.
 
-    Changing any one word of 8 bytes changes it: each is multiplied with an odd number that its place chooses.
+    A change of any one word changes the sum: each word's factor is odd and depends on its place.
     """
     found = []
     for model in models:
@@ -174,7 +174,7 @@ def embedding_sums(models: Sequence[nn.Module]) -> list[EmbeddingSum]:
 
 
 def _sum_of(table: torch.Tensor, first: int) -> int:
-    """Modulo 2^64, of the rows of a table, the first of which has the number ``first``."""
+    """The sum modulo 2^64 of a part of a table, whose first row has the number ``first`` in the table."""
     row_bytes = table.shape[1] * table.element_size()
     word = next(
         kind
@@ -182,7 +182,7 @@ def _sum_of(table: torch.Tensor, first: int) -> int:
         if row_bytes % kind.itemsize == 0
     )
     width, device = row_bytes // word.itemsize, table.device
-    # Integers of 64 bits wrap around, on every device.
+    # 64-bit integers wrap around on every device.
     at = torch.arange(width, dtype=torch.int64, device=device)
     factors = (at * 0x5851F42D4C957F2D + 0x14057B7EF767814F) * 2 + 1
     total, step = 0, max(1, _WORDS_AT_ONCE // max(1, width))
@@ -194,9 +194,9 @@ def _sum_of(table: torch.Tensor, first: int) -> int:
 
 
 def _embeddings_name(of_ranks: Sequence[Iterable[EmbeddingSum]]) -> str:
-    """One name of what all ranks have, the same for any number of ranks; empty for nothing."""
+    """One name for all ranks' embeddings, independent of the number of ranks; empty without embeddings."""
     totals: dict[str, int] = {}
-    # Ranks that have the same part count once.
+    # A part that several ranks have counts once.
     for kind, _, part in sorted({one for sums in of_ranks for one in sums}):
         totals[kind] = (totals.get(kind, 0) + part) % 2**64
     if not totals:
@@ -206,7 +206,7 @@ def _embeddings_name(of_ranks: Sequence[Iterable[EmbeddingSum]]) -> str:
 
 
 def tensors_digest(models: Sequence[nn.Module], *, without_experts: bool = False) -> bytes | None:
-    """A digest of samples of every tensor of some models on this rank. None: there are none to look at."""
+    """A digest of samples of every tensor of these models on this rank. None: no tensor can be read."""
     digest, count = hashlib.blake2b(digest_size=_NAME_BYTES), 0
     try:
         with torch.no_grad():
@@ -225,7 +225,7 @@ def tensors_digest(models: Sequence[nn.Module], *, without_experts: bool = False
 
 
 def _of_experts(model: nn.Module) -> Iterator[int]:
-    """The ids of the parameters that a model hands out to be moved between ranks."""
+    """Ids of the parameters that a model may move between ranks."""
     for module in model.modules():
         if hasattr(module, "get_expert_weights"):
             yield from map(id, module.parameters())
@@ -236,21 +236,21 @@ def _sample(tensor: torch.Tensor) -> bytes:
     if not count:
         return b""
     fits = tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + count) * tensor.element_size()
-    # In the order of memory if it has no gaps, since a tensor that is transposed would be copied whole.
+    # In memory order if the tensor has no gaps: a reshape would copy a transposed tensor whole.
     flat = tensor.as_strided((count,), (1,)) if fits else tensor.reshape(-1)
     step = -(-count // _SAMPLES_OF_A_TENSOR)
     return bytes(flat[::step].contiguous().cpu().view(torch.uint8).numpy())
 
 
 def running_models() -> list[nn.Module]:
-    """The models of the nearest caller that has some, a draft's last: vLLM gives no other way to them."""
+    """The models of the nearest caller that is a model runner, drafts last: vLLM offers no other access."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         runner: Any = frame.f_locals.get("self")
         if hasattr(runner, "get_model") and hasattr(runner, "initialize_kv_cache"):
             found = [runner.get_model()]
             found += [getattr(getattr(runner, name, None), "model", None) for name in _DRAFTERS]
-            # A model that is captured in graphs is wrapped.
+            # A model that CUDA graphs capture is wrapped.
             found = [model.unwrap() if hasattr(model, "unwrap") else model for model in found]
             return [model for model in found if isinstance(model, nn.Module)]
         frame = frame.f_back
@@ -264,7 +264,7 @@ def _rank_groups() -> tuple[Any, ...]:
 
 
 def own_rank() -> int:
-    """The number of this rank, pipeline rank by pipeline rank, in each by tensor-parallel rank."""
+    """This rank's number: pipeline rank by pipeline rank, within each tensor-parallel rank by rank."""
     number = 0
     for group in _rank_groups():
         number = number * group.world_size + group.rank_in_group
@@ -272,7 +272,7 @@ def own_rank() -> int:
 
 
 def all_ranks(value: Any) -> list[Any]:
-    """What every rank gave, by their numbers."""
+    """Each rank's value, in the order of rank numbers. All ranks must call it."""
     gathered = [value]
     for group in reversed(_rank_groups()):
         if group.world_size > 1:
@@ -283,7 +283,7 @@ def all_ranks(value: Any) -> list[Any]:
 
 
 class _Tensor(NamedTuple):
-    """A tensor in a safetensors file, or a piece of a file of another kind, whose size is the shape."""
+    """A tensor in a safetensors file, or a sampled piece of another file, whose size is the shape."""
 
     name: str
     dtype: str
@@ -294,7 +294,7 @@ class _Tensor(NamedTuple):
 
 
 def checkpoint_name(model: Any, load_config: Any) -> str | None:
-    """The name of the checkpoint that a model is configured with. None: its files are not here, or unused."""
+    """The name of the checkpoint in a model's configuration. None: its files are not here, or not used."""
     load_format = getattr(load_config.load_format, "value", load_config.load_format)
     if str(load_format) not in _READ_FROM_FILES:
         return None
@@ -312,23 +312,23 @@ def _local_path(source: str, revision: str | None, cache_dir: str | None) -> Pat
     if path.exists():
         return path
     if "://" in source:
-        # Streamed from an object store, in which an address does not identify what it holds today.
+        # Streamed from an object store, where an address does not identify its content.
         return None
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(source, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except Exception as error:
-        # Not a name that it knows, nothing in its cache, or no such package.
+        # An unknown name, no files in the cache, or the package is missing.
         logger.debug("no files of %s are here: %s", source, error)
         return None
 
 
 def files_name(path: Path) -> str | None:
-    """The name of what a checkpoint, a folder or one file, holds. None: no weights. Raises ``OSError``.
+    """The name of the tensors of a checkpoint, a folder or one file. None: no weights. Raises ``OSError``.
 
-    Tensors count by name, type, shape and a sample of their bytes, wherever in which file they are. Files of
-    another kind than safetensors count by name, size and samples.
+    Tensors count by name, dtype, shape and a sample of their bytes, in any file. Files that are not
+    safetensors count by name, size and samples.
     """
     files = [path] if path.is_file() else _weight_files(path)
     if not files:
@@ -337,14 +337,14 @@ def files_name(path: Path) -> str | None:
     tensors = [tensor for file in files for tensor in _tensors(file) or _pieces(file, len(files))]
     for tensor in sorted(tensors):
         digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
-    # In an order that does not depend on how the tensors are spread over files.
+    # Sorted by name: independent of how tensors are spread over files.
     for _, data in sorted(_samples(tensors).items()):
         digest.update(data)
     return digest.hexdigest()
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that vLLM reads of a folder: of one kind, and none that repeats others."""
+    """The weight files of a folder that vLLM reads: one kind, without a consolidated copy."""
     for suffix in _SUFFIXES:
         files = sorted(path for path in folder.iterdir() if path.suffix == suffix and path.is_file())
         if suffix == ".safetensors" and (folder / _INDEX).is_file():
@@ -359,7 +359,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> list[_Tensor]:
-    """The tensors that the header of a safetensors file names; nothing if there is none that can be read."""
+    """The tensors in a safetensors file's header; empty for another file or an unreadable header."""
     if path.suffix != ".safetensors":
         return []
     with path.open("rb") as file:
@@ -380,7 +380,7 @@ def _tensors(path: Path) -> list[_Tensor]:
 
 
 def _pieces(path: Path, num_files: int) -> list[_Tensor]:
-    """Evenly spaced, the first at the file's beginning and the last at its end."""
+    """Evenly spaced samples of a file, from its beginning to its end."""
     count, size = max(2, _MOST_SAMPLES // num_files), path.stat().st_size
     last, length_bytes = max(size - _SAMPLE_BYTES, 0), min(_SAMPLE_BYTES, size)
     return [
@@ -390,7 +390,7 @@ def _pieces(path: Path, num_files: int) -> list[_Tensor]:
 
 
 def _samples(tensors: Iterable[_Tensor]) -> dict[str, bytes]:
-    """Bytes of every tensor by name, or where there are very many of one of each module."""
+    """By name, bytes of every tensor; of very many tensors, of one per module and some of each kind."""
     every = list(tensors)
     chosen = every if len(every) <= _MOST_SAMPLES else _of_modules(every)
     chosen.sort(key=lambda tensor: (tensor.file, tensor.start))
@@ -405,7 +405,7 @@ def _samples(tensors: Iterable[_Tensor]) -> dict[str, bytes]:
 
 
 def _of_modules(tensors: Iterable[_Tensor]) -> list[_Tensor]:
-    """A tensor of each module, and some of every kind: names that differ in numbers only are of one."""
+    """One tensor of each module, and some of every kind: names that differ in numbers only are one kind."""
     modules: dict[str, list[_Tensor]] = {}
     kinds: dict[str, list[_Tensor]] = {}
     for tensor in sorted(tensors, key=_chance):
