@@ -1,8 +1,8 @@
 """Paged attention in torch: where a step's tokens lie in the cache, and attention over them.
 
-Rows are written to the cache first and read back from it, so what a query sees was always rounded to the
-cache's dtype, however the tokens were cut into steps. Pages are read whole, as kernels do: a weight of zero
-hides any finite value of the rows that no token was written to, and no NaN.
+Rows are written to the cache first and read back from it, so a query always sees rows rounded to the cache's
+dtype, however the tokens were cut into steps. Pages are read whole, as kernels do: rows without a token get
+weight zero, which hides any finite value but no NaN.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvconnect.runner_kit.kernel_blocks import MultipleOf
 if TYPE_CHECKING:
     from kvconnect.node.kv_cache import NodeCache
 
-# What everything is computed in; the cache is coarser.
+# The dtype of all computation; the cache's dtype is coarser.
 COMPUTE_DTYPE = torch.float64
-# Query rows in one call: bounds the score matrix of a long prompt's chunk.
+# Query rows per call: bounds the score matrix of a long prompt's chunk.
 QUERY_SLICE = 256
 
 
@@ -38,7 +38,7 @@ class PagedRows:
         bits[kernel_ids, offsets] = rows.to(self.pages.dtype).view(bits.dtype)
 
     def read(self, kernel_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Single rows as they are kept, flat: ``(n, heads * width)``."""
+        """Single rows in the cache's dtype, flat: ``(n, heads * width)``."""
         return self._as_bits()[kernel_ids, offsets].view(self.pages.dtype).flatten(1)
 
     def gather(self, kernel_ids: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class PagedRows:
         return rows.flatten(kernel_ids.dim() - 1, kernel_ids.dim())
 
     def _as_bits(self) -> torch.Tensor:
-        """The pages; bytes in place of float8, which not every torch version can index."""
+        """The pages; as int8 for float8, which not every torch version can index."""
         return self.pages.view(torch.int8) if self.pages.dtype.itemsize == 1 else self.pages
 
 
@@ -76,11 +76,11 @@ LayerPages = AttentionPages | StatePages
 
 @dataclass(frozen=True)
 class RequestStates:
-    """The recurrent states of some requests of a step, which compute equally many tokens each.
+    """The recurrent states of some requests of a step that compute equally many tokens each.
 
-    ``span``: their tokens in the batch, request by request. ``block_ids`` of shape ``(n,)`` hold their
-    states, and ``begins`` those whose first token is computed: their block may hold anything, their state is
-    zero.
+    ``span``: their tokens in the batch, request by request. ``block_ids``, shape ``(n,)``, hold their states.
+    ``begins``, shape ``(n,)``, marks requests at their first token: the state is zero, and the block may hold
+    any bytes.
     """
 
     span: slice
@@ -111,7 +111,7 @@ class RequestStates:
 class Segment:
     """The tokens ``start .. start + length - 1`` of the request in row ``row`` of the block tables.
 
-    ``offset`` is the place of its first token in the step's batch.
+    ``offset`` is the index of its first token in the step's batch.
     """
 
     row: int
@@ -125,7 +125,7 @@ class Segment:
         return slice(self.offset, self.offset + self.length)
 
     def pages(self, page_tokens: int, window: int | None) -> range:
-        """Places in its row that it reads: from the page where the window begins to the last token's."""
+        """Indices of the pages that it reads: from the page where the window begins to the last token's."""
         first = 0 if window is None else max(0, self.start - window + 1)
         return range(first // page_tokens, (self.start + self.length - 1) // page_tokens + 1)
 
@@ -134,18 +134,18 @@ class PagedAttention(Protocol):
     """Attention over pages of one size, for the layers of one cache group and backend."""
 
     def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
-        """A step begins: its tokens in batch order, and the block table of this cache group."""
+        """Begin a step: its tokens in batch order, and the block table of this cache group."""
         ...
 
     def attend(
         self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
     ) -> torch.Tensor:
-        """As ``StepContext.attend``, with the batch's keys and values stored already."""
+        """As ``StepContext.attend``, after the batch's keys and values were stored."""
         ...
 
 
 class SegmentAttention:
-    """Attends with one request after the other."""
+    """Attends request by request."""
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
@@ -180,14 +180,14 @@ class SegmentAttention:
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention implementation and the block sizes in tokens that it takes."""
+    """An attention implementation, and the block sizes in tokens that it supports."""
 
     name: str
     kernel_block_sizes: Sequence[int | MultipleOf]
     graph_support: GraphSupport = GraphSupport.UNIFORM_DECODE
 
     def make_metadata_builder(self, kernel_block_size: int) -> PagedAttention:
-        """Attention over pages of ``kernel_block_size`` tokens, which makes its metadata itself."""
+        """Attention over pages of ``kernel_block_size`` tokens, which builds its own metadata."""
         return SegmentAttention(kernel_block_size)
 
 
@@ -196,9 +196,9 @@ class StepContext:
     """One forward pass: its tokens, their positions, and where each lies in every group's pages.
 
     Attributes:
-        cache: its slots are computed for this step.
-        positions: of shape ``(tokens,)``.
-        tables: kernel block ids by group; the row of each token in them is in ``rows``.
+        cache: with its slots computed for this step.
+        positions: shape ``(tokens,)``.
+        tables: kernel block ids by group; ``rows`` is each token's row in them.
         runs: requests that compute equally many tokens: their tokens in the batch, and their table rows.
     """
 
@@ -212,12 +212,12 @@ class StepContext:
     def __post_init__(self) -> None:
         for group, size in self.cache.kernel_block_sizes.items():
             if group not in self.cache.state_groups:
-                # A padded token has no slot, and is given one of the null block.
+                # A padded token has no slot, and gets one of the null block.
                 slots = self.cache.tables.slots(group)[: len(self.positions)].clamp(min=0)
                 self._slots[group] = slots // size, slots % size
 
     def states(self, layer: str) -> Iterator[RequestStates]:
-        """A recurrent layer's states, of all requests of the step in batch order."""
+        """A recurrent layer's states of all requests of the step, in batch order."""
         pages = self.cache.pages[layer]
         if not isinstance(pages, StatePages):
             raise TypeError(f"layer {layer!r} keeps no recurrent state")
@@ -246,10 +246,10 @@ class StepContext:
         return self.cache.layer_attention[layer].attend(pages, query, window=window, value_width=value_width)
 
     def remember(self, layer: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Store the batch's rows, then read the row at one of ``positions`` for each token.
+        """Store the batch's rows, then read for each token the row at its entry of ``positions``.
 
-        ``rows`` are ``(tokens, 1, width)``; ``positions`` are of the token's own request, and not after it.
-        Returns ``(tokens, width)`` as the cache keeps them.
+        ``rows`` are ``(tokens, 1, width)``; ``positions`` belong to the token's own request, not after it.
+        Returns ``(tokens, width)`` in the cache's dtype.
         """
         pages = self._store(layer, rows, None)
         group = self.cache.group_of[layer]
@@ -293,7 +293,7 @@ def attend_rows(
     """Attention of each row's queries over its keys.
 
     ``query`` is ``(rows, tokens, heads, width)``, keys and values ``(rows, positions, kv heads, ..)``, and
-    ``visible`` is ``(rows, tokens, positions)``; every token sees something.
+    ``visible`` is ``(rows, tokens, positions)``; every token sees at least one position.
     """
     mixed = scaled_dot_product_attention(
         query.transpose(1, 2),

@@ -1,6 +1,7 @@
-"""The blocks of all requests: a pool that all cache groups share, and which of it each request has.
+"""The blocks of all requests: a pool shared by all cache groups, and each request's blocks.
 
-What no later token reads is freed and its place becomes the null block; a state group has one a request.
+Blocks that no later token reads are freed, and the null block takes their place in the table. A state group
+has one block per request.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 NULL_BLOCK = 0
 HASH_SCHEME = "blake2b-128 of all int32 tokens so far"
 _DIGEST_BYTES = 16
-# A block's content is known by its cache group and the hash of all tokens up to its end.
+# A block's content is identified by its cache group and the hash of all tokens up to its end.
 ContentKey = tuple[int, bytes]
 
 
 class PrefixHashes(list[bytes]):
-    """The hashes of a request's whole blocks, each of all tokens up to the end of its block.
+    """The hashes of a request's whole blocks, each over all tokens up to the end of its block.
 
-    So those of blocks of another size, on another node, are equal where their tokens are.
+    So hashes at the same token are equal for any block size, also on another node.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -38,7 +39,7 @@ class PrefixHashes(list[bytes]):
         self._so_far = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
-        """Add those of all whole blocks of ``token_ids`` that are not here yet."""
+        """Add the missing hashes of all whole blocks of ``token_ids``."""
         first, stop = (
             count * self._block_tokens for count in (len(self), len(token_ids) // self._block_tokens)
         )
@@ -52,12 +53,12 @@ class PrefixHashes(list[bytes]):
 
 
 class BlockPool:
-    """Ids ``1 + reserved .. num_blocks - 1``; 0 is the null block, and the ``reserved`` next are never used.
+    """Ids ``1 + reserved .. num_blocks - 1``; 0 is the null block, and the next ``reserved`` are never used.
 
-    Reserving makes the ids of two nodes differ, so that mixing up theirs and ours cannot go unnoticed. A
-    block is held, or free: then it has no references, and perhaps content that a later request may reuse.
+    Reserving makes the ids of two nodes differ, so that a mix-up of both cannot go unnoticed. A block is
+    held, or free: then it has no references, and perhaps content that a later request may reuse.
 
-    Raises ``ConfigError``: nothing would be left.
+    Raises ``ConfigError`` if no usable block is left.
     """
 
     def __init__(self, num_blocks: int, reserved: int = 0) -> None:
@@ -69,40 +70,40 @@ class BlockPool:
         self.reserved = reserved
         self._references = [0] * num_blocks
         self._first = 1 + reserved
-        # Least recently freed first. Blocks without content are put in front: they cost nothing to reuse.
+        # Least recently freed first. Blocks without content go to the front: reusing them loses nothing.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self._first, num_blocks))
         self.events: TierEvents | None = None
-        """Notes which contents there are; None where KV events are off."""
+        """Records the contents of the device's blocks; None where KV events are off."""
         self._block_of: dict[ContentKey, int] = {}
         self._key_of: dict[int, ContentKey] = {}
 
     @property
     def total(self) -> int:
-        """Blocks that requests can have."""
+        """The number of blocks that requests can have."""
         return len(self._references) - self._first
 
     @property
     def num_free(self) -> int:
-        """Blocks without references."""
+        """The number of blocks without references."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Blocks with references."""
+        """The number of blocks with references."""
         return self.total - len(self._free)
 
     def is_free(self, block_id: int) -> bool:
-        """The block has no references."""
+        """Whether the block has no references."""
         return block_id in self._free
 
     def has_one_holder(self, block_id: int) -> bool:
-        """Releasing the block once would make it free."""
+        """Whether one release would free the block."""
         return self._references[block_id] == 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take free blocks; their old content is forgotten.
+        """Take free blocks and drop their old content.
 
-        Raises ``LocalError``: fewer than ``count`` are free. None is taken then.
+        Raises ``LocalError`` if fewer than ``count`` are free; then none is taken.
         """
         if count > len(self._free):
             raise LocalError(f"{count} blocks wanted, {len(self._free)} of {self.total} are free")
@@ -126,9 +127,9 @@ class BlockPool:
                 self._references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each block; null blocks are skipped. The last ones are reused first.
+        """Drop one reference of each block; null blocks are skipped. Later blocks are reused first.
 
-        Raises ``LocalError``: a block has no reference.
+        Raises ``LocalError`` for a block without references.
         """
         for block_id in reversed(block_ids):
             if block_id == NULL_BLOCK:
@@ -142,7 +143,7 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def remember(self, key: ContentKey, block_id: int) -> bool:
-        """Record a held block's content, if it is new: the first block with a content stays the known one."""
+        """Record a held block's content if the content is new. Returns whether it was recorded."""
         is_new = key not in self._block_of and block_id not in self._key_of
         if is_new:
             self._block_of[key] = block_id
@@ -150,7 +151,7 @@ class BlockPool:
         return is_new
 
     def find(self, key: ContentKey) -> int | None:
-        """A block with this content, free or held."""
+        """A block with this content, free or held; None without one."""
         return self._block_of.get(key)
 
 
@@ -166,8 +167,8 @@ class CacheHit:
 class RequestBlocks:
     """The blocks of one request: ids by group and position, and the content hashes of its full blocks.
 
-    ``left`` and ``remembered`` count, by group, the positions that no later token reads and those whose
-    content the pool has.
+    By group, ``left`` counts the leading positions that no later token reads, and ``remembered`` those whose
+    content was recorded in the pool.
     """
 
     ids: list[list[int]]
@@ -180,7 +181,7 @@ class RequestBlocks:
         return tuple(list(ids) for ids in self.ids)
 
     def content_hashes(self, token_ids: Sequence[int], block_tokens: int) -> Sequence[bytes]:
-        """The hashes of all whole blocks of so many tokens; ``token_ids`` begin as they did before."""
+        """The hashes of all whole blocks of ``block_tokens``. ``token_ids`` must extend earlier calls'."""
         hashes = self.hashes.get(block_tokens)
         if hashes is None:
             hashes = self.hashes[block_tokens] = PrefixHashes(block_tokens)
@@ -190,17 +191,17 @@ class RequestBlocks:
 
 @dataclass(frozen=True)
 class Grown:
-    """What an allocation added: ids by group, and those of attention groups that must be zeroed."""
+    """The blocks that an allocation added: all ids by group, and those of attention groups to be zeroed."""
 
     new_ids: tuple[list[int], ...]
     new_block_ids_to_zero: list[int]
 
 
 class BlockManager:
-    """Gives blocks of ``pool`` to requests, and reports those to be zeroed.
+    """Gives blocks of ``pool`` to requests, and reports the blocks to be zeroed.
 
     A state group turns prefix reuse off: its block holds the state after one certain token only.
-    ``max_step_tokens`` bounds what a window needs.
+    ``max_step_tokens`` bounds the blocks that a window needs.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class BlockManager:
         return nothing
 
     def _known_blocks(self, index: int, blocks: RequestBlocks, num_tokens: int) -> list[int] | None:
-        """The group's known blocks of a prefix, null where no later token reads; None if one lacks."""
+        """The group's known blocks of a prefix, null where no later token reads; None if one is missing."""
         size = self._groups[index].block_size
         first = self._first_kept(index, num_tokens)
         found = [self.pool.find((index, name)) for name in blocks.hashes[size][first : num_tokens // size]]
@@ -265,7 +266,7 @@ class BlockManager:
         return group.retention.num_freed(next_position, group.block_size)
 
     def fits_whole(self, blocks: RequestBlocks, hit: CacheHit, num_tokens: int) -> bool:
-        """Whether all ``num_tokens`` can be computed, step by step, without any other block being freed."""
+        """Whether all ``num_tokens`` can be computed, step by step, without other requests freeing blocks."""
         needed = min(self._missing(blocks, hit, hit.num_tokens, num_tokens), self.most_blocks(num_tokens))
         return needed <= self.pool.num_free
 
@@ -295,14 +296,14 @@ class BlockManager:
     ) -> Grown | None:
         """Give the request room for ``num_tokens``, of which ``num_computed`` need no computing.
 
-        ``hit`` is a prefix to reuse, for a request that has no blocks yet. The first ``num_loaded``
-        tokens are reused or will be written by a load. Blocks that no later token reads are freed first.
-        Returns None, and changes nothing, if there are not enough free blocks.
+        ``hit`` is a prefix to reuse, for a request that has no blocks yet. The first ``num_loaded`` tokens
+        are reused or will be written by a load. Blocks that no later token reads are freed first.
+        Returns None, and changes nothing, if too few blocks are free.
         """
         if self._missing(blocks, hit, num_computed, num_tokens) > self.pool.num_free:
             return None
         first_kept = [self._first_kept(index, num_computed) for index in range(len(self._groups))]
-        # Every reused block is taken before any new one, or a new one could be a reused one.
+        # Reused blocks are taken before new ones, so that no reused block is allocated as a new one.
         for index, (ids, kept) in enumerate(zip(blocks.ids, first_kept, strict=True)):
             self._free_left(blocks, index, min(kept, len(ids)))
             for position, block_id in enumerate(hit.blocks[index] if hit else ()):
@@ -319,13 +320,12 @@ class BlockManager:
             added.append([NULL_BLOCK] * skipped + fresh)
             ids.extend(added[-1])
             if not group.is_state:
-                # A load writes every byte of the blocks that it fills whole, and no more of the last one
-                # than it needs.
+                # A load overwrites the blocks that it fills whole, but only a part of its last block.
                 to_zero.extend(fresh[max(0, num_loaded // group.block_size - first) :])
         return Grown(tuple(added), to_zero)
 
     def _free_left(self, blocks: RequestBlocks, index: int, end: int) -> None:
-        """Free a group's blocks before the place ``end``."""
+        """Free a group's blocks before the position ``end``."""
         ids, left = blocks.ids[index], blocks.left[index]
         if end > left:
             self.pool.release(ids[left:end])
@@ -352,7 +352,7 @@ class BlockManager:
             blocks.remembered[index] = max(full, blocks.remembered[index])
 
     def leave_out_windows(self, blocks: RequestBlocks, num_loaded: int) -> None:
-        """What a load brought of windows may not fill its blocks: no other request gets any of them."""
+        """A load may have filled window blocks in part: keep other requests from reusing any of them."""
         for index, group in enumerate(self._groups):
             if not group.retention.sees_all:
                 blocks.remembered[index] = div_ceil(num_loaded, group.block_size)

@@ -1,4 +1,4 @@
-"""Child processes: started together, asked over HTTP until they answer, and ended in every case."""
+"""Child processes: started together, polled over HTTP until they answer, and ended in every case."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ START_TIMEOUT_S = 120.0
 _TERM_GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
-# What a child runs. This interpreter, and not any "kvconnect" that the PATH names.
+# The command of a child: this interpreter's package, not a "kvconnect" on the PATH.
 COMMAND = (sys.executable, "-m", "kvconnect")
-# A child is one of several on a machine, and its log is read while it runs.
+# Several children share a machine, and their logs are read while they run.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
-# The children are on this machine: a proxy that the environment names is not for them.
+# The children are on this machine: no proxy of the environment may be used.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -46,7 +46,7 @@ class BadAnswer(KVConnectError):
 def fetch(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
     """GET ``url``, or POST ``body`` to it as JSON.
 
-    Raises ``BadAnswer``: no answer, or a status other than 200; the text holds its body's beginning.
+    Raises ``BadAnswer`` for no answer, or a status other than 200; its text has the beginning of the body.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
@@ -61,7 +61,7 @@ def fetch(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60
 
 
 def fetch_json(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
-    """The same, with its JSON parsed. Raises BadAnswer: no answer, an error, or no JSON."""
+    """``fetch`` with the JSON parsed. Raises ``BadAnswer``: no answer, an error, or no JSON."""
     raw = fetch(url, body, timeout_s)
     try:
         return json.loads(raw)
@@ -79,11 +79,11 @@ def answers(url: str, timeout_s: float = 5.0) -> bool:
 
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-"""Metrics: name and sorted labels to value."""
+"""Metrics: (name, sorted labels) -> value."""
 
 
 def parse_metrics(text: str) -> Samples:
-    """Prometheus' text format."""
+    """Parse Prometheus' text format."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -97,7 +97,7 @@ def read_metrics(url: str) -> Samples:
 
 
 def growth(before: Samples, after: Samples, name: str, **labels: str) -> float:
-    """By how much a counter grew, summed over all samples that carry ``labels``."""
+    """The growth of a counter, summed over all samples that carry ``labels``."""
     return sum(
         value - before.get((sample, pairs), 0.0)
         for (sample, pairs), value in after.items()
@@ -106,10 +106,10 @@ def growth(before: Samples, after: Samples, name: str, **labels: str) -> float:
 
 
 class Child:
-    """A process in a group of its own, which may be started again once it has ended.
+    """A process in its own process group, which may be started again once it has ended.
 
-    Its output is appended to ``log``, None for ours. ``environment`` is what its environment differs by; None
-    takes a variable away. ``url`` is where it answers; one of ``kvconnect`` prints it.
+    Output is appended to ``log``; None: to this process's. ``environment`` changes variables; None removes
+    one. ``url`` is the child's base URL, which a ``kvconnect`` child prints.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Child:
         self.command = command
         self.log = log
         self.url = url
-        # What has ``poll`` and ``wait`` as ``subprocess.Popen`` does.
+        # An object with ``poll`` and ``wait`` as of ``subprocess.Popen``.
         self.process: Any = None
-        # Its group's too.
+        # Also the id of its process group.
         self.pid = 0
         self._environment = {**os.environ, **(environment or {})}
         self._popen = popen
@@ -135,7 +135,7 @@ class Child:
         self._is_asked = False
 
     def start(self) -> Child:
-        """Start it, and return at once."""
+        """Start the process, and return at once."""
         if self.log is not None:
             self.log.touch()
             self._log_start = self.log.stat().st_size
@@ -166,7 +166,7 @@ class Child:
         self.wait_until(lambda: answers(self.url + path, timeout_s=2.0), timeout_s)
 
     def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for something that it does. Raises ChildFailed: it ended, or the time is over."""
+        """Poll ``is_ready``. Raises ``ChildFailed`` if the child ends or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not is_ready():
             if (code := self.exit_code()) is not None:
@@ -176,20 +176,20 @@ class Child:
             time.sleep(0.02)
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the child runs."""
         code: int | None = self.process.poll()
         return code
 
     def output(self) -> str:
-        """Its output since its last start."""
+        """The output since the last start."""
         return "" if self.log is None else self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def tail(self, lines: int = 30) -> str:
-        """The end of its log, for an error report."""
+        """The last lines of the log, for an error report."""
         return "\n".join([f"--- end of the log of {self.name} ---", *self.output().splitlines()[-lines:]])
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the whole group; nothing if it is gone."""
+        """Send a signal to the whole process group, if there is one."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -201,7 +201,7 @@ class Child:
             self.send(signal.SIGTERM)
 
     def end(self, grace_s: float) -> int:
-        """SIGTERM, and SIGKILL if that does not help in time. Returns the exit code. Idempotent."""
+        """SIGTERM, and SIGKILL after ``grace_s``. Returns the exit code. Idempotent."""
         self.ask_to_end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, grace_s))
@@ -215,7 +215,7 @@ class Child:
 
 
 class Children:
-    """Everything that was started within a ``with`` block; leaving it ends all of it."""
+    """All children started within a ``with`` block, which ends them on exit."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -237,11 +237,11 @@ class Children:
         return child
 
     def tails(self) -> str:
-        """The ends of all logs."""
+        """The last lines of all logs."""
         return "\n".join(child.tail() for child in self._all)
 
     def end(self, grace_s: float = _TERM_GRACE_S) -> None:
-        """End all: SIGTERM to every one, then SIGKILL to what is left."""
+        """End all: SIGTERM to each, then SIGKILL to those that still run."""
         for child in self._all:
             child.ask_to_end()
         deadline = time.monotonic() + grace_s
@@ -254,13 +254,13 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In a child: be sent a signal when its parent is gone, which cannot end it then."""
+    """Called in a child: let the kernel signal it when its parent is gone and cannot end it."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _begin() -> None:
-    # Not a session of its own: Linux would schedule each child as one unit, and of children that share cores
-    # one that spins then keeps all threads of another from running.
+    # Not a session of its own: Linux would schedule each child as one unit, and a child that spins would keep
+    # all threads of another child on the same cores from running.
     os.setpgid(0, 0)
     die_with_parent()

@@ -1,6 +1,6 @@
-"""The engine loop, one thread that turns requests into steps; and what runs a step on the model.
+"""The engine loop, one thread that turns requests into steps; and the runner of a step on the model.
 
-Other threads put something into its inbox; it answers through requests' sinks and a published snapshot.
+Other threads put requests into its inbox. It answers through requests' sinks and a published snapshot.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 logger = logging.getLogger(__name__)
 
-# Nothing waits without a bound. Transfers wake the loop; the bounds cover a wake-up that got lost.
+# Every wait has a bound. Transfers wake the loop; the bounds cover a lost wake-up.
 IDLE_WAIT_S = 5.0
 OUTSTANDING_WAIT_S = 0.5
-# The connector answered "ask again": it is waiting for a peer and does not call us.
+# The connector deferred its answer: it waits for a peer and does not wake the loop.
 DEFERRED_WAIT_S = 0.01
 STOP_TIMEOUT_S = 10.0
 
 
 class Runner:
-    """Executes steps. Blocks are addressed through ``cache.tables`` alone."""
+    """Executes steps. Blocks are addressed through ``cache.tables`` only."""
 
     def __init__(self, model: Model, cache: NodeCache) -> None:
         self.model = model
@@ -44,7 +44,7 @@ class Runner:
         self.zeroer = KVBlockZeroer(cache.region_table(), device=cache.device)
 
     def prepare(self, step: EngineStep) -> None:
-        """Bring the block tables up to date, then zero fresh blocks. Needed by loads as well."""
+        """Bring the block tables up to date, then zero fresh blocks. Loads need both as well."""
         for row in step.released_rows:
             self.cache.tables.clear_row(row)
         for row, block_ids in step.new_rows:
@@ -56,7 +56,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: EngineStep) -> dict[str, tuple[int, int | None]]:
-        """Run the step's chunks. Returns token and draft token of each request that reached its end."""
+        """Run the step's chunks. Returns token and draft token of each request whose chunk samples."""
         segments: list[Segment] = []
         token_ids: list[int] = []
         sampled: list[int] = []
@@ -77,13 +77,13 @@ class Runner:
         return by_request(names, output)
 
     def synchronize(self) -> None:
-        """Wait until everything queued on the device is done, so that others may read the cache."""
+        """Wait for all work queued on the device, so that peers and engines may read the cache."""
         if self.cache.device.type == "cuda":
             torch.cuda.current_stream(self.cache.device).synchronize()
 
 
 def by_request(names: Sequence[str], output: ModelOutput) -> dict[str, tuple[int, int | None]]:
-    """Tokens and draft tokens by request. Waits for the device."""
+    """Tokens and draft tokens by request id. Waits for the device."""
     tokens = output.tokens.tolist()
     drafts = [None] * len(tokens) if output.draft_tokens is None else output.draft_tokens.tolist()
     return {name: (token, draft) for name, token, draft in zip(names, tokens, drafts, strict=True)}
@@ -91,7 +91,7 @@ def by_request(names: Sequence[str], output: ModelOutput) -> dict[str, tuple[int
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine's state after a step. Blocks: ``free + held == total``, ``reserved`` come on top."""
+    """The engine's state after a step. Blocks: ``free + held == total``; ``reserved`` is not in total."""
 
     blocks: Mapping[str, int]
     requests: Mapping[str, int]
@@ -100,7 +100,7 @@ class Snapshot:
 
 
 class NodeEngine:
-    """Runs ``scheduler`` and ``runner`` in a thread; ``connector`` has the half beside the tensors."""
+    """Runs ``scheduler`` and ``runner`` in a thread, with the worker half of ``connector``."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class NodeEngine:
         self.offload_state = connector.offload_state
         self._publisher = publisher
         self.snapshot = self._take_snapshot(0)
-        # A request that arrived, the id of one that is aborted, or None to wake the loop.
+        # A request that arrived, the id of an aborted one, or None to wake the loop.
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stopping = False
@@ -126,7 +126,7 @@ class NodeEngine:
 
     @property
     def alive(self) -> bool:
-        """The loop runs and has not failed."""
+        """Whether the loop runs and has not failed."""
         return self._thread.is_alive() and self._failed is None
 
     def start(self) -> None:
@@ -135,7 +135,7 @@ class NodeEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the loop after its current step, and close the connector. Requests end with an error."""
+        """End the loop after its current step, and close the connector. Requests fail."""
         with self._lock:
             self._stopping = True
         self.wake()
@@ -159,22 +159,22 @@ class NodeEngine:
         return f"{request} needs {needed} cache blocks, the node has {total}" if needed > total else None
 
     def submit(self, request: Request) -> None:
-        """Queue a request, whose sink the loop's thread calls. Raises LocalError: the loop has ended."""
+        """Queue a request, whose sink the loop's thread calls. ``LocalError`` if the loop has ended."""
         with self._lock:
             if self._failed is not None or self._stopping:
                 raise LocalError(f"the engine loop has ended: {self._failed or 'the node is stopping'}")
             self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request at any stage."""
+        """End a request at any stage. For any thread."""
         self._inbox.put(request_id)
 
     def wake(self) -> None:
-        """Results are waiting. Called by the connector, from any thread."""
+        """Wake the loop to take results. The connector calls it from any thread."""
         self._inbox.put(None)
 
     def state(self) -> dict[str, Any]:
-        """What the engine and its connector hold. For any thread."""
+        """The state of the engine and its connector, for ``/debug/state``. For any thread."""
         state = {"model": self.options.model, **asdict(self.snapshot), "connector": self.worker.state()}
         if self.offload_state is not None:
             state["offload"] = self.offload_state()
@@ -194,24 +194,24 @@ class NodeEngine:
             self._end(f"the engine loop failed: {type(error).__name__}: {error}", status=500)
 
     def sleep(self, wait_s: float) -> None:
-        """Sleep until something arrives, at most ``wait_s``, and take it."""
+        """Sleep until an item arrives in the inbox, at most ``wait_s``, and take it."""
         with contextlib.suppress(queue.Empty):
             self._take(self._inbox.get(timeout=wait_s))
 
     def _take(self, item: Request | str | None) -> None:
-        """Hand what arrived to the scheduler."""
+        """Pass an inbox item to the scheduler."""
         if isinstance(item, Request):
             try:
                 self.scheduler.add(item)
             except Exception:
-                # Where ``_end`` finds it once: a request that was taken must be answered, also on failure.
+                # ``_end`` must find it once: a request that was taken is answered, also on failure.
                 self.scheduler.requests.setdefault(item.request_id, item)
                 raise
         elif item is not None:
             self.scheduler.abort(item)
 
     def take_arrived(self) -> None:
-        """Hand all that arrived to the scheduler."""
+        """Pass all inbox items to the scheduler."""
         for item in self._drained():
             self._take(item)
 
@@ -221,16 +221,16 @@ class NodeEngine:
                 yield self._inbox.get_nowait()
 
     def run_once(self) -> float:
-        """Take what arrived, and do one step: results, plan, compute, orders, answers.
+        """Take the inbox, and do one step: results, plan, compute, orders, answers.
 
-        Returns how long to sleep, in seconds. The loop's thread calls it; tests may do so without one.
+        Returns how long to sleep, in seconds. The loop's thread calls it; tests call it without a thread.
         """
         self.take_arrived()
         scheduler = self.scheduler
         if results := self.worker.results():
             scheduler.update_results(results)
-        # What came of requests that arrived or were aborted names no block, and peers wait for it: it
-        # goes out before a step that may take long.
+        # Orders for new and aborted requests name no block, and peers wait for them: they go out before a
+        # step that may take long.
         self._send_orders()
         step = scheduler.schedule()
         self.runner.prepare(step)
@@ -252,9 +252,9 @@ class NodeEngine:
     def _send_orders(self) -> None:
         orders = self.scheduler.transfers.hooks.build_orders()
         if orders.holds or orders.loads or orders.progress:
-            # A peer or an engine may touch the cache from here on: computing and zeroing are over.
+            # From here on a peer or an engine may access the cache: computing and zeroing must be over.
             self.runner.synchronize()
-        # What is kept was computed by now, and no other request has been given the blocks yet.
+        # Blocks to be stored are computed by now, and no other request has got them yet.
         self.worker.before_step(orders)
 
     def _deliver(self) -> None:

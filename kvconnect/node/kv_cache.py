@@ -1,7 +1,7 @@
 """The node's KV cache: its configuration, its memory, and each layer's view of it.
 
-Backends per group come first, then kernel block sizes, metadata builders, block tables and cache tensors;
-everything after the kernel sizes counts in kernel blocks. It is the same with and without a connector.
+Backends per group are chosen first, then kernel block sizes, metadata builders, block tables and cache
+tensors; all but the first two count in kernel blocks. The cache is the same with and without a connector.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ CACHE_DTYPES = {"auto": CACHE_DTYPE, "bf16": torch.bfloat16, "fp8_e4m3": torch.f
 
 
 def parse_cache_dtype(name: str) -> torch.dtype:
-    """The dtype of attention caches that an operator named. Raises ConfigError: there is none such."""
+    """The dtype of attention caches by its option name. Raises ``ConfigError`` for an unknown name."""
     if name not in CACHE_DTYPES:
         raise ConfigError(f"kv_cache_dtype is {name!r}; accepted: {', '.join(CACHE_DTYPES)}")
     return CACHE_DTYPES[name]
 
 
 def build_cache_config(layout: CacheLayout, num_blocks: int) -> KVCacheConfig:
-    """The configuration of a model's cache with ``num_blocks`` logical blocks, the null block included."""
+    """The configuration of a model's cache with ``num_blocks`` logical blocks, including the null block."""
     groups = []
     for layers in layout.groups:
         specs = {layer.name: layer.spec for layer in layers}
@@ -55,8 +55,8 @@ def build_cache_config(layout: CacheLayout, num_blocks: int) -> KVCacheConfig:
 class NodeCache:
     """The cache tensors of one node, and the block tables that point into them.
 
-    ``tables`` have ``max_num_seqs`` rows, and slots for ``max_num_batched_tokens`` (None: as many as
-    ``max_model_len``). ``tensors`` are for registration; ``layer_attention`` attends over ``pages``.
+    ``tables`` have ``max_num_seqs`` rows, and slots for ``max_num_batched_tokens`` (None: ``max_model_len``).
+    ``tensors`` are the layers' tensors to register, ``pages`` the same as attention uses them.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class NodeCache:
         }
 
     def _allocate(self, layout: CacheLayout) -> dict[str, torch.Tensor]:
-        """Zeroed bytes for each layer; layers at the same place of different groups share theirs."""
+        """Zeroed bytes for each layer; layers at the same place of different groups share them."""
         places = list(zip_longest(*layout.groups))
         sizes = [
             self.config.num_blocks * max(layer.spec.page_size_bytes for layer in place if layer)
@@ -131,7 +131,7 @@ class NodeCache:
         if spec.page_size_bytes != spec.content_bytes:
             raise LayoutError(f"layer {layer.name!r} pads its attention pages; this cache pads states only")
         axes = layer.axes.split()
-        # Keys and values of a layer with heads lie in planes of their own, or side by side.
+        # Keys and values of a layer with heads lie in separate planes, or side by side.
         has_heads = isinstance(spec, FullAttentionSpec)
         extent = {
             "plane": 2,
@@ -144,7 +144,7 @@ class NodeCache:
         return storage.view(spec.dtype)[: math.prod(size)].view(size)
 
     def region_table(self) -> RegionTable:
-        """Every page of the cache, as transfers and the zeroer know it."""
+        """All pages of the cache, for transfers and the zeroer."""
         return RegionTable.build(self.config, self.kernel_block_sizes, self.tensors)
 
 

@@ -1,4 +1,4 @@
-"""A node's KV events, of the device and all tiers below, as vLLM publishes its own."""
+"""A node's KV events, of the device and all lower tiers, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KINDS = {
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True):
-    """As vLLM's: see ``Feed`` for what the settings bound."""
+    """The same keys as vLLM's; see ``Feed`` for the bounds that they set."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] = "zmq"
@@ -45,7 +45,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """A tier has got these blocks, which follow one another."""
+    """A tier stored these consecutive blocks of a prompt."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -63,7 +63,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """A tier has these blocks no more."""
+    """A tier removed these blocks."""
 
     block_hashes: list[int]
     medium: str
@@ -73,14 +73,14 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one step changed, at ``ts``, a Unix time in seconds."""
+    """The changes of one step, at ``ts``, a Unix time in seconds."""
 
     ts: float
     events: list[BlockStored | BlockRemoved]
 
 
 def tier_events(config: KVCacheConfig) -> TierEvents:
-    """Events of a node with these caches."""
+    """The event log of a node with these caches."""
     groups = [_group_facts(group) for group in config.groups]
     return TierEvents(EventMaker(BlockStored, BlockRemoved, groups, _describe, last_64_bits))
 
@@ -99,23 +99,23 @@ def _describe(request: Request, first: int, count: int, size: int) -> Described:
 
 
 class Publisher:
-    """Publishes what is noted in ``events``."""
+    """Publishes the events recorded in ``events``."""
 
     def __init__(self, events: TierEvents, feed: Feed) -> None:
         self.events, self._feed = events, feed
 
     def publish(self) -> None:
-        """What has changed since the last call, as much as suits a step."""
+        """Publish the changes since the last call, up to a bound per step."""
         if taken := self.events.take():
             self._feed.publish(msgspec.msgpack.encode(EventBatch(time.time(), taken)))
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the sockets."""
         self._feed.close()
 
 
 def configured_publisher(text: str | None, config: KVCacheConfig) -> Publisher | None:
-    """The publisher that ``--kv-events-config`` asks for, if any. Raises ``ConfigError``: it is wrong."""
+    """The publisher that ``--kv-events-config`` configures, or None. Raises ``ConfigError``."""
     if text is None:
         return None
     wanted = read_struct(json_object(text, "kv_events_config"), KVEventsConfig, "kv_events_config")

@@ -1,8 +1,8 @@
-"""The models that a node can serve, by name: what a model is, the layers it is made of, and the recipes.
+"""The models that a node can serve, by name: the model interface, its layers, and the recipes.
 
-A model defines what its layers keep and how their pages are laid out; it never sees a block id. Everything is
-computed in float64, so that batching, chunking and the order of additions move results by about 1e-15 and
-never by a token.
+A model defines the contents of its layers' caches and their page layout; it never sees a block id. All
+computation is in float64, so that batching, chunking and the order of additions change results by about
+1e-15 and never change a token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CACHE_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class CacheSizing:
-    """What the operator asked for: block size (None: the model's own), longest sequence, cache dtype."""
+    """The operator's choices: block size (None: the model's own), longest sequence, cache dtype."""
 
     block_size: int | None
     max_model_len: int
@@ -40,7 +40,7 @@ class CacheSizing:
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """One layer's cache: what a block holds, how its dimensions are ordered, who reads it.
+    """One layer's cache: the contents of a block, the order of dimensions, the attention backend.
 
     ``axes`` names the dimensions of the cache tensor in memory order, as ``CacheTensor`` does.
     ``backend`` is None for recurrent state.
@@ -56,7 +56,7 @@ class CachedLayer:
 class CacheLayout:
     """The cached layers by group. Layers at the same place of different groups share their pages.
 
-    ``single_storage``: one allocation holds all layers one after the other, else each place has its own.
+    ``single_storage``: one allocation holds all layers one after the other; otherwise each place has its own.
     """
 
     groups: tuple[tuple[CachedLayer, ...], ...]
@@ -65,9 +65,9 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Greedy tokens at the sampled places, and the draft model's proposals if there is one.
+    """Greedy tokens at the sampled places, and the draft model's proposals or None.
 
-    Both of shape ``(sampled,)`` and on the model's device: reading them there would wait for it.
+    Both have shape ``(sampled,)`` and stay on the model's device: reading them waits for the device.
     """
 
     tokens: torch.Tensor
@@ -81,16 +81,16 @@ class Model(Protocol):
     vocab_size: int
 
     def layout(self, sizing: CacheSizing) -> CacheLayout:
-        """The model's cache. Raises ConfigError for a block size that it cannot use."""
+        """The model's cache. Raises ``ConfigError`` for a block size that the model cannot use."""
         ...
 
     def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
-        """Run the tokens of shape ``(n,)``; ``sampled`` are the places whose next token is wanted."""
+        """Run tokens of shape ``(n,)``; ``sampled`` are the indices whose next token is computed."""
         ...
 
 
 class Mixer(Protocol):
-    """The part of a layer that mixes tokens, and keeps something of them: attention or a recurrence."""
+    """The part of a layer that mixes tokens and has a cache: attention or a recurrence."""
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor: ...
 
@@ -110,7 +110,7 @@ HIDDEN = 128
 class WeightSource:
     """Random weights that depend on a name and a seed only, never on the device.
 
-    Draws happen on the CPU in the order of the calls and move to ``device`` afterwards.
+    Values are drawn on the CPU in the order of the calls, then moved to ``device``.
     """
 
     def __init__(self, name: str, seed: int, device: torch.device) -> None:
@@ -144,7 +144,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class Mlp:
-    """A gated two-layer perceptron of shape ``(tokens, hidden)`` to the same."""
+    """A gated two-layer perceptron from ``(tokens, hidden)`` to the same shape."""
 
     def __init__(self, weights: WeightSource) -> None:
         hidden = HIDDEN
@@ -157,11 +157,11 @@ class Mlp:
 
 
 class ChaoticHead:
-    """Token scores that depend on every bit of the hidden state that a wrong cache byte can move.
+    """Token scores so sensitive that a wrong byte in the cache changes the sampled token.
 
-    ``sin(GAIN * (h @ W))``: a relative error of 1e-6 in ``h`` turns the phases by about 0.1, and with
-    some hundred tokens the best phases are 0.01 apart, so the winner changes. Float64 noise turns them by
-    1e-10, which changes a token about once in ten million.
+    ``sin(GAIN * (h @ W))``: a relative error of 1e-6 in ``h`` turns the phases by about 0.1. With some 100
+    tokens the best phases are 0.01 apart, so the winner changes. Float64 noise turns them by 1e-10, which
+    changes a token about once in ten million.
     """
 
     GAIN = 1e5
@@ -180,7 +180,7 @@ GROUPED_BACKEND, SLIDING_BACKEND, LATENT_BACKEND, WIDE_BACKEND = (
 LATENT_64_BACKEND = Backend("TORCH_LATENT_64", (64,))
 
 _STEP = 2654435761
-"""Odd and large: multiples of it, modulo something smaller, are spread over all of it."""
+"""Odd and large: its multiples, modulo a smaller number, are spread over the whole range."""
 
 
 class GroupedAttention:
@@ -224,7 +224,7 @@ class LatentAttention:
         self._heads, self._latent, self._rotary = 8, 48, 16
         head_size, hidden = 32, HIDDEN
         self._down = weights.matrix(hidden, self._latent + self._rotary)
-        # The up-projection of keys is absorbed into the query, that of values follows the attention.
+        # The up-projection of keys is absorbed into the query; the one of values follows the attention.
         self._query = weights.matrix(hidden, self._heads * (self._latent + self._rotary))
         self._up_values = weights.normal((self._heads, self._latent, head_size), scale=self._latent**-0.5)
         self._output = weights.matrix(self._heads * head_size, hidden)
@@ -247,10 +247,10 @@ class LatentAttention:
 
 
 class WideMemory:
-    """Keeps a row of ``copies * hidden`` values a token, and adds parts of a few earlier tokens' rows.
+    """Keeps a row of ``copies * hidden`` values per token, and adds parts of a few earlier tokens' rows.
 
-    It keeps much and computes little, for measurements of what moving its cache takes: the time of a prompt
-    grows with its length and not with its square.
+    Its cache is large and its computation small, for measurements of transfers: the time of a prompt grows
+    linearly with its length.
     """
 
     def __init__(self, weights: WeightSource, name: str) -> None:
@@ -261,7 +261,7 @@ class WideMemory:
         self._output = weights.matrix(self._hidden, self._hidden)
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        # No more digits than the cache keeps: what is wide is not computed with.
+        # In float32, no more digits than the cache keeps: wide rows are not computed with.
         rows = rms_norm(x @ self._input).float()[:, None] * self._scales.float()
         mixed = torch.zeros_like(x)
         for number in range(self._reads):
@@ -280,7 +280,7 @@ class WideMemory:
 
 STATE_DTYPE = torch.float32
 GATE_STEPS = 1024
-# The readout sees the last bits of the state that it finds, before decay and addition round them away.
+# The readout depends on the last bits of the previous state, before decay and addition round them away.
 FINE_PHASE = 2.0**24
 SCAN_SLICE = 256
 
@@ -308,7 +308,7 @@ class GatedLinearAttention:
         return rms_norm(torch.cat(outputs)).flatten(1) @ self._output
 
     def _scan(self, mixed: torch.Tensor, gates: torch.Tensor, states: RequestStates) -> torch.Tensor:
-        """Equally many tokens of each of some requests, in their order; ``(tokens, heads, width)``."""
+        """Scan equally many tokens of several requests, in order; returns ``(tokens, heads, width)``."""
         window, state = states.read()
         requests = len(window)
         count = len(mixed) // requests
@@ -316,7 +316,7 @@ class GatedLinearAttention:
         convolved = padded[:, :count] * self._taps[0]
         for tap in range(1, self.TAPS):
             convolved = convolved + padded[:, tap : tap + count] * self._taps[tap]
-        # Division is rounded correctly everywhere; an exponential may differ by how it was vectorised.
+        # Division is rounded correctly on every device; an exponential may differ by its vectorisation.
         convolved = (convolved / (1 + convolved.abs())).to(STATE_DTYPE)
         parts = convolved.view(requests, count, 3, self._heads, self._size)
         query, keys, values = parts[:, :, 0].to(COMPUTE_DTYPE), parts[:, :, 1], parts[:, :, 2]
@@ -335,7 +335,7 @@ class GatedLinearAttention:
         return torch.cat(outputs, dim=1).flatten(0, 1)
 
     def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
-        """See ``Mixer``. The state's own types stay, for any dtype of attention caches."""
+        """See ``Mixer``. The state keeps its own dtypes, for any dtype of attention caches."""
         shapes = ((self.TAPS - 1, self._channels), (self._heads, self._size, self._size))
         spec = StateSpec(block_size, shapes, (CACHE_DTYPE, STATE_DTYPE))
         return CachedLayer(self.name, spec, "block content", None)
@@ -352,7 +352,7 @@ class Recipe:
         mixers: makes one for each layer.
         groups: the layers of each cache group, as in ``CacheLayout``.
         draft: makes the layer of a draft model, which joins the first group. It reads the main model's last
-            hidden state and the token's embedding, and proposes one more token wherever that one samples.
+            hidden state and the token's embedding, and proposes a token wherever the main model samples one.
     """
 
     mixers: Callable[[WeightSource], Sequence[Mixer]]
@@ -387,8 +387,8 @@ RECIPES = {
         single_storage=True,
     ),
     "mla": Recipe(lambda w: [LatentAttention(w, _name(i)) for i in range(4)], groups=((0, 1, 2, 3),)),
-    # One group with two page sizes: keys and values of the draft layer have planes of their own. Pages are
-    # smaller than the scheduler's block: the main backend takes exactly 64 tokens.
+    # One group with two page sizes: the draft layer has separate planes for keys and values. The main backend
+    # takes exactly 64 tokens, so pages are smaller than the scheduler's block.
     "mixed": Recipe(
         lambda w: [LatentAttention(w, _name(i), LATENT_64_BACKEND) for i in range(4)],
         groups=((0, 1, 2, 3),),
@@ -399,7 +399,7 @@ RECIPES = {
     ),
     # Two full layers and four windowed ones in three groups, whose pages overlay each other.
     "sliding": Recipe(_sliding, groups=((2, 5), (0, 3), (1, 4))),
-    # Three recurrent layers, each a group of its own, overlaid on the pages of one attention layer.
+    # Three recurrent layers, one group each, overlaid on the pages of one attention layer.
     "hybrid": Recipe(_hybrid, groups=((2,), (0,), (1,), (3,)), default_block_size=32),
     # 16 KiB a token in bfloat16.
     "wide": Recipe(lambda w: [WideMemory(w, f"layers.{i}.memory") for i in range(2)], groups=((0, 1),)),
@@ -407,7 +407,7 @@ RECIPES = {
 
 
 class LayeredModel:
-    """Embedding, a stack of pre-norm layers, and the greedy head; and a draft layer, if there is one."""
+    """Embedding, a stack of pre-norm layers, the greedy head, and a draft layer if the recipe has one."""
 
     vocab_size = 512
 
@@ -424,7 +424,7 @@ class LayeredModel:
         """See ``Model``. A state is padded to the attention page that it shares."""
         size = sizing.block_size or self._recipe.default_block_size
         if sizing.block_size is None and any(isinstance(m, GatedLinearAttention) for m in self._mixers):
-            # A state does not shrink with the cache's dtype, so the page that it shares must keep its bytes.
+            # A state does not shrink with the cache's dtype, so the page that it shares keeps its bytes.
             size = size * CACHE_DTYPE.itemsize // sizing.cache_dtype.itemsize
         cached = [mixer.cached(size, sizing.cache_dtype) for mixer in self._mixers]
         page_bytes = max(layer.spec.page_size_bytes for layer in cached if layer.backend is not None)
@@ -464,9 +464,9 @@ class DraftModel:
 
 
 def _padded(layer: CachedLayer, block_size: int, page_bytes: int, max_model_len: int) -> CachedLayer:
-    """A state's page is as large as the attention page that it shares, and its block a whole request.
+    """A state layer padded to the attention page that it shares, with one block for a whole request.
 
-    Raises ``ConfigError``: a state does not fit into the page.
+    Raises ``ConfigError`` if a state does not fit into the page.
     """
     spec = layer.spec
     if not isinstance(spec, StateSpec):
@@ -481,7 +481,7 @@ def _padded(layer: CachedLayer, block_size: int, page_bytes: int, max_model_len:
 
 
 def build_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> Model:
-    """A model with weights drawn from its name and ``seed``. Raises ConfigError: there is no such model."""
+    """A model with weights drawn from its name and ``seed``. Raises ``ConfigError`` for an unknown name."""
     if name not in RECIPES:
         raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(sorted(RECIPES))}")
     return LayeredModel(name, RECIPES[name], WeightSource(name, seed, torch.device(device)))

@@ -1,4 +1,4 @@
-"""What the node states of itself, for the two halves of its connector."""
+"""Builds both halves of the node's connector from its options, model and cache."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Connector:
-    """Both halves, and what becomes of a request whose load failed.
+    """Both halves, and whether a request whose load failed is recomputed.
 
-    ``offload_state``, where blocks are kept in other memory, has what is under way as ``busy``, all zero when
-    idle, and what is kept as ``usage``.
+    ``offload_state``, None without offload, returns ``busy``, counts of work under way that are all zero when
+    idle, and ``usage``, the tiers' contents.
     """
 
     scheduler: SchedulerHalf
@@ -58,10 +58,10 @@ class Connector:
 
 
 def identity(options: NodeOptions, model: Model, named: Naming, *, convert_dtype: bool = False) -> Identity:
-    """What the node's KV depends on.
+    """The identity of the node's KV.
 
-    A model's name fixes its widths, its attention and the order within a page, and the seed its weights. With
-    ``convert_dtype`` the cache's type counts only as one that is converted.
+    A model's name fixes its widths, its attention and the order within a page; the seed fixes its weights.
+    With ``convert_dtype`` all convertible cache dtypes have one identity.
     """
     dtype = str(parse_cache_dtype(options.kv_cache_dtype)).removeprefix("torch.")
     return Identity.of(
@@ -75,7 +75,7 @@ def identity(options: NodeOptions, model: Model, named: Naming, *, convert_dtype
 
 
 def naming(config: KVCacheConfig, offload: OffloadConfig | None) -> Naming:
-    """How this node names KV for others: blocks of every group end with a name."""
+    """How this node names KV for peers: every block of every group ends at a name."""
     tokens = (group.block_size for group in config.groups if group.has_cache and not group.is_state)
     return Naming(salted(f"node {HASH_SCHEME}", offload), math.gcd(*tokens))
 
@@ -85,10 +85,10 @@ def configured_connector(
 ) -> Connector:
     """Both halves as ``kv_transfer_config`` defines them, with the cache registered; without it, empty ones.
 
-    What tiers get and lose is noted in ``events``.
+    Changes of the tiers are recorded in ``events``.
 
     Raises:
-        ConfigError: it is not valid, or asks for what this cache cannot do.
+        ConfigError: the configuration is not valid, or not possible with this cache.
         EngineError: the engine is not usable on this machine.
     """
     if options.kv_transfer_config is None:
@@ -113,7 +113,7 @@ def configured_connector(
     sent = SentCache(rank, CacheMeaning(stated, None, 1))
     worker = build_worker_half(config, RankTraits(sent=sent, kept=kept))
     with contextlib.ExitStack() as opened:
-        # On any failure: a folder on disk must not stay locked, nor memory be taken.
+        # On failure a folder on disk must not stay locked, nor memory stay allocated.
         opened.callback(worker.close)
         address, blocks = worker.address(), None
         if worker.offload is not None:
@@ -165,7 +165,7 @@ def _content_hashes(request: RequestView, block_tokens: int) -> Sequence[bytes]:
 
 def _state_of(scheduler: OffloadScheduler, worker: OffloadWorker) -> Callable[[], Mapping[str, Any]]:
     def state() -> Mapping[str, Any]:
-        # The engine's thread goes on meanwhile, and what is counted may grow under the one that counts.
+        # The engine's thread runs meanwhile, and a dictionary may grow while it is counted.
         for _ in range(_TRIES):
             with contextlib.suppress(RuntimeError):
                 usage = {**scheduler.usage(), **worker.usage()}
@@ -176,7 +176,7 @@ def _state_of(scheduler: OffloadScheduler, worker: OffloadWorker) -> Callable[[]
 
 
 def _behind(usage: Mapping[str, Any]) -> dict[str, int]:
-    """Tiers that still look for what they have from before, and records that the scheduler half misses."""
+    """Tiers that still recover their contents, and records that the scheduler half has not received yet."""
     recovering = unreported = 0
     for name, tier in usage["tiers"].items():
         recovering += bool(tier.get("recovering"))

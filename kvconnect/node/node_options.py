@@ -1,4 +1,4 @@
-"""How a node is set up, as an operator gives it: the options of ``kvconnect serve``, with their texts."""
+"""The options of ``kvconnect serve``, with their help texts and bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvconnect.errors import ConfigError
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """How a node is set up. Raises ``ConfigError``: a value is out of range."""
+    """A node's options. Raises ``ConfigError`` for a value out of range."""
 
     model: Annotated[str, "gqa, mla, mixed, sliding or hybrid."] = "gqa"
     seed: Annotated[int, "Seed of the model's weights; a pair needs the same one."] = 0

@@ -1,6 +1,6 @@
-"""The demo: proof on this machine that a pair decodes the same tokens as a single node.
+"""The demo: proof on this machine that a P/D pair decodes the same tokens as a single node.
 
-Starts real processes through the command line, as an operator would, and judges them from outside, over HTTP.
+It starts real processes through the command line, as an operator would, and checks them over HTTP.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvconnect.packages import engine_entry_points
 
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 PROTOCOLS = {"mooncake": "tcp", "nixl": "UCX"}
-"""By engine, for nodes with CPU caches: left at auto, those of one machine would not need the engine."""
-# The decode node never uses these ids, so that the two sides cannot agree on ids by accident.
+"""By engine, for nodes with CPU caches: with ``auto`` two nodes of one machine need no engine."""
+# The decode node never uses these ids, so that both nodes cannot have equal ids by accident.
 RESERVED_BLOCKS = 61
 
 PROMPT_SEED, VOCAB = 7, 512
-# One token; less than a block; exact blocks of 16, 32 and 128; one more than that; several hundred.
+# One token; less than a block; exact blocks of 16, 32 and 128; one token more than those; several hundred.
 _LENGTHS = (1, 9, 16, 129, 333, 128, 32, 257, 64, 150, 15, 480, 2, 17, 384, 96)
-# Every so many prompts one continues another: its beginning may already lie in a cache.
+# Every so many prompts share a beginning, which may already be cached.
 _SHARED_EVERY, _SHARED_TOKENS = 4, 128
 MAX_TOKENS = 12
 CONCURRENCY = 4
@@ -42,7 +42,7 @@ REQUEST_TIMEOUT_S, IDLE_TIMEOUT_S, READY_TIMEOUT_S = 90.0, 45.0, 15.0
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What runs, as ``kvconnect demo`` is asked. Raises ``ConfigError``: no prompt does."""
+    """The options of ``kvconnect demo``. Raises ``ConfigError`` if no prompt would be sent."""
 
     engine: Annotated[
         list[str],
@@ -61,7 +61,7 @@ class DemoOptions:
 
 
 class Tokens(NamedTuple):
-    """What was generated for one prompt; ``draft`` is None for a model without a draft."""
+    """The generated tokens of one prompt; ``draft`` is None for a model without a draft."""
 
     token_ids: list[int]
     draft: list[int] | None
@@ -69,9 +69,9 @@ class Tokens(NamedTuple):
 
 @dataclass(kw_only=True)
 class PairOutcome:
-    """What one engine with one model did. ``gb_per_s`` are received bytes by seconds of their transfers.
+    """The outcome of one engine with one model. ``gb_per_s`` is received bytes over seconds of transfers.
 
-    ``problems`` is empty exactly if everything was as it must be.
+    ``problems`` is empty exactly if every check passed.
     """
 
     engine: str
@@ -87,7 +87,7 @@ class PairOutcome:
     block_ids_differ: bool = False
 
     def report(self, *, json_output: bool) -> None:
-        """Print what was found in a line, with its problems to stderr, and as JSON if that is wanted."""
+        """Print the outcome as one line, its problems to stderr, and JSON on demand."""
         name, verdict = f"{self.engine}/{self.model}", "FAILED" if self.problems else "ok"
         moved = f"{self.kv_bytes / 1e6:.3g} MB over {self.lane}" if self.lane else "no KV came"
         found = f"{self.token_exact} of {self.requests} exact, {moved}, {self.seconds:.1f} s"
@@ -100,15 +100,15 @@ class PairOutcome:
 
 
 def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
-    """Outcomes go to stdout, everything else to stderr.
+    """Run the demo. Outcomes go to stdout, all else to stderr.
 
-    Returns the exit code: 1 if anything was not as it must be, or no engine can run here.
-    Raises ``ConfigError``: an unknown name, or an engine asked for by name cannot run here.
+    Returns the exit code: 1 if a check failed, or no engine can run here.
+    Raises ``ConfigError``: an unknown name, or an engine that was named cannot run here.
     """
     from kvconnect.engine.registry import available_engines
 
     models = _known("model", options.model, MODELS)
-    # The memory engine does not leave its process.
+    # The memory engine works within one process only.
     engines = _known("engine", options.engine, [name for name in engine_entry_points() if name != "memory"])
     reasons = available_engines()
     for name in [name for name in engines if reasons[name]]:
@@ -146,7 +146,7 @@ def _raise_exit(number: int, _frame: FrameType | None) -> None:
 
 
 def _known(what: str, names: Sequence[str], accepted: Sequence[str]) -> list[str]:
-    """These names, each once; none means all. Raises ConfigError: one is not accepted."""
+    """These names without repeats; none means all. Raises ``ConfigError`` for a name not accepted."""
     for name in names:
         if name not in accepted:
             raise ConfigError(f"{what} {name!r} is unknown; choose from {', '.join(accepted)}")
@@ -154,10 +154,10 @@ def _known(what: str, names: Sequence[str], accepted: Sequence[str]) -> list[str
 
 
 def make_prompts(count: int, seed: int) -> list[list[int]]:
-    """``count`` different prompts of random ids, whose lengths sit on and around every block border.
+    """``count`` different prompts of random ids, whose lengths lie on and around every block boundary.
 
-    The same arguments always give the same prompts. No prompt is the beginning of another one, save for
-    those of one token: a node that has seen the others still lacks the end of each.
+    The same arguments always give the same prompts. No prompt but those of one token is the beginning of
+    another: a node that has cached the others still lacks the end of each.
     """
     generator = random.Random(seed)
     shared = [generator.randrange(VOCAB) for _ in range(_SHARED_TOKENS)]
@@ -177,9 +177,9 @@ def make_prompts(count: int, seed: int) -> list[list[int]]:
 def _run_model(
     engines: Sequence[str], model: str, options: DemoOptions, folder: Path
 ) -> Iterator[PairOutcome]:
-    """One model with every engine. The single node is asked once, while the first pair starts."""
+    """One model with every engine. The single node runs once, while the first pair starts."""
     prompts = make_prompts(options.requests, PROMPT_SEED)
-    # One prompt more, which is sent to both nodes without the router.
+    # One more prompt, which is sent to both nodes without the router.
     prompts.append(make_prompts(3, PROMPT_SEED + 1)[2] + make_prompts(5, PROMPT_SEED + 2)[4])
     expected: list[Tokens | BadAnswer] = []
     node = ("--device", options.device, "--kv-cache-dtype", options.kv_cache_dtype)
@@ -225,9 +225,9 @@ def start_nodes(
 
 
 def start_router(children: Children, prefill: Child, decode: Child) -> Child:
-    """Wait for both nodes, then put a router before them and wait until it is ready to route.
+    """Wait for both nodes, then start a router for them and wait until it is ready to route.
 
-    Raises ``ChildFailed``: one of them ended or was too slow, or the router did not find both nodes healthy.
+    Raises ``ChildFailed`` if a process ends or is too slow, or the router does not find both nodes healthy.
     """
     options = ("--port", "0", "--prefill", prefill.wait_ready(), "--decode", decode.wait_ready())
     router = children.start(prefill.name.replace("prefill", "router", 1), "router", *options)
@@ -237,13 +237,13 @@ def start_router(children: Children, prefill: Child, decode: Child) -> Child:
 
 
 def ask(url: str, model: str, prompt: Sequence[int], **more: Any) -> Any:
-    """One completion, as the whole answer. Raises BadAnswer: an error, or no answer."""
+    """The whole answer to one completion. Raises ``BadAnswer``: an error, or no answer."""
     body = {"model": model, "prompt": list(prompt), "max_tokens": MAX_TOKENS, "temperature": 0, **more}
     return fetch_json(url + "/v1/completions", body, REQUEST_TIMEOUT_S)
 
 
 def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]]) -> list[Tokens | BadAnswer]:
-    """All prompts, several at a time. A failed one is its error, in its place."""
+    """Send all prompts, ``CONCURRENCY`` at a time. The result of a failed one is its error."""
 
     def one(prompt: Sequence[int]) -> Tokens | BadAnswer:
         try:
@@ -256,7 +256,7 @@ def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]]) -> list[Toke
 
 
 def tokens_of(answer: Any) -> Tokens:
-    """The generated tokens in an answer. Raises BadAnswer: it holds none."""
+    """The generated tokens in an answer. Raises ``BadAnswer`` if there are none."""
     try:
         drafts = answer.get("draft_token_ids")
         return Tokens(list(answer["choices"][0]["token_ids"]), None if drafts is None else list(drafts))
@@ -275,13 +275,13 @@ def _judge(
     prompts: Sequence[Sequence[int]],
     expected: Sequence[Tokens | BadAnswer],
 ) -> None:
-    """Send everything through a pair and write down what was found.
+    """Send all prompts through a pair and record the problems.
 
-    The last prompt is sent to both nodes without the router, to see the block ids of both sides.
+    The last prompt is sent to both nodes without the router, to read the block ids of both.
     """
     *routed, by_hand = prompts
     before = read_metrics(decode.url)
-    # One alone, so that the router knows the prefill node before it is asked for the others.
+    # The first prompt alone, so that the router knows the prefill node before the others come.
     got = [answer for some in (routed[:1], routed[1:]) for answer in ask_all(router.url, outcome.model, some)]
     for index, (prompt, mine, single) in enumerate(zip(routed, got, expected[:-1], strict=True)):
         if problem := difference(mine, single):
@@ -290,7 +290,7 @@ def _judge(
             outcome.token_exact += 1
     judge_transfer(outcome, before, read_metrics(decode.url), routed)
     alone = growth({}, read_metrics(router.url), "kvconnect_router_fallbacks_total")
-    # A prefill node of a recurrent model has nothing to hand out for one token.
+    # For a one-token prompt a prefill node of a recurrent model has no KV to send.
     if alone > sum(len(prompt) == 1 for prompt in routed):
         outcome.problems.append(f"the router sent {alone:.0f} requests to the decode node alone")
     _judge_block_ids(outcome, prefill, decode, by_hand, expected[-1])
@@ -324,7 +324,7 @@ def _judge_block_ids(
 
 
 def all_differ(prefill: Any, decode: Any) -> bool:
-    """In every cache group that holds blocks on both sides the ids differ, and there is such a group."""
+    """Whether ids differ in every cache group with blocks on both nodes, and there is such a group."""
     if not isinstance(prefill, list) or not isinstance(decode, list) or len(prefill) != len(decode):
         return False
     shared = [(a[: len(b)], b[: len(a)]) for a, b in zip(prefill, decode, strict=True)]
@@ -333,7 +333,7 @@ def all_differ(prefill: Any, decode: Any) -> bool:
 
 
 def difference(pair: Tokens | BadAnswer, single: Tokens | BadAnswer) -> str:
-    """How the pair's tokens differ from the single node's; empty if they are the same."""
+    """How the pair's tokens differ from the single node's; empty if they are equal."""
     for name, answer in (("single node", single), ("pair", pair)):
         if isinstance(answer, BadAnswer):
             return f"the {name} failed: {answer}"
@@ -352,7 +352,7 @@ def difference(pair: Tokens | BadAnswer, single: Tokens | BadAnswer) -> str:
 def judge_transfer(
     outcome: PairOutcome, before: Samples, after: Samples, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """A pair that computes everything twice is exact too: only the counters differ."""
+    """Check the counters: a pair that computes every prompt twice would be token-exact too."""
     received = {"direction": "received"}
     outcome.kv_bytes = int(growth(before, after, "kvconnect_transfer_bytes_total", **received))
     outcome.transfer_s = growth(before, after, "kvconnect_transfer_seconds_total", **received)
@@ -363,7 +363,7 @@ def judge_transfer(
     outcome.lane = "+".join(sorted({one["lane"] for one in grown if one["direction"] == "received"}))
     count = growth(before, after, "kvconnect_transfers_total", outcome="ok", **received)
     wrong = growth(before, after, "kvconnect_transfers_total", **received) - count
-    # What one token leaves behind may be cheaper to compute than to fetch.
+    # The KV of a one-token prompt may be cheaper to compute than to fetch.
     needed = sum(len(prompt) > 1 for prompt in prompts)
     if count < needed:
         outcome.problems.append(

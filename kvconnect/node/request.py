@@ -1,4 +1,4 @@
-"""A completion request as the node's engine sees it, what its client gets, and the steps that compute it."""
+"""A completion request in the node's engine, the outputs for its client, and the steps that compute it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Output:
 
     @property
     def is_last(self) -> bool:
-        """Nothing follows."""
+        """Whether no output follows."""
         return self.finish_reason is not None or self.failure is not None
 
 
 class RequestState(enum.Enum):
-    """Where a request is. FINISHED requests may still hold blocks that a peer reads or writes."""
+    """A request's state. A FINISHED request may still hold blocks that a peer reads or writes."""
 
     WAITING = "waiting"
     WAITING_FOR_KV = "waiting_for_kv"
@@ -53,12 +53,11 @@ class RequestState(enum.Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One completion. ``sink`` is called on the engine loop thread and must not block.
+    """One completion. ``sink`` is called on the engine loop's thread and must not block.
 
-    ``num_computed_tokens`` counts the tokens whose cache is valid, ``row`` is its place in the block
-    tables while it runs. ``loaded``: its blocks were filled by a transfer, until it begins anew.
-    ``preemptions`` counts how often it began anew. ``checkpoints`` are numbers of tokens at which
-    a chunk of it has to end.
+    ``num_computed_tokens`` counts the tokens whose KV is valid; ``row`` is its row in the block tables while
+    it runs. ``loaded``: a transfer filled its blocks, and it has not started over since. ``preemptions``
+    counts how often it started over. A chunk must end at each of ``checkpoints``, in tokens.
     """
 
     request_id: str
@@ -84,22 +83,22 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far: the prompt as far as it is used, and what was generated."""
+        """The number of tokens so far: the used part of the prompt, and generated tokens."""
         return len(self.token_ids)
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens generated so far."""
+        """The number of tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def first_token(self) -> int | None:
-        """What its output begins with, if that is named and there is none yet."""
+        """The first output token that the router named; None if it named none or the output has begun."""
         token = (self.kv_transfer_params or {}).get(FIRST_TOKEN_KEY)
         return token if isinstance(token, int) and not self.num_generated_tokens else None
 
     def truncate(self, num_prompt_tokens: int) -> None:
-        """Use only the first tokens of the prompt. Before anything was computed."""
+        """Use only the first tokens of the prompt. Call it before any token is computed."""
         self.num_prompt_tokens = min(num_prompt_tokens, self.num_prompt_tokens)
         self.token_ids = self.prompt_token_ids[: self.num_prompt_tokens]
 
@@ -109,7 +108,7 @@ BlockIds = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class ScheduledChunk:
-    """Tokens of one request to compute. ``samples``: they reach the end, so the next token is wanted."""
+    """Tokens of one request to compute. ``samples``: they reach its end, so a new token is sampled."""
 
     request_id: str
     row: int
@@ -120,14 +119,14 @@ class ScheduledChunk:
 
 @dataclass
 class EngineStep:
-    """Work of one step.
+    """The work of one step.
 
     Attributes:
-        new_block_ids_to_zero: fresh blocks of attention groups, whose old bytes could be NaN; blocks that a
-            load fills whole are not among them.
+        new_block_ids_to_zero: fresh blocks of attention groups, whose old bytes could be NaN; without blocks
+            that a load fills whole.
         released_rows: block table rows that no request owns any more.
-        new_rows, grown_rows: logical block ids per group that start a row anew, or add to it.
-        deferred: a request waits for an answer of the connector, so the next step must come soon.
+        new_rows, grown_rows: (row, logical block ids per group) that start a row over, or extend it.
+        deferred: a request waits for the connector's answer, so the next step must come soon.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)

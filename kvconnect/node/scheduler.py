@@ -1,7 +1,7 @@
-"""Which requests run, wait or load, what each step computes, and what clients are to be sent.
+"""Decides which requests run, wait or load, the tokens of each step, and the outputs for clients.
 
-Requests are served first come first served with a token budget per step; when blocks run out, the latest
-running request is preempted and recomputed later. All calls come from one thread.
+Requests are served in order of arrival with a token budget per step. When blocks run out, the latest running
+request is preempted and recomputed later. All calls come from one thread.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ class Transfers:
         self._align = align_tokens(config)
         self.recompute_failed_loads = recompute_failed_loads
         self._has_warned = False
-        # Loads under way, those among them whose request was aborted, and ended requests to be fetched.
+        # Loads under way; aborted requests with a load under way; ended requests that a peer may fetch.
         self.loading: dict[str, Request] = {}
         self.abandoned: dict[str, Request] = {}
         self.unsent: dict[str, Request] = {}
 
     @property
     def num_outstanding(self) -> int:
-        """Requests that a result is awaited for."""
+        """The number of requests with a result outstanding."""
         return len(self.loading) + len(self.abandoned) + len(self.unsent)
 
     def first_chunk(self, request: Request, count: int) -> int:
-        """A request was admitted: find out where its chunks end. Returns the tokens of the first."""
+        """Set an admitted request's checkpoints. Returns the number of tokens of its first chunk."""
         if self._states:
             request.checkpoints = tuple(self.hooks.checkpoints(request))
         return self.cut(request, request.num_computed_tokens, count)
 
     def cut(self, request: Request, computed: int, count: int) -> int:
-        """How many of ``count`` tokens after ``computed`` the next chunk may take."""
+        """How many of ``count`` tokens after ``computed`` the next chunk may have."""
         places = request.checkpoints
         index = bisect_right(places, computed)
         return count if index == len(places) else min(count, places[index] - computed)
 
     def launched(self, step: EngineStep, requests: Mapping[str, Request]) -> None:
-        """A step of these requests was computed, and its blocks are still theirs."""
+        """Report a computed step whose requests still own their blocks."""
         due = self.hooks.due
         if not due:
             return
@@ -87,7 +87,7 @@ class Transfers:
     def end(
         self, request: Request, block_ids: tuple[list[int], ...], *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Notify the connector that a request ended. Returns if its blocks are free now, and parameters."""
+        """Report a request's end to the connector. Returns whether its blocks are free, and parameters."""
         keep, params = self.hooks.request_finished(request, block_ids, delivered=delivered)
         if self.loading.pop(request.request_id, None) is not None:
             self.abandoned[request.request_id] = request
@@ -97,7 +97,7 @@ class Transfers:
         return not keep, params
 
     def settle(self, results: Results) -> tuple[list[Request], list[tuple[Request, Reason | None]]]:
-        """Requests whose blocks are free now, and loads that ended: those that failed, with the reason."""
+        """Requests whose blocks are free now, and ended loads with the reason for each failed one."""
         self.hooks.update_results(results)
         freed, ended, unknown = [], [], []
         for request_id in results.sent:
@@ -132,16 +132,16 @@ class Counts:
 
 
 class Scheduler:
-    """Plans steps for ``manager``'s blocks, of which ``transfers`` keeps some alive."""
+    """Plans steps with blocks from ``manager``; ``transfers`` may keep a request's blocks after its end."""
 
     def __init__(self, options: NodeOptions, manager: BlockManager, transfers: Transfers) -> None:
         self.options = options
         self.manager = manager
         self.transfers = transfers
         self.counts = Counts()
-        # Not yet answered, by id.
+        # Requests without a final answer, by id.
         self.requests: dict[str, Request] = {}
-        # What clients are to be sent, in order; the engine empties it.
+        # Outputs for clients, in order; the engine empties it.
         self.outputs: list[tuple[Request, Output]] = []
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -151,7 +151,7 @@ class Scheduler:
     # --- coming and going -------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises LocalError: a request with this id is already here."""
+        """Queue a request. Raises ``LocalError`` if its id is in use."""
         if request.request_id in self.requests:
             raise LocalError(f"request id {request.request_id!r} is already in use")
         request.blocks = self.manager.new_request()
@@ -170,7 +170,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request without an answer; one that already ended is left alone."""
+        """End a request without an answer; a request that has ended is ignored."""
         request = self.requests.get(request_id)
         if request is not None:
             self._leave_queues(request)
@@ -178,14 +178,14 @@ class Scheduler:
             self._end(request, Output(finish_reason="abort"), delivered=False)
 
     def fail_all(self, failure: Failure) -> None:
-        """End every request with the same error, and report it to no connector: the engine loop is over."""
+        """Fail every request without a report to the connector: the engine loop has ended."""
         self.outputs.extend((request, Output(failure=failure)) for request in self.requests.values())
         self.requests.clear()
         self.waiting.clear()
         self.running.clear()
 
     def by_state(self) -> dict[str, int]:
-        """How many requests are in each state, and how many ended ones still hold blocks."""
+        """The number of requests in each state, and of ended ones that still hold blocks."""
         counts = {state.value: 0 for state in RequestState if state is not RequestState.FINISHED}
         for request in self.requests.values():
             counts[request.state.value] += 1
@@ -200,7 +200,7 @@ class Scheduler:
     def _end(self, request: Request, output: Output, *, delivered: bool = True) -> None:
         """Settle the request's blocks with the connector, then queue its last output.
 
-        ``delivered``: it has all its tokens.
+        ``delivered``: the request has all its tokens.
         """
         assert request.blocks is not None
         block_ids = request.blocks.snapshot()
@@ -234,7 +234,7 @@ class Scheduler:
     # --- one step ---------------------------------------------------------------------------------
 
     def schedule(self) -> EngineStep:
-        """Decide what the next step computes, and give it blocks."""
+        """Plan the next step's tokens and allocate their blocks."""
         step = EngineStep()
         budget = self.options.max_num_batched_tokens
         preempted = self.counts.preemptions
@@ -263,7 +263,7 @@ class Scheduler:
         step.chunks.append(ScheduledChunk(request.request_id, request.row, start, token_ids, samples))
 
     def _grow_running(self, request: Request, count: int, step: EngineStep) -> bool:
-        """Blocks for the next tokens of a running request, at the cost of later ones. False: preempted."""
+        """Allocate a running request's next blocks, preempting later requests. False: preempted itself."""
         assert request.blocks is not None
         assert request.row is not None
         computed = request.num_computed_tokens
@@ -297,8 +297,8 @@ class Scheduler:
     def _admit(self, budget: int, step: EngineStep) -> None:
         """Start waiting requests in order.
 
-        When one does not fit, only those that hold loaded blocks may overtake it: they need nothing that
-        it waits for, and if they waited behind it, both could wait for ever.
+        When one does not fit, only requests with loaded blocks may overtake it: they need no more blocks, and
+        if they waited behind it, both could wait for ever.
         """
         blocked = False
         for request in list(self.waiting):
@@ -313,7 +313,7 @@ class Scheduler:
                 budget -= taken
 
     def _admit_one(self, request: Request, budget: int, step: EngineStep) -> int | None:
-        """Start or load one request. Tokens it takes from the budget; None: it does not fit now."""
+        """Start or load one request. Returns the budget tokens that it takes; None: it does not fit now."""
         assert request.blocks is not None
         hit: CacheHit | None = None
         external: int | None = 0
@@ -328,7 +328,7 @@ class Scheduler:
         if external:
             return self._start_load(request, hit, external, step)
         count = min(request.num_tokens - computed, budget)
-        # Asking for room for all of it keeps a long prompt from starting when it would be preempted soon.
+        # Room for all its tokens is required, so that a long prompt does not start only to be preempted.
         if hit is not None and not self.manager.fits_whole(request.blocks, hit, request.num_tokens):
             return None
         grown = self.manager.grow(request.blocks, hit, computed, computed + count)
@@ -345,7 +345,7 @@ class Scheduler:
         step.new_rows.append((request.row, block_ids))
         step.new_block_ids_to_zero += grown.new_block_ids_to_zero
         self.transfers.hooks.update_after_alloc(request, block_ids, 0)
-        # The blocks that this leaves without tokens are there for the next chunk.
+        # A chunk may end early at a checkpoint; the next chunk uses the spare blocks.
         count = self.transfers.first_chunk(request, count)
         self._add_chunk(request, count, step)
         return count
@@ -368,7 +368,7 @@ class Scheduler:
     def _start_load(
         self, request: Request, hit: CacheHit | None, external: int, step: EngineStep
     ) -> int | None:
-        """Give a request blocks and let the connector fill them. None: they do not fit now."""
+        """Allocate a request's blocks and let the connector fill them. None: they do not fit now."""
         assert request.blocks is not None
         loaded = (hit.num_tokens if hit else 0) + external
         if loaded > request.num_tokens:
@@ -376,8 +376,8 @@ class Scheduler:
                 f"the connector offers {loaded} tokens of request {request.request_id!r}, "
                 f"which has {request.num_tokens}"
             )
-        # The last token is computed here, so a window must reach back from it. Room for all tokens, so
-        # that a loaded request never waits for a block.
+        # The last token is computed here, so a window must reach back from it. Blocks for all tokens, so that
+        # a loaded request never waits for a block.
         computed = min(loaded, request.num_tokens - 1)
         grown = self.manager.grow(request.blocks, hit, computed, request.num_tokens, num_loaded=loaded)
         if grown is None:
@@ -392,7 +392,7 @@ class Scheduler:
         return 0
 
     def _count_cached(self, request: Request, num_tokens: int) -> None:
-        """What a request that begins anew finds, of its own answer too, was not cached for its client."""
+        """Record a request's cached tokens, unless it was preempted: then its hits include its own tokens."""
         if request.preemptions == 0:
             self.counts.cached_tokens += num_tokens - request.cached_tokens
             request.cached_tokens = num_tokens
@@ -400,7 +400,7 @@ class Scheduler:
     # --- what happened ----------------------------------------------------------------------------
 
     def update(self, step: EngineStep, sampled: dict[str, tuple[int, int | None]]) -> None:
-        """The step was computed; ``sampled`` are the new token and draft token by request."""
+        """Take a computed step; ``sampled`` has the new token and draft token by request."""
         self.transfers.launched(step, self.requests)
         for chunk in step.chunks:
             request = self.requests[chunk.request_id]
@@ -422,7 +422,7 @@ class Scheduler:
                 self.outputs.append((request, Output((token,), drafts)))
 
     def update_results(self, results: Results) -> None:
-        """Transfers ended: free, resume or fail their requests."""
+        """Take ended transfers: free, resume or fail their requests."""
         freed, ended = self.transfers.settle(results)
         for request in freed:
             assert request.blocks is not None

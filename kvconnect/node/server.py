@@ -1,4 +1,4 @@
-"""The node's HTTP interface: completions, health, metrics and a look inside.
+"""The node's HTTP interface: completions, health, metrics and debug state.
 
 Owns connections and answers, on one event loop; the engine's thread queues outputs there.
 """
@@ -34,12 +34,12 @@ _http_logger = logging.getLogger("kvconnect.node.http")
 
 REQUEST_ID_HEADER = "X-Request-Id"
 DRAIN_TIMEOUT_S = 5.0
-# A body has a prompt that fits the model, in JSON, and not much more: so many bytes, and more for each token.
+# The longest body in bytes: a fixed part, and a part for each token that the model can take.
 _BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
-# Of each body, and not counted among those of all that are being read: small ones always pass.
+# This part of each body is not counted in the bytes of all bodies being read: small bodies always pass.
 _FREE_BODY_BYTES = 64 << 10
 _BACKLOG = 1024
-# Of the engine, peers and tiers, beside the clients' connections.
+# Open files of the engine, peers and tiers, beside client connections.
 _OTHER_FILES = 512
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\nRetry-After: 1\r\n\r\n"
@@ -52,7 +52,7 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     **dict.fromkeys(("echo", "logprobs", "stop", "suffix"), (False, "", [])),
 }
-"""Of fields that ask for what this node does not do: what does not ask for it. Left out is right for all."""
+"""For fields that this node does not support: the values that ask for nothing. Absent is always accepted."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -61,10 +61,10 @@ class HttpLimits:
     """Bounds of the HTTP server.
 
     Attributes:
-        max_connections: open at once; more are answered with 503 and closed.
-        max_requests: given to the engine and not ended by it; more are answered with 503.
-        max_bodies_bytes: of large bodies being read, but at least the largest one; more get 503.
-        max_params_bytes: of a request's transfer parameters, as JSON.
+        max_connections: open connections; more are answered with 503 and closed.
+        max_requests: requests in the engine; more are answered with 503.
+        max_bodies_bytes: sum of large bodies being read, at least the largest one; more get 503.
+        max_params_bytes: a request's transfer parameters as JSON.
         body_timeout_s: for a client to send its whole body.
         idle_timeout_s: after which a connection without a request is closed.
     """
@@ -77,7 +77,7 @@ class HttpLimits:
     idle_timeout_s: float = 60.0
 
     def within_open_files(self) -> HttpLimits:
-        """As many connections as the system lets this process have; raises its soft limit of open files."""
+        """Limit connections to the process's open files; raises the soft limit as far as needed."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = self.max_connections + _OTHER_FILES
         if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -118,9 +118,9 @@ class CompletionBody(Struct, kw_only=True):
     suffix: Any = None
 
     def prompt_token_ids(self, vocab_size: int) -> list[int]:
-        """The prompt as token ids; those of a text are its bytes.
+        """The prompt as token ids; a text's token ids are its bytes.
 
-        Raises ``BadRequest``: there are none, several prompts, or one that the model does not have.
+        Raises ``BadRequest`` for an empty prompt, several prompts, or an unknown token.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -144,9 +144,9 @@ class CompletionBody(Struct, kw_only=True):
 
 
 def parse_completion(body: object, *, model: str, session_id: str | None = None) -> CompletionBody:
-    """Check a decoded JSON body, which may name another session than the header did.
+    """Check a decoded JSON body, whose session id takes precedence over the header's.
 
-    Raises BadRequest: a field is wrong, or asks for what is not done here.
+    Raises ``BadRequest`` if a field is wrong or not supported.
     """
     try:
         parsed = msgspec.convert(body, CompletionBody)
@@ -164,7 +164,7 @@ def parse_completion(body: object, *, model: str, session_id: str | None = None)
 
 
 def check_request_id(request_id: str) -> str:
-    """A client's request id. Raises BadRequest: empty, too long, or with characters logs must not have."""
+    """A client's request id. Raises ``BadRequest``: empty, too long, or not printable."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
         raise BadRequest(
             f"X-Request-Id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters, "
@@ -179,7 +179,7 @@ def error_body(message: str, kind: str, status: int) -> dict[str, Any]:
 
 
 class CompletionAnswer(Struct, frozen=True):
-    """What all bodies of one answer have in common."""
+    """The fields common to all bodies of one answer."""
 
     request_id: str
     model: str
@@ -189,9 +189,9 @@ class CompletionAnswer(Struct, frozen=True):
     def body(
         self, request: Request, token_ids: Sequence[int], drafts: Sequence[int] | None, output: Output
     ) -> dict[str, Any]:
-        """A whole answer or a chunk of a streamed one; what ends it has the counts.
+        """A whole answer or a chunk of a streamed one; the last body has usage and transfer parameters.
 
-        ``drafts`` are None for a model without a draft.
+        ``drafts`` is None for a model without a draft.
         """
         choice = {
             "index": 0,
@@ -229,7 +229,7 @@ def _error(message: str, kind: str, status: int) -> web.Response:
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error is JSON, and none ends the server."""
+    """Answers every error as JSON; no error ends the server."""
     try:
         return await handler(request)
     except BadRequest as error:
@@ -249,9 +249,9 @@ class NodeServer:
         self._engine = engine
         self._limits = limits or HttpLimits()
         self._serials = itertools.count()
-        # Of every request that the engine has not ended, by its id.
+        # The queues of requests that the engine has not ended, by engine id.
         self._outputs: dict[str, asyncio.Queue[Output]] = {}
-        # From the engine's thread, which wakes the event loop once for all that are there.
+        # Outputs from the engine's thread, which wakes the event loop once for all of them.
         self._delivered: collections.deque[tuple[str, Output]] = collections.deque()
         self._is_woken = False
         self._in_flight = self._reading_bytes = 0
@@ -262,7 +262,7 @@ class NodeServer:
     async def start(self, host: str, port: int) -> int:
         """Listen, and start the engine. Returns the port, which the system chose if ``port`` is 0.
 
-        Raises ``OSError``: the address cannot be listened on.
+        Raises ``OSError`` if the address cannot be bound.
         """
         self._loop = asyncio.get_running_loop()
         max_body_bytes = _BODY_BYTES + _TOKEN_BYTES * self._engine.options.max_model_len
@@ -281,11 +281,11 @@ class NodeServer:
         return int(self._listening.sockets[0].getsockname()[1])
 
     def refuse(self) -> None:
-        """Take no new request from now on; those in flight go on."""
+        """Refuse new requests; those in flight go on."""
         self._draining = True
 
     async def stop(self, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
-        """Refuse new requests, give those in flight some time, then end everything."""
+        """Refuse new requests, wait for those in flight at most ``drain_timeout_s``, then end all."""
         self.refuse()
         deadline = time.monotonic() + drain_timeout_s
         while self._in_flight and time.monotonic() < deadline:
@@ -330,7 +330,7 @@ class NodeServer:
         if len(self._outputs) >= self._limits.max_requests:
             text = f"the node serves {self._limits.max_requests} requests already"
             return _error(text, "server_error", 503)
-        # Clients may reuse an id; the engine and the peers need one per request.
+        # Clients may reuse an id; the engine and the peers need a unique one per request.
         engine_id = f"{request_id}-{next(self._serials)}"
         self._in_flight += 1
         try:
@@ -343,7 +343,7 @@ class NodeServer:
             return await self._whole(answer, request, outputs)
         finally:
             self._in_flight -= 1
-            # A client that left before the end cancelled this; one that has ended is left alone.
+            # A client that left cancelled this handler; a request that has ended is not aborted.
             if engine_id in self._outputs:
                 self._engine.abort(engine_id)
 
@@ -378,7 +378,7 @@ class NodeServer:
             self._reading_bytes -= counted
 
     def _request(self, engine_id: str, body: CompletionBody) -> Request:
-        """A request that the engine can serve. Raises BadRequest: it cannot; the message states why."""
+        """A request that the engine can serve. Raises ``BadRequest`` with the reason if it cannot."""
         prompt = body.prompt_token_ids(self._engine.vocab_size)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         refusal = self._engine.refusal(len(prompt), max_tokens)
@@ -390,7 +390,7 @@ class NodeServer:
         return Request(engine_id, prompt, max_tokens, sink, body.kv_transfer_params, body.session_id)
 
     def _params_refusal(self, params: dict[str, Any]) -> str | None:
-        # Whether they make sense is for the connector to decide: some policies serve a request all the same.
+        # The connector decides whether they are valid: some policies serve a request all the same.
         try:
             length_bytes = len(json.dumps(params))
         except RecursionError:
@@ -403,16 +403,16 @@ class NodeServer:
     # --- answers ----------------------------------------------------------------------------------
 
     def _deliver(self, engine_id: str, output: Output) -> None:
-        """Called on any thread."""
+        """Queue an output for the event loop. For any thread."""
         self._delivered.append((engine_id, output))
         if not self._is_woken:
             self._is_woken = True
-            # A loop that was closed has no client left.
+            # If the loop is closed, no client is left.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._queue)
 
     def _queue(self) -> None:
-        # First: what is delivered from here on may miss this round, and wakes the loop again.
+        # Reset first: an output delivered from here on may miss this round, and must wake the loop again.
         self._is_woken = False
         while self._delivered:
             engine_id, output = self._delivered.popleft()
@@ -421,7 +421,7 @@ class NodeServer:
                 outputs.put_nowait(output)
 
     async def _until_last(self, request: Request) -> AsyncIterator[Output]:
-        """What the engine answers, or its refusal."""
+        """The engine's outputs, or its refusal as a failure."""
         outputs = self._outputs[request.request_id] = asyncio.Queue[Output]()
         try:
             self._engine.submit(request)
@@ -480,7 +480,7 @@ def _failed(answer: CompletionAnswer, failure: Failure) -> web.Response:
 
 
 class _Full(asyncio.Protocol):
-    """A connection too many."""
+    """Answers 503 to a connection beyond the bound."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -489,9 +489,9 @@ class _Full(asyncio.Protocol):
 
 
 async def _listen(server: web.Server, host: str, port: int, max_connections: int) -> asyncio.Server:
-    """Have ``server`` accept a bounded number of connections.
+    """Let ``server`` accept at most ``max_connections`` connections.
 
-    Raises ``OSError``: the address cannot be listened on.
+    Raises ``OSError`` if the address cannot be bound.
     """
     was_full = False
 

@@ -1,4 +1,4 @@
-"""Puts a node together and serves it until a signal ends it."""
+"""Builds a node and serves it until a signal ends it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 def build_engine(
     options: NodeOptions, connector: Connector | None = None, model: Model | None = None
 ) -> NodeEngine:
-    """A node's engine, not started. ``connector`` and ``model`` take the place of the configured ones.
+    """A node's engine, not started. ``connector`` and ``model`` replace the configured ones.
 
-    Raises ``ConfigError``: the options do not fit together.
+    Raises ``ConfigError`` if the options do not fit together.
     """
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -65,9 +65,9 @@ def build_engine(
 
 
 async def _drain(engine: NodeEngine, over: asyncio.Event) -> None:
-    """Hold nothing new. Let peers fetch what is held for them, within ``drain_s``, and notify the others.
+    """Hold no new KV. Let peers fetch held KV within ``drain_s``, then notify those that have not.
 
-    Waits until that has ended, or ``over`` is set.
+    Returns when the drain has ended, or ``over`` is set.
     """
     loop, ended = asyncio.get_running_loop(), []
     engine.scheduler.transfers.hooks.drain()
@@ -77,7 +77,7 @@ async def _drain(engine: NodeEngine, over: asyncio.Event) -> None:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(over.set)
 
-    # None of the loop's own threads, which it waits for at its end.
+    # A thread outside of the loop's executor, whose threads the loop waits for at its end.
     threading.Thread(target=drain, name="kvconnect-drain", daemon=True).start()
     await over.wait()
     if ended != [True]:
@@ -93,7 +93,7 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
         loop.add_signal_handler(number, lambda: (over if stopped.is_set() else stopped).set())
     try:
         bound = await server.start(host, port)
-        # What is here now stays: to look through it takes a collection longer than most transfers take.
+        # Objects made at the start stay: scanning them would take a collection longer than most transfers.
         gc.collect()
         gc.freeze()
         print(f"kvconnect node ready on http://{join_address(host, bound)}", flush=True)
@@ -106,7 +106,7 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
 
 
 def serve(options: NodeOptions, *, host: str, port: int, num_threads: int | None = None) -> None:
-    """Serve a model over HTTP until SIGTERM or SIGINT; one line with the address reports that it is ready.
+    """Serve a model over HTTP until SIGTERM or SIGINT. Prints one line with the address when ready.
 
     Raises:
         ConfigError: the options do not fit together.
