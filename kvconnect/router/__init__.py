@@ -1,5 +1,5 @@
 """The HTTP router of a prefill/decode pair.
 
-It speaks the sequential flow with the NIXL-shaped ``kv_transfer_params`` that existing routers speak, so any
-of them can take its place.
+It uses the sequential flow and the NIXL-shaped ``kv_transfer_params`` of existing routers, so that any of
+them can replace it.
 """

@@ -1,6 +1,6 @@
 """The HTTP server around the flow: admission, error answers, health checks and draining.
 
-Bodies, keys and answers are never logged.
+It never logs bodies, keys or answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("kvconnect.router")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """A client that leaves, or sends what is no HTTP and gets an error for it, is no error of ours."""
+    """False for the errors of a client that leaves or sends invalid HTTP: these are not logged."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, (HttpProcessingError, ConnectionError, web.RequestPayloadError))
 
@@ -44,7 +44,7 @@ _Run = Callable[[web.Request, str, float], Awaitable[web.StreamResponse]]
 
 
 class Router:
-    """One router: two pools, one flow, and the requests under way. One event loop owns it."""
+    """One router: two pools, one flow, and the requests in flight. One event loop owns it."""
 
     def __init__(self, options: RouterOptions, limits: RouterLimits, clock: Clock) -> None:
         self.limits = limits
@@ -65,7 +65,7 @@ class Router:
         self.flow = Flow(self.prefill, self.decode, self._upstream, clock, options, placing)
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
-        """Hold the client session, and look after nodes, their names and their events meanwhile."""
+        """Hold the client session, and meanwhile check nodes, their names and their KV events."""
         async with self._upstream, contextlib.AsyncExitStack() as stack:
             if self._admin:
                 await stack.enter_async_context(admin_served(self._admin, self.pools, self._followed))
@@ -92,7 +92,7 @@ class Router:
             await asyncio.sleep(self.limits.check_interval_s)
 
     async def admitted(self, request: web.Request, run: _Run) -> web.StreamResponse:
-        """Serve a request, unless the router is full or ends."""
+        """Serve a request, or answer 503 if the router is full or draining."""
         started = self._clock()
         request_id = bodies.request_id_of(request.headers)
         response: web.StreamResponse
@@ -108,7 +108,7 @@ class Router:
             try:
                 response = await self._answer(request, request_id, started, run)
             except (asyncio.CancelledError, ConnectionError):
-                # The connections to nodes are closed by now, and the nodes see it.
+                # The connections to nodes are closed by now, so the nodes see the client leave.
                 self.metrics.clients_gone.inc()
                 logger.info("%s %s: the client left", request.path, request_id)
                 raise
@@ -142,7 +142,7 @@ class Router:
             return error_response(error.status, str(error), request_id, retry_after_s=retry_after_s)
 
     async def health(self, _request: web.Request) -> web.Response:
-        """The process is alive."""
+        """200 while the process runs."""
         return web.json_response({"status": "alive"})
 
     async def ready(self, request: web.Request) -> web.Response:
@@ -150,7 +150,7 @@ class Router:
         missing = [pool.role for pool in self.pools if not pool.is_ready()]
         if self.is_draining:
             return web.json_response({"status": "draining"}, status=503)
-        # Decode nodes compute prompts then. Not while it is unknown whether a prefill node is there.
+        # Then decode nodes compute prompts; but not while it is unknown whether a prefill node is up.
         is_out = self.prefill is not None and self.prefill.is_out()
         needs_no_prefill = self._decode_fallback and is_out and "all" not in request.query
         if "decode" in missing or (missing and not needs_no_prefill):
@@ -158,11 +158,11 @@ class Router:
         return web.json_response({"status": "ready", "missing": missing})
 
     async def show_metrics(self, _request: web.Request) -> web.Response:
-        """Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return web.Response(body=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def drain(self) -> bool:
-        """Take no new request and wait for those under way. False if some were still running."""
+        """Refuse new requests and wait for those in flight. False if some were still running."""
         self.is_draining = True
         deadline = self._clock() + self.limits.drain_timeout_s
         while self.in_flight and self._clock() < deadline and not self.is_hurried:
@@ -177,7 +177,7 @@ ROUTER = web.AppKey("router", Router)
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """What aiohttp refuses by itself, a path that is not served above all, is JSON too."""
+    """Answers aiohttp's own errors, above all unknown paths, as JSON."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -190,7 +190,7 @@ async def _errors_as_json(
 def error_response(
     status: int, message: str, request_id: str, *, retry_after_s: int | None = None
 ) -> web.Response:
-    """An error in the shape that OpenAI-style clients read."""
+    """An error in the shape of the OpenAI API."""
     kind = "invalid_request_error" if status < 500 else "service_unavailable"
     headers = {bodies.REQUEST_ID: request_id}
     if retry_after_s is not None:
@@ -205,7 +205,7 @@ def create_router_app(
     """The router as an aiohttp application. Serve it with ``app_runner``.
 
     Raises:
-        ConfigError: a URL, or what the policy needs, cannot be used.
+        ConfigError: a URL is not valid, or the policy lacks a setting.
     """
     limits = limits or RouterLimits()
     router = Router(options, limits, clock)
@@ -226,7 +226,7 @@ def create_router_app(
 
 
 def app_runner(app: web.Application, log: logging.Logger = _http_logger, **more: Any) -> web.AppRunner:
-    """What runs an application: a client that leaves cancels its handler, and is no error that is logged."""
+    """A runner for an application: a client that leaves cancels its handler, without an error in the log."""
     log.addFilter(_is_ours)
     return web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=log, **more
@@ -234,10 +234,10 @@ def app_runner(app: web.Application, log: logging.Logger = _http_logger, **more:
 
 
 async def serve_router(app: web.Application, host: str, port: int, stop: asyncio.Event) -> None:
-    """Serve until ``stop`` is set, then drain. Port 0 takes a free one; the one taken is printed.
+    """Serve until ``stop`` is set, then drain. Port 0 takes a free port; the port is printed.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be bound.
     """
     router = app[ROUTER]
     runner = app_runner(app)
@@ -259,10 +259,10 @@ async def serve_router(app: web.Application, host: str, port: int, stop: asyncio
 
 
 def run_router(app: web.Application, *, host: str, port: int) -> None:
-    """Run a router until SIGTERM or SIGINT; a second one cuts off what is under way.
+    """Run a router until SIGTERM or SIGINT; a second signal cuts off requests in flight.
 
     Raises:
-        ConfigError: the address cannot be used.
+        ConfigError: the address cannot be bound.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 

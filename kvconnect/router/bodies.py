@@ -1,6 +1,6 @@
-"""What each node is sent of a request: bodies and headers, as pure functions of the client's.
+"""Bodies and headers of the requests to each node, as pure functions of the client's request.
 
-Nothing here logs: bodies and credentials pass through and are never written down.
+Nothing here logs: bodies and credentials must not appear in any log.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 REQUEST_ID = "X-Request-Id"
 PARAMS = "kv_transfer_params"
 
-# What asks a prefill node to keep the blocks of a request for a decode node.
+# Parameters with which a prefill node keeps the blocks of a request for a decode node.
 ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -28,9 +28,9 @@ ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class SideChannel:
-    """Where a prefill node's peers reach it, as its own answers name it.
+    """The address of a prefill node's side channel, taken from the node's own answers.
 
-    ``handle`` is one of its signed handles: a decode node trusts an address that such a one names.
+    ``handle`` is one of its signed handles: a decode node trusts the address that a signed handle names.
     """
 
     host: str
@@ -41,9 +41,9 @@ class SideChannel:
 
 _HOP_BY_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
 _HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
-# Set anew for every node, because the body that they describe is written anew.
+# Set for every node separately, because the body that they describe is rewritten.
 _OF_THE_BODY = {"host", "content-length", "content-type", "content-encoding", "expect", "x-request-id"}
-# Other routers' orders to a node about where to find its peer: a client must not choose one.
+# Other routers' headers that name a node's peer: a client must not choose a peer.
 _ROUTING = {"x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port"}
 _ROUTING |= {"x-kv-cache-source-host-port"}
 _ANSWERS = ("n", "best_of")
@@ -52,14 +52,14 @@ _REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,512}")
 
 
 class BadBody(Exception):
-    """The client's body is not what a completion request can be. The message states why."""
+    """The client's body is not a valid completion request. The message states why."""
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The client's request as a dictionary, of its ``kv_transfer_params`` with its session's keys alone.
+    """The client's request as a dictionary. Of its ``kv_transfer_params`` only the session's keys are kept.
 
-    A client does not get to name engines, addresses or blocks: only what a prefill node handed out
-    travels to a decode node.
+    A client must not name engines, addresses or blocks: a decode node gets only parameters that a prefill
+    node returned.
 
     Raises:
         BadBody: not JSON, or not an object.
@@ -77,9 +77,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def direct_reason(body: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why a request cannot be split between two nodes, as it is counted and in words; None if it can.
+    """Why a request cannot be split between two nodes, as (metrics label, text); None if it can.
 
-    Log probabilities of the prompt can be known only by the node that prefills.
+    Log probabilities of the prompt are known only to the node that prefills.
     """
     if body.get("use_beam_search") is True:
         return "beam_search", "it asks for a beam search"
@@ -89,7 +89,7 @@ def direct_reason(body: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def is_several(body: Mapping[str, Any]) -> bool:
-    """A decode node makes several requests of it, for each prompt and answer, with the same parameters."""
+    """Whether a decode node makes several requests of the body: several prompts or several answers."""
     counts = (body.get(key) for key in _ANSWERS)
     return _is_batch(body) or any(
         isinstance(count, int) and not isinstance(count, bool) and count > 1 for count in counts
@@ -102,17 +102,17 @@ def _is_batch(body: Mapping[str, Any]) -> bool:
 
 
 def prefill_params(body: Mapping[str, Any], transfer_id: str) -> Mapping[str, Any]:
-    """What asks a prefill node to keep the blocks of a request.
+    """The parameters with which a prefill node keeps the blocks of a request.
 
-    The answer to a batch names the first prompt alone; under a transfer id every prompt can be found.
+    The answer to a batch names the first prompt only, so a batch gets a transfer id, which finds each prompt.
     """
     return announced_prefill(transfer_id) if _is_batch(body) else ASK_FOR_REMOTE_DECODE
 
 
 def decode_params(body: Mapping[str, Any], handed: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a decode node is sent, after what the prefill node handed out.
+    """The parameters for a decode node, made from ``handed``, the prefill node's.
 
-    None if its requests cannot share that: other connectors free the blocks with the first load of them.
+    None if its several requests cannot share them: other connectors free the blocks after the first load.
     """
     if not is_several(body):
         return handed
@@ -127,7 +127,7 @@ def decode_params(body: Mapping[str, Any], handed: Mapping[str, Any]) -> Mapping
 def prefill_body(
     body: Mapping[str, Any], params: Mapping[str, Any] = ASK_FOR_REMOTE_DECODE
 ) -> dict[str, Any]:
-    """For a prefill node: the same prompt, one token of one answer, no stream, and the wish for its KV."""
+    """The body for a prefill node: one answer of one token, not streamed, with ``params`` to keep its KV."""
     sent = {k: v for k, v in body.items() if k not in ("min_tokens", "stream_options", *_ANSWERS)}
     sent["max_tokens"] = 1
     if "max_completion_tokens" in sent:
@@ -138,12 +138,12 @@ def prefill_body(
 
 
 def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """For a decode node: the client's own limits and streaming, with what the prefill node handed out."""
+    """The body for a decode node: the client's, with the parameters that the prefill node handed out."""
     return dict(body) if params is None else {**body, PARAMS: {**body.get(PARAMS, {}), **params}}
 
 
 def side_channel(params: Mapping[str, Any] | None) -> SideChannel | None:
-    """Where the node that handed out these parameters is fetched from; None if they do not name it."""
+    """The side channel of the node that returned these parameters; None if they do not name it."""
     if params is None:
         return None
     host, port, engine_id = (params.get(f"remote_{name}") for name in ("host", "port", "engine_id"))
@@ -154,12 +154,12 @@ def side_channel(params: Mapping[str, Any] | None) -> SideChannel | None:
 
 
 def announced_prefill(transfer_id: str) -> dict[str, Any]:
-    """What asks a prefill node to keep the blocks of a request under a name that its peer knows already."""
+    """Parameters with which a prefill node keeps the blocks of a request under a known transfer id."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 
 def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
-    """What makes a decode node fetch from a prefill node that is asked at the same time."""
+    """Parameters with which a decode node fetches from a prefill node that is asked at the same time."""
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -172,7 +172,7 @@ def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
-    """A body as it goes over the wire. Raises BadBody: it is nested more deeply than can be written."""
+    """A body as JSON bytes. Raises ``BadBody`` if it is nested too deeply."""
     try:
         return json.dumps(body, separators=(",", ":")).encode()
     except RecursionError:
@@ -186,18 +186,18 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 
 def request_headers(pairs: Iterable[tuple[str, str]], request_id: str) -> list[tuple[str, str]]:
-    """The headers for a node: the client's, less what belongs to one connection or to one body."""
+    """The headers for a node: the client's, without those of one connection or one body."""
     kept = [(k, v) for k, v in _end_to_end(pairs) if k.lower() not in _OF_THE_BODY | _ROUTING]
     return [*kept, ("Content-Type", "application/json"), (REQUEST_ID, request_id)]
 
 
 def identity_encoding(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The same headers, asking for an answer that can be read without unpacking it."""
+    """The same headers, asking for an uncompressed answer."""
     return [(k, v) for k, v in headers if k.lower() != "accept-encoding"] + [("Accept-Encoding", "identity")]
 
 
 def answer_headers(pairs: Iterable[tuple[str, str]], request_id: str) -> list[tuple[str, str]]:
-    """The headers of an answer to the client: the node's, less what belongs to one connection."""
+    """The headers of the answer to the client: the node's, without those of one connection."""
     kept = [(k, v) for k, v in _end_to_end(pairs) if k.lower() != "x-request-id"]
     return [*kept, (REQUEST_ID, request_id)]
 

@@ -1,7 +1,7 @@
-"""The first token from the prefill node: what of two streams a client gets, so that they read as one.
+"""Joins P's first token and D's stream into one stream for the client.
 
-P's answer has one token, which the client gets at once, as the beginning of a stream. D is given that token,
-samples no other one, and its stream goes on behind it: what D sends of the first token is left out. Pure.
+P's answer has one token, which the client gets at once as the beginning of the stream. D is given that token
+and samples no other; D's stream continues behind it, without the part that the client has. Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TRIED = {
         *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
     },
 }
-"""By path the keys of a body with which both streams together were seen to equal a single server's."""
+"""By path: body keys with which the joined stream was tested to equal a single server's."""
 _OBJECT, _CHAT_OBJECT = "text_completion", "chat.completion.chunk"
 _NO_IDS = {"prompt_token_ids": None, "token_ids": None}
 _END = b"data: [DONE]\n\n"
@@ -38,7 +38,7 @@ class Differs(Exception):
 
 
 def is_eligible(path: str, body: Mapping[str, Any]) -> bool:
-    """Whether the first token of an answer may be P's. Known before P is asked."""
+    """Whether the first token of an answer may be P's. Decided before P is asked."""
     tried = _TRIED.get(path)
     options = body.get("stream_options")
     return (
@@ -51,16 +51,16 @@ def is_eligible(path: str, body: Mapping[str, Any]) -> bool:
 
 
 def is_one_token(body: Mapping[str, Any]) -> bool:
-    """Whether P's answer is all that the client wants: there is nothing to hand over."""
+    """Whether P's answer is complete for the client: one token of one answer."""
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
     return limit == 1 and not isinstance(limit, bool) and not is_several(body)
 
 
 @dataclass(frozen=True)
 class FirstAnswer:
-    """What P's answer gives. ``sent`` are the events for the client, all of its answer where ``is_whole``.
+    """The part of P's answer for the client. ``sent`` are its events, the whole answer if ``is_whole``.
 
-    Else ``token`` is the first one, with its ``text``, and ``created`` what events have for that.
+    Otherwise ``token`` is the first token, ``text`` its text, and ``created`` the answer's Unix time.
     """
 
     sent: bytes
@@ -71,11 +71,10 @@ class FirstAnswer:
 
 
 def read_first(answer: Mapping[str, Any], body: Mapping[str, Any]) -> FirstAnswer | None:
-    """What a client gets of P's answer to a streamed request; None where all is to come from D.
+    """The part of P's answer that a streaming client gets; None if the whole answer must come from D.
 
-    That is so where the text of one token does not stand for itself: it is empty or a part of a character,
-    may become a part of a string in ``stop`` of the body, or a parser of the server holds it for something
-    else than content.
+    D's answer is needed if the token's text cannot stand alone: it is empty or a part of a character, may
+    begin a string of the body's ``stop``, or the server's parser put it elsewhere than into ``content``.
     """
     try:
         (choice,) = answer["choices"]
@@ -101,7 +100,7 @@ def read_first(answer: Mapping[str, Any], body: Mapping[str, Any]) -> FirstAnswe
         begun = {"index": 0, "delta": role, "logprobs": None, "finish_reason": None}
         events.append({**head, "choices": [begun], "prompt_token_ids": None})
         if finish == "length":
-            # A chunk of chat has it with the end alone.
+            # In a chat stream only the last chunk has this key.
             del ends["stop_reason"]
         logprobs = choice.get("logprobs")
         shown = {"index": 0, "delta": {"content": text}, "logprobs": logprobs, **ends, "token_ids": None}
@@ -111,20 +110,20 @@ def read_first(answer: Mapping[str, Any], body: Mapping[str, Any]) -> FirstAnswe
     if (body.get("stream_options") or {}).get("include_usage"):
         events.append({**head, "choices": [], "usage": answer.get("usage")})
     if answer.get("system_fingerprint") is not None:
-        # The last event of a server has it.
+        # A server sends it with its last event.
         events[-1]["system_fingerprint"] = answer["system_fingerprint"]
     return FirstAnswer(b"".join(map(_event, events)) + _END, is_whole=True)
 
 
 def is_of_whole_prompt(answer: Mapping[str, Any], handed: Mapping[str, Any]) -> bool:
-    """P computed the prompt to its end, by what it ``handed`` out: its token is the first of the answer."""
+    """Whether P computed the whole prompt, by the parameters that it ``handed`` out."""
     usage = answer.get("usage")
     counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     return counted is not None and handed.get("remote_num_tokens") == counted
 
 
 def _content_of(message: object) -> str | None:
-    """The text of a chat's message; None where there is anything else in it."""
+    """The text of a chat message; None if the message has any other content."""
     if not isinstance(message, dict) or any(message.get(key) for key in message.keys() - {"content", "role"}):
         return None
     content = message.get("content")
@@ -138,7 +137,7 @@ def _strings(stops: object) -> Iterator[str]:
 
 
 def _may_become(text: str, stop: str) -> bool:
-    """Text ends with the beginning of a stop string."""
+    """Whether the text ends with the beginning of a stop string."""
     return any(text.endswith(stop[:length]) for length in range(1, len(stop)))
 
 
@@ -147,13 +146,13 @@ def _event(chunk: Mapping[str, Any]) -> bytes:
 
 
 def error_end(message: str) -> bytes:
-    """How a stream ends that cannot go on: as vLLM's, with an error and the end."""
+    """The end of a stream that cannot continue, as vLLM sends it: an error event, then the end."""
     error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
     return _event({"error": error}) + _END
 
 
 class RestOfStream:
-    """D's stream without what P's has of it already: the role, and the first token's text and logprobs."""
+    """D's stream without the parts sent from P's answer: role, the first token's text and logprobs."""
 
     def __init__(self, first: FirstAnswer, *, has_logprobs: bool) -> None:
         self._left = first.text
@@ -164,11 +163,11 @@ class RestOfStream:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is left to be left out: what follows is passed as it comes."""
+        """Whether all parts that the client has are removed: further bytes pass unchanged."""
         return not self._left and not self._logprobs
 
     def take(self, data: bytes) -> bytes:
-        """What the client gets of some more of D's stream; nothing more is its end. Raises ``Differs``."""
+        """The client's part of more bytes of D's stream; empty ``data`` is its end. Raises ``Differs``."""
         if self.is_over and not self._replaced and not self._partial:
             return data
         whole, ends, self._partial = (self._partial + data).rpartition(b"\n\n")
@@ -176,7 +175,7 @@ class RestOfStream:
             whole, self._partial = whole + ends + self._partial, b""
         if not self.is_over:
             whole, ends = b"".join(map(self._rest_of, whole.split(b"\n\n") if ends else ())), b""
-        # With P's time. Within a text the quotes of a key are escaped: no text has this.
+        # With P's ``created``. A text cannot match: quotes within it are escaped.
         return (whole + ends).replace(*self._replaced) if self._replaced else whole + ends
 
     def _rest_of(self, block: bytes) -> bytes:
@@ -187,7 +186,7 @@ class RestOfStream:
             chunk = json.loads(block[5:])
             (choice,) = chunk["choices"]
         except (ValueError, TypeError, KeyError):
-            # The end, what has no choices, or an error: all are for the client.
+            # The end event, an event without choices, or an error: the client gets each of them.
             return whole
         created = chunk.get("created")
         if self._created and isinstance(created, int) and created != self._created:
@@ -199,13 +198,13 @@ class RestOfStream:
         return _event(chunk)
 
     def _cut(self, choice: dict[str, Any]) -> str:
-        """Leave out what of the text was sent. Returns the rest."""
+        """Remove the text that was sent. Returns the rest."""
         where, key = (choice["delta"], "content") if "delta" in choice else (choice, "text")
         text = where.get(key) or ""
         if text.startswith(self._left):
             text, self._left = text[len(self._left) :], ""
         elif self._left.startswith(text):
-            # Text that may become a stop string comes later than its token.
+            # The server holds back text that may become a stop string.
             text, self._left = "", self._left[len(text) :]
         else:
             raise Differs(f"it begins with {text[:32]!r}")
@@ -214,7 +213,7 @@ class RestOfStream:
         return text
 
     def _cut_logprobs(self, choice: dict[str, Any]) -> bool:
-        """Leave out the first entry of log probabilities. Returns whether any are left."""
+        """Remove the first entries of log probabilities. Returns whether any are left."""
         logprobs = choice.get("logprobs")
         if not isinstance(logprobs, dict):
             return False

@@ -1,7 +1,7 @@
-"""Which decode nodes begin with a token that they are given: found out by giving them some.
+"""Tests which decode nodes begin with a given first token, by giving them some.
 
-A server without kvconnect's logits processor, or whose runner takes none, as vLLM's first one with
-speculative decoding, samples its own first token.
+A server samples its own first token if it lacks kvconnect's logits processor, or if its runner takes none, as
+vLLM's first runner with speculative decoding.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from kvconnect.router.upstream import Upstream
 logger = logging.getLogger("kvconnect.router")
 
 _PROMPT = [*range(5, 37)]
-"""Ids that every vocabulary has; more than one block of some nodes."""
+"""Token ids that every vocabulary has; longer than one block of some nodes."""
 _TOKENS = (7, 8)
-"""No node samples both of its own after one prompt."""
+"""Two tokens: no node samples both after the same prompt unless it is given them."""
 _TIMEOUT_S = 30.0
 
 
 class FirstTokenTrials:
-    """The verdict on each decode node, tried once since it came into rotation. Owned by one event loop."""
+    """The verdict on each decode node, tested once each time it enters rotation. Owned by one event loop."""
 
     def __init__(self, pool: Pool, upstream: Upstream) -> None:
         self._pool = pool
         self._upstream = upstream
-        # By node and how often it left rotation: what came back may be another server.
+        # By URL and number of ejections: a node that returns may be another server.
         self._verdicts: dict[tuple[str, int], bool] = {}
 
     @property
     def have_passed(self) -> bool:
-        """Every node that may be given a request begins with the token that it is given."""
+        """Whether all nodes that take requests begin with a given token."""
         nodes = self._pool.view()
         known = [
             self._verdicts.get((node.url, node.ejections)) for node in nodes if _takes_requests(node.state)
@@ -43,7 +43,7 @@ class FirstTokenTrials:
         return bool(known) and all(known)
 
     async def run(self) -> None:
-        """Try each node that has no verdict. Raises nothing."""
+        """Test each healthy node without a verdict. Raises nothing."""
         due = [
             (node.url, node.ejections)
             for node in self._pool.view()
@@ -56,7 +56,7 @@ class FirstTokenTrials:
         try:
             name = models["data"][0]["id"]
         except (TypeError, KeyError, IndexError):
-            # It gave no answer yet, or is no such server: another check, another try.
+            # No answer yet, or no such API: the next run tries again.
             return
         begun = []
         for token in _TOKENS:

@@ -1,10 +1,9 @@
 """How one request runs: to a prefill node, then to a decode node, then the answer to the client.
 
-The prefill node's ``kv_transfer_params`` travel to the decode node verbatim. Nothing is sent to the
-client before the decode node's first byte is here (the commit point), so every failure up to then has
-its own status; after it a failure can only break the connection, and does. With ``decode_fallback`` a failure
-of prefill is no answer: the decode node computes the prompt instead. A client that leaves cancels the task
-that runs ``Flow.run``, which closes every connection to a node.
+The prefill node's ``kv_transfer_params`` go to the decode node unchanged. The client gets nothing before the
+decode node's first byte (the commit point), so every earlier failure has its own status; a later failure
+breaks the connection. With ``decode_fallback`` a failed prefill is no error: the decode node computes the
+prompt instead. A client that leaves cancels the task of ``Flow.run``, which closes all connections to nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ logger = logging.getLogger("kvconnect.router")
 
 
 _NO_KV = (500, 502)
-"""Statuses of a decode node that did not get the KV."""
+"""Statuses with which a decode node answers if it did not get the KV."""
 _NO_KV_IN_A_STREAM = b'data: {"error"'
 
 
@@ -49,12 +48,12 @@ class Exchange:
     headers: Headers
     body: Mapping[str, Any]
     takes_first: bool = False
-    """The first token may be P's."""
+    """Whether the first token may be P's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The ``answer`` of the prefill node at ``url``, without what it ``handed`` out."""
+    """The ``answer`` of the prefill node at ``url``, and the parameters that it ``handed`` out."""
 
     url: str
     answer: Mapping[str, Any]
@@ -62,21 +61,21 @@ class Prefilled:
 
 
 PrefillResult = Prefilled | web.Response
-"""What a prefill node gave, or its own refusal as the client gets it."""
+"""A prefill node's answer, or its refusal as the client gets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A decode node's answer, as far as it is read: nothing of it has been sent to the client."""
+    """A decode node's answer up to its ``first`` bytes, of which the client has got none."""
 
     answer: aiohttp.ClientResponse
     first: bytes
 
 
 class Flow:
-    """Runs requests against two pools, or plain servers, which are all in ``decode``.
+    """Runs requests against two pools, or against plain servers, which are all in ``decode``.
 
-    Holds no state of a request between calls. With ``placing`` requests go where their prefix is.
+    Keeps no state of a request between calls. With ``placing``, requests go to nodes with their prefix.
     """
 
     def __init__(
@@ -98,18 +97,18 @@ class Flow:
         self.placing = placing
         is_first = options.first_token == "prefill" and prefill is not None
         self.trials = FirstTokenTrials(decode, upstream) if is_first else None
-        # Which prefill nodes compute prompts to their last token.
+        # Whether each prefill node computes prompts to their last token.
         self._computes_whole: dict[str, bool] = {}
-        # Where each prefill node is fetched from, as its last answer named it.
+        # Each prefill node's side channel, as named in its last answer.
         self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
 
     async def run(self, request: web.Request, request_id: str, started: float) -> web.StreamResponse:
-        """Serve a completion request. Takes the client's body from ``request``.
+        """Serve a completion request, whose body is read from ``request``.
 
         Raises:
             BadBody: the body is not a JSON object.
-            UpstreamError: a node gave no answer, and nothing was sent to the client yet.
+            UpstreamError: a node gave no answer, and the client has got nothing yet.
         """
         body = bodies.parse_body(await request.read())
         headers = bodies.request_headers(request.headers.items(), request_id)
@@ -117,7 +116,7 @@ class Flow:
             return await self._run_plain(Exchange(request, request_id, started, headers, body), self._decode)
         takes_first = self.trials is not None and first_answer.is_eligible(request.path, body)
         if takes_first and self._parallel and body.get("temperature") != 0:
-            # Both nodes sample the first token then, and alike.
+            # With one seed both nodes sample the same first token.
             body.setdefault("seed", uuid.uuid4().int >> 65)
         if takes_first:
             headers = bodies.identity_encoding(headers)
@@ -153,7 +152,7 @@ class Flow:
             return await self._pass_on(exchange, await self._begin(stack, exchange, sent, lease, pool))
 
     async def _take(self, exchange: Exchange, pool: Pool) -> tuple[NodeUse | None, Mapping[str, Any]]:
-        """The node that is asked first, and what names to it a peer that has more of the prompt."""
+        """The first node to ask, and parameters that name to it a peer with more of the prompt."""
         if self.placing is None:
             return pool.take(), {}
         placement = await self.placing.place(pool, exchange.headers, exchange.body)
@@ -164,7 +163,7 @@ class Flow:
         return lease, placement.params(lease.url)
 
     async def _run_both(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
-        """Serve a request that is split between two nodes."""
+        """Serve a request split between two nodes."""
         lease, placed = await self._take(exchange, prefill)
         channel = self._channels.get(lease.url) if lease is not None and self._parallel else None
         if lease and channel and (channel.handle or not bodies.is_several(exchange.body)):
@@ -174,9 +173,9 @@ class Flow:
     async def _run_in_turn(
         self, exchange: Exchange, lease: NodeUse | None = None, placed: Mapping[str, Any] | None = None
     ) -> web.StreamResponse:
-        """Prefill, at the node of ``lease`` first, then decode."""
+        """Prefill, first at the node of ``lease``, then decode."""
         self._metrics.flows.labels("sequential").inc()
-        # Never the client's own id: it would choose whose KV a decode node is given.
+        # Never the client's own id, which would let the client choose whose KV a decode node loads.
         params = {**bodies.prefill_params(exchange.body, uuid.uuid4().hex), **(placed or {})}
         return await self._go_on(exchange, self._run_prefill(exchange, params, lease))
 
@@ -185,14 +184,14 @@ class Flow:
     ) -> web.StreamResponse:
         """Serve a request from both nodes: the decode node waits for KV while the prefill node computes it.
 
-        P's answer is the truth: where it contradicts what D was sent, D's request is given up before the
-        client has seen anything of it, and goes on as a sequential one.
+        P's answer decides. If it contradicts the parameters sent to D, D's request is cancelled before the
+        client has got any of its answer, and the request continues in the sequential flow.
         """
         self._metrics.flows.labels("parallel").inc()
         transfer_id = uuid.uuid4().hex
         announced = {**bodies.announced_prefill(transfer_id), **placed}
-        # It has begun, and with it the lease has an owner, before this task can be cancelled: that takes its
-        # next turn, and tasks take their first in the order in which they are made.
+        # The prefill task starts, and owns the lease, before this task can be cancelled: a cancellation takes
+        # effect at this task's next turn, and new tasks take their first turn in the order of their creation.
         prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -211,25 +210,26 @@ class Flow:
                         return await self._pass_on(exchange, decode.result())
                 finally:
                     await _end(decode)
-            # Only P's answer is left, and D's connection is closed.
+            # Only P's answer is left; D's connection is closed.
             self._metrics.flows.labels("resumed").inc()
             error = prefill.exception()
             if isinstance(error, UpstreamError):
                 self._channels.pop(lease.url, None)
                 if not error.was_reached:
-                    # It does not have the request: another node may take it.
+                    # The node does not have the request: another node may take it.
                     return await self._run_in_turn(exchange)
             return await self._go_on(exchange, prefill)
         finally:
-            # P's request may outlast D's first byte, and is void after D's last.
+            # P's request may last longer than D's first byte, and is void after D's last.
             await _end(prefill)
 
     async def _go_beside(
         self, exchange: Exchange, first: FirstAnswer, decode: Awaitable[Begun]
     ) -> web.StreamResponse:
-        """Send the client P's token, and behind it what D answers that was asked before there was this token.
+        """Send the client P's token, then D's answer, where D was asked before P's token was known.
 
-        Both sample alike, but for near ties: D is asked once more then, and given the token. It has the KV.
+        Both nodes sample the same token, except for near ties: then D, which has the KV, is asked again with
+        the token.
         """
         response = await self._begin_stream(exchange, first)
         try:
@@ -239,10 +239,10 @@ class Flow:
             return await self._run_behind(exchange, first, {}, response)
 
     async def _go_on(self, exchange: Exchange, prefill: Awaitable[PrefillResult]) -> web.StreamResponse:
-        """What follows prefill: decode, or why there is none.
+        """Continue after prefill: decode, or the reason why not.
 
         Raises:
-            UpstreamError: a node gave no answer, and nothing was sent to the client yet.
+            UpstreamError: a node gave no answer, and the client has got nothing yet.
         """
         try:
             outcome = await prefill
@@ -251,7 +251,7 @@ class Flow:
                 raise
             return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
         if isinstance(outcome, web.Response):
-            # Of these every node would refuse the request; of others this one cannot serve it, or not now.
+            # Every node would refuse such a request. Other statuses mean that this node cannot serve it now.
             is_of_the_request = 400 <= outcome.status < 500 and outcome.status not in (408, 429)
             if is_of_the_request or not self._decode_fallback:
                 return outcome
@@ -275,7 +275,7 @@ class Flow:
         return await self._run_decode(exchange, bodies.decode_body(exchange.body, params))
 
     async def _run_alone(self, exchange: Exchange, reason: str, why: str) -> web.StreamResponse:
-        """Have the decode node compute the prompt too. Counted by ``reason``; each is logged once."""
+        """Let the decode node compute the prompt too. Counted by ``reason``; each reason is logged once."""
         self._metrics.fallbacks.labels(reason).inc()
         if reason not in self._fallbacks_logged:
             self._fallbacks_logged.add(reason)
@@ -295,9 +295,9 @@ class Flow:
         *,
         retry: bool = True,
     ) -> PrefillResult:
-        """Prefill with these parameters, and note where the node is fetched from.
+        """Prefill with these parameters, and record the node's side channel.
 
-        ``lease`` and ``retry`` as ``Upstream.send`` has them.
+        ``lease`` and ``retry`` are those of ``Upstream.send``.
         """
         assert self._prefill is not None, "plain servers are asked for no prefill"
         headers, body = bodies.identity_encoding(exchange.headers), bodies.prefill_body(exchange.body, params)
@@ -325,7 +325,7 @@ class Flow:
         if handed and not isinstance(handed, dict):
             text = f"the prefill node's {bodies.PARAMS} are not an object"
             raise self._upstream.failed("prefill", "bad_answer", text)
-        # What came of a client's hints: the decode node's answer tells the client, with its own.
+        # Results of a client's hints: the decode node returns them to the client with its own.
         results = handed and handed.pop("kv_hint_results", None)
         channel = bodies.side_channel(handed or None)
         url = leased.url
@@ -340,10 +340,10 @@ class Flow:
         return Prefilled(url, parsed if isinstance(parsed, dict) else {}, handed or {})
 
     async def _read_whole(self, answer: aiohttp.ClientResponse) -> bytes:
-        """The prefill node's answer, within its bound.
+        """The prefill node's whole answer, at most ``max_answer_bytes``.
 
         Raises:
-            UpstreamError: it is too long, too late, or cut off.
+            UpstreamError: the answer is too long, too late, or cut off.
         """
         raw, most = bytearray(), self._upstream.limits.max_answer_bytes
         with self._upstream.translated("prefill"):
@@ -370,12 +370,12 @@ class Flow:
         lease: NodeUse | None = None,
         pool: Pool | None = None,
     ) -> Begun:
-        """Ask a node up to its answer's first byte. The connection stays open for as long as ``stack`` does.
+        """Ask a node and read its answer's first bytes. The connection is open as long as ``stack``.
 
-        ``lease`` as ``Upstream.send`` has it; ``pool`` are the decode nodes, where it is left out.
+        ``lease`` is that of ``Upstream.send``; ``pool`` defaults to the decode nodes.
 
         Raises:
-            UpstreamError: there is none.
+            UpstreamError: there is no answer.
         """
         client = exchange.request
         request = UpstreamRequest(client.method, client.path_qs, exchange.headers, body)
@@ -389,11 +389,11 @@ class Flow:
         return Begun(answer, first)
 
     def _first_of(self, exchange: Exchange, prefilled: Prefilled) -> FirstAnswer | None:
-        """What the client gets of P's answer before D has any; None for nothing."""
+        """The part of P's answer that the client gets before D's answer, or None."""
         if not exchange.takes_first or exchange.body.get("stream") is not True or self.trials is None:
             return None
         if prefilled.handed:
-            # A hybrid's last token is left to D: what P samples is none of the answer.
+            # Of a hybrid's prompt D computes the last token: then P's token is not part of the answer.
             is_whole = first_answer.is_of_whole_prompt(prefilled.answer, prefilled.handed)
             self._computes_whole[prefilled.url] = is_whole
         first = None
@@ -406,7 +406,7 @@ class Flow:
         return first
 
     async def _begin_stream(self, exchange: Exchange, first: FirstAnswer) -> web.StreamResponse:
-        """Send the client P's token, and the end where that is all."""
+        """Send the client P's token, and the end of the stream if that is all."""
         response = web.StreamResponse(headers={bodies.REQUEST_ID: exchange.request_id})
         response.content_type, response.charset = "text/event-stream", "utf-8"
         await response.prepare(exchange.request)
@@ -423,11 +423,10 @@ class Flow:
         params: Mapping[str, Any],
         response: web.StreamResponse | None = None,
     ) -> web.StreamResponse:
-        """Send the client P's token at once, and behind it what D answers that is given this token.
+        """Send the client P's token at once, then D's answer, where D is given this token.
 
-        ``response`` is the client's, where it has the token already.
-
-        Where D gives no answer the stream ends with an error, as a server's own does.
+        ``response`` is the client's, if the client has the token already. If D gives no answer, the stream
+        ends with an error, as a server's own does.
         """
         sent = bodies.decode_body(exchange.body, {**params, FIRST_TOKEN_KEY: first.token})
         async with contextlib.AsyncExitStack() as stack:
@@ -445,10 +444,10 @@ class Flow:
     async def _go_behind(
         self, exchange: Exchange, response: web.StreamResponse, first: FirstAnswer, decode: Awaitable[Begun]
     ) -> web.StreamResponse:
-        """Go on with D's answer where P's token ends.
+        """Continue the client's stream with D's answer behind P's token.
 
         Raises:
-            Differs: D's answer begins with another token; nothing of it was sent.
+            Differs: D's answer begins with another token; none of it was sent.
         """
         logprobs = exchange.body.get("logprobs")
         rest = RestOfStream(first, has_logprobs=logprobs is not None and logprobs is not False)
@@ -469,14 +468,14 @@ class Flow:
     async def _end_with(
         self, exchange: Exchange, response: web.StreamResponse, why: str
     ) -> web.StreamResponse:
-        """End a stream that has no more than its first token, as a server ends its own."""
+        """End a stream that has only its first token with an error, as a server does."""
         logger.error("request %s has no more than its first token: %s", exchange.request_id, why)
         await response.write(first_answer.error_end(why))
         await response.write_eof()
         return response
 
     async def _pass_on(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:
-        """Send the client what comes, as it comes. From here on a node that fails breaks the answer off.
+        """Stream the node's answer to the client. From here on a failing node breaks the answer off.
 
         Raises:
             ConnectionError: the client left.
@@ -497,7 +496,7 @@ class Flow:
         chunk: bytes,
         kept_of: Callable[[bytes], bytes],
     ) -> web.StreamResponse:
-        """Send the client a chunk, and what is kept of all that follows."""
+        """Send the client a chunk, and ``kept_of`` each chunk that follows."""
         request, is_open = exchange.request, True
         while True:
             if chunk:
@@ -523,7 +522,7 @@ class Flow:
 async def _until_clear(
     prefill: asyncio.Task[PrefillResult], decode: asyncio.Task[Begun], channel: SideChannel
 ) -> None:
-    """One of the nodes has answered. Wait until one decides what the client gets."""
+    """One node has answered. Wait until it is decided which answer the client gets."""
     if not prefill.done() and _lacks_kv(decode):
         await asyncio.wait({prefill})
     if not decode.done() and _as_announced(prefill, channel) is not None:
@@ -531,7 +530,7 @@ async def _until_clear(
 
 
 def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
-    """D answered that it has no KV; only P knows why."""
+    """Whether D answered that it has no KV; only P knows why."""
     if decode.cancelled() or decode.exception() is not None:
         return False
     begun = decode.result()
@@ -539,7 +538,7 @@ def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
 
 
 def _as_announced(prefill: asyncio.Task[PrefillResult], channel: SideChannel) -> Prefilled | None:
-    """What P answered that holds the KV where D fetches it."""
+    """P's answer if P holds the KV at the side channel where D fetches it; else None."""
     if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
         return None
     outcome = prefill.result()
@@ -549,6 +548,6 @@ def _as_announced(prefill: asyncio.Task[PrefillResult], channel: SideChannel) ->
 
 
 async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancel a task if it runs, and wait for it. What it raised is void."""
+    """Cancel a task and wait for it. Its exception is dropped."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

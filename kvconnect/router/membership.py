@@ -1,4 +1,4 @@
-"""Nodes that come and go while the router runs: by its admin address, and by names of several addresses."""
+"""Adds and drains nodes while the router runs: by its admin address, and by the addresses of DNS names."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class _Named(Published, frozen=True, kw_only=True, forbid_unknown_fields=True):
 async def admin_served(
     address: str, pools: Collection[Pool], followed: Followed | None
 ) -> AsyncIterator[None]:
-    """Serve ``/nodes``: GET shows them, POST ``{"role", "url"}`` adds one, DELETE drains it. Not for clients.
+    """Serve ``/nodes``: GET lists, POST ``{"role", "url"}`` adds a node, DELETE drains it. Not for clients.
 
-    Raises ``ConfigError``: the address cannot be listened on.
+    Raises ``ConfigError`` if the address cannot be bound.
     """
     by_role = {pool.role: pool for pool in pools}
 
@@ -78,7 +78,7 @@ async def admin_served(
 
 
 async def follow_names(pool: Pool) -> None:
-    """Have every address of a pool's names as a node. Those of a name that cannot be looked up stay."""
+    """Keep a node for every address of a pool's names. If a look-up fails, the name's nodes stay."""
     known = {name: set[str]() for name in pool.names}
     while known:
         for name, before in known.items():

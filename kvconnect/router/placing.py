@@ -1,7 +1,7 @@
-"""Policy ``prefix``: what a request costs at each node, by how much of its prompt the node has.
+"""Policy ``prefix``: the cost of a request at each node, by how much of its prompt the node has.
 
-The pool takes the node where this and what it has to compute already are least, so that load outweighs a
-prefix that is short. Where the tokens of a prompt are not known, requests go to the least loaded node.
+The pool takes the node with the least sum of this cost and its outstanding work, so that load outweighs a
+short prefix. Where the tokens of a prompt are unknown, requests go to the least loaded node.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from kvconnect.router.upstream import Headers, Upstream, UpstreamError, Upstream
 
 _TOKENIZE_S = 2.0
 _RESTORED = 0.15
-"""What a token costs that a node restores from below its device, beside one that it computes; a host tier
-restored 8 700 tokens in 40 ms on an H200, which computes them in 300."""
+"""Cost of a token that a node restores from below its device, relative to a computed one: a host tier
+restored 8 700 tokens in 40 ms on an H200, which computes them in 300 ms."""
 _PULLED = 0.2
-"""Likewise where a peer has it."""
+"""The same for a token pulled from a peer."""
 _MOST_SESSIONS, _LONGEST_SESSION = 1 << 16, 256
 _LEAST_PULLED = 256
-"""Fewer tokens are not worth a question to a peer."""
+"""Fewer tokens are not worth a pull from a peer."""
 
 
 @dataclass(frozen=True)
 class NodeChoice:
-    """By node, how many tokens a request has to compute there, or as long as that takes.
+    """How much of a request's prompt each node is known to have.
 
-    ``sources`` are the addresses of nodes' side channels, as far as they are known. The request belongs to a
-    ``session`` that was at the node ``last``, if it names one.
+    ``num_tokens`` is the prompt's length and ``hits`` the tokens that each node has. ``sources`` are the
+    known side-channel addresses by node. ``last`` is the node that served the ``session`` before, if any.
     """
 
     num_tokens: int = 0
@@ -58,7 +58,7 @@ class NodeChoice:
         return self.num_tokens - hit.num_tokens - pulled + _RESTORED * restored + _PULLED * pulled
 
     def params(self, chosen: str) -> dict[str, Any]:
-        """What names to the chosen node a peer that has more of the prompt; empty where none does."""
+        """Parameters that name to the chosen node a peer with more of the prompt; empty without one."""
         own = self.hits.get(chosen, Hit()).num_tokens
         others = {node: self.hits[node].num_tokens for node in self.sources if node in self.hits}
         best = max(others, key=others.__getitem__, default=chosen)
@@ -68,25 +68,25 @@ class NodeChoice:
 
 
 class Placing:
-    """Finds out the tokens of requests, and what each node of a pool has of them."""
+    """Finds the tokens of requests, and how much of them each node of a pool has."""
 
     def __init__(self, index: PrefixIndex, upstream: Upstream) -> None:
         self.index, self.sources, self._upstream = index, dict[str, str](), upstream
-        # Where each session was last, least recently used first.
+        # Each session's last node, least recently used first.
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def learn(self, node: str, channel: bodies.SideChannel) -> None:
-        """A node's answer named where its peers reach it."""
+        """A node's answer named its side channel."""
         self.sources[node] = join_address(channel.host, channel.port)
 
     def forget(self, node: str) -> None:
-        """A node has nothing any more that is known."""
+        """Drop the blocks and the side channel known of a node."""
         self.index.forget(node)
         self.sources.pop(node, None)
         self._metrics.known_blocks.set(len(self.index))
 
     def keep(self, session: str, node: str) -> None:
-        """A session, if there is one, is at a node now."""
+        """Record the node of a session, if there is a session."""
         if session:
             self._sessions[session] = node
             self._sessions.move_to_end(session)
@@ -94,7 +94,7 @@ class Placing:
             self._sessions.popitem(last=False)
 
     async def place(self, pool: Pool, headers: Headers, body: Mapping[str, Any]) -> NodeChoice:
-        """What is known of a request; nothing of one with several prompts, or whose tokens are unknown."""
+        """A choice for the request; without hits for several prompts or unknown tokens."""
         tokens = await self._tokens(pool, headers, body)
         named = [value for key, value in headers if key.lower() == "x-session-id"]
         session = str(body.get("session_id") or (named[0] if named else ""))[:_LONGEST_SESSION]
@@ -112,8 +112,8 @@ class Placing:
         return self._upstream.metrics
 
     def _extra_keys(self, body: Mapping[str, Any]) -> Sequence[ExtraKeys]:
-        """As vLLM publishes them: the adapter of every block, and a salt of the first."""
-        # What a node will refuse has no block, but is not for the router to refuse.
+        """Extra keys as vLLM publishes them: the adapter of every block, and a salt of the first."""
+        # The router does not refuse invalid values: the node does, and no block matches them.
         model, salt = (
             value.encode(errors="replace").decode() if isinstance(value := body.get(key), str) else ""
             for key in ("model", "cache_salt")
@@ -136,7 +136,7 @@ class Placing:
         try:
             return await asyncio.wait_for(self._tokenized(pool, headers, asked), _TOKENIZE_S)
         except (UpstreamError, asyncio.TimeoutError, aiohttp.ClientError, ValueError, TypeError):
-            # A node that cannot is no error: it may have none of this.
+            # A node without /tokenize is no error.
             return ()
 
     async def _tokenized(self, pool: Pool, headers: Headers, asked: Mapping[str, Any]) -> Sequence[int]:

@@ -1,7 +1,7 @@
-"""Policy ``prefix``: where nodes publish what they have, which is followed for as long as they are nodes.
+"""Policy ``prefix``: follows the KV events of the nodes for as long as they are nodes.
 
-They publish as vLLM does: batches of events in numbered messages. What was missed is asked for, where the
-node answers that; what is lost for good makes the index poorer.
+Nodes publish as vLLM does: batches of events in numbered messages. Missed messages are requested again where
+the node has a replay address; messages lost for good leave gaps in the index.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _LOOK_S = 1.0
 
 
 class Published(msgspec.Struct, frozen=True):
-    """Of one node, as options have it; of a name, * stands for the host of each of its nodes."""
+    """One node's addresses from the options; for a name, * stands for the host of each of its nodes."""
 
     kv_event_source: str = ""
     kv_event_replay_source: str = ""
     kv_source: str = ""
 
     def at(self, host: str) -> Published:
-        """With a host for each *."""
+        """A copy with ``host`` for each *."""
         return Published(*(part.replace("*", host) for part in msgspec.structs.astuple(self)))
 
     def checked(self, url: str) -> Published:
-        """Raises ``ConfigError``: what is given of this node is no address."""
+        """This object. Raises ``ConfigError`` if one of its values is no valid address."""
         host = "*" if url.startswith(NAME) else "10.0.0.1"
         for endpoint in filter(None, (self.kv_event_source, self.kv_event_replay_source)):
             known = endpoint.startswith("ipc://") or (
@@ -62,7 +62,7 @@ _decoder = msgspec.msgpack.Decoder(ReadBatch)
 
 
 class KVEvents:
-    """Follows one node's events into an index, until its task is cancelled."""
+    """Applies one node's events to an index, until its task is cancelled."""
 
     def __init__(self, index: PrefixIndex, node: str, reader: FeedReader, metrics: RouterMetrics) -> None:
         self._index, self._node, self._reader, self._metrics = index, node, reader, metrics
@@ -70,17 +70,17 @@ class KVEvents:
         self._is_unread = False
 
     async def run(self) -> None:
-        """Follow. A message that cannot be read is counted, and logged once."""
+        """Receive and apply events. Unreadable messages are counted, and the first is logged."""
         with self._reader:
             await self._catch_up()
             while True:
                 await self._take(*await self._reader.receive())
-                # A backlog must not keep requests waiting.
+                # A backlog of events must not delay requests.
                 await asyncio.sleep(0)
 
     async def _take(self, number: int, payload: bytes) -> None:
         if number < self._next:
-            # The publisher has begun anew.
+            # The publisher has restarted.
             self._index.forget(self._node)
             self._next = 0
         if number > self._next:
@@ -89,7 +89,7 @@ class KVEvents:
             self._apply(payload)
 
     async def _catch_up(self, before: int | None = None) -> None:
-        """Take the messages that were missed, as far as the node still has them."""
+        """Apply missed messages, as far as the node still has them."""
         async with contextlib.aclosing(self._reader.missed(self._next)) as missed:
             async for number, payload in missed:
                 if before is not None and number >= before:
@@ -104,14 +104,14 @@ class KVEvents:
         self._next = max(self._next, number)
 
     def _apply(self, payload: bytes) -> None:
-        """Take the next message."""
+        """Apply the next message."""
         self._next += 1
         left_out = self._index.num_left_out
         try:
             for event in _decoder.decode(payload).events:
                 self._index.apply(self._node, event)
         except (msgspec.MsgspecError, ArithmeticError, TypeError, ValueError) as error:
-            # Tokens or keys that no publisher has must not end what follows the node.
+            # Invalid tokens or keys must not end the task that follows the node.
             if not self._is_unread:
                 self._is_unread = True
                 logger.warning("KV events of %s cannot be read: %s", self._node, error)
@@ -121,9 +121,9 @@ class KVEvents:
 
 
 class Followed:
-    """What nodes publish, and ``published`` where, by URL or name.
+    """Follows the KV events of all nodes; ``published`` has their addresses by URL or name.
 
-    Raises ``ConfigError``: nothing is followed, there is no such node, or what is given of one is no address.
+    Raises ``ConfigError`` if no node publishes, a node is unknown, or an address is not valid.
     """
 
     def __init__(self, options: RouterOptions, pools: Collection[Pool], upstream: Upstream) -> None:
@@ -140,7 +140,7 @@ class Followed:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Follow nodes that come, and forget those that went, until cancelled."""
+        """Follow new nodes and drop removed ones, until cancelled."""
         try:
             while True:
                 self._look({node.url: node for pool in self._pools for node in pool.view()})
@@ -170,7 +170,7 @@ class Followed:
 
 
 def _published(options: RouterOptions) -> dict[str, Published]:
-    """What options have as ``URL=VALUE``, by the URL of the node. Raises ``ConfigError``: one has not."""
+    """The options' ``URL=VALUE`` pairs by the node's URL. Raises ``ConfigError`` for another format."""
     found: dict[str, dict[str, str]] = {}
     for option in Published.__struct_fields__:
         for text in getattr(options, option):

@@ -1,7 +1,7 @@
 """Which node of a role takes the next request, and which nodes are out of rotation.
 
-The owner of a lease gives exactly one ``release``. A node that cannot be reached several times in a row is
-ejected, and takes nothing until it answers a health check.
+The owner of a lease calls ``release`` exactly once. A node that cannot be reached several times in a row is
+ejected, and takes no request until it answers a health check.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvconnect.router.router_options import NAME, RouterLimits
 
 
 class NodeState(enum.Enum):
-    """Where a node stands. ``UNKNOWN`` takes requests, but is not counted as ready."""
+    """A node's state. ``UNKNOWN`` takes requests, but does not count as ready."""
 
     UNKNOWN = "unknown"
     HEALTHY = "healthy"
@@ -29,9 +29,9 @@ _IN_ROTATION = (NodeState.UNKNOWN, NodeState.HEALTHY)
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node as its pool knows it, perhaps by a ``name`` of several.
+    """A node of a pool; ``name`` is the DNS name that it was found by, if any.
 
-    ``work`` is what its requests have to compute yet, where that is known.
+    ``work`` is the known cost that its requests have still to compute, in tokens.
     """
 
     url: str
@@ -47,7 +47,7 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class NodeUse:
-    """The right to ask one node once."""
+    """A lease: the right to ask one node once."""
 
     url: str
     work: float = 0.0
@@ -58,7 +58,7 @@ class Pool:
     """The nodes of one role. Owned by one event loop; no method waits.
 
     Raises:
-        ConfigError: there is no node, or one is named twice.
+        ConfigError: there is no node, or a node is given twice.
     """
 
     def __init__(self, role: str, urls: Sequence[str], limits: RouterLimits | None = None) -> None:
@@ -75,17 +75,17 @@ class Pool:
 
     @property
     def urls(self) -> Sequence[str]:
-        """Every node's, also of one that is being drained."""
+        """The URLs of all nodes, including draining ones."""
         return tuple(self._nodes)
 
     def add(self, url: str, name: str = "") -> None:
-        """One node more, or again, as one that is being started."""
+        """Add a node in state UNKNOWN; a draining node returns to that state."""
         node = self._nodes.setdefault(url, Node(url, name))
         if node.state is NodeState.DRAINING:
             node.state = NodeState.UNKNOWN
 
     def drain(self, url: str) -> None:
-        """Give a node no more, and forget it with its last request. Raises ``ConfigError``: there is none."""
+        """Give a node no new request, and drop it after its last. ``ConfigError`` for an unknown node."""
         if url not in self._nodes:
             raise ConfigError(f"{url} is no {self.role} node; there are {', '.join(self._nodes) or 'none'}")
         self._nodes[url].state = NodeState.DRAINING
@@ -96,9 +96,9 @@ class Pool:
     ) -> NodeUse | None:
         """Lease the least loaded node in rotation that is not in ``avoid``; None if there is none.
 
-        Where ``work`` has what the request costs at each node, the one that is done with it first. Among
-        equals, and where nothing is known, the one that it ``prefers``, unless that has far more requests
-        than another. Then the one that waited longest.
+        With ``work``, the cost of the request at each node, the node that finishes first. Among equals, and
+        without ``work``, the node that it ``prefers``, unless that has far more requests than another; then
+        the node with the fewest requests, then the one that waited longest.
         """
         work = work or {}
         others = [
@@ -121,19 +121,19 @@ class Pool:
         return lease
 
     def computed(self, lease: NodeUse) -> None:
-        """The node has begun its answer: it has nothing of the prompt left to compute."""
+        """The node has begun its answer: no work of this prompt is left."""
         self._node_of(lease).work -= lease.work
         lease.work = 0.0
 
     def release(self, lease: NodeUse) -> None:
-        """Give a lease back. Raises ``LocalError``: it was given back before."""
+        """Return a lease. Raises ``LocalError`` if it was returned before."""
         self.computed(lease)
         self._node_of(lease).in_flight -= 1
         lease.is_open = False
         self._forget_if_drained(lease.url)
 
     def answered(self, url: str) -> bool:
-        """A node answered: it becomes healthy, unless it is drained or gone. True if it was not."""
+        """A node answered: it is healthy now, unless drained or gone. True if it was not healthy before."""
         node = self._nodes.get(url)
         if node is None or node.state is NodeState.DRAINING:
             return False
@@ -158,15 +158,15 @@ class Pool:
         return [url for url, node in self._nodes.items() if not node.was_seen]
 
     def is_ready(self) -> bool:
-        """At least one node has answered and is in rotation."""
+        """Whether a node has answered and is in rotation."""
         return any(node.state is NodeState.HEALTHY for node in self._nodes.values())
 
     def is_out(self) -> bool:
-        """Every node has left rotation."""
+        """Whether every node has left rotation."""
         return not any(node.state in _IN_ROTATION for node in self._nodes.values())
 
     def view(self) -> list[Node]:
-        """Copies of every node, in the order given."""
+        """Copies of all nodes, in the order given."""
         return [replace(node) for node in self._nodes.values()]
 
     def _forget_if_drained(self, url: str) -> None:

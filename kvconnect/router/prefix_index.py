@@ -1,8 +1,8 @@
-"""Which node has how much of a prompt, from what nodes publish of their blocks.
+"""How much of a prompt each node has, from the KV events that nodes publish.
 
-A prefix is known by a hash of its tokens and their extra keys, and not by the publisher's own hash, so that
-nodes with other hash functions, seeds and block sizes are compared. It places requests only: of two prefixes
-with one hash, which chance makes once in 2**64, a request goes to a node that has to compute it.
+A prefix is identified by a hash of its tokens and extra keys instead of the publisher's hash, so that nodes
+with other hash functions, seeds and block sizes are compared. The index only places requests: after a hash
+collision, one in 2**64 by chance, a request goes to a node that has to compute it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ ExtraKeys = Sequence[Any] | None
 """What a block's KV depends on besides its tokens: adapter, images, salt."""
 
 MAX_BLOCKS = 10_000_000
-"""Most blocks that are known of all nodes together, in about 200 bytes each."""
+"""Bound of the blocks of all nodes together, at about 200 bytes each."""
 
 _DEVICE_MEDIA = (None, "GPU")
 _WHOLE_KINDS = (None, "full_attention", "mla_attention")
-"""Kinds of layers whose blocks are all needed: a window's and a state's do not give a hit's length."""
+"""Layer kinds that need all blocks of a prefix; blocks of windows and states do not give a hit's length."""
 
 
 class StoredBlocks(msgspec.Struct, tag="BlockStored"):
-    """Blocks that follow one another, the first of them after its parent, or at the beginning.
+    """vLLM's event of stored consecutive blocks; the first follows its parent, or begins a prompt.
 
-    Of what vLLM publishes as far as it counts here, and so are the other events.
+    Only the fields that the index reads, as in the other events.
     """
 
     block_hashes: list[int | bytes]
@@ -45,7 +45,7 @@ class StoredBlocks(msgspec.Struct, tag="BlockStored"):
 
     @property
     def counts(self) -> bool:
-        """It has a number of tokens that fills its blocks, keys of each or none, and no window's or state."""
+        """Whether tokens fill the blocks, each block has keys or none has, and the kind needs all blocks."""
         count = len(self.block_hashes)
         has_keys = self.extra_keys is None or len(self.extra_keys) == count
         is_whole = count > 0 < self.block_size and len(self.token_ids) == count * self.block_size
@@ -66,7 +66,7 @@ Event = StoredBlocks | RemovedBlocks | AllBlocksCleared
 
 
 class Hit(NamedTuple):
-    """Tokens of a prompt that a node has on its device, and with the tiers below."""
+    """Tokens of a prompt that a node has: on its device, and in all its tiers."""
 
     device_tokens: int = 0
     num_tokens: int = 0
@@ -74,7 +74,7 @@ class Hit(NamedTuple):
 
 @dataclass
 class _Tier:
-    """``prefixes`` by the publisher's hash of a block, and as a set."""
+    """``prefixes`` by the publisher's block hash, and the same prefixes as a set."""
 
     prefixes: dict[int, int] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
@@ -82,7 +82,7 @@ class _Tier:
 
 @dataclass
 class _Known:
-    """What is known of one node. ``group`` is the cache group that counts; None until one was published."""
+    """The known blocks of one node. ``group`` is the cache group that counts; None before the first event."""
 
     device: _Tier = field(default_factory=_Tier)
     lower: _Tier = field(default_factory=_Tier)
@@ -97,8 +97,8 @@ class _Known:
 
 
 class PrefixIndex:
-    """All nodes by name, at most ``most`` blocks. Blocks beyond that, and those whose parent is not known,
-    are counted in ``num_left_out``. ``adapters`` are the names of those that blocks were computed with."""
+    """The blocks of all nodes by name, at most ``most``. Blocks beyond that, or without a known parent, are
+    counted in ``num_left_out``. ``adapters`` are the names of adapters in the events."""
 
     def __init__(self, most: int = MAX_BLOCKS) -> None:
         self._most = most
@@ -110,10 +110,10 @@ class PrefixIndex:
         return sum(map(len, self._nodes.values()))
 
     def apply(self, node: str, event: Event) -> None:
-        """A node has got blocks, or has some no more. The first cache group that stores any counts."""
+        """Apply a node's event. Only the first cache group that stores blocks counts."""
         known = self._nodes.setdefault(node, _Known())
         if isinstance(event, AllBlocksCleared):
-            # The device's, as vLLM has it.
+            # The event clears the device's blocks only, as in vLLM.
             known.device = _Tier()
         elif isinstance(event, StoredBlocks):
             self._store(known, event)
@@ -145,13 +145,13 @@ class PrefixIndex:
         tier.held.update(prefixes)
 
     def forget(self, node: str) -> None:
-        """A node has nothing any more."""
+        """Drop all blocks of a node."""
         self._nodes.pop(node, None)
 
     def hits(
         self, nodes: Iterable[str], token_ids: Sequence[int], extra_keys: Sequence[ExtraKeys] = ()
     ) -> dict[str, Hit]:
-        """How much of a prompt each node has. ``extra_keys`` as ``prefixes_of`` has them."""
+        """The tokens of a prompt that each node has. ``extra_keys`` are those of ``prefixes_of``."""
         by_size: dict[int, list[int]] = {0: []}
         found = {}
         for node in nodes:
@@ -170,7 +170,7 @@ def prefixes_of(
 ) -> list[int]:
     """The hash of the prefix up to the end of each whole block, after a prefix with the hash ``before``.
 
-    ``extra_keys`` are of the first blocks, the last of them of all others too.
+    ``extra_keys`` are those of the first blocks; the last entry applies to all further blocks.
     """
     raw, width, found = array("q", token_ids).tobytes(), 8 * block_tokens, []
     keys = itertools.chain(extra_keys, itertools.repeat(extra_keys[-1] if extra_keys else None))
@@ -184,7 +184,7 @@ def prefixes_of(
 
 
 def _leading(flags: Iterable[bool]) -> int:
-    """How many are true before the first that is not."""
+    """The number of true flags before the first false one."""
     return sum(1 for _ in itertools.takewhile(bool, flags))
 
 

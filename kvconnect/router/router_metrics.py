@@ -1,4 +1,4 @@
-"""The router's numbers, in a registry of its own. Owns names and help texts, and no behaviour."""
+"""The router's metrics, in their own registry. Owns names and help texts, and no behaviour."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class RouterMetrics:
-    """Counters of one router. Several can live in one process."""
+    """Metrics of one router. Several routers can live in one process."""
 
     def __init__(self, *pools: Pool) -> None:
         self._registry = CollectorRegistry()
@@ -59,12 +59,12 @@ class RouterMetrics:
         return kind(f"kvconnect_router_{name}", text, labels, registry=self._registry)
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _PoolCollector(Collector):
-    """Reads the pools when asked, so that no second copy of their state exists."""
+    """Reads the pools on each scrape, so that no second copy of their state exists."""
 
     def __init__(self, pools: tuple[Pool, ...]) -> None:
         self._pools = pools

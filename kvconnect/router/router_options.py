@@ -1,4 +1,4 @@
-"""How a router is set up, as an operator gives it: what has a text is an option of ``kvconnect router``."""
+"""The router's options and limits. A field with a text is an option of ``kvconnect router``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from kvconnect.errors import ConfigError
 
 NAME = "dns+"
-"""What a URL begins with whose host's addresses are one node each."""
+"""Prefix of a URL with a DNS name, each address of which is one node."""
 _RANKED = re.compile(r"(https?://(?:\[[^\]]+\]|[^@/?#:\[]+)(?::\d+)?)/?@(\d{1,5})")
 
 FLOWS = ("sequential", "parallel")
@@ -21,7 +21,7 @@ FIRST = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """The nodes, and what is done with a request. Raises ``ConfigError``: there is no such flow or policy."""
+    """The nodes, and how requests are routed. Raises ``ConfigError`` for an unknown choice."""
 
     decode: Annotated[
         list[str],
@@ -75,10 +75,10 @@ class RouterOptions:
 
 @dataclass(frozen=True, slots=True)
 class RouterLimits:
-    """Every bound and deadline. Raises ``ConfigError``: a value is out of range.
+    """Every bound and deadline. Raises ``ConfigError`` for a value out of range.
 
-    ``failures_to_eject``: so many failures to reach a node, in a row, and it leaves rotation until it
-    answers a health check.
+    ``failures_to_eject``: after this many failures in a row to reach a node, the node leaves rotation until
+    it answers a health check.
     """
 
     connect_timeout_s: Annotated[float, "Seconds to reach a node, name look-up included."] = 3.0
@@ -107,7 +107,7 @@ class RouterLimits:
 
 
 def split_rank(url: str) -> tuple[str, str]:
-    """The base URL of a node, and which of the server's data-parallel ranks it is: ``URL@RANK``, or none."""
+    """A node's base URL, and its data-parallel rank in ``URL@RANK``; without one an empty rank."""
     found = _RANKED.fullmatch(url)
     return (found[1], found[2]) if found else (url, "")
 

@@ -1,6 +1,6 @@
-"""Requests to the nodes of a role, another node being tried while none can be reached.
+"""Sends requests to the nodes of a role, and tries another node while none can be reached.
 
-Every failure of the client session becomes an ``UpstreamError`` with the status that the client gets.
+Every failure of the HTTP client becomes an ``UpstreamError`` with the status that the router's client gets.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger("kvconnect.router")
 Headers = Sequence[tuple[str, str]]
 Clock = Callable[[], float]
 
-# aiohttp would add these on its own; a request carries what the client sent and no more.
+# aiohttp would add these headers on its own; a request carries only the client's.
 _NOT_ADDED = ("Accept", "Accept-Encoding", "User-Agent")
 _RANK = "x-data-parallel-rank"
 _NOT_REACHED = ("unreachable", "connect_timeout")
 
 
 class UpstreamError(Exception):
-    """A node gave no answer. ``status`` is what the client gets, ``reason`` what is counted."""
+    """A node gave no answer. ``status`` is for the client, ``reason`` for the metrics."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -41,13 +41,13 @@ class UpstreamError(Exception):
 
     @property
     def was_reached(self) -> bool:
-        """The node may have begun to work on the request."""
+        """Whether the node may have begun to work on the request."""
         return self.reason not in _NOT_REACHED
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRequest:
-    """What a node is sent."""
+    """A request to a node."""
 
     method: str
     path: str
@@ -56,7 +56,7 @@ class UpstreamRequest:
 
     @property
     def data(self) -> bytes | None:
-        """The body as it is sent. Raises ``BadBody``."""
+        """The body as JSON bytes. Raises ``BadBody``."""
         return None if self.body is None else to_bytes(self.body)
 
 
@@ -69,20 +69,20 @@ class Upstream:
         self._clock = clock
         connect_s = limits.connect_timeout_s
         self._timeouts = {
-            # One deadline for all of it: nothing is passed on before it has ended.
+            # One deadline for the whole answer: the router passes nothing on before its end.
             "prefill": aiohttp.ClientTimeout(
                 total=limits.prefill_timeout_s, connect=connect_s, sock_connect=connect_s
             ),
-            # A stream may last: the deadline is for the first byte, and for each silence after it.
+            # A stream may last: the deadline is for the first byte, and for each pause after it.
             "decode": aiohttp.ClientTimeout(
                 connect=connect_s, sock_connect=connect_s, sock_read=limits.decode_timeout_s
             ),
         }
 
     async def __aenter__(self) -> None:
-        # Connections are not reused: a node may close an idle one at any moment, and then a request that
-        # was lost on the way looks like one that the node began to work on. The number of
-        # connections is bounded by max_in_flight. Bodies pass as they are, packed or not.
+        # Connections are not reused: a node may close an idle one at any moment, and a request that is lost
+        # then looks like one that the node began to work on. max_in_flight bounds the number of connections.
+        # Compressed bodies are passed on as they are.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             auto_decompress=False,
@@ -97,11 +97,11 @@ class Upstream:
     async def send(
         self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None = None, *, retry: bool = True
     ) -> AsyncIterator[tuple[NodeUse, aiohttp.ClientResponse]]:
-        """The lease of a node of ``pool`` and its answer, its headers read and its body not.
+        """The lease of a node of ``pool``, and its answer with the headers read and the body not.
 
-        ``lease`` names the node to try first, and is given back as any other. Leaving the block closes the
-        connection, so a node whose answer was not read to its end sees its client leave. The block may raise
-        what reading raises: ``translated`` gives it a meaning.
+        ``lease`` is the node to try first, and is released like any other. Leaving the block closes the
+        connection: a node whose answer was not read to its end sees its client leave. The block may raise the
+        HTTP client's errors: wrap reads in ``translated``.
 
         Raises:
             UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
@@ -125,7 +125,7 @@ class Upstream:
             if lease is None or tried:
                 lease = pool.take(avoid=tried)
             if lease is None and not tried and (unseen := pool.unseen()):
-                # Since the last check of one that is being started it may have come up.
+                # A node that is being started may have come up since the last check.
                 await asyncio.gather(*(self.check(pool, url) for url in unseen))
                 lease = pool.take()
             if lease is None:
@@ -163,7 +163,7 @@ class Upstream:
 
     @contextlib.contextmanager
     def translated(self, role: str) -> Iterator[None]:
-        """Turn what the HTTP client raises into a counted ``UpstreamError``."""
+        """Turn the HTTP client's exceptions into counted ``UpstreamError``."""
         limits = self.limits
         try:
             yield
@@ -181,7 +181,7 @@ class Upstream:
             raise self.failed(role, "broken", text) from error
 
     def failed(self, role: str, reason: str, message: str, status: int = 502) -> UpstreamError:
-        """A counted error, for an answer that did not come or cannot be used."""
+        """Count and return an error for an answer that is missing or not usable."""
         self.metrics.node_request_failures.labels(role, reason).inc()
         return UpstreamError(status, reason, message)
 
@@ -197,7 +197,7 @@ class Upstream:
     async def ask(
         self, url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float
     ) -> Any:
-        """What a node answers to a question of our own: JSON, ``{}`` without 200, or None for no answer."""
+        """A node's JSON answer to the router itself; ``{}`` without 200 or JSON, None without an answer."""
         base, rank = split_rank(url)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -216,7 +216,7 @@ class Upstream:
             return None
 
     async def check(self, pool: Pool, url: str) -> None:
-        """One health check of one node, and its verdict."""
+        """Check a node's health once, and record the result in its pool."""
         timeout = aiohttp.ClientTimeout(total=self.limits.check_timeout_s)
         problem = ""
         try:
