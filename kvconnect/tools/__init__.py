@@ -1,1 +1,1 @@
-"""What operators ask: ``doctor``, what will work; ``inspect``, what running workers hold, do and did."""
+"""Operators' tools: ``doctor`` predicts what will work, ``inspect`` shows the state of running workers."""

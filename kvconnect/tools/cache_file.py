@@ -1,12 +1,12 @@
-"""The cache of a worker from a small JSON file, or from a model's own ``config.json`` as Hugging Face has it.
+"""A worker's cache read from a small JSON file, or from a model's own ``config.json`` of Hugging Face.
 
-The file is an object with these keys; the first two are needed.
+The file is an object with these keys; the first two are required.
 
-- ``layers``: a list of kinds of layers, each with block ids of its own (see ``LayerKind``).
+- ``layers``: a list of kinds of layers, each with its own block ids (see ``LayerKind``).
 - ``block_size``: tokens of a logical block; a kind of layers may have its own.
-- ``kernel_block_size``: tokens of an attention kernel's block; left out, as ``block_size``.
-- ``tp_size``: tensor-parallel ranks; 1 if left out.
-- ``device``: ``cuda`` or ``cpu``; ``cuda`` if left out. It decides the default size of slots.
+- ``kernel_block_size``: tokens of an attention kernel's block; default ``block_size``.
+- ``tp_size``: tensor-parallel ranks; default 1.
+- ``device``: ``cuda`` or ``cpu``; default ``cuda``. It decides the default size of slots.
 - ``kv_connector_extra_config``: as in ``kv_transfer_config``; ``engine``, ``slot_bytes`` and
   ``convert_dtype`` matter here.
 """
@@ -28,7 +28,7 @@ from kvconnect.runner_kit.kernel_blocks import sync_block_size
 USUAL_BLOCK_SIZE = 16
 
 _LAYER_TYPES = {"full_attention": "gqa", "sliding_attention": "sliding"}
-"""Of ``layer_types``. The size of a recurrent state each model states in its own way."""
+"""By value of ``layer_types``. Recurrent layers are missing: each model states their size in its own way."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -40,7 +40,7 @@ Dtype = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"]
 class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that are alike and share block ids. ``kind`` decides the further keys.
 
-    ``name`` is how the other side's are found, the kind if left out. A ``block_size`` here is their own.
+    ``name`` matches these layers with the other node's; default: the kind. ``block_size``: 0 for the cache's.
     """
 
     kind: str
@@ -50,9 +50,9 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLayers(LayerKind, frozen=True, kw_only=True):
-    """Layers that keep a row per token: ``mla`` one latent row of ``head_size`` values.
+    """Layers that keep a row per token. ``mla``: one latent row of ``head_size`` values.
 
-    A ``kernel_block_size`` here is their own.
+    ``kernel_block_size``: 0 for the cache's, or for their own ``block_size`` if they have one.
     """
 
     head_size: Count
@@ -61,7 +61,7 @@ class TokenLayers(LayerKind, frozen=True, kw_only=True):
 
 
 class HeadLayers(TokenLayers, frozen=True, kw_only=True):
-    """Layers that keep K and V by head: ``gqa`` of all tokens. ``num_kv_heads`` counts those of all ranks.
+    """Layers that keep K and V by head; ``gqa``: of all tokens. ``num_kv_heads`` counts those of all ranks.
 
     Attributes:
         layout: ``nhd`` has tokens outside heads, ``hnd`` heads outside tokens within a block,
@@ -76,7 +76,7 @@ class HeadLayers(TokenLayers, frozen=True, kw_only=True):
 
 
 class SlidingLayers(HeadLayers, frozen=True, kw_only=True):
-    """``sliding``: of the last ``sliding_window`` tokens."""
+    """``sliding``: K and V by head of the last ``sliding_window`` tokens."""
 
     sliding_window: Count
 
@@ -119,7 +119,7 @@ class _Outer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_cache(given: Mapping[str, Any]) -> CacheFile:
-    """Check a configuration. Raises ``ConfigError``, which names the key, the value and what is accepted."""
+    """Check a configuration. Raises ``ConfigError`` with the key, the value and the accepted values."""
     outer = read_struct(given, _Outer, "cache")
     if not outer.layers:
         raise ConfigError("layers is empty; accepted: at least one kind of layers")
@@ -143,7 +143,7 @@ def _layer_kind(given: Any, where: str, outer: _Outer) -> LayerKind:
     block_size, name = kind.block_size or outer.block_size, kind.name or kind.kind
     if not isinstance(kind, TokenLayers):
         return msgspec.structs.replace(kind, name=name, block_size=block_size)
-    # A kind with a block size of its own has its own kernels too.
+    # A kind with its own block size does not inherit the cache's kernel block size.
     inherited = 0 if kind.block_size else outer.kernel_block_size
     kernel = kind.kernel_block_size or inherited or block_size
     try:
@@ -166,12 +166,12 @@ def read_cache(path: Path, sizes: Mapping[str, int]) -> CacheFile:
 
 
 def is_model_config(given: Mapping[str, Any]) -> bool:
-    """Whether this describes a model and no cache."""
+    """Whether the object is a model's configuration instead of a cache."""
     return "layers" not in given and ("model_type" in given or "architectures" in given)
 
 
 def cache_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A cache as ``cache_file`` reads it. Raises ``ConfigError``: the model does not state what it keeps."""
+    """A model's cache as keys of a cache file. Raises ``ConfigError`` if the model does not define it."""
     text = given.get("text_config") or given
     num_layers = _number(text, "num_hidden_layers")
     dtype = str(text.get("dtype") or text.get("torch_dtype") or given.get("torch_dtype") or "bfloat16")
@@ -191,7 +191,7 @@ def cache_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counts(text: Mapping[str, Any], num_layers: int) -> Mapping[str, int]:
-    """How many layers of each kind there are."""
+    """The number of layers of each kind."""
     types = text.get("layer_types")
     if types is None:
         slides = text.get("sliding_window") and text.get("use_sliding_window", True)

@@ -1,7 +1,7 @@
-"""What the ranks of two nodes exchange for one request, or why they do not: with neither of them running.
+"""What the ranks of two nodes exchange for one request, or why they do not, while neither node runs.
 
-The same functions that workers use line up the tables and cut the request; nothing here decides by itself.
-Region tables are made of address space that is never touched.
+This module matches tables and cuts the request with the functions that workers use; it adds no rules.
+Region tables lie in reserved address space that is never accessed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvconnect.tools.findings import Finding, failure, failure_if, well
 
 MAX_TOKENS = 1 << 20
 CUDA_SLOT_BYTES = 128 << 20
-"""What is taken for the size that suits a GPU: a 512th of the memory of one with 64 GiB."""
+"""Assumed slot size on a GPU: a 512th of the memory of a GPU with 64 GiB."""
 _AXES = {
     "nhd": "block {} token head content",
     "hnd": "block {} head token content",
@@ -60,10 +60,10 @@ _NEXT_REASON = re.compile(r"; (?=layer '|cache group \d)")
 
 
 def check_caches(source: CacheFile, target: CacheFile, num_tokens: int) -> Iterator[Finding]:
-    """What D, with ``target``, gets of P's ``source`` for a request, and every reason why it does not.
+    """What D, with cache ``target``, fetches from P's ``source`` for a request, or each reason against.
 
-    Raises ``LayoutError``: one of the caches cannot be expressed; ``ConfigError``: so many tokens are not
-    accepted, or this machine has no room even for their addresses.
+    Raises ``LayoutError`` if a cache cannot be expressed; ``ConfigError`` if ``num_tokens`` is not accepted,
+    or this machine lacks the address space.
     """
     if not 1 <= num_tokens <= MAX_TOKENS:
         raise ConfigError(f"tokens is {num_tokens}; accepted: 1 to {MAX_TOKENS}")
@@ -80,7 +80,7 @@ def check_caches(source: CacheFile, target: CacheFile, num_tokens: int) -> Itera
 
 
 def check_ranks_fit(about: str, pairs: Iterable[tuple[str, tuple[str, list[str]]]]) -> Iterator[Finding]:
-    """Whether the caches of ranks, named ``P > D``, fit: what they send, or all reasons why they do not."""
+    """Whether the caches of rank pairs, named ``P > D``, fit: the bytes they send, or all reasons against."""
     alike: dict[tuple[str, str], list[str]] = {}
     for ranks, (sent, reasons) in pairs:
         alike.setdefault(("" if reasons else sent, ", ".join(reasons)), []).append(ranks)
@@ -91,11 +91,11 @@ def check_ranks_fit(about: str, pairs: Iterable[tuple[str, tuple[str, list[str]]
 
 @dataclass(frozen=True)
 class CachePair:
-    """Two ranks that exchange something: so many ``chunks`` of ``total_bytes`` together for one request.
+    """Two ranks that exchange KV: ``chunks`` chunks of ``total_bytes`` together for one request.
 
-    ``heads`` are the first and last that both keep, by kind of layers; None where pages are not divided by
-    head. ``order`` is that of the bytes in a chunk: whole pages, or rows. Of caches that do not fit it is
-    empty, and ``refusals`` has the reasons.
+    ``heads`` are the first and last KV head that both keep, by kind of layers; None where pages are not
+    divided by head. ``order`` is the order of bytes in a chunk: whole pages, or rows. If the caches do not
+    fit, ``order`` is empty and ``refusals`` has the reasons.
     """
 
     source_rank: int
@@ -116,7 +116,7 @@ class CachePair:
 
 
 def cache_pairs(source: CacheFile, target: CacheFile, num_tokens: int) -> list[CachePair]:
-    """Which ranks of ``target`` fetch what from those of ``source``; none where their heads differ.
+    """What each rank of ``target`` fetches from each of ``source``; empty if their numbers of heads differ.
 
     Raises as ``check_caches``.
     """
@@ -132,7 +132,7 @@ def cache_pairs(source: CacheFile, target: CacheFile, num_tokens: int) -> list[C
 
 
 def differences(source: CacheFile, target: CacheFile) -> Iterator[str]:
-    """Why two workers refuse each other when they meet, for any tables."""
+    """Reasons for which two workers refuse each other at the greeting, for any tables."""
     for what, one, other in (
         ("engine", source.extra.engine, target.extra.engine),
         ("convert_dtype", source.extra.convert_dtype, target.extra.convert_dtype),
@@ -150,7 +150,7 @@ def differences(source: CacheFile, target: CacheFile) -> Iterator[str]:
             if our_value != their_value:
                 yield f"layers {label!r}: {field} differs, source {our_value!r}, target {their_value!r}"
     has_state = any(isinstance(kind, StateLayers) for kind in (*source.layers, *target.layers))
-    # No file states how state is divided over ranks.
+    # A cache file does not state how a state is divided over ranks.
     if has_state and source.tp_size != target.tp_size:
         yield (
             "recurrent state travels between equal tensor-parallel sizes only: tp_size is "
@@ -159,7 +159,7 @@ def differences(source: CacheFile, target: CacheFile) -> Iterator[str]:
 
 
 class _Sides:
-    """Both configurations with what is made once of them: tables by rank, and the request's blocks on D."""
+    """Both caches, with tables by rank and the request's blocks on D, which are made once."""
 
     def __init__(self, source: CacheFile, target: CacheFile, num_tokens: int) -> None:
         self._files = (source, target)
@@ -171,7 +171,7 @@ class _Sides:
         self._slot_bytes = min(_slot_bytes(side) for side in self._files)
 
     def pair(self, source_rank: int, target_rank: int) -> CachePair:
-        """What one rank fetches from another."""
+        """The exchange from one rank of P to one of D."""
         source, target = (self._card(side, rank) for side, rank in enumerate((source_rank, target_rank)))
         wire, refusals = wire_between(source, target, convert=self._convert)
         order, chunk_bytes = "", []
@@ -210,7 +210,7 @@ def _slot_bytes(side: CacheFile) -> int:
 
 
 def wire_between(source: TableCard, target: TableCard, *, convert: bool) -> tuple[Wire | None, list[str]]:
-    """What two ranks send each other, and all reasons why they cannot. Tables may be any that peers sent."""
+    """The wire between two ranks, or None, and all reasons against. Tables may come from any peer."""
     refusals = [refusal for card in (source, target) if (refusal := card_refusal(card))]
     wire = None
     if not refusals:
@@ -221,7 +221,7 @@ def wire_between(source: TableCard, target: TableCard, *, convert: bool) -> tupl
 
 @contextlib.contextmanager
 def reasons_in(refusals: list[str]) -> Iterator[None]:
-    """Add the reasons of a ``LayoutError`` to those for which two ranks do not fit."""
+    """Add the reasons of a ``LayoutError`` to ``refusals``."""
     try:
         yield
     except LayoutError as error:
@@ -229,7 +229,7 @@ def reasons_in(refusals: list[str]) -> Iterator[None]:
 
 
 def _reasons_of(error: LayoutError) -> list[str]:
-    """The reasons that an error lists, layers with the same one together."""
+    """The reasons that an error lists; layers with the same reason share a line."""
     found: dict[str, list[str]] = {}
     for reason in _NEXT_REASON.split(str(error).removeprefix(_PREFIX)):
         if of_layer := _LAYER_REASON.fullmatch(reason):
@@ -244,14 +244,14 @@ def _reasons_of(error: LayoutError) -> list[str]:
 
 
 def rank_table(cache: CacheFile, rank: int, num_blocks: int) -> RegionTable:
-    """The region table of one rank with so many logical blocks, over memory that does not exist.
+    """The region table of one rank with ``num_blocks`` logical blocks, in address space without memory.
 
-    Raises ``ConfigError``: there is not as much address space; ``LayoutError``: it cannot be expressed.
+    Raises ``ConfigError`` if address space is lacking; ``LayoutError`` if the cache cannot be expressed.
     """
     groups, tensors, kernels = [], {}, {}
     heads: dict[str, HeadInterval] = {}
     for index, kind in enumerate(cache.layers):
-        # Both sides number theirs alike.
+        # Equal names on both sides, so that layers match.
         names = tuple(f"{kind.name}.{number}" for number in range(kind.num_layers))
         num_heads = 0
         if isinstance(kind, HeadLayers):
@@ -268,14 +268,14 @@ def rank_table(cache: CacheFile, rank: int, num_blocks: int) -> RegionTable:
 
 
 def blocks_needed(cache: CacheFile, num_tokens: int) -> int:
-    """Logical blocks of a cache that holds a request twice over, so that its blocks can be scattered."""
+    """Logical blocks for twice the request, so that its blocks can be scattered."""
     return 2 * max(div_ceil(num_tokens, kind.block_size) for kind in cache.layers) + 2
 
 
 def request_blocks(cache: CacheFile, num_tokens: int) -> list[GroupBlocks]:
-    """The blocks that a request has in every group.
+    """The request's blocks in every group.
 
-    A sliding layer keeps those that hold a part of the window before the next token.
+    A sliding layer keeps only the blocks of the window before the next token.
     """
     made = []
     for index, kind in enumerate(cache.layers):
@@ -302,7 +302,7 @@ def _spec(kind: LayerKind, heads: int) -> LayerSpec:
 def _tensor_shape(
     kind: LayerKind, spec: LayerSpec, num_blocks: int
 ) -> tuple[Sequence[int], str, torch.dtype]:
-    """Shape, names of the dimensions and type of one layer's tensor."""
+    """Shape, axis names and dtype of one layer's tensor."""
     if isinstance(spec, StateSpec):
         return (num_blocks, spec.content_bytes), "block content", torch.uint8
     assert isinstance(kind, TokenLayers)
@@ -318,9 +318,9 @@ def _tensor_shape(
 
 
 def _reserve(length_bytes: int) -> torch.Tensor:
-    """Bytes that have addresses and nothing else: not one page of them is ever backed by memory."""
+    """A byte tensor in reserved address space; no page of it is ever backed by memory."""
     try:
-        # Without the right to write, no kernel counts it as memory that may be needed.
+        # Read-only, so that no kernel counts it as committed memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         reserved = mmap.mmap(-1, length_bytes, flags=flags, prot=mmap.PROT_READ)
     except (OSError, OverflowError, ValueError) as error:
@@ -329,6 +329,6 @@ def _reserve(length_bytes: int) -> torch.Tensor:
             f"give; ask for fewer tokens: {error}"
         ) from error
     with warnings.catch_warnings():
-        # Torch has no tensors that cannot be written, and warns. This one is never written.
+        # Torch warns of read-only memory. This tensor is never written.
         warnings.filterwarnings("ignore", message=".*not writable")
         return torch.frombuffer(reserved, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""This machine and the node that a configuration would make of it: keys, ports, software, hardware, limits.
+"""Checks this machine and the node to be started on it: keys, ports, software, hardware, limits.
 
 Pure: facts in, findings out.
 """
@@ -28,7 +28,7 @@ _UNLIMITED = (
 
 
 def check_node(facts: Facts) -> Iterator[Finding]:
-    """What it would meet at its start."""
+    """What the configured node would meet at its start: keys, ranks, ports."""
     config, extra, state = facts.config, facts.extra, facts.bootstrap_port
     if config is None:
         return
@@ -52,7 +52,7 @@ def check_node(facts: Facts) -> Iterator[Finding]:
 
 
 def _ranks(facts: Facts) -> Iterator[Finding]:
-    """The ranks that settings name, and whether what they name is here."""
+    """The ranks that settings name, and whether their devices exist here."""
     devices = sorted({*facts.interfaces, *(port.device for port in facts.machine.rdma)})
     for ranks, own in facts.ranks.places.items():
         missing = [name for name in adapters(own.device_name) if name not in devices]
@@ -176,7 +176,7 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
 
 
 def check_hardware(facts: Facts) -> Iterator[Finding]:
-    """Devices, what joins them, and the limits of this process."""
+    """Devices, the links between them, and the limits of this process."""
     yield from _rdma(facts)
     yield from _transport(facts)
     yield from _gpus(facts)
@@ -185,7 +185,7 @@ def check_hardware(facts: Facts) -> Iterator[Finding]:
 
 
 def asks_rdma(facts: Facts) -> str:
-    """What of the settings or the environment means RDMA; empty for nothing."""
+    """The setting or variable that asks for RDMA; empty if none does."""
     extra, environ = facts.extra, facts.machine.environ
     if extra.protocol == "rdma":
         return "protocol 'rdma'"
@@ -198,7 +198,7 @@ def asks_rdma(facts: Facts) -> str:
 
 
 def adapters(names: str) -> list[str]:
-    """Those that a list such as ``mlx5_0:1,eth0`` names."""
+    """The adapter names in a list such as ``mlx5_0:1,eth0``."""
     return [name.strip().partition(":")[0] for name in names.split(",") if name.strip()]
 
 
@@ -231,7 +231,7 @@ def _rdma(facts: Facts) -> Iterator[Finding]:
 
 
 def _transport(facts: Facts) -> Iterator[Finding]:
-    """What the configured engine carried its bytes over, beside what was asked for."""
+    """Compare the transport of the configured engine's trial with the one that is asked for."""
     trial, asked, active = facts.trials.get(facts.engine), asks_rdma(facts), facts.machine.active_ports
     used = (trial.wire or trial.lane) if trial is not None and not trial.error else ""
     if "tcp" not in used.lower():

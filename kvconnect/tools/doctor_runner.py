@@ -1,4 +1,4 @@
-"""``kvconnect doctor``: what will work, of a machine, a configuration, peers that serve, or two files."""
+"""``kvconnect doctor``: checks this machine, a configuration and running peers, or compares two caches."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
 
 Side = tuple[Path, Mapping[str, int]]
-"""A node's cache or model file, and what replaces ``tp_size`` and ``block_size`` of it."""
+"""A node's cache or model file, and replacements for its ``tp_size`` and ``block_size``."""
 
 
 def show(findings: Sequence[Finding], *, json_output: bool) -> int:
-    """Print what was found; 1 if anything of it is a failure, else 0."""
+    """Print the findings. Returns the exit code: 1 with a failure, else 0."""
     works = all(finding.level is not Level.FAILURE for finding in findings)
     if json_output:
         print(msgspec.json.encode({"works": works, "findings": findings}).decode())
@@ -42,9 +42,9 @@ def show(findings: Sequence[Finding], *, json_output: bool) -> int:
 
 
 def compare(source: Side, target: Side, tokens: int, configuration: str | None = None) -> list[Finding]:
-    """What two nodes would exchange for a request, by their files; neither runs, nor is this one of theirs.
+    """What two nodes would exchange for a request, by their files. Neither needs to run.
 
-    A ``configuration`` is that of both, in place of the files'. Raises as ``check_caches``.
+    A ``configuration`` replaces that of both files. Raises as ``check_caches``.
     """
     held, wanted = read_cache(*source), read_cache(*target)
     if configuration is not None:
@@ -60,7 +60,7 @@ def examine(
     *,
     measured: bool = False,
 ) -> list[Finding]:
-    """Look at everything. Raises nothing: what is wrong is a finding."""
+    """Check this machine, the configuration and the peers. Raises nothing: every problem is a finding."""
     findings, config = [], None
     try:
         config = read_configuration(configuration) if configuration is not None else None

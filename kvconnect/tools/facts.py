@@ -1,4 +1,4 @@
-"""Everything that the checks of this machine look at, and the probes that find it out."""
+"""The facts that the checks of this machine judge, and the probes that collect them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from kvconnect.tools.machine import Machine, PortState, look, look_at_port
 from kvconnect.tools.trial import Trial, TrialSettings, run_trial
 
 _CHOICE = ("nixl", "mooncake")
-"""What ``auto`` takes, the first that works. Others are tried where they are configured."""
+"""The candidates of ``auto``; it takes the first that works. Other engines are tried only if configured."""
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What looks at the machine, its libraries and its network. A test replaces one, and nothing else."""
+    """Functions that probe the machine, its libraries and its network. Tests replace single ones."""
 
     machine: Callable[[], Machine] = look
     engines: Callable[[], Mapping[str, str]] = available_engines
@@ -41,7 +41,7 @@ class Probes:
 
 @dataclass(frozen=True)
 class NamedRanks:
-    """Those that settings name, ``absent`` ones on other machines; ``first`` is the first that is here."""
+    """The ranks that settings name; ``absent`` ones are on other machines, ``first`` is the first here."""
 
     places: dict[str, ExtraConfig]
     absent: set[str]
@@ -49,12 +49,12 @@ class NamedRanks:
 
 
 class Facts:
-    """Everything that was found out about this machine and this configuration, once, in some seconds.
+    """All facts about this machine and this configuration, collected once, in some seconds.
 
-    ``engines`` are the registered ones, each with why it does not work here. ``engine`` is what is used,
-    empty for nothing; ``trials`` are those that were tried. ``key`` describes the keys, ``key_problem``
-    why there are none. ``own`` is what listens on the port of the first of ``ranks`` that is here, if it is a
-    node of ours, else ``own_problem``.
+    ``engines``: registered engines, each with why it does not work here, or "". ``engine``: the one in use,
+    or "". ``trials``: results of the engines that were tried. ``key`` describes the keys;
+    ``key_problem`` is why there are none. ``own`` describes our node that listens on the port of the first
+    rank here; otherwise ``own_problem`` is why the listener is none.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ def _ranks(given: ExtraConfig) -> NamedRanks:
 
 
 def _keys(extra: ExtraConfig, environ: Mapping[str, str]) -> tuple[str, Keyring | None]:
-    """The keys and what they are. Makes none. Raises ``ConfigError``."""
+    """A description of the keys, and the keys. Makes no keys. Raises ``ConfigError``."""
     is_named = extra.key_file or extra.keys_dir or environ.get(KEY_VARIABLE) or environ.get(KEYS_DIR_VARIABLE)
     of_user = user_key_path(environ)
     if not extra.insecure and not is_named and is_loopback(extra.host) and not of_user.exists():
@@ -110,7 +110,7 @@ def _keys(extra: ExtraConfig, environ: Mapping[str, str]) -> tuple[str, Keyring 
 
 
 def _trials(extra: ExtraConfig, engine: str, engines: Mapping[str, str], probes: Probes) -> dict[str, Trial]:
-    """Try the engine that is used as it is configured, and the others that ``auto`` may take as they are."""
+    """Try the engine in use as configured, and the other candidates of ``auto`` with defaults."""
     asked = {
         name: TrialSettings(name, extra.host, extra.protocol, extra.all_engine_options)
         if name == engine

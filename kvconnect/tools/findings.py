@@ -1,4 +1,4 @@
-"""What a check found: one row of the table, and what to do about it."""
+"""The result of a check: one row of the table, with advice."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """``about`` is what was looked at, ``found`` what is so, ``advice`` what to do where it is not well.
+    """``about``: the checked thing; ``found``: its state; ``advice``: how to mend it, or "".
 
-    ``figures`` are numbers for programs, each with its unit.
+    ``figures`` are numbers for programs; each name ends with its unit.
     """
 
     level: Level
@@ -36,7 +36,7 @@ failure = partial(Finding, Level.FAILURE)
 
 
 def failure_if(wrong: object, about: str, found: str, advice: str) -> Finding:
-    """A failure where something is ``wrong``; else that was found, and it is well."""
+    """A failure if ``wrong`` is true, else a pass without the advice."""
     return failure(about, found, advice) if wrong else well(about, found)
 
 

@@ -1,4 +1,4 @@
-"""``kvconnect inspect``: asks workers what they hold and what they did: tables, JSON, or a trace file."""
+"""``kvconnect inspect``: asks workers for their state or timelines: tables, JSON, or a trace file."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Address = tuple[str, int]
 def run_inspect(
     given: Sequence[str], extra: ExtraConfig, *, request: str = "", watch: bool, json_output: bool
 ) -> int:
-    """Print what workers hold, or only what belongs to one ``request``.
+    """Print the state of workers, or only the part of one ``request``.
 
-    With ``watch`` each second, or why one does not answer then, until Ctrl-C.
+    With ``watch`` it repeats each second until Ctrl-C, and prints why a worker does not answer.
 
     Raises:
         ConfigError: an address or a key cannot be used.
@@ -70,7 +70,7 @@ def run_inspect(
             try:
                 show()
             except PeerError as error:
-                # A worker that is watched may stop, and come back.
+                # A watched worker may stop and come back.
                 if json_output:
                     print(msgspec.json.encode({"error": str(error)}).decode(), flush=True)
                 else:
@@ -81,7 +81,7 @@ def run_inspect(
 def look(
     extra: ExtraConfig, keyring: Keyring | None, address: Address, *, request: str = "", whole: bool
 ) -> tuple[Description, Inspection]:
-    """What a worker is, and what it holds; ``whole``: with all leases and loads, not only the oldest.
+    """A worker's description and state; with ``whole`` all leases and loads, otherwise only the oldest.
 
     Raises ``PeerError``.
     """
@@ -91,7 +91,7 @@ def look(
         seen = sum(max(len(page.leases), len(page.loads)) for page in pages)
         about = f"{OF_REQUEST}{request}" if request else str(seen)
         pages.append(read_answer(ask(extra, keyring, address, TOPIC, about).data, Inspection))
-    # What lies at the end of a page may move to the next one while the two are read.
+    # An entry at the end of a page may move to the next page between two reads.
     leases = {(one.digest, one.request_id): one for page in pages for one in page.leases}
     loads = {one.request_id: one for page in pages for one in page.loads}
     return described, msgspec.structs.replace(
@@ -100,17 +100,17 @@ def look(
 
 
 def as_json(address: str, described: Description, found: Inspection) -> str:
-    """One object on one line: what it is as ``worker``, and what it ``holds``."""
+    """One JSON object on one line: the description as ``worker``, and the state as ``holds``."""
     worker = {**msgspec.structs.asdict(described), "address": address}
-    # By what two caches match is what `doctor` shows.
+    # `doctor` shows whether two caches match.
     del worker["introduced"]
     return msgspec.json.encode({"worker": worker, "holds": found}).decode()
 
 
 def run_trace(given: Sequence[str], extra: ExtraConfig, *, last: int, out: Path) -> int:
-    """Write the trace of the last so many requests of these nodes, all ranks of them. 1: there were none.
+    """Write a trace of the ``last`` requests of these nodes, with all ranks. Returns 1 without requests.
 
-    Raises as ``run_inspect``, and ``ConfigError``: the file cannot be written.
+    Raises as ``run_inspect``, and ``ConfigError`` if the file cannot be written.
     """
     keyring = load_keyring(extra, os.environ)
     workers = align(read_workers(extra, keyring, given))
@@ -139,10 +139,10 @@ def read_workers(extra: ExtraConfig, keyring: Keyring | None, given: Sequence[st
 
 
 def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: Address) -> Worker:
-    """All that a worker has recorded. Raises ``PeerError``: it does not answer."""
+    """All records of a worker. Raises ``PeerError`` if it does not answer."""
     records: list[Record] = []
     ahead, argument = TraceSpan(), ""
-    # A worker that is busy records more meanwhile, and there is an end all the same.
+    # Bounded: a busy worker records more while it is read.
     for _ in range(_MOST_TIMELINE_PAGES):
         reply = ask(extra, keyring, address, TIMELINE, argument)
         page = read_answer(reply.data, TimelinePage)

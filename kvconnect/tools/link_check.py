@@ -1,7 +1,7 @@
-"""How fast KV comes from a peer that serves: its calibration of the link, and our own kernels.
+"""Measures how fast KV arrives from a running peer: the peer's calibration of the link, and our own kernels.
 
-For that moment this process is a decode node without a scheduler: it greets with the peer's own meaning,
-lends scratch memory to be written to, and asks for nothing that is held.
+Meanwhile this process acts as a decode node without a scheduler: it greets with the peer's own meaning, lends
+scratch memory for the peer to write to, and asks for no KV that the peer holds.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _TOKENS, _ROUNDS = 4096, 3
 
 
 def check_link(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> Iterator[Finding]:
-    """Whether bytes come from a peer's rank 0 as fast as they should, and pages are packed as fast.
+    """Whether bytes from a peer's rank 0 arrive at the expected rate, and pages are packed as fast.
 
-    Raises ``PeerError``, ``EngineError`` or ``LayoutError``: nothing came over.
+    Raises ``PeerError``, ``EngineError`` or ``LayoutError`` if nothing arrived.
     """
     theirs = peer.description.introduction
     if peer.description.role == "kv_consumer":
@@ -70,7 +70,7 @@ def check_link(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -
 
 
 def _calibrated(facts: Facts, theirs: Introduction, address: tuple[str, int], arena: Arena) -> Transport:
-    """What the peer's calibration of its link to our scratch memory finds."""
+    """The result of the peer's calibration of its link to our scratch memory."""
     extra = facts.extra
     options = extra.all_engine_options
     with closing(
@@ -84,7 +84,7 @@ def _calibrated(facts: Facts, theirs: Introduction, address: tuple[str, int], ar
             engine_card=engine.card(),
             scratch_address=arena.scratch_address,
             scratch_bytes=arena.scratch_bytes,
-            # So the engine carries the bytes, where landing slots could be mapped.
+            # Without shared memory the engine must carry the bytes, even where landing slots could be mapped.
             memory=None,
         )
         session = Session(Side.DECODE, ours, extra)
@@ -94,7 +94,7 @@ def _calibrated(facts: Facts, theirs: Introduction, address: tuple[str, int], ar
             for event in _events(session, channel, engine):
                 match event:
                     case Ready():
-                        # The question has the peer measure the link, whatever it keeps under names.
+                        # A lookup makes the peer measure the link, whether or not it finds names.
                         session.send(FindPrefix(1, Prefix(Naming("", 1), 0, ()), 1))
                     case Received(message=Transport() as found):
                         return found
@@ -108,12 +108,12 @@ def _calibrated(facts: Facts, theirs: Introduction, address: tuple[str, int], ar
 
 
 def _events(session: Session, channel: Channel, engine: Engine) -> Iterator[Event]:
-    """What happens at a session, for as long as a calibration may take. Raises ``PeerError``: it is cut."""
+    """The session's events, as long as a calibration may take. Raises ``PeerError`` if the link is lost."""
     deadline = time.monotonic() + _LONGEST_S
     while (now := time.monotonic()) < deadline:
         for frame in session.outgoing():
             channel.send(_LINK, frame)
-        # What is under way to us advances only while we look.
+        # Some engines receive only while they are polled.
         engine.poll()
         time.sleep(_NAP_S)
         for arrival in channel.receive():
@@ -123,7 +123,7 @@ def _events(session: Session, channel: Channel, engine: Engine) -> Iterator[Even
 
 
 def _page_rates(theirs: TableCard, like: TableCard, arena: Arena, *, convert: bool) -> tuple[float, float]:
-    """Bytes a second at which pages of a cache ``like`` ours, scattered in it, are packed and unpacked."""
+    """Bytes a second at which scattered pages of a cache ``like`` ours are packed and unpacked."""
     _memory, table = _cache_like(like, arena.device)
     blocks, tokens = _some_blocks(table)
     rates = []
@@ -133,7 +133,7 @@ def _page_rates(theirs: TableCard, like: TableCard, arena: Arena, *, convert: bo
         spans = [TokenSpan(group.group, 0, 1 if group.is_state else tokens) for group in table.groups]
         chunks = packer.chunker.cut(spans, arena.slot_bytes)
         move, best = packer.pack if side == "source" else packer.unpack, 0.0
-        # The first time memory is mapped, and kernels are compiled.
+        # The first round also maps memory and compiles kernels.
         for _ in range(_ROUNDS):
             staged = packer.stage(blocks, chunks, tokens)
             began = time.perf_counter()
@@ -145,7 +145,7 @@ def _page_rates(theirs: TableCard, like: TableCard, arena: Arena, *, convert: bo
 
 
 def _cache_like(card: TableCard, device: torch.device) -> tuple[torch.Tensor, RegionTable]:
-    """Memory with regions like those of a card, of fewer blocks, and their table."""
+    """Memory with a card's regions, cut to fewer blocks, and its region table."""
     ratios = {number: group.blocks_per_kv_block for number, group in card.geometry().items()}
     whole = sum(region.num_blocks * region.block_stride for region in card.regions)
     share = min(1.0, _CACHE_BYTES[device.type] / max(whole, 1))
@@ -162,7 +162,7 @@ def _cache_like(card: TableCard, device: torch.device) -> tuple[torch.Tensor, Re
 
 
 def _some_blocks(table: RegionTable) -> tuple[list[GroupBlocks], int]:
-    """Blocks of a request, anywhere in every cache group, and how many tokens they hold."""
+    """Random blocks of one request in every cache group, and their number of tokens."""
     tokens, room, sizes = _TOKENS, {}, {}
     for group in table.groups:
         blocks = min(region.num_blocks for region in table.regions if region.group == group.group)

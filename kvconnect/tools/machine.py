@@ -1,4 +1,4 @@
-"""What this machine has, as far as KV on its way depends on it. Only looks; judges nothing.
+"""Facts of this machine that KV transfers depend on. Collects only; judges nothing.
 
 Everything below ``/sys``, ``/proc`` and ``/dev`` is read under a root that is an argument.
 """
@@ -22,13 +22,13 @@ from kvconnect.errors import EngineError
 from kvconnect.packages import package_versions
 
 VARIABLES = ("UCX_", "MC_", "NIXL_", "VLLM_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
-"""How the names begin of what libraries take from the environment."""
+"""Prefixes of environment variables that libraries read."""
 _CAP_IPC_LOCK = 14
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that torch sees. ``peers`` are those whose memory it can access; ``has_dmabuf``: RDMA without a
+    """A GPU that torch sees. ``peers``: GPUs whose memory it can access; ``has_dmabuf``: RDMA works without a
     kernel module."""
 
     index: int
@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Fabric):
-    """What was found. Limits are in bytes or numbers, None for none."""
+    """The facts. Limits are in bytes or counts; None: unlimited."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     has_verbs: bool = True
@@ -57,7 +57,7 @@ class Machine(Fabric):
 
 
 def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
-    """Look at this machine. What cannot be read is left at what a machine without it would have."""
+    """Collect the facts. A source that cannot be read leaves its default."""
     shm = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     memlock, files = (
         resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
@@ -78,7 +78,7 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
         open_files=None if files == resource.RLIM_INFINITY else files,
         shm_bytes=shm.f_frsize * shm.f_blocks if shm else 0,
         shm_free_bytes=shm.f_frsize * shm.f_bavail if shm else 0,
-        # Others hold secrets.
+        # Other variables may hold secrets.
         environ={name: value for name, value in environ.items() if name.startswith(VARIABLES)},
     )
 
@@ -91,7 +91,7 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
     count, found = torch.cuda.device_count(), []
     for index in range(count):
         properties: Any = torch.cuda.get_device_properties(index)
-        # Older torch does not report where a GPU is.
+        # Older torch does not report a GPU's PCI address.
         numbers = [getattr(properties, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
         place = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
         others = (other for other in range(count) if other != index)
@@ -108,18 +108,18 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
 
 @dataclass(frozen=True)
 class PortState:
-    """``taken``: something listens there. ``problem``: why nothing of ours ever can."""
+    """``taken``: a process listens there. ``problem``: why a node cannot listen there at all."""
 
     taken: bool = False
     problem: str = ""
 
 
 def look_at_port(host: str, port: int) -> PortState:
-    """Try to listen as a node would, for a moment; on any port where it is 0."""
+    """Listen as a node would, for a moment; port 0 means any port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as tried:
-            # As ZeroMQ does: what only waits for its time to pass is not in the way.
+            # As ZeroMQ does: a connection in TIME_WAIT does not block the port.
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(address)
             tried.listen(1)

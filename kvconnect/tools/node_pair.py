@@ -1,4 +1,4 @@
-"""This node and a peer that serves: whether they meet and agree, and whether their caches fit."""
+"""This node and a running peer: whether they connect and agree, and whether their caches fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Ranks = Mapping[int, TimedDescription]
 
 @dataclass(frozen=True)
 class NodePair:
-    """The ranks of the peer, and those of this node if it runs."""
+    """The ranks of the peer, and the ranks of this node if it runs."""
 
     address: str
     peer: Ranks
@@ -40,12 +40,12 @@ class NodePair:
 
     @property
     def has_one_protocol(self) -> bool:
-        """The peer's protocol is ours."""
+        """Whether the peer has our protocol version."""
         return self.peer[0].description.protocol == PROTOCOL_VERSION
 
 
 def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> NodePair:
-    """Ask all ranks of a peer, and of this node. Raises ``PeerError``: one does not answer."""
+    """Ask all ranks of a peer and of this node. Raises ``PeerError`` if one does not answer."""
     extra, own = facts.extra, {}
     ask = partial(probes.describe, extra, facts.keyring)
     peer = {0: ask(address)}
@@ -61,14 +61,14 @@ def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> NodePair:
 
 
 def unreached(address: str, error: KVConnectError) -> Finding:
-    """A peer that does not answer, or not as one does, and what may be the matter."""
+    """The finding for a peer that does not answer, or not as a peer, with a likely cause."""
     advice = next((advice for part, advice in _UNREACHED.items() if part in str(error)), _BLOCKED)
     about = "release" if "answers no such question" in str(error) else "peer"
     return failure(about, f"{address}: {error}", advice)
 
 
 def check_pair(facts: Facts, pair: NodePair) -> Iterator[Finding]:
-    """Whether KV would come over, and how."""
+    """Whether KV would be transferred between the two, and over which lane."""
     theirs = pair.peer[0].description
     packages = ", ".join(f"{name} {version}" for name, version in theirs.versions.items() if name != "python")
     yield well("peer", f"{pair.address}: {theirs.role}, {len(pair.peer)} ranks, {packages}")
@@ -110,9 +110,9 @@ def _clock(peer: TimedDescription) -> Finding:
 
 
 def _agreement(facts: Facts, pair: NodePair) -> Iterator[Finding]:
-    """What a greeting would be refused for, and where it would not, whether the caches of all ranks fit."""
+    """The reason for which a greeting would be refused; without one, whether the caches of all ranks fit."""
     ours, theirs = pair.own[0].description, pair.peer[0].description
-    # KV goes to this node, unless it only sends.
+    # This node is D, unless it only sends.
     is_source = facts.config is not None and not facts.config.is_consumer
     sources, targets = (pair.own, pair.peer) if is_source else (pair.peer, pair.own)
     first = [side[0].description.introduction for side in (sources, targets)]
@@ -146,7 +146,7 @@ def _agreement(facts: Facts, pair: NodePair) -> Iterator[Finding]:
 
 
 def _identities(prefill: Identity, decode: Identity) -> Iterator[Finding]:
-    """What KV depends on, entry by entry."""
+    """Compare the identities of both nodes' KV, entry by entry."""
     for entry in ENTRIES:
         if entry.name not in {*prefill.entries, *decode.entries}:
             continue
@@ -160,6 +160,6 @@ def _identities(prefill: Identity, decode: Identity) -> Iterator[Finding]:
 
 
 def _stated(identity: Identity) -> Iterator[Finding]:
-    """What the KV of a peer depends on, where there is nothing to compare it with."""
+    """Show the identity of a peer's KV, where this node's is not available to compare."""
     for name in identity.entries:
         yield well(f"peer's {name}", identity.text(name))

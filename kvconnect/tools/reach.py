@@ -1,4 +1,4 @@
-"""Where the workers of a node are asked: at a side channel, or by the HTTP port of their server."""
+"""Finds the side channels of a node's workers: given directly, or read from their server's metrics."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MOST_BYTES = 16 << 20
 
 
 def side_channels(given: str, where: str) -> list[tuple[str, int]]:
-    """The side channels of the workers at ``HOST:PORT``, that of one; or at the URL of a server, of all.
+    """The side channel at ``HOST:PORT``, or those of all workers of the server at a URL.
 
     Raises:
-        ConfigError: it is neither; ``where`` says what was given.
-        PeerError: no server answers there, or none of its workers has reported where it listens.
+        ConfigError: neither of both; ``where`` names the option in the message.
+        PeerError: no server answers, or none of its workers has reported its side channel.
     """
     if not given.startswith(("http://", "https://")):
         if (address := split_address(given)) is None:

@@ -1,10 +1,10 @@
-"""Numbers and texts as people read them on a terminal."""
+"""Formats numbers and texts for a terminal."""
 
 from __future__ import annotations
 
 
 def size(length_bytes: float) -> str:
-    """Bytes, in the unit that suits."""
+    """Bytes as text, in the largest binary unit that keeps them at 1 or more."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if length_bytes < 1024:
             return f"{length_bytes:.4g} {unit}"
@@ -21,5 +21,5 @@ def duration(duration_s: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of a peer or a client, which steers no terminal."""
+    """Text of a peer or client without control characters, which could steer the terminal."""
     return "".join(one if one.isprintable() else " " for one in text)

@@ -1,4 +1,4 @@
-"""The records of several workers on one clock, and by request. Pure."""
+"""Puts the records of several workers on one clock, and joins them by request. Pure."""
 
 from __future__ import annotations
 
@@ -14,37 +14,36 @@ _PHASES = (
     *(("unpack", Moment.UNPACKED), ("report", Moment.REPORTED)),
 )
 PHASES = tuple(name for name, _ in _PHASES)
-"""What a load consists of, one after the other: each ends with the last moment of its kind, on any worker.
+"""The phases of a load, in order: each ends with the last moment of its kind, on any worker.
 
-``meet``: until every rank of P was asked. ``ask``: until P has the fetch. ``wait``: until P holds, or
-streams, what is asked for. ``pack``: until the last chunk is packed, many being written by then. ``write``:
-until the engine has written the last one. ``notify``: until D has the message of it. ``unpack`` and
-``report`` are D's.
+``meet``: until every rank of P was asked. ``ask``: until P received the fetch. ``wait``: until P holds or
+streams the KV. ``pack``: until the last chunk is packed; many are written by then. ``write``: until the
+engine has written the last chunk. ``notify``: until D has the message of that. ``unpack``, ``report``: on D.
 """
 
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """An interval of numbers that one number is known to lie in, ``low`` to ``high``."""
+    """An interval, ``low`` to ``high``, in which a number is known to lie."""
 
     low: float = -math.inf
     high: float = math.inf
 
     @property
     def width(self) -> float:
-        """How little is known of the number."""
+        """The uncertainty of the number."""
         return self.high - self.low
 
     @property
     def guess(self) -> float:
-        """The number, as far as it is known: 0 wherever it may be."""
+        """An estimate of the number: 0 if the interval contains 0."""
         if self.low <= 0 <= self.high:
-            # The clocks of one machine are one, and those of two are far apart.
+            # Workers of one machine share a clock; clocks of two machines are far apart.
             return 0.0
         return (self.low + self.high) / 2 if math.isfinite(self.width) else 0.0
 
     def also(self, other: TraceSpan) -> TraceSpan:
-        """The intersection of both; this one, where they do not overlap."""
+        """The intersection of both intervals; this one if they do not overlap."""
         both = TraceSpan(max(self.low, other.low), min(self.high, other.high))
         return both if both.low <= both.high else self
 
@@ -57,9 +56,9 @@ class TraceSpan:
 
 @dataclass
 class Worker:
-    """The records of one worker, until ``read_at`` of its clock.
+    """The records of one worker, until ``read_at`` of its clock, in seconds.
 
-    ``ahead``: how far that clock is ahead of the clock of the process that asked.
+    ``ahead``: by how many seconds its clock is ahead of the asking process's clock.
     """
 
     name: str
@@ -71,24 +70,24 @@ class Worker:
 
 @dataclass
 class TracedRequest:
-    """A load, or a prefill that no peer fetched: the records of each worker, by its place in the list."""
+    """A load, or a prefill that no peer fetched: records by the worker's index in the list."""
 
     handle: str
     records: dict[int, list[Record]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """The request ids of it, those of a worker that loads it first."""
+        """The request's ids, first those of workers that load it."""
         ids = {record[3] for record in self._all() if record[3]}
         loading = {record[3] for record in self._all() if record[1] == Moment.LOAD_TAKEN}
         return " ".join((*sorted(loading), *sorted(ids - loading))) or self.handle
 
     @property
     def load(self) -> tuple[float, dict[str, float]] | None:
-        """When a worker took it, and how long in seconds each of ``PHASES`` took; None if it is not all here.
+        """When a worker took the load, and the seconds of each of ``PHASES``; None if records are missing.
 
-        They add up to the load. A phase that has no moment, as those of chunks where pages were moved
-        directly, took no time.
+        The phases add up to the load. A phase without a moment took no time: pages that are moved directly
+        have no chunks.
         """
         last: dict[str, float] = {}
         taken = [record[0] for record in self._all() if record[1] == Moment.LOAD_TAKEN]
@@ -98,14 +97,14 @@ class TracedRequest:
             return None
         took, now = {}, min(taken)
         for name, moment in _PHASES:
-            # Where another moment came later already, as with a clock that is a little off, it took nothing.
+            # A moment that is earlier than the one before it, as clocks differ a little, takes no time.
             end = min(max(now, last.get(moment, now)), last[Moment.REPORTED])
             took[name], now = end - now, end
         return min(taken), took
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The first and the last that is known of it."""
+        """The first and the last time in its records."""
         times = [record[0] for record in self._all()]
         return min(times), max(times)
 
@@ -114,9 +113,9 @@ class TracedRequest:
 
 
 def align(workers: Sequence[Worker]) -> list[Worker]:
-    """The same with the clock of the first, as far as messages between them, and the asking, show it.
+    """The same workers on the first one's clock, as far as messages and the asking process determine it.
 
-    Without what a worker recorded when others had been read already: they have nothing that belongs to it.
+    Records made after the earliest read of any worker are dropped: that worker has no matching records.
     """
     if not workers:
         return []
@@ -131,7 +130,7 @@ def align(workers: Sequence[Worker]) -> list[Worker]:
             for other in range(len(workers))
             if other not in offsets
         }
-        # The one that is known best comes next: each may have talked to few others.
+        # The best-known clock comes next: each worker may have exchanged messages with few others.
         known, other = min(spans, key=lambda pair: (spans[pair].width, pair))
         offsets[other] = offsets[known] + spans[known, other].guess
     read_at = min(worker.read_at - offsets[place] for place, worker in enumerate(workers))
@@ -150,13 +149,13 @@ def align(workers: Sequence[Worker]) -> list[Worker]:
 
 
 _RECEIVED_AS = {Moment.WRITTEN: Moment.LANDED, Moment.ANSWER_SENT: Moment.ANSWER_RECEIVED}
-"""What P records before it sends D a message, and what D records when it receives that."""
+"""The moment P records before it sends D a message: the moment D records when it receives the message."""
 
 
 class _Messages:
-    """When a worker sent and received messages: by moment, handle, D's number for the fetch, chunk, D's rank.
+    """Times of a worker's messages, by moment, handle, D's number for the fetch, chunk, and D's rank.
 
-    Each rank of D counts its fetches for itself.
+    Each rank of D numbers its own fetches.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -173,22 +172,22 @@ class _Messages:
                 self.received[moment, handle, transfer_id, number, worker.rank] = at
         for at, moment, handle, _, transfer_id, number in worker.records:
             ranks = asking.get((handle, transfer_id), set())
-            # Where several ranks ask under one number it is not known which of them was sent a message.
+            # If several ranks have fetches of one number, the receiver of a message is not known.
             if moment in _RECEIVED_AS and len(ranks) == 1:
                 self.sent[_RECEIVED_AS[moment], handle, transfer_id, number, min(ranks)] = at
 
 
 def _ahead(first: _Messages, second: _Messages) -> TraceSpan:
-    """How far the second one's clock is ahead of the first's, since no message arrives before it is sent."""
+    """How far the second clock is ahead of the first, since no message arrives before it is sent."""
     there = (second.received[key] - at for key, at in first.sent.items() if key in second.received)
     back = (at - first.received[key] for key, at in second.sent.items() if key in first.received)
     low, high = max(back, default=-math.inf), min(there, default=math.inf)
-    # Clocks that drift contradict themselves a little over minutes.
+    # Drifting clocks contradict themselves a little over minutes.
     return TraceSpan(low, high) if low <= high else TraceSpan((low + high) / 2, (low + high) / 2)
 
 
 def join(workers: Sequence[Worker]) -> list[TracedRequest]:
-    """All requests, in the sequence of their ends. The clocks are one."""
+    """All requests, in the order of their ends. The workers must be aligned."""
     found: dict[str, TracedRequest] = {}
     for place, worker in enumerate(workers):
         handle_of = {record[3]: record[2] for record in worker.records if record[2] and record[3]}
@@ -201,7 +200,7 @@ def join(workers: Sequence[Worker]) -> list[TracedRequest]:
 
 
 def late_s(workers: Sequence[Worker], began_at: float, ended_at: float) -> list[float]:
-    """By worker, for how long within this time its thread did not run, or was held up, beyond its sleep."""
+    """By worker, the seconds of this interval in which its thread was late beyond its sleep, or held up."""
     return [
         sum(
             max(0.0, min(record[0], ended_at) - max(record[0] - record[5] * 1e-6, began_at))
@@ -213,7 +212,7 @@ def late_s(workers: Sequence[Worker], began_at: float, ended_at: float) -> list[
 
 
 def lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
-    """For each interval the number of a lane in which it overlaps with no other, of as few as can be."""
+    """A lane number for each interval: intervals of a lane do not overlap, with as few lanes as possible."""
     given = list(intervals)
     made = [0] * len(given)
     free_at: list[float] = []

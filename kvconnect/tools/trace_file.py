@@ -1,4 +1,4 @@
-"""What was joined, for people: a trace file in Chrome's format, which Perfetto shows, and a table. Pure."""
+"""Joined timelines for people: a trace file in Chrome's format, for Perfetto, and a table. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 def trace(workers: Sequence[Worker], requests: Sequence[TracedRequest]) -> dict[str, Any]:
-    """The trace: a process a worker, with tracks of its thread and its requests, and lanes of chunks."""
+    """The trace: one process per worker, with tracks of its thread and its requests, and lanes of chunks."""
     began_at = min((request.interval[0] for request in requests), default=0.0)
     ended_at = max((request.interval[1] for request in requests), default=0.0)
     events: list[Event] = []
@@ -46,7 +46,7 @@ def trace(workers: Sequence[Worker], requests: Sequence[TracedRequest]) -> dict[
 
 
 def _request_slices(request: TracedRequest, place: int, track: int) -> Iterator[Event]:
-    """What lies between two moments of a request is named by the one that ends it."""
+    """Slices between two moments of a request, named by the moment that ends each."""
     records = [record for record in request.records[place] if record[1] not in _OF_CHUNKS]
     for before, record in zip(records[:1] + records, records, strict=False):
         arguments = {"handle": request.handle, "number": record[5]}
@@ -86,7 +86,7 @@ def _slice(
 def slowest(workers: Sequence[Worker], requests: Sequence[TracedRequest], most: int) -> list[str]:
     """The slowest loads as lines of a table, all times in milliseconds.
 
-    ``late`` is for how long, of this, the threads of all workers were late or held up.
+    ``late``: the time within the load in which threads of all workers were late or held up, added up.
     """
     loads = []
     for request in requests:

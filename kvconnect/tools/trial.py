@@ -1,7 +1,7 @@
-"""An engine tried as a node would use it, in a process of its own: a library that crashes ends only that.
+"""Tries an engine as a node would use it, in a child process, so that a crashing library ends only that.
 
-Two engines of the process write a megabyte from one to the other, of GPU memory where there is any. NIXL's
-UCX then prints the transport that carried the bytes.
+Two engines of the child write a megabyte from one to the other, in GPU memory if there is any. NIXL's UCX
+then prints the transport that carried the bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BYTES = 1 << 20
 _WRITE_S = 10.0
 _CHILD_S = 60.0
 _NEAR = "^sm,cuda_ipc"
-"""UCX_TLS without what reaches the same host alone."""
+"""UCX_TLS without transports that work within one host only."""
 
 
 class TrialSettings(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class TrialSettings(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """The result. ``wire`` is UCX's name for what carried the bytes; ``error`` is empty if they arrived."""
+    """The result. ``wire`` is UCX's name for the transport used; ``error`` is empty if the bytes arrived."""
 
     engine: str
     lane: str = ""
@@ -45,7 +45,7 @@ class Trial(msgspec.Struct, frozen=True):
 def run_trial(
     settings: TrialSettings, *, to_other_hosts: bool, environ: Mapping[str, str] = os.environ
 ) -> Trial:
-    """Try an engine. ``to_other_hosts``: not by UCX's transports within a host, unless UCX_TLS is set."""
+    """Try an engine. ``to_other_hosts``: without UCX's transports within a host, unless UCX_TLS is set."""
     surroundings = {**environ, "UCX_PROTO_INFO": "y"}
     if to_other_hosts:
         surroundings.setdefault("UCX_TLS", _NEAR)
@@ -73,7 +73,7 @@ def main() -> None:
         tried = Trial(settings.engine, error=str(error) or repr(error))
     sys.stdout.flush()
     print(f"\n{msgspec.json.encode(tried).decode()}", flush=True)
-    # Libraries that were left half made may not end.
+    # A library that is partly initialised may hang at exit.
     os._exit(0)
 
 

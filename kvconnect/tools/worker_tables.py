@@ -1,4 +1,4 @@
-"""What a worker answered, as tables for people, 80 columns wide. Pure."""
+"""A worker's answer as tables for people, 80 columns wide. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_SECTIONS = ("leases", "loads", "slots", "peers", "inbound_peers")
 
 
 def tables(address: str, described: Description, found: Inspection) -> Iterator[Table]:
-    """Who the worker is, then a section for each kind of what it holds."""
+    """The worker's description, then a table for each kind of entry in its state."""
     head = (
         ("worker", f"{found.engine_id} rank {found.rank} at {address}"),
         ("role", f"{described.role}, lease {described.lease_s:g} s"),
@@ -104,7 +104,7 @@ def _some(what: str, rows: Sequence[object], count: int) -> str:
 
 
 def _table(title: str, columns: str, rows: Iterable[Sequence[str]]) -> Table:
-    """A table of this title; a column whose name ends in ``>`` holds numbers, the last one takes the rest."""
+    """A table; a column whose name ends in ``>`` holds numbers, and the last column takes the spare width."""
     rows, names = list(rows), columns.split()
     table = Table(
         title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(title and rows)
@@ -128,5 +128,5 @@ def _time(seconds: float | None) -> str:
 
 
 def _shown(*lines: str) -> str:
-    """Texts of a worker, whose clients and peers may have chosen them."""
+    """Text from a worker, escaped: clients and peers may have chosen it."""
     return "\n".join(escape(printable(line)) for line in lines)
