@@ -1,8 +1,8 @@
-"""The command line: a file per command with its options, help texts and exit codes, and nothing else.
+"""The command line: one file per command, with its options, help texts and exit codes, and nothing else.
 
-Everything heavy (torch, the HTTP servers) is imported inside the command that needs it, so that
-``--help`` and ``--version`` answer at once. Exit codes: 0 done, 1 the work was done and found wanting,
-2 the command or the configuration cannot be used; the reason is one line on stderr.
+Heavy modules (torch, the HTTP servers) are imported inside the command that needs them, so that ``--help``
+and ``--version`` answer at once. Exit codes: 0 success; 1 the command ran and found a problem; 2 the command
+or the configuration cannot be used, with the reason as one line on stderr.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of ``kvconnect``: run a command; an error of ours is one line and exit code 2."""
+    """Entry point of ``kvconnect``: run a command; a ``KVConnectError`` is one line and exit code 2."""
     try:
         app()
     except KVConnectError as error:

@@ -1,4 +1,4 @@
-"""``kvconnect cache``: looks at, checks and removes what the disk tier keeps."""
+"""``kvconnect cache``: lists, checks and removes the records of the disk tier."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def clear(
 
 
 def _chosen(path: Path, names: list[str] | None) -> list[Path]:
-    """The folders whose names begin with one of these; all, if none is given."""
+    """The folders whose names begin with one of these; all without names."""
     from kvconnect.offload.disk.folder import cache_folders
 
     folders = cache_folders(path)
@@ -116,6 +116,6 @@ def _chosen(path: Path, names: list[str] | None) -> list[Path]:
 
 
 def _called(one: dict[str, Any]) -> str:
-    """How the node called its model, and the kind that is a part of its identity."""
+    """The node's label for its model, and the model class in its identity."""
     label, model = one["label"], one["model"]
     return f"{label} ({model})" if label and model and label != model else label or model or "-"

@@ -1,4 +1,4 @@
-"""``kvconnect demo``: what it prints; the other options and their texts are the demo's own."""
+"""``kvconnect demo``: the output format; the other options and their texts are in ``DemoOptions``."""
 
 from __future__ import annotations
 

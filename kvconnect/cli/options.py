@@ -1,4 +1,4 @@
-"""Options that several commands have, and those that a record has for one."""
+"""Options that several commands share, and options made from a dataclass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="The workers run with
 
 
 def keys_at(path: Path | None, insecure: bool = False) -> ExtraConfig:
-    """A configuration with the key file or the folder of keys at a path."""
+    """A configuration with the key file or key folder at a path."""
     from kvconnect.config import ExtraConfig
 
     if path is None:
@@ -35,7 +35,7 @@ def keys_at(path: Path | None, insecure: bool = False) -> ExtraConfig:
 
 
 def with_options_of(*records: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function whose first arguments are these dataclasses, beside its own options.
+    """Make a command of a function whose first arguments are these dataclasses, followed by its own options.
 
     A field is an option if its type is annotated with a text, which is the option's help.
     """

@@ -1,4 +1,4 @@
-"""``kvconnect router``: its address; the other options and their texts are the router's own."""
+"""``kvconnect router``: the address; the other options and their texts are in ``router_options``."""
 
 from __future__ import annotations
 

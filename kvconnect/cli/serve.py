@@ -1,4 +1,4 @@
-"""``kvconnect serve``: its address; the other options and their texts are the node's own."""
+"""``kvconnect serve``: the address; the other options and their texts are in ``NodeOptions``."""
 
 from __future__ import annotations
 
