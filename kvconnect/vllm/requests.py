@@ -114,27 +114,29 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[int, tuple[tuple[str, ...], _Stamp, bytes]] = OrderedDict()
+        # Files, their stamp, the digest, and whether it is of their contents.
+        self._known: OrderedDict[int, tuple[tuple[str, ...], _Stamp, bytes, bool]] = OrderedDict()
 
     def digest(self, lora: Any) -> bytes:
         """A digest of every byte of an adapter's weights and configuration, ``_BYTES`` long. Never raises."""
         number = int(lora.lora_int_id)
-        files, stamp, known = self._known.get(number, ((), (), b""))
+        files, stamp, known, is_read = self._known.get(number, ((), (), b"", False))
         now = _stamp(files or _files(str(lora.lora_path)))
-        if not known or stamp != now:
-            if known and not getattr(lora, "load_inplace", False):
+        is_reloaded = bool(getattr(lora, "load_inplace", False))
+        if not known or stamp != now or (is_reloaded and not is_read):
+            if known and not is_reloaded:
                 logger.warning(
                     "the files of adapter %r have changed since it was loaded under id %d: its KV is "
                     "exchanged with no peer until it is loaded anew",
                     lora.lora_name,
                     number,
                 )
-                known = uuid.uuid4().bytes
+                known, is_read = uuid.uuid4().bytes, False
             else:
                 files = _files(str(lora.lora_path))
                 now = _stamp(files)
-                known = _read(files) if now else uuid.uuid4().bytes
-            self._known[number] = files, now, known
+                known, is_read = (_read(files), True) if now else (uuid.uuid4().bytes, False)
+            self._known[number] = files, now, known, is_read
             while len(self._known) > _MOST:
                 self._known.popitem(last=False)
         self._known.move_to_end(number)

@@ -265,6 +265,8 @@ def test_what_changes_under_a_loaded_adapter_is_exchanged_with_nobody(tmp_path):
     changed = adapters.digest(lora)
     assert changed not in (first, Adapters().digest(lora))
     assert adapters.digest(lora) == changed
+    lora.load_inplace = True
+    assert adapters.digest(lora) == Adapters().digest(lora), "it was loaded anew after the warning"
     inplace = lora_in(tmp_path / "b", load_inplace=True, number=2)
     adapters.digest(inplace)
     lora_in(tmp_path / "b", b"other")
