@@ -1,4 +1,4 @@
-"""A prefill node's parts.
+"""The parts of a prefill node.
 
-`prefill_requests` beside the request scheduler, all others beside the tensors.
+`prefill_requests` runs beside the request scheduler, all others in each worker.
 """

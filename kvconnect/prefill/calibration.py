@@ -1,7 +1,7 @@
-"""The short calibration when peers meet: how fast the engine moves bytes on this link.
+"""Calibration of a link: a probe that measures how fast the engine writes to a peer (bytes per second).
 
-P writes a few batches from its scratch memory to the peer's, which is never read. Until they are done the
-peer's fetches wait; that is no longer than a connection takes to be made.
+P writes a few batches from its scratch memory to the peer's scratch memory, whose content is never read. The
+peer's fetches wait until the calibration ends, which takes no longer than to make a connection.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from kvconnect.prefill.outbox import Columns, Parcel
 
 _FIRST_BYTES, _GROWTH = 4096, 4
 _LONGEST_S = 0.5
-"""Nothing follows a batch that took longer: a link as slow as that has shown it."""
+"""The probe ends after a batch that took longer, in seconds: the link is known to be slow by then."""
 
 
 class Sample(NamedTuple):
-    """One batch of a probe: a copy of so many bytes."""
+    """One timed batch of a probe: bytes copied, and the seconds that the copy took."""
 
     total_bytes: int
     seconds: float
 
 
 class ProbeOutbox:
-    """Copies of growing length, each alone on its way. ``samples`` are what they took.
+    """Batches of growing length, one in flight at a time. ``samples`` has the bytes and seconds of each.
 
-    It has the face of ``SlotOutbox``, and no parcels: batches are ready as they are.
+    Has the interface of ``SlotOutbox``; a batch of a probe carries no parcel, and needs no packing.
 
     Args:
-        source: our scratch memory.
-        target: the peer's.
-        scratch_bytes: of the smaller of the two.
+        source: address of P's scratch memory.
+        target: address of the peer's scratch memory.
+        scratch_bytes: size of the smaller of the two.
     """
 
     copies = 0
@@ -41,12 +41,12 @@ class ProbeOutbox:
 
     def __init__(self, source: int, target: int, scratch_bytes: int) -> None:
         self.samples: list[Sample] = []
-        # The first batch makes the connection, and measures nothing.
+        # The first batch establishes the connection; its time is not a sample.
         length = min(_FIRST_BYTES, scratch_bytes)
         lengths = [length, length]
         while (length := length * _GROWTH) < scratch_bytes:
             lengths.append(length)
-        # The largest three times: one that was disturbed does not measure the link.
+        # The largest is sent three times, in case other traffic slows one of them.
         self._batches = iter([(source, target, length) for length in (*lengths, *[scratch_bytes] * 3)])
         self._next = next(self._batches, None)
         self._scratch_bytes = scratch_bytes
@@ -54,35 +54,35 @@ class ProbeOutbox:
 
     @property
     def bytes_per_s(self) -> float:
-        """The most that a copy of the largest length reached: what disturbed the others is not the link's."""
+        """The best rate among copies of the largest length: slower ones were disturbed by other traffic."""
         timed = [one for one in self.samples if one.seconds > 0]
         largest = max((one.total_bytes for one in timed), default=0)
         return max((largest / one.seconds for one in timed if one.total_bytes == largest), default=0.0)
 
     @property
     def is_whole(self) -> bool:
-        """The largest copy was made: no error and no slow batch came before it."""
+        """The copy of the largest length was made: no error and no slow batch ended the probe before."""
         return any(one.total_bytes == self._scratch_bytes for one in self.samples)
 
     @property
     def exhausted(self) -> bool:
-        """No batch follows the one that was submitted last."""
+        """No batch follows the last one that was submitted."""
         return self._next is None
 
     def advance(self, stopping: bool) -> Iterator[Parcel]:
-        """Nothing is packed."""
+        """Yield nothing: a probe packs no chunk."""
         return iter(())
 
     def peek(self) -> Columns | None:
-        """The batch that can be submitted next, None if none can now."""
+        """The batch that can be submitted next; None while there is none."""
         return self._next
 
     def submitted(self, batch_id: int) -> None:
-        """What follows that batch depends on what it takes."""
+        """Offer no further batch until this one has ended: its duration decides whether one follows."""
         self._next = None
 
     def ended(self, completion: Completion) -> Parcel | None:
-        """The engine is done with the batch, which was no parcel."""
+        """Take a batch's completion as a sample, and offer the next batch. Returns no parcel."""
         if completion.ok and self._is_connected:
             self.samples.append(Sample(completion.total_bytes, completion.seconds))
         if not self._is_connected or completion.seconds <= _LONGEST_S:

@@ -1,8 +1,8 @@
-"""P serves fetches: each waits for its KV, is sent chunk by chunk, and is answered exactly once.
+"""P serves fetches: each waits until its KV is computed, is sent by chunks, and is answered exactly once.
 
-A landing slot of D serves only a chunk that can be packed: what D lends for others is given back, and
-requested as credit once they can be. Where all can be packed when the fetch comes, no credit is requested.
-Owned by the transfer thread.
+P keeps a landing slot only if a chunk can be packed for it now. P returns every other slot that D granted,
+and requests credit again once more chunks can be packed. Where all chunks can be packed when the fetch
+arrives, P sends no credit request. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from kvconnect.transfer.parts import TransferContext
 logger = logging.getLogger(__name__)
 
 _DEVICE_POLL_S = 2e-3
-"""How often a prefill that a fetch waits for is looked after. More often would slow it down."""
+"""Seconds between two checks of a prefill that a fetch waits for. More checks would slow the prefill."""
 _CALIBRATION = 0
-"""The number of a calibration among the transfers of a connection: peers count their fetches from 1."""
+"""The transfer id of a calibration on its connection: peers number their fetches from 1."""
 
 
 class FetchService:
-    """All fetches of peers, those that are pending and those that are being served."""
+    """All fetches of peers: pending ones and those being served."""
 
     def __init__(self, context: TransferContext, book: LeaseBook, inbound_peers: InboundPeers) -> None:
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
@@ -56,13 +56,13 @@ class FetchService:
         self.sender = Sender(context, self._arrived)
         self.paths = SendPaths(context, self._peers_in_use)
         self._device_poll = context.timers.timer(self._look_at_prefills)
-        # Fetches and sendings of prefills that the device was given more of.
+        # Fetches and sendings that wait for tokens which the device was given and may not have computed yet.
         self._waiting: dict[TransferKey, None] = {}
         self.not_quiescent: dict[TransferKey, float] = {}
         self._transports = Transports(context.config, context.metrics)
 
     def advance(self, now: float) -> None:
-        """Retry fetches that waited, feed the engine, answer what is over, request credit."""
+        """Retry pending fetches, submit batches to the engine, answer ended fetches, request credit."""
         for pending in self.pending.take_due(self._is_ready, self._is_polled, now):
             try:
                 self.begin(pending, now)
@@ -84,11 +84,11 @@ class FetchService:
 
     @property
     def busy(self) -> bool:
-        """Something is under way that wakes no thread, or a fetch waits for the device or its link."""
+        """The thread has to poll: for work whose end wakes no thread, or for a fetch's device or link."""
         return self.sender.busy or self.pending.busy
 
     def went_on(self, lease: Lease | None, handle: str) -> None:
-        """A prefill went on, lost its blocks, or is held: what waits for it or sends it may go on."""
+        """A prefill advanced, lost its blocks, or is held: look again at its fetches."""
         self.pending.touch(handle)
         for key in lease.sending if lease is not None else ():
             self.sender.touch(key)
@@ -98,14 +98,14 @@ class FetchService:
             self._waiting[key] = None
 
     def _look_at_prefills(self, now: float) -> None:
-        """The device may have computed what it was given, which wakes no thread."""
+        """Look again at fetches of streaming prefills: the device reports computed tokens to no thread."""
         waiting, self._waiting = self._waiting, {}
         for key in waiting:
             self.pending.touch_fetch(key)
             self.sender.touch(key)
 
     def _is_polled(self, early: PendingFetch) -> bool:
-        """It waits for what no message and no order brings: the device, a disk, or its link."""
+        """Whether a fetch waits for a device, a disk or its link, which report their end to no thread."""
         if early.handle in self._book.leases:
             return True
         if (lease := self._book.streaming.get(early.handle)) is not None:
@@ -113,7 +113,7 @@ class FetchService:
         return False
 
     def begin(self, pending: PendingFetch, now: float) -> None:
-        """Begin a fetch, leave it pending, or answer that it cannot be done."""
+        """Begin a fetch, leave it pending, or answer the peer that it is refused."""
         inbound = self._inbound_peers.get(pending.link)
         if inbound is None or inbound.session.peer is None:
             return
@@ -124,7 +124,7 @@ class FetchService:
         except LayoutError as error:
             self._refuse(pending, Cause.OTHER_LAYOUT(str(error)))
         except Exception as error:
-            # What a peer asks for must not end what others asked for.
+            # One peer's faulty fetch must not end the fetches of others.
             logger.exception("a fetch of %s could not be planned", pending.link)
             self._refuse(pending, Cause.INTERNAL(f"it could not be planned: {type(error).__name__}"))
 
@@ -132,14 +132,14 @@ class FetchService:
         """Begin a fetch, or leave it pending.
 
         Raises:
-            PeerError: the peer has no right to it, or may not wait.
-            LayoutError: the two caches do not fit, or the peer wants what is not held.
+            PeerError: the peer has no right to the request, or the fetch may not wait.
+            LayoutError: the two caches do not fit, or the fetch names blocks that are not held.
         """
         fetch = pending.fetch
         if inbound.disagrees is not None:
             raise PeerError.of(inbound.disagrees)
         if (held := self._book.leases.get(fetch.handle)) is not None:
-            # What we stood still for too long to end in time serves no load any more.
+            # A lease may have expired while this thread stood still; it then serves no load any more.
             self._book.end_if_due(held, now)
         source = self._source(pending) if now < pending.deadline else None
         if source is None:
@@ -163,7 +163,7 @@ class FetchService:
         spared = outbox.grant(fetch.grants)
         sending.due_reported = 0 if streamed or pending.has_waited else None
         self._note(sending, Moment.FETCH_BEGUN, len(fetch.chunks))
-        # Last of all: a lease whose sending has not begun would never end.
+        # Last, after all that can raise: a lease with a sending that never begins would never end.
         source.sending.add(key)
         self.sender.begin(sending)
         if sending.due_reported is not None:
@@ -171,7 +171,7 @@ class FetchService:
             self._request_credit(sending, spared)
 
     def cancel(self, key: TransferKey, reason: Reason) -> None:
-        """End a fetch early, whether it is served or pending."""
+        """End a fetch early, whether it is being served or pending."""
         early = self.pending.fetches.get(key)
         if early is not None:
             self.pending.remove(early)
@@ -179,7 +179,7 @@ class FetchService:
         self.sender.cancel(key, reason)
 
     def cancelled(self, key: TransferKey, now: float) -> None:
-        """A peer wants a fetch to end. It is answered even if the fetch itself never arrived."""
+        """A peer cancels a fetch. P answers even if the fetch itself never arrived."""
         sending = self.sender.sendings.get(key)
         known = sending is not None or key in self.pending.fetches
         if sending is not None and not sending.error:
@@ -189,7 +189,7 @@ class FetchService:
             self._answer_failure(key, Cause.NOT_HELD("it is not known"))
 
     def granted(self, key: TransferKey, granted: CreditGrant) -> None:
-        """A peer lends more slots for a fetch, which may have no use for them yet."""
+        """A peer grants more landing slots for a fetch. P returns those that no chunk can fill yet."""
         sending = self.sender.sendings.get(key)
         if sending is not None:
             outbox = sending.outbox
@@ -208,14 +208,14 @@ class FetchService:
         try:
             return not is_calibrating and self._source(early) is not None
         except Exception:
-            # To begin it meets the same, and answers the peer.
+            # `begin` meets the same error, and answers the peer.
             return True
 
     def _source(self, early: PendingFetch) -> Lease | None:
-        """What a fetch can be served from now: what is held, or a prefill that has its first chunk.
+        """The lease that can serve a fetch now: held and computed, or streaming with its first chunk ready.
 
         Raises:
-            PeerError: what it names is not kept.
+            PeerError: the rows that the fetch names were evicted.
         """
         lease, path = self._book.get(early.fetch.handle), self.paths.get(early.link)
         if lease is None:
@@ -229,10 +229,10 @@ class FetchService:
         return lease if early.first_tokens <= lease.streamed.advance() else None
 
     def _wait(self, pending: PendingFetch, now: float, *, is_served: bool = False) -> None:
-        """Leave a fetch pending, and give back the slots that it holds meanwhile.
+        """Leave a fetch pending, and return its landing slots to D meanwhile.
 
         Raises:
-            PeerError: it may not wait.
+            PeerError: the fetch may not wait.
         """
         fetch = pending.fetch
         if refusal := self.pending.admit(pending, now, is_served=is_served):
@@ -242,15 +242,15 @@ class FetchService:
             self._inbound_peers.send(pending.link, request)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
-        """A fetch asks for all of what is held, or will be, and no rank has a right to it twice.
+        """Claim a lease for one rank: a fetch covers all tokens of the lease, and a rank may fetch it once.
 
         Raises:
-            PeerError: this one has none.
+            PeerError: this rank has no right to it, or names another number of tokens.
         """
         if key in self.sender.sendings:
             raise PeerError(f"transfer {fetch.transfer_id} is under way already")
         if fetch.num_tokens != source.num_tokens:
-            # Of another prompt, or of a node that counts differently: part of it is worse than none.
+            # Another prompt, or a node that counts tokens differently: part of it is worse than none.
             text = f"{fetch.num_tokens} tokens are wanted, {source.num_tokens} are held"
             raise PeerError(text, Cause.OTHER_PROMPT)
         if any(self.sender.sendings[other].consumer == consumer for other in source.sending):
@@ -258,11 +258,11 @@ class FetchService:
         source.claim(consumer, fetch.consumers)
 
     def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
-        """What packs the chunks of a fetch.
+        """The outbox that packs the chunks of a fetch.
 
         Raises:
-            LayoutError: the peer wants what is not held.
-            PeerError: a chunk is larger than a slot of ours.
+            LayoutError: the fetch names blocks or tokens that are not held.
+            PeerError: the chunks exceed their bounds, or a chunk is larger than a send slot.
         """
         fetch = pending.fetch
         packer = path.packer if source.kept is None else path.kept_packer()
@@ -278,7 +278,7 @@ class FetchService:
         return SlotOutbox(packer, supply, pool, self._config.check_digest, path.name, note, path.mapped)
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
-        """Report for how many chunks slots are of use, and which slots are of none, if that has changed."""
+        """Request credit up to ``due`` chunks and return the slots in ``spared``, if either has changed."""
         due = sending.outbox.due if isinstance(sending.outbox, SlotOutbox) else 0
         if spared or due != sending.due_reported:
             sending.due_reported = due
@@ -289,9 +289,9 @@ class FetchService:
         self._inbound_peers.send(sending.key[0], Landed(sending.key[1], *what, sending.epoch))
 
     def look_at(self, inbound: InboundPeer, link: str, now: float) -> Reason | None:
-        """A peer asks what there is: it is sent how fast its link is, too. Why it cannot be, or None.
+        """A peer looks up a prefix: report its link's rate, too. Why there is no path to the peer, or None.
 
-        A link whose calibration was cut short is calibrated again: what is not measured is not worth a load.
+        A calibration that was cut short is repeated: D starts no load over a link of unknown rate.
         """
         try:
             path = self._measured_path(inbound, link, now)
@@ -304,7 +304,7 @@ class FetchService:
         return None
 
     def _measured_path(self, inbound: InboundPeer, link: str, now: float) -> SendPath | None:
-        """``SendPaths.path_to``; None until it was found out once how fast that is: its fetches wait."""
+        """``SendPaths.path_to``, or None while the link is not calibrated: its fetches wait."""
         path = self.paths.path_to(link, inbound)
         if not path.is_measured:
             self._calibrate_if_due(path, link, now)
@@ -317,14 +317,14 @@ class FetchService:
 
     def _calibrate_if_due(self, path: SendPath, link: str, now: float) -> None:
         key = link, _CALIBRATION
-        # One that began before the peer greeted anew is waited for: their numbers are the same.
+        # A calibration from before the peer's latest greeting has the same key: it must end first.
         if path.is_calibration_due(now) and key not in self.sender.sendings:
             probe = path.begin_calibration(self._local.look_at_traffic())
             until = now + self._config.handshake_timeout_s
             self.sender.begin(Sending(key, path.name, probe, until, now))
 
     def _announce(self, path: SendPath, inbound: InboundPeer, link: str) -> None:
-        """Report, once a connection, what carries bytes to a peer, and whether our settings refuse that."""
+        """Report to a peer, once a connection, the lane to it, and whether P's settings refuse that lane."""
         peer = inbound.session.peer
         if path.meter is None and peer is not None:
             refused = refusal(self._config, path.found)
@@ -350,7 +350,7 @@ class FetchService:
                     path.calibrations.failed(reason, config.retry_max_s, self._randomness, now)
                 self.pending.touch_link(sending.key[0])
                 if not any(link == sending.key[0] for link, _ in self.pending.fetches):
-                    # A fetch that waited for it reports it, when it begins or is refused.
+                    # A pending fetch reports the link itself, when it begins or is refused.
                     self._announce(path, inbound, sending.key[0])
             return
         lease.sending.discard(sending.key)
@@ -369,9 +369,9 @@ class FetchService:
         self._book.end_if_due(lease, now)
 
     def _count(self, sending: Sending) -> None:
-        """A fetch is over."""
+        """Count a fetch that has ended, by its result."""
         metrics, ok = self._metrics, not sending.error
-        # A peer that cancelled knows why; after "again" it is to fetch anew.
+        # A peer that cancelled knows why; after "again" the peer fetches anew.
         failed = "cancelled" if sending.cancelled else "again" if sending.again else "failed"
         metrics.transfers.labels("sent", "ok" if ok else failed).inc()
         metrics.transfer_bytes.labels("sent", sending.lane).inc(sending.total_bytes)

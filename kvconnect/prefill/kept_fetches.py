@@ -1,7 +1,7 @@
-"""P serves what it keeps in host memory or on disk: how much there is under some names, and fetches by name.
+"""P serves KV of host memory and disk by name: prefix lookups of peers, and pins, which fetches then use.
 
-What a peer pins has a lease like any other. Its rows may change all the same, by orders of the scheduler
-half: what was sent of them counts only if they did not. Owned by the transfer thread.
+A peer's pin has a lease like any other. The scheduler half's orders may still evict its rows: chunks of rows
+that were overwritten while they were sent are void. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ TOO_MANY = Cause.BUSY("it was asked for more names than one peer may have looked
 _NOTHING = Cause.NOT_HELD("this node keeps nothing under names for peers")
 
 _NAMES_PER_S = 200_000
-"""To read and look up those takes about a twentieth of the transfer thread's time, for each cache group."""
+"""Reading and looking up that many takes about a twentieth of the transfer thread's time, per cache group."""
 
 
 class NameAllowance:
-    """For how many names one peer is answered: all of a prompt at once, and then so many a second."""
+    """How many names P looks up for a peer: a burst of one prompt (``MAX_NAMES``), then a steady rate."""
 
     def __init__(self) -> None:
         self._left, self._looked_at = float(MAX_NAMES), 0.0
 
     def take(self, names: int, now: float) -> bool:
-        """Whether it is answered for so many more."""
+        """Take ``names`` from the allowance. Returns whether it covers them; if not, nothing is taken."""
         grown = self._left + (now - self._looked_at) * _NAMES_PER_S
         self._left, self._looked_at = min(float(MAX_NAMES), grown), now
         if names > self._left:
@@ -43,12 +43,12 @@ class NameAllowance:
 
 
 def not_all(num_tokens: int) -> PeerError:
-    """Why a fetch by name is refused whose rows hold other content by now, or always did."""
+    """The refusal of a fetch by name whose rows hold other content now, or never held all of it."""
     return PeerError(f"not all of {num_tokens} tokens is kept under these names", Cause.EVICTED)
 
 
 class KeptFetches:
-    """What peers find and pin by name; ``refusal`` states why no peer is given anything now, or is None."""
+    """Prefix lookups and pins of peers. ``refusal``: why this node serves no peer now, or None."""
 
     def __init__(self, context: TransferContext, book: LeaseBook) -> None:
         self._local, self._metrics, self._book = context.local, context.metrics, book
@@ -56,17 +56,17 @@ class KeptFetches:
         self._allowances: dict[str, NameAllowance] = {}
 
     def forget(self, link: str) -> None:
-        """A conversation is over."""
+        """Drop the allowance of a connection that has ended."""
         self._allowances.pop(link, None)
 
     def find(
         self, link: str, inbound: InboundPeer, asked: FindPrefix, refusal: Reason | None, now: float
     ) -> PrefixFound:
-        """The answer to a question; it names why nothing is given, if not for lack of the names."""
+        """The answer to a prefix lookup; its ``error`` is a refusal, not a lack of the names."""
         kept, refusal = self._local.kept, refusal or inbound.disagrees
         if refusal or kept is None:
             return PrefixFound(asked.number, error=refusal or _NOTHING)
-        # Those before the first that is wanted are not looked up.
+        # Names before ``start_tokens`` are not looked up, and cost nothing.
         num_names = len(asked.prefix.names) - asked.prefix.start_tokens // asked.prefix.naming.tokens
         if not self._allowance(link).take(max(0, num_names), now):
             return PrefixFound(asked.number, error=TOO_MANY, is_busy=True)
@@ -75,16 +75,16 @@ class KeptFetches:
     def pin(
         self, link: str, inbound: InboundPeer, asked: PinPrefix, refusal: Reason | None, now: float
     ) -> None:
-        """Hold what is kept under names for a peer, as any lease; once, for all of its ranks.
+        """Pin the rows of these names under a lease: once per handle, for all ranks of the peer's engine.
 
         Raises:
-            PeerError: it is not held; a fetch of the handle is refused for that.
+            PeerError: the rows cannot be pinned; fetches of the handle are refused with this reason.
         """
         peer, handle, kept = inbound.session.peer, asked.handle, self._local.kept
         if peer is None or handle in self._book.leases:
             return
         if not handle.startswith(PIN_PREFIX):
-            # It may be a handle of our own, of which nothing is decided by this.
+            # The handle may be one that this node issued: ending it would void that request.
             self._metrics.failures.labels("peer_message").inc()
             text = "dropped a message of %s: a handle to pin is %r; accepted: those that begin with %r"
             logger.warning(text, link, handle[:64], PIN_PREFIX)
@@ -94,7 +94,7 @@ class KeptFetches:
             raise PeerError.of(refusal or _NOTHING)
         if len(self._book.leases) >= self._most_leases:
             raise PeerError(f"{len(self._book.leases)} requests are held already", Cause.BUSY)
-        # No more of them are looked up, however many there are.
+        # Only the names of the first ``num_tokens`` tokens are looked up.
         names = min(len(asked.prefix.names), asked.num_tokens // asked.prefix.naming.tokens)
         if not self._allowance(link).take(names, now):
             raise PeerError.of(TOO_MANY)

@@ -1,7 +1,7 @@
-"""P's requests behind a handle: while they are prefilled and streamed, and then held for others.
+"""P's leases: requests behind a handle, first while their prefill is streamed, then held for D.
 
-Each lease ends exactly once: when every rank that would fetch was served or will not, or when it was not
-renewed in time; never while something reads its blocks. Time is an argument.
+A lease ends exactly once: when every rank of D was served or has released it, or when D did not renew it in
+time; never while a sending reads its blocks. Time is an argument.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvconnect.transfer.parts import Timer, TransferContext
 logger = logging.getLogger(__name__)
 
 Consumer = tuple[str, str, int]
-"""Who fetches: engine id, incarnation, rank."""
+"""One rank of D that fetches: engine id, incarnation, rank."""
 
 TransferKey = tuple[str, int]
-"""A fetch as P knows it: the connection it came over, and D's number for it."""
+"""P's key of a fetch: the connection that it came over, and D's transfer number."""
 
 
 @dataclass(eq=False)
 class Streamed:
-    """What of a prefill under way is computed: ``ready_tokens``, in ``blocks`` by group.
+    """A streaming prefill's progress: ``ready_tokens`` are computed, in ``blocks`` (ids by cache group).
 
-    ``marks`` are tokens that the device was given, each with a check whether they are computed.
+    ``marks``: token counts that the device was given, each with a check whether they are computed.
     """
 
     ready_tokens: int = 0
@@ -42,7 +42,7 @@ class Streamed:
     marks: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)
 
     def add(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
-        """Take what is new. False: it does not follow from what is known, and nothing was taken."""
+        """Append the new blocks. False: the order does not follow the known blocks, and nothing was taken."""
         if any(new.first_block != len(self.blocks.get(new.group, ())) for new in order.groups):
             return False
         for new in order.groups:
@@ -51,7 +51,7 @@ class Streamed:
         return True
 
     def advance(self) -> int:
-        """Take what the device has computed meanwhile. Returns how many tokens are."""
+        """Update and return ``ready_tokens``, the tokens that the device has computed by now."""
         while self.marks and self.marks[0][0]():
             self.ready_tokens = max(self.ready_tokens, self.marks.popleft()[1])
         return self.ready_tokens
@@ -59,10 +59,10 @@ class Streamed:
 
 @dataclass(eq=False)
 class Held:
-    """What is held for peers until ``expires_at``, which may be moved as far as ``last_until``.
+    """The held content of a lease. It expires at ``expires_at``; renewals extend that up to ``last_until``.
 
-    ``is_computed`` returns whether all of it is. ``kept`` are the rows of what a peer pinned by name, which
-    may be written meanwhile; None for blocks. ``revoked`` states why it is given up before its time.
+    ``is_computed`` returns whether the device has computed all of it. ``kept``: the rows that a peer pinned
+    by name, which may be overwritten meanwhile; None for blocks. ``revoked``: why P ends it early.
     """
 
     order: Hold
@@ -77,11 +77,11 @@ class Held:
 
 @dataclass(eq=False)
 class Lease:
-    """What P computes or holds for the ranks of one engine (``owner``), each of its ``consumers`` once.
+    """A prompt that P computes or holds for the ranks of one engine (``owner``).
 
-    Until the request is ``held`` it may lose its blocks, and nothing that was sent of them counts; ``epoch``
-    is another whenever they are others. ``renewers`` are the connections over which a peer renewed it.
-    The last ``replay`` tokens are computed again by who fetches.
+    Each of ``consumers`` ranks may fetch it once. Before it is ``held`` it may lose its blocks, which voids
+    all chunks sent so far; each new set of blocks has a new ``epoch``. ``renewers``: the connections over
+    which peers renewed the lease. D computes the last ``replay`` tokens (0 or 1) again.
     """
 
     handle: str
@@ -102,20 +102,20 @@ class Lease:
 
     @property
     def kept(self) -> Kept | None:
-        """The rows of what was pinned by name."""
+        """The rows that a peer pinned by name; None for blocks."""
         return None if self.held is None else self.held.kept
 
     @property
     def is_intact(self) -> bool:
-        """What was sent of it counts."""
+        """Chunks sent from this lease are valid: no pinned row was overwritten."""
         kept = self.kept
         return kept is None or kept.is_intact()
 
     def claim(self, consumer: Consumer, consumers: int) -> None:
-        """A rank fetches, and states how many ranks of its engine will.
+        """Claim the lease for one rank, which states how many ranks of its engine will fetch.
 
         Raises:
-            PeerError: it has no right to.
+            PeerError: another engine owns the lease, or this rank was served or has released it.
         """
         if self.owner not in (None, consumer[0]):
             raise PeerError("another engine has fetched this request", Cause.FETCHED_BEFORE)
@@ -125,22 +125,22 @@ class Lease:
 
     @property
     def satisfied(self) -> bool:
-        """Every rank that would fetch did, or released it."""
+        """Every rank of the owner was served or has released the lease."""
         ranks = {rank for _, _, rank in self.served | self.released}
         return self.consumers is not None and len(ranks) >= self.consumers
 
     @property
     def is_whole(self) -> bool:
-        """The request is held, and all of it is computed."""
+        """The request is held, and the device has computed all of it."""
         return self.held is not None and self.held.is_computed()
 
     def differs_from(self, order: Hold) -> str:
-        """Why what was sent is not of what is held now, or nothing."""
+        """Why the chunks streamed so far do not match the request to be held; empty if they match."""
         if order.num_tokens != self.num_tokens:
             return f"{self.num_tokens} tokens were to be held, {order.num_tokens} are"
         for held in order.groups:
             known = self.streamed.blocks.get(held.group, ())[held.first_block :]
-            # A null block has left its window since.
+            # A block that left its window since then is null now: that is no difference.
             if any(a and b and a != b for a, b in zip(known, held.block_ids, strict=False)):
                 return f"the blocks of cache group {held.group} are others now"
         return ""
@@ -148,7 +148,7 @@ class Lease:
     def blocks_of(
         self, geometry: Sequence[GroupGeometry], start_token: int, stop_token: int
     ) -> tuple[GroupBlocks, ...]:
-        """The blocks that hold these tokens, by our groups; and the states, once they are held."""
+        """By cache group of P: the blocks of these tokens, ``stop_token`` excluded; states once held."""
         known: dict[int, tuple[int, Sequence[int]]]
         if self.held is not None:
             known = {of.group: (of.first_block, of.block_ids) for of in self.held.order.groups}
@@ -162,7 +162,7 @@ class Lease:
                 begin = max(first, start_token // tokens)
                 ids = ids[begin - first : max(begin, div_ceil(stop_token, tokens)) - first]
                 first = begin
-                # What no later token sees may be another request's by now.
+                # A block that no later token sees may belong to another request by now.
                 ids = group.rule.only_kept(ids, first, self.num_tokens, tokens, replay=1)
             made.append(GroupBlocks(group.group, first, tuple(ids)))
         return tuple(made)
@@ -173,10 +173,10 @@ SERVED = Cause.FETCHED_BEFORE("every rank that wanted it was served")
 
 
 class LeaseBook:
-    """All leases by handle: ``leases`` of what is held, ``streaming`` of prefills under way.
+    """All leases by handle: ``leases`` of held requests, ``streaming`` of prefills under way.
 
     Args:
-        ended: called for every lease that is over, with the reason.
+        ended: called for every lease that ends, with the reason.
     """
 
     def __init__(self, context: TransferContext, ended: Callable[[Lease, Reason], None]) -> None:
@@ -184,17 +184,17 @@ class LeaseBook:
         self.streaming: dict[str, Lease] = {}
         self._config, self._metrics, self._timers = context.config, context.metrics, context.timers
         self._ended = ended
-        # What is held back is no part of what is held; else a peer computes the last token again.
+        # With a token held back, the lease has no KV of it; otherwise D computes the last token again.
         self._replay = int(not context.local.introduction.meaning.held_back)
-        # No epoch of this process is one of another process at this place.
+        # A random start: no epoch of this process equals one of an earlier process at this address.
         self._epochs = itertools.count(context.randomness.randrange(1, 1 << 61))
 
     def get(self, handle: str) -> Lease | None:
-        """What is held or streamed under a handle."""
+        """The lease of a handle, held or streaming; None without one."""
         return self.leases.get(handle) or self.streaming.get(handle)
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
-        """A prefill went on. False: the order does not follow from what is known of it."""
+        """Take a streaming prefill's progress. False: the order does not follow from the known blocks."""
         lease = self.streaming.get(order.handle)
         if lease is None:
             lease = Lease(order.handle, order.num_tokens, next(self._epochs), replay=self._replay)
@@ -202,16 +202,16 @@ class LeaseBook:
         return lease.streamed.add(order, is_computed)
 
     def lose_blocks(self, handle: str) -> Lease | None:
-        """A prefill lost its blocks. What is returned is known, and what was sent of it is void."""
+        """A streaming prefill lost its blocks. Returns its lease, if known; chunks sent so far are void."""
         lease = self.streaming.get(handle)
         if lease is not None:
             lease.epoch, lease.streamed = next(self._epochs), Streamed()
         return lease
 
     def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> tuple[Lease | None, str]:
-        """Begin to hold a request, and why what was sent of its prefill is void, if it is.
+        """Begin to hold a request. Returns its lease, and why chunks streamed before are void, or nothing.
 
-        None: its handle is in use, and stands for another request.
+        The lease is None if the handle is in use for another request.
         """
         if order.handle in self.leases:
             self._metrics.failures.labels("handle_in_use").inc()
@@ -227,10 +227,10 @@ class LeaseBook:
         return lease, difference
 
     def pin(self, handle: str, engine_id: str, num_tokens: int, kept: Kept, now: float) -> None:
-        """Begin to hold what is kept under names, for the engine that asked for it."""
+        """Begin a lease on rows found by name, for the engine that pins them."""
         name, lease_s = f"for {num_tokens} tokens by name", self._config.lease_s
         order = Hold(name, handle, num_tokens, kept.groups, lease_s, step=0)
-        # The peer goes on after these tokens: what only the last of them sees is not kept.
+        # D computes from the next token on: blocks that only the last of these tokens sees are not kept.
         lease = Lease(handle, num_tokens, next(self._epochs), engine_id, replay=0)
         self._keep(lease, order, kept.is_ready, now, kept)
 
@@ -250,7 +250,7 @@ class LeaseBook:
         self._metrics.leases.set(len(self.leases))
 
     def renew(self, lease: Lease, engine_id: str, link: str, now: float) -> Reason | None:
-        """A peer will still fetch what is held. Why that is void, or None."""
+        """Extend a lease that a peer will still fetch. Why the lease is void for that peer, or None."""
         if lease.owner not in (None, engine_id):
             return Cause.FETCHED_BEFORE("another engine has fetched this request")
         lease.renewers.add(link)
@@ -259,7 +259,7 @@ class LeaseBook:
         return None
 
     def release(self, lease: Lease, consumer: Consumer, consumers: int, now: float) -> None:
-        """A rank will not fetch what is held. Others than those of the engine that fetches do not count."""
+        """A rank will not fetch the request. Releases by other engines than the owner are ignored."""
         if lease.owner not in (None, consumer[0]):
             return
         lease.owner, lease.consumers = consumer[0], consumers
@@ -267,7 +267,7 @@ class LeaseBook:
         self.end_if_due(lease, now)
 
     def end_if_due(self, lease: Lease, now: float) -> None:
-        """End a lease that no sending reads and that was served to all, or that is over."""
+        """End a lease that no sending reads, if it was served to all ranks or has expired."""
         held = lease.held
         if held is None or lease.sending or self.leases.get(lease.handle) is not lease:
             return
@@ -278,7 +278,7 @@ class LeaseBook:
         elif is_satisfied:
             self._end(lease, held, SERVED, now)
         elif held.kept is not None:
-            # Nothing waits for these rows.
+            # A pin holds up no eviction, so that its expiry needs no warning.
             self._end(lease, held, held.revoked or _NOT_FETCHED, now)
         else:
             self._metrics.failures.labels("lease_expired").inc()
@@ -291,7 +291,7 @@ class LeaseBook:
             self._end(lease, held, reason, now)
 
     def revoke(self, reason: Reason, now: float) -> None:
-        """End all that no sending reads, whichever peer wants it. What is being read ends when that does."""
+        """End all leases at once; a lease that a sending reads ends when the sending does."""
         for lease in list(self.leases.values()):
             if (held := lease.held) is not None:
                 held.expires_at, held.last_until, held.revoked = 0.0, 0.0, reason

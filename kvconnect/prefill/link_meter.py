@@ -1,4 +1,4 @@
-"""How fast the link to a peer is: found by a calibration, and followed while chunks are sent.
+"""The rate of the link to a peer, in bytes per second: first from a calibration, then from the chunks sent.
 
 Owned by the transfer thread.
 """
@@ -28,11 +28,11 @@ from kvconnect.transfer.local import Local
 _LARGE_BYTES = 1 << 20
 _WINDOW_BYTES = 64 << 20
 _SLOW_WINDOWS = 4
-"""So many in a row are slow before it counts: one alone was disturbed."""
+"""Consecutive slow windows before P warns: a single slow window may be a disturbance."""
 
 
 def found_by(probe: ProbeOutbox, local: Local, before: Traffic, host: str, own_host: str) -> Transport:
-    """What a calibration of the link to ``host`` found, since when ``before`` had left this machine."""
+    """What a probe found of the link to ``host``; ``before`` is this machine's traffic when it began."""
     seen = Seen(
         total_bytes=sum(sample.total_bytes for sample in probe.samples),
         bytes_per_s=probe.bytes_per_s,
@@ -47,9 +47,9 @@ def found_by(probe: ProbeOutbox, local: Local, before: Traffic, host: str, own_h
 
 
 def transport_over(lane: Transport, bytes_per_s: float, local: Local) -> Transport:
-    """What carries bytes and how fast, beside what this machine's hardware should give.
+    """A lane with its measured rate, and the rate that the hardware should give (both bytes per second).
 
-    What shared memory should give depends on what else the processors do, so nothing is expected of it.
+    The rate of shared memory depends on the load of the processors, so none is expected of it.
     """
     expected, _ = expected_rate(local.fabric, lane)
     return msgspec.structs.replace(
@@ -61,9 +61,9 @@ def transport_over(lane: Transport, bytes_per_s: float, local: Local) -> Transpo
 
 
 class LinkMeter:
-    """How fast chunks are written to a peer while nothing else is under way, in windows of 64 MiB.
+    """Measures, in windows of 64 MiB, the rate of chunks to one peer while P writes to no other peer.
 
-    A small copy, and one that shares the link, does not show what the link can do.
+    Small copies, and copies that share the link, do not show what the link can do, and are left out.
     """
 
     def __init__(self, peer: str, found: Transport, transports: Transports) -> None:
@@ -76,7 +76,7 @@ class LinkMeter:
         self._slow_windows = 0
 
     def moved(self, completion: Completion, now: float, *, is_alone: bool) -> None:
-        """A batch of one chunk has ended."""
+        """Take the completion of one chunk's batch."""
         began_at, self._last_at = max(now - completion.seconds, self._last_at), now
         if not is_alone or completion.total_bytes < _LARGE_BYTES:
             return
@@ -89,7 +89,7 @@ class LinkMeter:
         found = msgspec.structs.replace(self.found, bytes_per_s=rate)
         self._slow_windows = self._slow_windows + 1 if found.share < LEAST_SHARE else 0
         if self._slow_windows < _SLOW_WINDOWS:
-            # One that is slow is shown, and not warned of yet.
+            # A slow window is shown at once, but P does not warn of it yet.
             self._transports.show(found)
         else:
             self._transports.measured(self._peer, found)

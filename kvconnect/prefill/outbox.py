@@ -1,6 +1,6 @@
-"""What a sending of a request has to give to the engine: slots that pages are packed into.
+"""The outbox of a sending: chunks packed into send slots, or directly into mapped landing slots.
 
-The sender above knows batches and bounds. Owned by the transfer thread.
+The sender above submits the batches and knows the bounds. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from kvconnect.transfer.slots import Slot, SlotEvent, SlotPool
 
 
 class ChunkSupply:
-    """Chunks, each given out once. Of what is held, all can be packed, in the order of the fetch.
+    """The chunks of one fetch, each given out once; the fetch's order applies where the request is held.
 
-    Of a prefill under way, each can once its tokens are computed, states at the end: in the order in which
-    that happens. ``count`` are all of them, of which ``taken`` were; ``largest_bytes`` is the largest.
+    Of a streaming prefill, a chunk can be packed once its tokens are computed, and chunks are given out in
+    that order; those with states come last. ``count``: all chunks; ``taken``: those given out;
+    ``largest_bytes``: the size of the largest.
 
     Raises:
-        LayoutError: a chunk is none of the packer's wire, or its tokens are not held.
-        LocalError: a block is none of this cache.
+        LayoutError: a chunk does not fit the packer's wire, or its tokens are not held.
+        LocalError: a block is outside this cache.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class ChunkSupply:
         share: Share = WHOLE,
     ) -> None:
         self.count = len(chunks)
-        # A packer takes it that one token is computed again.
+        # A packer assumes that D computes one token again.
         self._lease, self._ahead = lease, 1 - lease.replay
         self._packer = packer
         self._geometry = geometry
@@ -54,7 +55,7 @@ class ChunkSupply:
         self._staged: Sequence[StagedChunk] = ()
         self._order: Sequence[int] = range(len(chunks))
         self.taken = 0
-        # The tokens that each needs, ascending; none once all can be packed.
+        # The tokens that must be computed for each chunk, ascending; empty once all can be packed.
         self._needs: Sequence[float] = ()
         streams = packer.chunker.wire.streams
         self._states = {stream.target_group for stream in streams if stream.is_state}
@@ -73,7 +74,7 @@ class ChunkSupply:
         self.largest_bytes = max(sizes, default=0)
 
     def _tokens_of(self, chunk: Chunk, row_tokens: dict[int, int]) -> float:
-        """How far the prompt must be computed. Rows of several tokens are complete with the last of them."""
+        """The prompt tokens that a chunk needs computed. Rows are complete with their last token."""
         if any(span.group in self._states for span in chunk.spans):
             return math.inf
         ends = (-(-span.stop // row_tokens[span.group]) * row_tokens[span.group] for span in chunk.spans)
@@ -81,7 +82,7 @@ class ChunkSupply:
 
     @property
     def due(self) -> int:
-        """How many, in all, can be packed by now."""
+        """How many chunks can be packed by now, those already taken included."""
         if self._needs:
             ready_tokens = self._lease.streamed.advance()
             if not self._lease.is_whole:
@@ -96,16 +97,16 @@ class ChunkSupply:
 
     @property
     def is_due(self) -> bool:
-        """A chunk can be packed now, or as soon as the device is done, which wakes no thread."""
+        """A chunk can be packed now, or once the device is done, which wakes no thread."""
         return self.taken < self.count and (self._lease.held is not None or self.has_next)
 
     @property
     def is_over(self) -> bool:
-        """Every chunk was taken, and all of them count."""
+        """Every chunk was taken, and the request is held, so that no preemption can void them."""
         return self.taken == self.count and self._lease.held is not None
 
     def take(self) -> tuple[int, StagedChunk]:
-        """The next chunk, with its index in the fetch. Raises what the constructor does."""
+        """The next chunk, staged, with its index in the fetch. Raises as the constructor does."""
         index = self._order[self.taken]
         self.taken += 1
         if self._staged:
@@ -120,15 +121,15 @@ class ChunkSupply:
 
 
 _MOST_IN_TURN = 4
-"""Chunks that this thread packs into landing slots before it looks at anything else: some milliseconds."""
+"""Chunks that this thread packs itself before it serves anything else: some milliseconds."""
 
 Columns = tuple[int, int, int]
-"""Of a batch: source, target and length."""
+"""One batch: source address, target address, length in bytes."""
 
 
 @dataclass(eq=False)
 class Parcel:
-    """A chunk in a send slot, on its way to a landing slot; or packed into that in ``seconds``."""
+    """A chunk packed into a send slot for a landing slot, or in ``seconds`` directly into a landing slot."""
 
     chunk: int
     slot: Slot | None
@@ -138,20 +139,20 @@ class Parcel:
     seconds: float = 0.0
 
     def columns(self) -> Columns:
-        """Its batch."""
+        """The batch that copies the send slot to the landing slot."""
         assert self.slot is not None, "what is packed into a landing slot is no batch"
         return self.slot.address, self.grant.address, self.length_bytes
 
 
 class SlotOutbox:
-    """Chunks, packed into send slots as landing slots are granted, or into these themselves.
+    """Packs chunks into send slots as D grants landing slots, or directly into mapped landing slots.
 
     Args:
-        pool: our send slots.
-        mapped: the peer's landing slots, where they can be written as memory of this process.
+        pool: P's send slots.
+        mapped: the peer's landing slots, where this process can write to them as memory.
         with_digest: whether chunks are sent with a digest.
-        holder: the peer that is sent to, which may not take all of the send slots.
-        note: called with what happens to a chunk, and its number.
+        holder: the receiving peer, which may not take all send slots.
+        note: called with each event of a chunk, and the chunk's index.
     """
 
     def __init__(
@@ -178,14 +179,14 @@ class SlotOutbox:
         self._in_flight: dict[int, Parcel] = {}
 
     def grant(self, grants: Sequence[Grant]) -> Sequence[Grant]:
-        """The peer lends more slots. Those for which no chunk can be packed yet are returned, not kept."""
+        """Take landing slots that the peer grants. Returns those that no chunk can fill yet."""
         wanted = max(0, self._supply.due - self._supply.taken - len(self._grants))
         self._grants.extend(grants[:wanted])
         return grants[wanted:]
 
     @property
     def due(self) -> int:
-        """How many chunks, in all, can be packed by now."""
+        """How many chunks can be packed by now, those already taken included."""
         return self._supply.due
 
     @property
@@ -195,24 +196,24 @@ class SlotOutbox:
 
     @property
     def is_packing(self) -> bool:
-        """Kernels of ours read the blocks, or slots are filled that were not submitted."""
+        """Pack kernels read the blocks, or filled send slots were not submitted yet."""
         return bool(self._kernels or self._filled)
 
     @property
     def goes_on(self) -> bool:
-        """It can be advanced, or will be able to, without a message or a completion."""
+        """``advance`` has work, now or later, that no message and no completion will report."""
         if self.is_packing:
             return True
-        # Without a grant it waits for the device, whose end wakes no thread, or for the peer's message.
+        # Without a grant: either the device's end is awaited, which wakes no thread, or the peer's message.
         return self._supply.is_due and (bool(self._grants) or not self._supply.has_next)
 
     def advance(self, stopping: bool) -> Iterator[Parcel]:
-        """Pack what can be packed; if ``stopping``, give up what is not submitted.
+        """Pack all chunks that can be packed; if ``stopping``, return filled slots that were not submitted.
 
-        Yields the chunks that lie in their landing slots by that, each before the next one is packed.
+        Yields each chunk that now lies in its landing slot, before the next one is packed.
 
         Raises:
-            PeerError: a slot that was granted is too small for its chunk.
+            PeerError: a granted slot is too small for its chunk.
         """
         yield from self._take_packed()
         if stopping:
@@ -224,7 +225,7 @@ class SlotOutbox:
         # A send slot is taken only together with a landing slot: no sending waits while holding one.
         while self._grants and self._supply.has_next and self._has_room:
             if self._packer.is_blocking and (self._filled or self._supply.taken == most):
-                # This thread packs: what it has packed is to be on its way before it packs more.
+                # This thread packs itself: it sends the chunks packed so far before it packs more.
                 break
             self._pack_next()
             if self._packer.is_blocking:
@@ -249,7 +250,7 @@ class SlotOutbox:
             self._pool.move(parcel.slot, event)
 
     def _pack_next(self) -> None:
-        # The slot that the peer used last: on a CPU, its memory is still in the processor's cache.
+        # The slot that the peer used last: with a CPU, its memory is still in the processor's cache.
         grant = self._grants.pop()
         chunk, staged = self._supply.take()
         length_bytes = staged.total_bytes
@@ -274,18 +275,18 @@ class SlotOutbox:
         self._kernels.append(Parcel(chunk, slot, grant, ticket, length_bytes))
 
     def peek(self) -> Columns | None:
-        """The batch that can be submitted next, None if none can now."""
+        """The batch that can be submitted next; None while there is none."""
         return self._filled[0].columns() if self._filled else None
 
     def submitted(self, batch_id: int) -> None:
-        """That batch was given to the engine."""
+        """The batch from ``peek`` was submitted to the engine, as ``batch_id``."""
         parcel = self._filled.popleft()
         self._move(parcel, SlotEvent.SUBMIT)
         self._in_flight[batch_id] = parcel
         self._note(Moment.SUBMITTED, parcel.chunk)
 
     def ended(self, completion: Completion) -> Parcel | None:
-        """The engine is done with a batch. What it was; a slot that it may still read is in quarantine."""
+        """The engine has completed a batch. Returns its parcel; a slot not quiescent goes into quarantine."""
         parcel = self._in_flight.pop(completion.batch_id)
         self._note(Moment.WRITTEN, parcel.chunk)
         self._move(parcel, SlotEvent.RETURN if completion.quiescent else SlotEvent.LOSE)

@@ -1,7 +1,7 @@
-"""What peers send about a handle before P holds anything under it, and why a handle is void.
+"""Fetches and releases of a handle that reach P before P holds anything under it; and why a handle is void.
 
-D's messages and P's own orders overtake each other: a fetch may come while its prefill is under way, or
-before this worker knows of it. Pure, with the time as an argument; everything has a bound and ends by itself.
+D's messages and the scheduler's orders overtake each other: a fetch may arrive while its prefill runs, or
+before this worker knows of it. Pure, with the time as an argument; every entry has a bound and a deadline.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvconnect.transfer.parts import Timer, Timers
 _LONGEST_FETCH_S = 3600.0
 _FEW_CHUNKS = 256
 _CHUNKS_PER_SLOT = 4
-"""More than honest peers need: they fill slots to half at least, but for the last of a part."""
+"""More than a correct peer needs: it fills slots at least half, except for the last chunk of a part."""
 
 
 @dataclass
 class PendingFetch:
-    """A fetch that may have to wait; ``has_waited`` once its peer knows that, and has its slots back.
+    """A fetch that may have to wait; ``has_waited`` once P has returned its landing slots to the peer.
 
-    ``timer`` is armed for when it has waited long enough.
+    ``timer`` fires when the fetch has waited too long.
     """
 
     link: str
@@ -45,17 +45,17 @@ class PendingFetch:
 
     @property
     def handle(self) -> str:
-        """What it is fetched under."""
+        """The handle that the fetch names."""
         return self.fetch.handle
 
     @property
     def key(self) -> TransferKey:
-        """The fetch as both sides know it."""
+        """The fetch's connection and transfer number."""
         return self.link, self.fetch.transfer_id
 
     @functools.cached_property
     def deadline(self) -> float:
-        """When the time is over that the peer gives for all of it, by our clock, within what is sensible."""
+        """The peer's deadline for the fetch, by P's clock in seconds: an hour after its arrival at most."""
         fetch = self.fetch
         if math.isnan(fetch.until_s) or not math.isfinite(fetch.timeout_s):
             return self.received_at
@@ -64,14 +64,14 @@ class PendingFetch:
 
     @functools.cached_property
     def first_tokens(self) -> float:
-        """How far a prefill must be for its first chunk to be sent. Endless, if it asks for no chunks."""
+        """Tokens to be computed before the first chunk can be sent; infinite for a fetch without chunks."""
         ends = (max((span.stop for span in chunk.spans), default=0) for chunk in self.fetch.chunks)
         return min(ends, default=math.inf)
 
 
 @dataclass
 class EarlyRelease:
-    """Ranks of one engine that will not fetch what is not held yet. Others' words do not count."""
+    """Ranks of one engine that released a request before P held it. Releases by other engines are ignored."""
 
     owner: str
     consumers: int
@@ -80,16 +80,16 @@ class EarlyRelease:
 
 
 def check_fetch(fetch: Fetch) -> None:
-    """Refuse a fetch that names more than its tokens can fill, by a PeerError."""
+    """Refuse a fetch whose chunks reach beyond its tokens, by a PeerError."""
     for chunk in fetch.chunks:
         if any(span.stop > max(1, fetch.num_tokens) for span in chunk.spans):
             raise PeerError(f"chunks go beyond the {fetch.num_tokens} tokens of the fetch")
 
 
 def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
-    """Refuse chunks that name anything twice, or cut it smaller than slots ask for, by a PeerError.
+    """Refuse, by a PeerError, chunks that name a token twice, or more chunks than the slot size calls for.
 
-    Without a look at where any byte lies: that costs far more per chunk than to read it.
+    Computes no byte offsets: those cost far more per chunk than reading the message does.
     """
     wire, streams = chunker.wire, len(chunker.wire.streams)
     longest = max(1, fetch.num_tokens)
@@ -115,7 +115,7 @@ def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
 
 
 class PendingFetches:
-    """Early fetches and refusals to fetch, the prefills that are under way, and handles that ended.
+    """Pending fetches, early releases, the handles of prefills under way, and handles that have ended.
 
     Args:
         held: the handles of all leases.
@@ -128,11 +128,11 @@ class PendingFetches:
         self._held = held
         self._timers = timers
         self._by_handle: dict[str, dict[TransferKey, None]] = {}
-        # Those that something happened to, and those whose device or disk is asked at every turn.
+        # Fetches to look at in the next turn: an event touched them, or a device or disk has to be polled.
         self._touched: dict[TransferKey, None] = {}
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
         self.over: OrderedDict[str, Reason] = OrderedDict()
-        """Why nothing is held under a handle any more."""
+        """By ended handle: why P holds nothing under it. The oldest are dropped beyond ``max_leases``."""
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
         self._announced: tuple[float, set[str]] = (-1.0, set())
@@ -143,27 +143,27 @@ class PendingFetches:
 
     @property
     def busy(self) -> bool:
-        """One may go on without anything that wakes this thread."""
+        """A fetch has to be looked at in the next turn, for which no event wakes this thread."""
         return bool(self._touched)
 
     def touch(self, handle: str) -> None:
-        """Something happened to a handle: fetches of it may go on."""
+        """Look again at the fetches of a handle, whose state has changed."""
         for key in self._by_handle.get(handle, ()):
             self._touched[key] = None
 
     def touch_link(self, link: str) -> None:
-        """What a connection's fetches waited for may be there: its link is measured, or another one."""
+        """Look again at the fetches of a connection: its link is measured now, or is a new one."""
         for key in self.fetches:
             if key[0] == link:
                 self._touched[key] = None
 
     def touch_fetch(self, key: TransferKey) -> None:
-        """One is to be looked at."""
+        """Look again at one fetch."""
         if key in self.fetches:
             self._touched[key] = None
 
     def remove(self, early: PendingFetch) -> None:
-        """It waits no longer."""
+        """Remove a fetch, which no longer waits."""
         del self.fetches[early.key]
         self._touched.pop(early.key, None)
         of_handle = self._by_handle[early.handle]
@@ -174,7 +174,7 @@ class PendingFetches:
             early.timer.cancel()
 
     def expect(self, handle: str) -> bool:
-        """A prefill is under way. False: too many are, and this one gets no more time than unknown ones."""
+        """Note a prefill under way. False: too many are, and its fetches wait as for an unknown handle."""
         self.over.pop(handle, None)
         self._epoch = self._epoch or epoch_of(handle)
         if len(self.expected) >= self._capacity:
@@ -183,7 +183,7 @@ class PendingFetches:
         return True
 
     def end(self, handle: str, reason: Reason) -> None:
-        """Nothing will come of a handle, or nothing more."""
+        """End a handle, for the given reason: P holds nothing under it from now on."""
         self.expected.discard(handle)
         self._take_refusal(handle)
         self.touch(handle)
@@ -192,17 +192,17 @@ class PendingFetches:
             self.over.popitem(last=False)
 
     def watch(self, handle: str, link: str) -> None:
-        """The peer of a connection gets a message once a handle is held or over. The oldest are forgotten."""
+        """Have a connection's peer informed once a handle is held or ends. The oldest are dropped."""
         self._watchers.setdefault(handle, set()).add(link)
         if len(self._watchers) > self._capacity:
             self._watchers.popitem(last=False)
 
     def watchers(self, handle: str) -> set[str]:
-        """The connections of those that watch a handle, which is held or over now."""
+        """Take the connections whose peers watch a handle, which is held or has ended now."""
         return self._watchers.pop(handle, set())
 
     def hold(self, handle: str) -> EarlyRelease | None:
-        """The request is held now. The early release of its handle, if peers sent one."""
+        """Note that a request is held now. Returns the early release of its handle, if peers sent one."""
         self._epoch = self._epoch or epoch_of(handle)
         self.expected.discard(handle)
         self.over.pop(handle, None)
@@ -216,15 +216,15 @@ class PendingFetches:
         return release
 
     def admit(self, early: PendingFetch, now: float, *, is_served: bool = False) -> Reason | None:
-        """Let a fetch wait, without its slots. Why it cannot, or None.
+        """Let a fetch wait, without its slots. Returns why it cannot, or None.
 
-        ``is_served``: what it asks for is there, its link is not.
+        ``is_served``: the KV is there, and only the link is not measured yet.
         """
         handle = early.handle
         is_known = is_served or self._is_known(early)
         if handle in self.over:
             return self.over[handle]
-        # All handles of our scheduler name one start, but for transfer ids, which name none.
+        # Handles of this node's scheduler carry the epoch of its start; transfer ids carry none.
         if not is_known and self._epoch and epoch_of(handle) not in ("", self._epoch):
             return Cause.NOT_HELD(
                 "the handle is of an earlier start of this node, which holds nothing of that any more"
@@ -250,7 +250,7 @@ class PendingFetches:
         return None
 
     def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
-        """A rank of a peer will not fetch what is not held yet."""
+        """Note that a peer's rank will not fetch a request that P does not hold yet."""
         self._watchers.pop(handle, None)
         if handle in self.over or (handle not in self.let_go and len(self.let_go) >= self._capacity):
             return
@@ -264,16 +264,16 @@ class PendingFetches:
             release.ranks.add(consumer)
 
     def _forget_refusal(self, handle: str) -> None:
-        """Nothing came of a handle that was not known when ranks let go of it."""
+        """Drop the early release of a handle that no prefill has announced in time."""
         if handle not in self.expected:
             self.let_go.pop(handle, None)
 
     def take_due(
         self, is_ready: Callable[[PendingFetch], bool], is_polled: Callable[[PendingFetch], bool], now: float
     ) -> list[PendingFetch]:
-        """Fetches that can go on, or have waited long enough, of those that something happened to.
+        """Take the touched fetches that can begin, or have waited too long.
 
-        Others are at rest until something happens to them, but for those that are to be polled.
+        The others are looked at after their next event or, if ``is_polled``, in the next call.
         """
         due: list[PendingFetch] = []
         touched, self._touched = self._touched, {}
@@ -295,12 +295,12 @@ class PendingFetches:
         return early.handle in self._held or early.handle in self.expected
 
     def _is_of_other_prompt(self, handle: str, now: float) -> bool:
-        # One id may be of several prompts, so that this is known only once the time to wait is over.
+        # Several prompts may share one transfer id, so this is certain only after the time to wait is over.
         transfer_id = announced_id(handle)
         if not transfer_id:
             return False
         if self._announced[0] != now:
-            # Once a step: a peer may have thousands of fetches end in one.
+            # Computed once per time stamp: thousands of fetches of a peer may expire together.
             self._announced = now, {announced_id(known) for known in (*self._held, *self.expected)}
         return transfer_id in self._announced[1]
 

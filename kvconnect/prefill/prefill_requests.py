@@ -1,7 +1,7 @@
-"""The requests whose prompt P computes for a decode node, from their arrival until they were fetched.
+"""The requests whose prompt P computes for a decode node, from their arrival until D has fetched them.
 
-Long prompts that a router announced are sent while they are computed: of these the workers are given the
-blocks and the count of tokens as they grow. Pure bookkeeping, bounded by ``max_leases``, empty when idle.
+Long prompts that a router announced are streamed: their blocks and count of computed tokens go to the workers
+step by step. Pure bookkeeping, bounded by ``max_leases``, empty when idle.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _ABORTED = Cause.PREFILL_ENDED("the prefill was aborted, or failed")
 
 @dataclass(eq=False)
 class _Prefill:
-    """One request that has not ended. ``handle`` is that of the transfer id that it owns.
+    """One request that has not ended; ``handle`` is that of its transfer id, if the request owns one.
 
-    ``is_refused``: there was no room for it. ``has_blocks`` since it was admitted; ``is_stale`` once caches
-    were reset after that. The device was given ``computed`` of its tokens by the end of ``step``. Where it
-    ``is_streamed``, ``known`` counts by group the positions that the workers know of, or will with
+    ``is_refused``: there was no room for it. ``has_blocks``: it was admitted; ``is_stale``: the caches were
+    reset since. The device was given ``computed`` of its tokens by the end of ``step``. Where
+    ``is_streamed``: ``known`` counts, by cache group, the block positions sent to the workers or in
     ``fresh``, the blocks of the next order.
     """
 
@@ -58,9 +58,9 @@ class _Prefill:
 
 
 class _Places:
-    """At most so many requests that are held, or have a handle under which they will be.
+    """Places for at most ``most`` requests that are held, or promised a handle under which they will be held.
 
-    ``owners`` are these by handle; ``held`` has by request its handle, empty without a transfer id.
+    ``owners``: request id by handle. ``held``: handle by id of a held request, empty without a transfer id.
     """
 
     def __init__(self, most: int) -> None:
@@ -83,14 +83,14 @@ class _Places:
 
 
 class PrefillRequests:
-    """What P holds and hands out.
+    """The requests that P computes for others: which are held, and the parameters for D.
 
-    A transfer id is good for one request at a time: a second one with it is computed, and holds nothing.
-    Where a stack makes several requests of one, all have the same prompt, and the router is given the
-    parameters of the last that ends: the first that ends is held, and the others are answered with its own.
-    Of a batch of prompts the router is given those of the first: they name the batch, and the others are held
-    under that name as under a transfer id. Where there is no room for these, they do not name it. What was
-    promised has its place kept.
+    Only one request at a time may use a transfer id: a second one is computed, and not held. Where a stack
+    splits a request into several with the same prompt, the router receives the parameters of the last that
+    ends: so the first that ends is held, and all others answer with its parameters. Of a batch of prompts the
+    router receives the first prompt's parameters, which name the batch: the later prompts are held under that
+    name as under a transfer id. Without room for them, the batch is not named. A promised request keeps its
+    place.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PrefillRequests:
         self._stack, self._handles, self._new_handle = stack, handles, new_handle
         self._directory = tuple(draft.directory)
         self._epoch, self._batch_secret = new_handle(), new_handle()
-        # Raised now if it must be: later it would end the scheduler. With the longest that it may sign.
+        # With the longest claims, so that an error is raised now: later it would end the scheduler.
         self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
         self._requests: dict[str, _Prefill] = {}
         self._went_on: dict[str, None] = {}
@@ -115,27 +115,27 @@ class PrefillRequests:
         self._answers: dict[str, dict[str, Any]] = {}
         self._draining = False
         self.bootstrap: Bootstrap | None = None
-        """Where a router that speaks Mooncake's protocol is answered, until it drains."""
-        # States are not streamed: they travel last.
+        """Serves routers that use Mooncake's protocol, until the node drains."""
+        # States are not streamed: they are sent last.
         tokens = {i: g.block_size for i, g in enumerate(groups) if g.has_cache and not g.is_state}
         self._streamed_groups = tokens if config.extra.stream_min_tokens else {}
         self.due: dict[str, int] = {}
-        """Requests that are computed for others: once they are whole, and those that are streamed always."""
+        """By request: computed tokens from which ``launched`` has to name it; 0 (streamed): in every step."""
 
     def drain(self) -> None:
-        """Hold nothing any more. From any thread."""
+        """Hold no further request. Callable from any thread."""
         if self.bootstrap is not None:
             self.bootstrap.close()
         self._draining = True
 
     def prefill_tokens(self, request: RequestView) -> int:
-        """How many tokens of its prompt P computes: all but those that it has to leave to D."""
+        """The prompt tokens that P computes: all but those that P has to leave to D."""
         if self._is_for_others(request):
             return max(1, request.num_tokens - self._stack.held_back)
         return request.num_tokens
 
     def new_request(self, request: RequestView) -> None:
-        """Take note of what is to be held, and of a router's transfer id: a peer may fetch under it early."""
+        """Note a request to be held, and a router's transfer id, under which a peer may fetch early."""
         if not self._is_for_others(request):
             return
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
@@ -151,7 +151,7 @@ class PrefillRequests:
             return
         parent_of, owner = self._stack.parent_of, self._places.owners.get(handle, request_id)
         if owner != request_id:
-            # A batch may have one prompt twice: a decode node fetches it once.
+            # A batch may have one prompt twice: a decode node fetches it once, so this is no error.
             if is_routers and parent_of(owner) != parent_of(request_id):
                 self._draft.warn(
                     "transfer_id_in_use",
@@ -170,7 +170,7 @@ class PrefillRequests:
                 self.due[request_id] = 0
 
     def update_after_alloc(self, request: RequestView) -> None:
-        """Blocks were given to a request, and it begins anew with them."""
+        """A request was given blocks, and begins anew with them."""
         if self._is_for_others(request):
             prefill = self._requests.setdefault(request.request_id, _Prefill())
             prefill.has_blocks, prefill.is_stale = True, False
@@ -179,14 +179,14 @@ class PrefillRequests:
             self.due[request.request_id] = 0 if prefill.is_streamed else prefill.num_tokens
 
     def launched(self, step: Step) -> None:
-        """The device was given this."""
+        """Take a step that was given to the device: the requests it computes, and their new blocks."""
         for request_id, num_tokens, new_block_ids in step.computed:
             self._went_on_to(request_id, num_tokens, new_block_ids)
 
     def _went_on_to(
         self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None
     ) -> None:
-        """A prefill has so many tokens now, and by group these blocks more than before."""
+        """A prefill has ``computed_tokens`` now, and by cache group these blocks more."""
         prefill = self._requests.get(request_id)
         if prefill is None:
             return
@@ -203,7 +203,7 @@ class PrefillRequests:
     def _take_blocks(self, prefill: _Prefill, new_block_ids: BlockIdsByGroup | None) -> None:
         for group, tokens in self._streamed_groups.items():
             ids, known = new_block_ids[group] if new_block_ids else (), prefill.known.get(group, 0)
-            # What is beyond the prompt is never sent.
+            # Blocks beyond the prompt are never sent.
             wanted = ids[: max(0, div_ceil(prefill.num_tokens, tokens) - known)]
             if wanted:
                 prefill.fresh.setdefault(group, []).extend(wanted)
@@ -212,7 +212,7 @@ class PrefillRequests:
     def preempted(self, request_id: str) -> None:
         """A prefill lost its blocks."""
         prefill = self._requests.get(request_id)
-        # Where the workers know nothing of it, and there is nothing to send yet, it is new all the same.
+        # Without blocks sent to the workers or tokens computed, the request begins anew all the same.
         if prefill is None or not (prefill.computed or prefill.known):
             return
         if prefill.is_streamed and prefill.handle not in self._draft.preempted:
@@ -220,7 +220,7 @@ class PrefillRequests:
         prefill.known, prefill.fresh, prefill.computed, prefill.computed_sent = {}, {}, 0, 0
 
     def ordered(self) -> None:
-        """The draft is about to be taken: what went on is ordered, after what was preempted."""
+        """Before the draft is taken: order the progress of streamed prefills, after the preemptions."""
         for request_id in self._went_on:
             prefill = self._requests.get(request_id)
             if prefill is None or not (prefill.fresh or prefill.computed > prefill.computed_sent):
@@ -236,7 +236,7 @@ class PrefillRequests:
         self._went_on.clear()
 
     def reset(self) -> None:
-        """Requests that have blocks now are not handed over, unless they lose these and begin anew."""
+        """The caches were reset: requests with blocks are not held, unless they lose these and begin anew."""
         for prefill in self._requests.values():
             prefill.is_stale = prefill.has_blocks
         self._answers.clear()
@@ -244,14 +244,14 @@ class PrefillRequests:
     def request_finished(
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended: whether its blocks are held, and the parameters for D."""
+        """A request ended. Returns whether its blocks are held, and the parameters for D."""
         if not self._is_for_others(request):
             return False, None
         request_id = request.request_id
         prefill = self._requests.pop(request_id, None) or _Prefill()
         self.due.pop(request_id, None)
         if prefill.handle in self._draft.preempted:
-            # What the workers do not know of it yet is void.
+            # The workers have not received this preemption, and need it no more.
             self._draft.preempted.remove(prefill.handle)
         parent = self._stack.parent_of(request_id)
         params, reason = None, _ABORTED
@@ -275,7 +275,7 @@ class PrefillRequests:
         return False, params
 
     def update_results(self, results: Results) -> None:
-        """Leases are over."""
+        """Take the workers' results: free the requests whose leases have ended."""
         for request_id in results.sent:
             if request_id in self._places.held:
                 self._draft.note(Moment.FREED, "", request_id)
@@ -283,7 +283,7 @@ class PrefillRequests:
                 self._answers.pop(self._stack.parent_of(request_id), None)
 
     def state(self) -> dict[str, int]:
-        """Counts of what is remembered. All zero when idle."""
+        """Counts of the requests kept here. All zero when idle."""
         return {
             "held": len(self._places.held),
             "promised": len(self._places.owners),
@@ -304,7 +304,7 @@ class PrefillRequests:
     def _hold(
         self, request: RequestView, block_ids: BlockIdsByGroup, prefill: _Prefill
     ) -> dict[str, Any] | Reason:
-        """Hold a request: the parameters for D, or why it is not held."""
+        """Hold a request. Returns the parameters for D, or why it is not held."""
         # The last sampled token has no KV yet.
         num_tokens, extra, handle = request.num_tokens - 1, self._extra, prefill.handle
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
@@ -319,13 +319,13 @@ class PrefillRequests:
         prompt = self._stack.prompt_digest(request, num_tokens) or b""
         token = self._sign(transfer_name(handle) if handle else self._new_handle(), num_tokens, prompt)
         groups = blocks_of(self._groups, block_ids, 0, num_tokens)
-        # A stack that runs ahead has given the device more steps since then.
+        # A stack that runs ahead has given the device more steps since the prompt was complete.
         step = prefill.step if prefill.computed >= num_tokens else self._draft.step
         self._draft.holds.append(
             Hold(request.request_id, handle or token, num_tokens, groups, extra.lease_s, step)
         )
         self._draft.note(Moment.COMPUTED, handle or token, request.request_id, num_tokens)
-        # What the router passes on to D: the shape that routers know, and our handle.
+        # The router passes these on to D: the keys that routers know, and P's handle.
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -346,7 +346,7 @@ class PrefillRequests:
         return params
 
     def _takes_all_of(self, batch: str) -> bool:
-        """Whether the later prompts of a batch are held: those that have come, and those that still may."""
+        """Whether P can hold the later prompts of a batch: none that came was refused, and there is room."""
         refused = (request_id for request_id, prefill in self._requests.items() if prefill.is_refused)
         batch_of = self._batch_of
         return not self._places.are_taken and not any(
@@ -354,7 +354,7 @@ class PrefillRequests:
         )
 
     def _named(self, request: RequestView) -> tuple[Mapping[str, Any], bool]:
-        """A request's parameters, of a later prompt with the batch's id as transfer id: then it is False."""
+        """A request's parameters; and False for a batch's later prompt, whose transfer id is the batch's."""
         params = transfer_params(request)
         if self._batch_of is None or params.get(TRANSFER_KEY) is not None:
             return params, True
@@ -364,11 +364,11 @@ class PrefillRequests:
         return {**params, TRANSFER_KEY: self._batch_id(batch)}, False
 
     def _batch_id(self, batch: str) -> str:
-        """A client may have chosen the stack's name of a batch, and must not choose ours."""
+        """The id of a batch, with a secret: clients may choose the stack's name of it, but not this id."""
         return hashlib.sha256(f"{self._batch_secret} {batch}".encode()).hexdigest()[:32]
 
     def _sign(self, name: str, num_tokens: int, prompt: bytes) -> str:
-        """What vouches to D for a request that is held."""
+        """The signed token that proves to D what P holds under ``name``."""
         return self._handles.make(
             Claims(
                 engine_id=self._config.engine_id,

@@ -1,7 +1,7 @@
-"""P's part of a worker: holds blocks under leases and sends them to peers that ask.
+"""P's part of a worker: holds blocks under leases and serves the fetches of peers.
 
-Owned by the transfer thread. Every fetch is answered exactly once; a lease ends exactly once, and only
-when nothing reads its blocks any more.
+Owned by the transfer thread. Each fetch is answered exactly once; a lease ends exactly once, and only when no
+sending reads its blocks.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ ASLEEP = Cause.STOPPING("the node sleeps, and keeps no KV meanwhile")
 
 
 class PrefillSide(TransferPart, Service):
-    """Leases, and the fetches of peers that are served from them."""
+    """The leases, and the fetches of peers that they serve."""
 
     name = "the leases"
     NOTHING: ClassVar = dict.fromkeys(
         ("leases", "expected", "pending_fetches", "streaming_prefills", "sendings"), 0
     )
-    """What ``state`` counts, of a node without this part."""
+    """The counts of ``state`` for a node without this part."""
 
     def __init__(self, context: TransferContext, inbound_peers: InboundPeers) -> None:
         self.book = LeaseBook(context, self._lease_ended)
@@ -71,8 +71,8 @@ class PrefillSide(TransferPart, Service):
 
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
         metrics, before = self._metrics, orders.step - 1
-        # In this order: a handle may be withdrawn, expected anew and held, all in one step.
-        # Fetches that wait for what is withdrawn are answered when time next passes.
+        # In this order: a handle may be withdrawn, expected anew and held in one step. Pending fetches of a
+        # withdrawn handle are answered at the next advance.
         each(metrics, "withdraw", orders.withdrawn, lambda one: self._void(one.handle, one.reason))
         each(metrics, "expect", orders.expected, self.expect)
         each(metrics, "preempt", orders.preempted, self.preempted)
@@ -80,7 +80,7 @@ class PrefillSide(TransferPart, Service):
         each(metrics, "hold", orders.holds, lambda one: self.hold(one, finished[one.step], now))
 
     def expect(self, handle: str) -> None:
-        """A prefill is under way: a fetch of it waits."""
+        """Note a prefill under way: its fetches wait."""
         if self._draining:
             self._void(handle, self._draining)
             return
@@ -88,7 +88,7 @@ class PrefillSide(TransferPart, Service):
             self._metrics.failures.labels("max_leases").inc()
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
-        """A prefill went on: what is computed of it can be sent."""
+        """Take a streaming prefill's progress: chunks of its computed tokens can be sent."""
         if order.handle not in self.pending.expected:
             return
         if not self.book.progress(order, is_computed):
@@ -97,20 +97,20 @@ class PrefillSide(TransferPart, Service):
         self.fetches.went_on(self.book.streaming.get(order.handle), order.handle)
 
     def preempted(self, handle: str, reason: Reason = _PREEMPTED) -> None:
-        """A prefill lost its blocks: nothing that was sent of it counts."""
+        """A prefill lost its blocks: void all chunks that were sent of it."""
         self._cut_short(self.book.lose_blocks(handle), reason, again=True)
 
     def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> None:
-        """Begin a lease, unless all ranks that would fetch have released it already."""
+        """Begin a lease; it ends at once if all ranks that would fetch have released it already."""
         streamed = self.book.streaming.get(order.handle)
-        # What is being sent of it may end: its blocks are read until then.
+        # A sending under way may finish: it reads the blocks until then.
         if self._draining and not (streamed is not None and streamed.sending):
             self._void(order.handle, self._draining)
             self._reports.sent(order.request_id)
             return
         lease, difference = self.book.hold(order, is_computed, now)
         if lease is None:
-            # The other one goes on, and this one's blocks are free.
+            # The request that has the handle stays held; this one's blocks are free.
             self._reports.sent(order.request_id)
             return
         self._metrics.timeline.note(Moment.HELD, handle=order.handle, request_id=order.request_id)
@@ -130,15 +130,15 @@ class PrefillSide(TransferPart, Service):
             self._give_up(now)
 
     def _cut_short(self, lease: Lease | None, reason: Reason, *, again: bool) -> None:
-        """Cancel what is being sent of a prefill, which is stale; ``again``: until it is computed anew."""
+        """Cancel the sendings of a prefill, whose chunks are void; ``again``: the peer is to fetch anew."""
         for key in lease.sending if lease is not None else ():
             self.sender.cancel(key, reason, again=again)
 
     def drain(self, drained: Callable[[], None], reason: Reason, drain_s: float, now: float) -> None:
-        """Begin no lease any more; ``drained`` is called once nothing is held, sent, or waited for.
+        """Begin no further lease; call ``drained`` once no lease, sending or pending fetch is left.
 
-        What is held may be fetched for ``drain_s``; then peers that still count on something get a message.
-        For 0 s: no page is read from now on.
+        Peers may fetch held requests for ``drain_s`` seconds; after that all are given up, and peers that
+        renewed them are informed. With 0 s, no page is read from now on.
         """
         if not self._draining:
             self._draining = reason
@@ -149,14 +149,14 @@ class PrefillSide(TransferPart, Service):
             self.preempted(handle, reason)
 
     def wake(self) -> None:
-        """Pages are there again. What was given up is not."""
+        """End the drain: pages exist again. Leases that were given up stay ended."""
         self._draining, self._drain_until = None, math.inf
         self._giving_up.cancel()
 
     def replace_weights(self, reason: Reason, now: float) -> None:
-        """What is held, and what is being computed, belongs to other weights than those that we have now.
+        """New weights: end all leases and streaming prefills, whose KV is of the old weights.
 
-        What is being sent goes on: it goes to a peer that had the same, and fails it if it has others now.
+        Sendings of held requests go on: the peer had the old weights, and fails the load if it has others.
         """
         for handle in list(self.book.streaming):
             self.pending.end(handle, reason)
@@ -209,7 +209,7 @@ class PrefillSide(TransferPart, Service):
         self.sender.completed(completion, now)
 
     def advance(self, now: float) -> bool:
-        """Serve fetches, and answer what is over."""
+        """Serve fetches, and answer those that have ended."""
         self.fetches.advance(now)
         if self._drained is not None and self._is_idle:
             drained, self._drained = self._drained, None
@@ -221,14 +221,14 @@ class PrefillSide(TransferPart, Service):
         return self.fetches.busy
 
     def _give_up(self, now: float) -> None:
-        """The time to drain is over: what is held is given up, and so is what is sent or waited for."""
+        """The time to drain is over: end all leases, sendings and pending fetches."""
         reason = self._draining or STOPPING
         for key in (*self.sender.sendings, *self.pending.fetches):
             self.fetches.cancel(key, reason)
         self.book.revoke(reason, now)
 
     def state(self) -> dict[str, int]:
-        """Counts of what is held and under way. All zero when idle."""
+        """Counts of leases, prefills, fetches and sendings. All zero when idle."""
         return {
             "leases": len(self.leases),
             "expected": len(self.pending.expected),
@@ -241,7 +241,7 @@ class PrefillSide(TransferPart, Service):
     def _is_idle(self) -> bool:
         return not (self.leases or self.sender.sendings or self.pending.fetches)
 
-    # What the above is made of
+    # Helpers of the above
 
     def _release(self, peer: Introduction, message: Release, now: float) -> None:
         lease = self.leases.get(message.handle)
@@ -252,7 +252,7 @@ class PrefillSide(TransferPart, Service):
         self.book.release(lease, consumer, message.consumers, now)
 
     def _renewed(self, handles: Sequence[str], engine_id: str, link: str, now: float) -> Renewed:
-        """A peer will still fetch these, as soon as it is their turn: what is so of each."""
+        """Renew the leases of a peer's handles. The answer has for each its epoch, its end, or unknown."""
         epochs: list[tuple[str, int]] = []
         over: list[tuple[str, Reason]] = []
         unknown: list[str] = []
@@ -272,7 +272,7 @@ class PrefillSide(TransferPart, Service):
         return Renewed(tuple(epochs), tuple(over), tuple(unknown))
 
     def _lease_ended(self, lease: Lease, reason: Reason) -> None:
-        """A lease is over: peers that still count on it get a message."""
+        """A lease has ended: free its request, and inform the peers that renewed it."""
         over = _NO_LONGER if reason is SERVED else reason.after("the request is no longer held: ")
         self.pending.end(lease.handle, over)
         if lease.held is not None and lease.held.kept is None:
@@ -283,12 +283,12 @@ class PrefillSide(TransferPart, Service):
             self._report_over(lease.handle, over, lease.renewers)
 
     def _void(self, handle: str, reason: Reason) -> None:
-        """Nothing is held under a handle, nor will be: what is being sent of its prefill is stale."""
+        """End a handle that has no lease: cancel the sendings of its prefill, inform its watchers."""
         self.pending.end(handle, reason)
         self._cut_short(self.book.streaming.pop(handle, None), reason, again=False)
         self._report_over(handle, reason, self.pending.watchers(handle))
 
     def _report_over(self, handle: str, reason: Reason, links: set[str]) -> None:
-        # In an order of their own, so that two runs of one simulated seed are one.
+        # Sorted, so that two simulator runs of one seed are equal.
         for link in sorted(links):
             self.inbound_peers.send(link, Renewed(over=((handle, reason),)))

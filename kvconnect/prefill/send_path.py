@@ -1,4 +1,4 @@
-"""How chunks reach each inbound peer: what packs them, for slots of which size, and over which link.
+"""The path of chunks to each inbound peer: packer, slot size, and link.
 
 Owned by the transfer thread.
 """
@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class SendPath:
-    """The way to one peer, worked out when it first fetches. ``name`` is the engine's for the peer.
+    """The path to one peer, made at its first fetch or lookup. ``name``: the engine's name of the peer.
 
-    ``slot_bytes`` is the largest chunk that both sides' slots take; both keep ``share``. ``kept_packer``
-    makes, once, what packs rows of host memory, and raises ``LayoutError`` where these do not travel as
-    blocks do. ``mapped`` are the peer's slots where they are memory of this machine; elsewhere the engine
-    carries the bytes, and fetches wait until the link ``is_measured``. ``probe`` is a calibration under way,
-    ``new_probe`` makes one, and ``calibrations`` counts those that were cut short. ``traffic`` is what had
-    left this machine when the calibration began, ``found`` what that showed, or the engine's own words
-    without one, and ``meter`` follows it from the first fetch on.
+    ``slot_bytes``: the largest chunk that fits the slots of both sides. ``share``: the tokens that both ranks
+    keep. ``kept_packer``: makes, once, the packer of host memory rows; raises ``LayoutError`` where rows do
+    not travel as blocks do. ``mapped``: the peer's landing slots, where they are memory of this machine;
+    elsewhere the engine writes, and fetches wait until the link ``is_measured``. ``new_probe`` makes a
+    calibration, ``probe`` is the one under way, ``calibrations`` counts those cut short. ``traffic``: this
+    machine's traffic when the calibration began. ``found``: the result of the calibration, or the engine's
+    own statement without one; ``meter`` measures the link after that.
     """
 
     name: str
@@ -64,26 +64,26 @@ class SendPath:
 
     @property
     def streams(self) -> bool:
-        """A prefill can be sent while it is computed: its tokens are counted as here."""
+        """Prefills can be streamed to this peer: both ranks keep the same tokens."""
         return self.share.is_whole
 
     def is_calibration_due(self, now: float) -> bool:
-        """Whether the link is to be measured, for the first time or again."""
+        """Whether the link is to be measured now, for the first time or again."""
         if self.probe is not None or self.new_probe is None:
             return False
         return not self.is_measured or (self.calibrations.failures > 0 and self.calibrations.may_try(now))
 
     def begin_calibration(self, traffic: Traffic) -> ProbeOutbox:
-        """A probe of the link, once so much had left this machine."""
+        """Make a probe of the link; ``traffic``: this machine's traffic counters now."""
         assert self.new_probe is not None
         self.traffic, self.probe = traffic, self.new_probe()
         self.calibrations.tried()
         return self.probe
 
     def calibrated(self, error: str, found: Transport, metrics: Metrics) -> None:
-        """The probe is over, with an error or without; ``found`` is what it showed of the link.
+        """Take the end of the probe, with an error or without; ``found`` is what it showed of the link.
 
-        One that showed less than the probe before it changes nothing.
+        A probe that showed a lower rate than the one before changes nothing.
         """
         self.probe = None
         if error:
@@ -95,12 +95,12 @@ class SendPath:
 
 
 def owner_name(peer: Introduction) -> str:
-    """One rank of one process."""
+    """The name of one rank of one process: engine id, incarnation, rank."""
     return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"
 
 
 class SendPaths:
-    """The ways to all peers that have fetched, by connection, and what the engine is connected to."""
+    """The paths to all peers that asked for KV, by connection; and the engine's connected peers."""
 
     def __init__(self, context: TransferContext, in_use: Callable[[], set[str]]) -> None:
         """``in_use`` returns the engine's peers that must stay connected."""
@@ -111,19 +111,19 @@ class SendPaths:
         self._connected: OrderedDict[str, None] = OrderedDict()
 
     def get(self, link: str) -> SendPath | None:
-        """The way to the peer of a connection, if it was worked out."""
+        """The path of a connection's peer; None before ``path_to``."""
         return self._paths.get(link)
 
     def forget(self, link: str) -> None:
-        """The peer of a connection has introduced itself anew, or is gone."""
+        """Drop the path of a connection whose peer introduced itself anew, or is gone."""
         self._paths.pop(link, None)
 
     def path_to(self, link: str, inbound: InboundPeer) -> SendPath:
-        """How a peer is reached: worked out when it first fetches, since it may only ask for directions.
+        """The path to a peer, made at its first fetch or lookup: a peer may only ask for the directory.
 
         Raises:
             LayoutError: the two caches do not fit; the text has every reason.
-            PeerError: the peer's engine card is no use, or it has not introduced itself.
+            PeerError: the engine cannot use the peer's card, or the peer has not introduced itself.
         """
         path, peer = self._paths.get(link), inbound.session.peer
         if peer is None:
@@ -138,10 +138,9 @@ class SendPaths:
         return path
 
     def _make_path(self, ours: Introduction, peer: Introduction) -> SendPath:
-        """The way to a peer.
+        """Make the path to a peer.
 
-        The engine's name of it has the card in it, so that nothing to its memory as it was registered before
-        goes on under another one.
+        The engine's name of the peer contains a digest of its card: memory registered anew has a new name.
 
         Raises:
             LayoutError: one side has no slots, or the two caches do not fit.
@@ -157,7 +156,7 @@ class SendPaths:
             rows = msgspec.structs.replace(ours, table=TableCard.of(local.kept.table))
             made = local.packer(rows, peer, "source", convert, local.kept.table)
             if made.chunker.wire != packer.chunker.wire:
-                # The peer cuts its chunks of that one, which it makes from our introduction.
+                # The peer cuts its chunks by the wire of the blocks, computed from P's introduction.
                 raise LayoutError("what is kept in host memory does not travel as the blocks of this node do")
             return made
 
@@ -182,7 +181,7 @@ class SendPaths:
         return path
 
     def _map_slots(self, name: str, peer: Introduction) -> MappedMemory | None:
-        """The landing slots of a peer of this machine; None where the engine has to carry bytes."""
+        """Map the landing slots of a peer of this machine; None where the engine has to write."""
         if peer.memory is None or not peer.memory.machine or peer.memory.machine != this_machine():
             return None
         try:
@@ -193,7 +192,7 @@ class SendPaths:
             return None
 
     def connect(self, inbound: InboundPeer, path: SendPath) -> None:
-        """Have the engine reach a peer. Raises as ``path_to``."""
+        """Connect the engine to a peer. Raises as ``path_to``."""
         peer = inbound.session.peer
         assert peer is not None, "it has a path"
         if path.name not in self._connected:
@@ -208,10 +207,10 @@ class SendPaths:
             self._disconnect_idle(self._in_use() | {path.name})
 
     def _check_host(self, inbound: InboundPeer, peer: Introduction) -> None:
-        """Connect to no other host for a peer: it would be given the KV that the peer asks for.
+        """Refuse a card that names another host than the peer's: that host would receive the peer's KV.
 
         Raises:
-            PeerError: its engine's card names a host that is neither its own nor listed.
+            PeerError: the peer's card names a host that is neither its own nor listed in ``allow_peers``.
         """
         named = card_host(peer.engine_card)
         is_own = not named or not inbound.host or same_host(named, inbound.host)

@@ -1,7 +1,6 @@
-"""P's writes under way: feeds the engine from all sendings, within its bounds and ours.
+"""P's writes under way: submits the batches of all sendings to the engine, within both sides' bounds.
 
-Knows no session; the fetch service begins a sending, and answers for it once it is over.
-Owned by the transfer thread.
+Knows no session: the fetch service begins each sending, and answers the peer. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ logger = logging.getLogger(__name__)
 class Sending:
     """P's record of one fetch under way, or of a calibration, which has no ``lease``.
 
-    It ends early once it has an ``error``. ``again``: the peer can fetch anew; ``cancelled``: the peer wants
-    it no more. ``streamed``: its prefill was under way when it began. ``in_flight`` are the bytes of its
-    batches, by id. ``due_reported``: for how many chunks the peer knows that slots are of use; None: for
-    all. ``meter`` follows the link's rate. ``unsettled`` are the generations of landing slots that a batch,
-    not quiescent, may still write. ``timer`` is armed for its deadline.
+    An ``error`` ends it early. ``again``: the peer may fetch anew; ``cancelled``: the peer cancelled it.
+    ``streamed``: its prefill was under way when it began. ``in_flight``: bytes by id of its batches.
+    ``due_reported``: for how many chunks the peer knows that P can use slots; None: all. ``meter`` measures
+    the link. ``unsettled``: generations of landing slots that are not quiescent. ``timer`` fires at the
+    deadline.
     """
 
     key: TransferKey
@@ -61,23 +60,23 @@ class Sending:
     timer: Timer | None = None
 
     def stop(self, reason: Reason, *, again: bool = False) -> None:
-        """Let it end early, once nothing reads its blocks. The first reason is the one that is reported."""
+        """End it early, once its blocks are not read any more. The first reason is the one reported."""
         if not self.error:
             self.error, self.again = reason, again
 
     @property
     def lane(self) -> str:
-        """What carries its bytes."""
+        """The lane of its link, "unknown" before the link is measured."""
         return "unknown" if self.meter is None else self.meter.found.lane
 
     @property
     def epoch(self) -> int:
-        """Of what is sent."""
+        """The epoch of the content that is sent; 0 for a calibration."""
         return 0 if self.lease is None else self.lease.epoch
 
     @property
     def answer(self) -> Written:
-        """Of one that is over, for its peer."""
+        """The message to the peer about this sending, which has ended."""
         return Written(
             transfer_id=self.key[1],
             ok=not self.error,
@@ -93,19 +92,19 @@ class Sending:
 
     @property
     def goes_on(self) -> bool:
-        """Something of it is under way whose end wakes no thread, or it can go on at once."""
+        """It needs another turn: work is under way whose end wakes no thread, or it can continue at once."""
         return bool(self.in_flight or self.error or self.outbox.goes_on)
 
     @property
     def is_over(self) -> bool:
-        """Nothing of it is under way, nor will be."""
+        """No batch or kernel of it is under way, and none will follow."""
         is_reading = self.in_flight or self.outbox.is_packing
         return not is_reading and bool(self.error or self.outbox.exhausted)
 
     @property
     def seconds(self) -> float:
-        """What it took; without the time in which there was nothing to send yet."""
-        # What this thread packs into landing slots is written before its clock is read again.
+        """Seconds spent sending; of a streamed prefill, without the time in which no chunk was ready."""
+        # Chunks that this thread packs into landing slots are written before its clock is read again.
         return self.moving_s if self.streamed else max(self.moving_s, self.last_ended_at - self.started_at)
 
 
@@ -125,33 +124,33 @@ class Sender:
         self._batch_ids = itertools.count(1)
         self._in_flight_bytes = 0
         self.active: dict[TransferKey, Sending] = {}
-        """Those that something happened to, or that go on without that."""
+        """Sendings to look at in the next turn: touched by an event, or continuing without one."""
         self._lost: deque[tuple[float, Slot]] = deque()
         self._settling = context.timers.timer(self._settle)
         self._has_written = False
 
     @property
     def busy(self) -> bool:
-        """Something is under way whose end wakes no thread."""
+        """A sending needs another turn that no event will cause."""
         return bool(self.active)
 
     def touch(self, key: TransferKey) -> None:
-        """Something happened to a sending: it may go on."""
+        """Look again at a sending, whose state has changed."""
         if key in self.sendings:
             self.active[key] = self.sendings[key]
 
     def begin(self, sending: Sending) -> None:
-        """Begin to submit what its outbox gives."""
+        """Begin a sending: pack its chunks, and submit its batches."""
         self.sendings[sending.key] = self.active[sending.key] = sending
         sending.timer = self._timers.timer(
             lambda now: self.cancel(sending.key, Cause.TIMEOUT("the time that the peer gave is over"))
         )
         sending.timer.at(sending.deadline)
-        # The device begins now rather than when everything else that has arrived was looked at.
+        # Start the device now, rather than after all other messages that have arrived.
         self._advance(sending, sending.started_at)
 
     def cancel(self, key: TransferKey, reason: Reason, *, again: bool = False) -> None:
-        """Ask for an early end. The sending is over once nothing reads its blocks any more.
+        """Cancel a sending, which ends once its blocks are not read any more.
 
         ``again``: the peer is to fetch it anew.
         """
@@ -163,7 +162,7 @@ class Sender:
                 self._engine.cancel(batch_id)
 
     def completed(self, completion: Completion, now: float) -> None:
-        """Take the engine's answer to one of our batches."""
+        """Take the engine's completion of one batch."""
         sending = self._batches.pop(completion.batch_id)
         self.touch(sending.key)
         self._in_flight_bytes -= sending.in_flight.pop(completion.batch_id)
@@ -190,7 +189,7 @@ class Sender:
                 sending.meter.moved(completion, now, is_alone=is_alone)
 
     def advance(self, now: float) -> list[Sending]:
-        """Feed kernels and engine. Returns the sendings that are over, and forgets them."""
+        """Pack and submit. Returns, and forgets, the sendings that have ended."""
         for sending in list(self.active.values()):
             self._advance(sending, now)
         self._feed(now)
@@ -208,7 +207,7 @@ class Sender:
         return over
 
     def take_progress(self) -> bool:
-        """Whether a chunk was packed into its landing slot since the last call: there may be more to do."""
+        """Whether a chunk was packed into its landing slot since the last call, so that more may be due."""
         has_written, self._has_written = self._has_written, False
         return has_written
 
@@ -223,8 +222,8 @@ class Sender:
                 if not sending.error:
                     self._arrived(sending, parcel)
         except Exception as error:
-            # Any error, a device out of memory included, loses only this request; and it is
-            # counted once: a device that failed fails at every look.
+            # Any error, a device out of memory included, fails only this request. It is counted once: a
+            # failed device raises at every turn.
             if not isinstance(error, (LayoutError, PeerError)) and not sending.error:
                 count_error(self._metrics, error, f"transfer {sending.key[1]}")
             sending.stop(Cause.ENGINE(f"its chunks cannot be packed: {error}"))
@@ -237,7 +236,7 @@ class Sender:
         self._metrics.slots_send.set(self._pool.taken)
 
     def _feed(self, now: float) -> None:
-        """Give the engine batches while it and our own bounds allow."""
+        """Submit batches while the engine's bounds and P's own allow."""
         in_flight: Counter[str] = Counter()
         for sending in self.active.values():
             in_flight[sending.peer] += len(sending.in_flight)
@@ -247,12 +246,12 @@ class Sender:
                 in_flight[sending.peer] += 1
 
     def _submit_next(self, sending: Sending, under_way: int, now: float) -> bool:
-        """Submit a batch, if there is one and room for it; ``under_way`` are those to its peer."""
+        """Submit a sending's next batch, if there is room; ``under_way``: batches in flight to its peer."""
         columns = None if sending.error else sending.outbox.peek()
         if columns is None:
             return False
         source, target, length = columns
-        # A peer's first batch may exceed the bound: those that do not answer cannot hold all that is allowed.
+        # A peer's first batch may exceed the bound, so that peers which do not respond cannot take all of it.
         if under_way and self._in_flight_bytes + length > self._config.max_inflight_bytes:
             return False
         batch = Batch(
@@ -266,7 +265,7 @@ class Sender:
         try:
             self._engine.submit(batch)
         except Exception as error:
-            # This batch will never be answered, so the fetch must not pass for done.
+            # The engine will not complete this batch, so the fetch must fail.
             logger.exception("a batch to %s could not be submitted", sending.peer)
             sending.stop(Cause.ENGINE(f"the engine does not take a batch: {error}"))
             return False
