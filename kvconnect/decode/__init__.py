@@ -1,4 +1,4 @@
-"""A decode node's parts.
+"""The parts of a decode node.
 
-`decode_requests`, `pulls` and `sources` beside the request scheduler, all others beside the tensors.
+`decode_requests`, `pulls` and `sources` run beside the request scheduler, all others in each worker.
 """

@@ -1,8 +1,8 @@
 """The requests whose KV D fetches from a prefill node, from their arrival to their end.
 
-A handle is good for one fetch. A serving stack makes several requests of one where several answers are
-wanted, and a router may send one twice: one of them loads, the others wait and then use the local prefix
-cache. Pure bookkeeping, empty when idle: a handle is forgotten with the last request that names it.
+A handle is good for one fetch, and several requests may name it: a serving stack splits a request that wants
+several answers, and a router may send a request twice. One of them loads; the others wait, and then use the
+local prefix cache. Pure bookkeeping, empty when idle: D forgets a handle with the last request that names it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WINDOW_S = 60.0
 
 
 class FetchOutcomes:
-    """Requests that asked for KV in the current minute: those that got it, and those that did not."""
+    """Counts the requests of the current minute that named KV: those that got it, and the others."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -41,12 +41,12 @@ class FetchOutcomes:
         self._got = self._missed = 0
 
     def got(self) -> None:
-        """The KV of a request arrived."""
+        """Count a request whose KV arrived."""
         self._judge()
         self._got += 1
 
     def missed(self) -> None:
-        """A request is computed here, or fails, though it asked for KV."""
+        """Count a request that named KV, and is computed here or fails."""
         self._judge()
         self._missed += 1
 
@@ -65,13 +65,13 @@ class FetchOutcomes:
 
 @dataclass(eq=False)
 class _Share:
-    """A handle and the requests of this node that name it. What cannot be used has none, and is not shared.
+    """A handle and this node's requests that name it; each request with unusable parameters has its own.
 
-    ``undecided`` requests may still fetch: with each the tokens that it had when it was offered the load.
-    ``decided`` ones got their blocks. ``is_spent`` once a fetch was ordered, or P let go. ``loader`` is the
-    request whose load is under way, ``is_cancelled`` whether that is ordered to end, and ``failure`` why it
-    failed otherwise. ``is_asked``: a request has to wait until P holds the KV, or never will; then it
-    ``is_settled``.
+    ``undecided``: requests that may still fetch, each with its computed tokens when it was offered the load.
+    ``decided``: requests that got their blocks. ``is_spent``: a fetch was ordered, or the handle was
+    released. ``loader``: the request whose load is under way; ``is_cancelled``: that load was ordered to end;
+    ``failure``: why it failed otherwise. ``is_asked``: D asked P to report when the handle is settled;
+    ``is_settled``: P did.
     """
 
     remote: RemotePrefill
@@ -86,27 +86,27 @@ class _Share:
 
 
 class EarlyLoads:
-    """Loads that may get their blocks on D before P holds what they fetch, and the room for more of them.
+    """Early loads, which get their blocks on D before P holds the KV, and the room for more of them.
 
-    Where a router asks both nodes at once, a load that has its blocks when P has computed the first chunk
-    saves time. It also holds blocks of D while it waits for blocks of P, and every other request does the
-    opposite: P holds blocks for it while it waits for blocks of D. Unbounded, both pools fill, and each waits
-    for the other.
+    Where a router sends a request to both nodes at once, a load that has its blocks when P has computed the
+    first chunk saves time. An early load holds blocks of D while it waits for P to get blocks. Every other
+    request does the opposite: P holds blocks for it while it waits for blocks of D. Without a bound both
+    pools could fill, and each node would wait for the other.
 
-    Why no cycle remains. A load is early if it was ordered before P was known to hold its KV, and the reserve
-    is what the longest request needs. Early loads never take the reserve, nor the last place among the loads
-    that a worker fetches at one time. So all that P holds is fetched in the end: D's blocks, those of early
-    loads apart, are of requests that run, or that fetch what P holds, and these end without P; then the
-    reserve is enough for any one request, so that the first in D's queue gets its blocks, and its load a
-    place. What was fetched is free again on P, and what waits there, prefills of early loads too, gets it in
-    its turn: prefills that run on P wait for each other only, and are preempted. A request that may not begin
-    early waits in D's queue without a block, which closes no cycle, until P holds its KV or never will; P is
-    asked for that when it first has to wait.
+    Why no cycle of waits remains. A load is early if it was ordered before P was known to hold its KV. The
+    reserve is the number of blocks that the longest request needs. Early loads never take the reserve, nor
+    the last of the places for loads under way on a worker. Therefore D fetches all KV that P holds, in the
+    end: all blocks of D outside early loads belong to requests that run, or that fetch KV which P holds, and
+    these end without P. After that the reserve suffices for any one request, so the first in D's queue gets
+    its blocks, and its load a place. Fetched KV frees blocks on P, and prefills that wait there, those of
+    early loads included, get them in turn: running prefills wait only for each other, and are preempted. A
+    request that may not begin early waits in D's queue without a block, which closes no cycle, until P holds
+    its KV or never will; D asks P to report that when the request first has to wait.
 
-    That is so between nodes that prefill and nodes that decode. Two that do both for each other have one pool
-    for both ends; there a wait may last until a lease is over.
+    This holds between nodes that only prefill and nodes that only decode. Two nodes that do both for each
+    other have one pool for both ends; there a wait may last until a lease expires.
 
-    All groups share one pool. Without a ``longest`` request nothing is reserved.
+    All cache groups share one pool. Without a ``longest`` request nothing is reserved.
     """
 
     def __init__(self, cache: KVCacheConfig, longest: LongestRequest | None, max_loads: int) -> None:
@@ -121,28 +121,28 @@ class EarlyLoads:
         return len(self._blocks_of)
 
     def may_begin(self, num_tokens: int) -> bool:
-        """Whether there is room for a request of so many tokens."""
+        """Whether there is room for an early load of ``num_tokens``."""
         if len(self._blocks_of) >= self._most_loads or self._num_blocks >= self._most_blocks:
             return False
         return self._num_blocks + self._blocks(num_tokens) <= self._most_blocks
 
     def begin(self, request_id: str, num_tokens: int) -> None:
-        """An early load is ordered."""
+        """Count the blocks of an early load, which is ordered now."""
         self.end(request_id)
         self._blocks_of[request_id] = blocks = self._blocks(num_tokens)
         self._num_blocks += blocks
 
     def end(self, request_id: str) -> None:
-        """A load is over."""
+        """Return the blocks of a load that has ended, if it was early."""
         self._num_blocks -= self._blocks_of.pop(request_id, 0)
 
     def _blocks(self, num_tokens: int, step_tokens: int = 1) -> int:
-        """Blocks of a request of so many tokens, at most."""
+        """The most blocks that a request of ``num_tokens`` takes, over all groups."""
         return sum(group.most_blocks(num_tokens, step_tokens) for group in self._groups)
 
 
 class DecodeRequests:
-    """What D fetches, and what it lets go of."""
+    """The requests that D fetches, and the handles that D releases."""
 
     def __init__(
         self,
@@ -163,19 +163,19 @@ class DecodeRequests:
         self._shares: dict[str, _Share] = {}
         self._by_handle: dict[str, _Share] = {}
         self._loading: dict[str, _Share] = {}
-        # Requests that load, or did, and have no token since, with the tokens that they had then; and those
-        # of them that are loaded, which get one soon.
+        # Requests that load, or have loaded, and have generated no token since, with their token counts at
+        # that time; and the loaded ones among them, whose next token is due.
         self._tokenless: dict[str, tuple[RequestView, int, str]] = {}
         self._loaded: dict[str, None] = {}
 
     def new_request(self, request: RequestView) -> None:
-        """A request with parameters has come."""
+        """Register a request that arrived with parameters."""
         self.share(request)
 
     def share(self, request: RequestView) -> _Share | None:
-        """The handle that a request names, with all that name it; None if it is not fetched.
+        """The handle that a request names, and all requests that name it; None if its KV is not fetched.
 
-        Called when it arrives: requests of one handle know of each other before the first is admitted.
+        Called on arrival, so that requests of one handle are known together before the first is admitted.
         """
         params = transfer_params(request)
         if not params:
@@ -195,7 +195,7 @@ class DecodeRequests:
             self._draft.let_go.append(LetGo(request.request_id, remote.duplicate, *remote.peer))
         share = self._by_handle.get(remote.handle)
         if share is None:
-            # What was made for another prompt is spent for this one, and its handle is left to that.
+            # A handle of another prompt is spent for this request, and is left to that prompt's requests.
             share = _Share(remote, is_spent=remote.is_of_other_prompt)
             if remote.handle:
                 self._by_handle[remote.handle] = share
@@ -207,21 +207,22 @@ class DecodeRequests:
         return share
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> int | None:
-        """Tokens that can be fetched beyond those computed; the same until the request is admitted.
+        """The tokens that can be fetched beyond those computed; unchanged until the request is admitted.
 
-        None: ask again, another request fetches the same, or P is computing it and there is no room for that.
+        None: ask again. Another request fetches the same KV, or P computes it and an early load has no room.
         """
         share = self.share(request)
         count = self._wanted_tokens(request) - num_computed_tokens
         if share is None or request.request_id not in share.undecided or count <= 0:
             return 0
         if share.remote.peer[1:] == self._own:
-            # Prefilled here, and so in this node's own prefix cache; no engine reaches itself.
+            # The prompt was prefilled here, and is in this node's prefix cache; engines do not reach
+            # themselves.
             return 0
         if share.remote.refusal is not None and self._recomputes:
             return 0
-        # After a failure every sibling orders a load, which can only be refused: whether it is computed then
-        # is for the serving stack's policy to decide.
+        # After a failure every sibling orders a load, which is refused: the serving stack's policy then
+        # decides whether the sibling is computed.
         if share.is_spent and not (share.loader or share.failure):
             return 0
         if share.loader or not (share.is_spent or self._may_load(share, request.num_tokens)):
@@ -232,7 +233,7 @@ class DecodeRequests:
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
-        """Blocks were given to a request, of the tokens that it was offered for the first so many."""
+        """A request got blocks: order the load of the first ``num_external_tokens`` offered tokens."""
         request_id, share = request.request_id, self.share(request)
         if share is None or request_id not in share.undecided:
             return
@@ -240,7 +241,7 @@ class DecodeRequests:
         share.decided.add(request_id)
         if num_external_tokens <= 0:
             if share.is_cancelled and not share.failure:
-                # Nothing of it is in the prefix cache: its siblings compute what they asked for.
+                # The cancelled load left nothing in the prefix cache: its siblings compute their prompts.
                 self._outcomes.missed()
                 text = "a request is computed here: the load under its handle ended with another request"
                 self._draft.warn(Cause.FETCHED_BEFORE.value, text)
@@ -252,8 +253,9 @@ class DecodeRequests:
         handle, refusal = remote.handle, self._refusal(remote, wanted, num_external_tokens, wanted - first)
         self._loading[request_id] = share
         if share.is_spent:
-            # Two were offered the load before either got its blocks, or the one that fetched has failed.
-            # Without the handle: a worker lets go of what it could not load, and this is another's.
+            # Two requests were offered the load before either got its blocks, or the loader has failed. The
+            # load is ordered without the handle: a worker releases the handle of a load that fails, and this
+            # handle belongs to another request.
             handle = ""
             refusal = share.failure or Cause.FETCHED_BEFORE(
                 "another request of this node has fetched under its handle"
@@ -269,7 +271,7 @@ class DecodeRequests:
         self._tokenless[request_id] = request, request.num_tokens, handle
 
     def request_finished(self, request: RequestView) -> bool:
-        """A request ended. Whether its load is under way: then it is ordered to end."""
+        """A request ended. Returns whether its load is under way, which is then ordered to end."""
         request_id, share = request.request_id, self.share(request)
         self._look_for_token(request_id)
         self._tokenless.pop(request_id, None)
@@ -279,7 +281,7 @@ class DecodeRequests:
             share.undecided.pop(request_id, None)
             share.decided.discard(request_id)
             self._forget_if_over(share)
-            # Rejected or aborted before it got blocks: P need not wait for it.
+            # The request was rejected or aborted before it got blocks: P need not wait for it.
             self._let_go_if_unwanted(request_id, share)
         is_loading = request_id in self._loading
         if is_loading:
@@ -287,7 +289,7 @@ class DecodeRequests:
         return is_loading
 
     def ordered(self) -> None:
-        """The draft is about to be taken: the loads that it aborts decide nothing about their handles."""
+        """Before the draft is taken: mark the loads that it aborts, so that no sibling fails with them."""
         for request_id in list(self._loaded):
             self._look_for_token(request_id)
         for request_id in self._draft.aborted:
@@ -296,7 +298,7 @@ class DecodeRequests:
                 share.is_cancelled = True
 
     def update_results(self, results: Results) -> None:
-        """What the workers reported."""
+        """Take the workers' results: ended loads, and settled handles."""
         for request_id in results.received:
             self._early.end(request_id)
             if request_id in self._tokenless:
@@ -319,7 +321,7 @@ class DecodeRequests:
                 share.is_settled = True
 
     def state(self) -> dict[str, int]:
-        """Counts of what is remembered. All zero when idle."""
+        """Counts of the requests kept here. All zero when idle."""
         asked = sum(share.is_asked for share in self._by_handle.values())
         return {
             "loading": len(self._loading),
@@ -328,7 +330,7 @@ class DecodeRequests:
         }
 
     def _look_for_token(self, request_id: str) -> None:
-        """Record the first token of a request that was loaded, once it is there."""
+        """Note in the timeline the first token of a loaded request, once it is generated."""
         request, num_tokens, handle = self._tokenless.get(request_id, (None, 0, ""))
         if request is not None and request.num_tokens > num_tokens:
             del self._tokenless[request_id]
@@ -336,7 +338,7 @@ class DecodeRequests:
             self._draft.note(Moment.FIRST_TOKEN, handle, request_id)
 
     def _may_load(self, share: _Share, num_tokens: int) -> bool:
-        """Whether a load may have blocks now; otherwise P is asked for when it may."""
+        """Whether a load may get blocks now. If not, P is asked, once, to report when it holds the KV."""
         if not share.remote.is_announced or share.is_settled or self._early.may_begin(num_tokens):
             return True
         if not share.is_asked:
@@ -345,11 +347,11 @@ class DecodeRequests:
         return False
 
     def _await(self, remote: RemotePrefill, *, reports: bool = False) -> None:
-        """A request waits for blocks: what P holds for it is kept. Not sent if it is over within the step."""
+        """Have P's lease renewed for a request that waits for blocks, unless it ends within the step."""
         self._draft.awaited[remote.handle] = Await(remote.handle, *remote.peer, reports)
 
     def _let_go_if_unwanted(self, request_id: str, share: _Share) -> None:
-        """A request does without. If none fetches any more, P is let go."""
+        """A request does not fetch. If no other request may fetch under the handle, release it on P."""
         if share.is_spent or share.undecided:
             return
         share.is_spent, share.is_asked = True, False
@@ -366,10 +368,10 @@ class DecodeRequests:
         return request.num_tokens - self._stack.held_back
 
     def _checked(self, remote: RemotePrefill) -> RemotePrefill:
-        """The same, refused and counted if it is not to be trusted."""
+        """The same parameters, with a refusal, which is counted, if they cannot be trusted or used."""
         if remote.is_of_other_prompt:
             self._outcomes.missed()
-            # Where the nodes see tokens differently they leave another number of them to D.
+            # Nodes that count tokens differently leave another number of them to D.
             if differ := marks_differ(self._stack.identity_marks, remote.identity):
                 self._draft.warn(
                     "other_identity",
@@ -387,23 +389,23 @@ class DecodeRequests:
             if refusal is not None:
                 remote = RemotePrefill(refusal=refusal)
         if remote.refusal is not None and self._recomputes:
-            # Nothing is fetched, and vLLM would count what it is offered as a hit.
+            # Nothing is offered: vLLM would count the offered tokens as a hit, and nothing is fetched.
             self._outcomes.missed()
             cause = remote.refusal.cause.value
             self._draft.warn(cause, "a request is computed here: %s", remote.refusal)
         return remote
 
     def _refusal(self, remote: RemotePrefill, wanted: int, taken: int, offered: int) -> Reason | None:
-        """Why a load is not fetched, or None. The KV of another prompt is worse than none."""
+        """Why a load is refused, or None. The KV of another prompt is worse than none."""
         if remote.refusal:
             return remote.refusal
-        # Where its length was not given, P compares.
+        # Where the parameters have no length, P compares the lengths.
         if remote.num_tokens not in (0, max(1, wanted)):
             return Cause.OTHER_PROMPT(
                 f"kv_transfer_params.remote_num_tokens is {remote.num_tokens}, this prompt needs "
                 f"{max(1, wanted)}: they are not of this prompt, or the two nodes run different models"
             )
-        # A peer holds windows and states as they are after the last token of all that it holds.
+        # A peer holds windows and states as of the last token of the whole prompt.
         is_whole = all(group.retention.sees_all for group in self._groups)
         if taken == offered or (taken < offered and is_whole):
             return None

@@ -1,6 +1,6 @@
-"""D's part of a worker: asks peers for KV, and reports what has landed.
+"""D's part of a worker: fetches KV from peers, and reports loads that have ended.
 
-Owned by the transfer thread. Every load is reported exactly once. Peers write to slots, never to its blocks.
+Owned by the transfer thread. Each load is reported exactly once. Peers write to slots, never to D's blocks.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ logger = logging.getLogger(__name__)
 
 _MOST_OUTCOMES = 1024
 _SERVER_LOST_S = 1.0
-"""By then the connections to all ranks of a server that died are lost."""
+"""Seconds after which the connections to all ranks of a dead server are lost."""
 
 
 class DecodeSide(TransferPart):
-    """All loads, by request."""
+    """All loads of a worker, by request id."""
 
     name = "the loads"
     NOTHING: ClassVar = dict.fromkeys(("loads", "awaited", "peers"), 0)
-    """What ``state`` counts, of a node without this part."""
+    """The counts of ``state`` for a node without this part."""
 
     def __init__(self, context: TransferContext) -> None:
         self._config, self._local, self._timers = context.config, context.local, context.timers
         self._reports, self._metrics = context.reports, context.metrics
         self.loads: dict[str, LoadRecord] = {}
         self.outcomes: deque[Outcome] = deque(maxlen=_MOST_OUTCOMES)
-        """What became of the last loads."""
+        """The outcomes of the last loads."""
         self.peers = Peers(context, self._handle)
         self.renewals = Renewals(context, self.peers)
         self.rank_fetches = RankFetches(context, self.peers)
@@ -75,16 +75,16 @@ class DecodeSide(TransferPart):
         each(metrics, "await", orders.awaited, lambda order: keep(order, self._peer_of(order), now))
         each(metrics, "abort", orders.aborted, self.abort)
         if self._local.introduction.rank == 0:
-            # Every rank gets the orders, but what happened to the scheduler half happened once.
+            # Every rank gets the orders; events of the scheduler half are counted once, by rank 0.
             each(metrics, "find", orders.finds, lambda order: ask(order, self._peer_of(order), now))
             for outcome, num_tokens in orders.pulls:
                 metrics.pulls.labels(outcome).inc()
                 metrics.pulled_tokens.inc(num_tokens)
 
     def load(self, order: Load, is_unused: Callable[[], bool], now: float) -> None:
-        """Begin to fetch a request. One that is being loaded already is reported once, for its first load.
+        """Begin the load of a request. A second load before the first has ended is dropped with an error.
 
-        Nothing is written to its blocks before ``is_unused``.
+        No byte is written to the request's blocks before ``is_unused`` returns true.
         """
         if order.request_id in self.loads:
             self._metrics.failures.labels("request_in_use").inc()
@@ -104,24 +104,24 @@ class DecodeSide(TransferPart):
         if reason:
             load.fail(reason)
         else:
-            # Also where it has to wait for its turn: its lease is renewed meanwhile.
+            # Also for a load that waits for its turn: its lease is renewed meanwhile.
             self.peers.reach(key, now)
 
     def abort(self, request_id: str) -> None:
-        """A client left: no failure, unless it failed before. Reported once its blocks are quiescent."""
+        """The client left: end the load, which is no failure. Reported once its blocks are quiescent."""
         if request_id in self.loads:
             self.loads[request_id].fail(Cause.ABORTED("the request was aborted"))
 
     def replace_weights(self, now: float) -> None:
-        """Our introduction has changed: what is being loaded belongs to other weights than ours."""
+        """D's weights were replaced: fail all loads, whose KV is of the old weights, and greet peers anew."""
         for load in self.loads.values():
             load.fail(Cause.REPLACED("our weights were replaced while it was being loaded"))
-        # Its fetches are cancelled before peers are greeted anew.
+        # The loads' fetches are cancelled before peers are greeted anew.
         self._look_after_all(now)
         self.peers.greet_anew()
 
     def let_go(self, order: LetGo, now: float) -> None:
-        """Send a peer that nothing will be fetched under a handle."""
+        """Release a handle on its peer: D will not fetch under it."""
         self.renewals.end(order.handle, now)
         self.peers.let_go(self._peer_of(order), order.handle, now)
 
@@ -145,7 +145,7 @@ class DecodeSide(TransferPart):
             self.peers.keep_time(found)
 
     def _link_lost(self, lost: LinkLost, now: float) -> None:
-        """A connection broke."""
+        """Take the loss of a connection."""
         link = self.peers.links.get(lost.link)
         if link is None:
             return
@@ -158,10 +158,10 @@ class DecodeSide(TransferPart):
         self._lose(link, lost.loss, reason, now)
 
     def advance(self, now: float) -> bool:
-        """Move on what something happened to, and let others have their turn."""
+        """Advance the loads that an event touched, and admit queued loads."""
         self.bay.advance()
         self._look_after_all(now)
-        # After that, so that a load which ended makes room for the next one at once.
+        # Admitted after that, so that a load which ended makes room for the next one at once.
         self._admit(now)
         self._look_after_all(now)
         self.renewals.plan(now)
@@ -173,7 +173,7 @@ class DecodeSide(TransferPart):
         return False
 
     def state(self) -> dict[str, int]:
-        """Counts of what is under way, all zero when idle, and of the peers that are known."""
+        """Counts of loads and awaited handles, zero when idle, and of known peers."""
         return {
             "loads": len(self.loads),
             "awaited": len(self.renewals.awaited),
@@ -182,7 +182,7 @@ class DecodeSide(TransferPart):
 
     @property
     def is_due(self) -> bool:
-        """Something happened to a load that was not looked after since."""
+        """A load was touched by an event, and not advanced since."""
         return bool(self._due)
 
     def _touched(self, load: LoadRecord) -> None:
@@ -194,11 +194,11 @@ class DecodeSide(TransferPart):
         load.touch()
 
     def _look_after_all(self, now: float) -> None:
-        """Do what can be done about the loads to which something happened."""
+        """Advance the loads that were touched by an event."""
         due, self._due = self._due, {}
         for load in due:
             if self.loads.get(load.order.request_id) is not load:
-                # A kernel of ours may go on for one that is over.
+                # A kernel may still run for a load that has ended.
                 continue
             try:
                 self._move_on(load, now)
@@ -211,7 +211,7 @@ class DecodeSide(TransferPart):
         if load.admitted and not load.error and load.is_to_ask:
             self._ask(load, now)
         if load.error and load.handle and not load.given_back:
-            # The peer need not hold the blocks until its lease is over.
+            # Released, so that the peer need not hold the blocks until the lease expires.
             load.given_back = True
             self.peers.let_go(load.peer, load.handle, now)
         if load.over:
@@ -219,7 +219,7 @@ class DecodeSide(TransferPart):
 
     @property
     def is_busy(self) -> bool:
-        """What landed waits for the device, or a peer may be writing, with an engine that must be polled."""
+        """Landed chunks wait for the device, or a peer may be writing with an engine that must be polled."""
         return self.bay.busy or (
             self._local.engine.capabilities.target_must_poll and self.rank_fetches.num_owed > 0
         )
@@ -275,7 +275,7 @@ class DecodeSide(TransferPart):
                 load.touch()
 
     def _reached(self, link: RankLink, found: Transport, now: float) -> None:
-        """A peer has reported what carries its bytes. It may be refused for that, for a while."""
+        """A peer reports the lane of its link, which either side's settings may refuse for a while."""
         theirs, is_first = link.session.peer, link.found is None
         if theirs is None:
             return
@@ -289,21 +289,21 @@ class DecodeSide(TransferPart):
         self.finds.changed()
 
     def _judge(self, link: RankLink, reason: Reason | None, now: float) -> None:
-        """What carries a peer's bytes is accepted or, with a reason, refused."""
+        """Accept the lane of a peer's link or, with a reason, refuse it and fail the peer's loads."""
         peer = link.peer
         if link.refusal and peer.lanes.refusal(now):
-            # It was refused, and was asked for nothing since: this belongs to what it was asked for before.
+            # The link was refused, and D has fetched nothing since: the message concerns an earlier fetch.
             return
         if reason:
             for load in self._by_peer.get(peer.key, ()):
                 if load.admitted:
                     load.fail(reason)
-            # Its fetches are cancelled before it is greeted anew.
+            # The loads' fetches are cancelled before the peer is greeted anew.
             self._look_after_all(now)
         self.peers.judge(link, reason, now)
 
     def _lose(self, link: RankLink, loss: PeerLoss, reason: Reason, now: float) -> None:
-        """A connection is over: what hangs on it fails, or is asked for again, as ``LOSS_RULES`` has it."""
+        """A connection has ended: its loads fail or are asked for again, by the rule in ``LOSS_RULES``."""
         peer, rank, rule = link.peer, link.rank, LOSS_RULES[loss]
         if peer.is_whole:
             peer.is_whole = False
@@ -317,12 +317,12 @@ class DecodeSide(TransferPart):
             self.peers.failed(peer, reason, now)
             self.renewals.failed(peer.key, reason, now)
         elif rule.asks_again:
-            # It has forgotten us, having more peers than it remembers: back only with something to ask.
+            # The peer dropped this connection, having too many peers: D reconnects only to fetch again.
             peer.was_met = False
         loads = [load for load in self._by_peer.get(peer.key, ()) if load.admitted]
         for load in loads:
             fetch = load.fetches.get(rank)
-            # Until the peer reported how many ranks it has, a load hangs on rank 0.
+            # Until the number of the peer's ranks is known, a load depends on rank 0.
             hangs = rank == 0 and not load.fetches
             if hangs or (fetch is not None and fetch.state is RankFetchState.MEETING):
                 load.fail(reason)
@@ -330,15 +330,15 @@ class DecodeSide(TransferPart):
             self.peers.reach(peer.key, now)
         self._end_writes(loss, link, now)
         if rank == 0 and 0 not in peer.links:
-            # Only rank 0 knows where the others listen: what they were not asked for cannot be asked.
+            # Only rank 0 knows the addresses of the other ranks: ranks not asked so far cannot be asked.
             for load in loads:
                 if load.is_to_ask and not load.error:
                     load.fail(reason)
 
     def _count_lost(self, peer: Peer, now: float) -> None:
-        """Count one lost server, however many ranks it has, and we: our rank 0 does, for all.
+        """Count a lost server once, for all ranks of both sides: D's rank 0 counts.
 
-        Another rank of ours counts a connection that only it has lost, which shows a moment later.
+        Another rank of D counts a connection that only that rank has lost, which shows a second later.
         """
         if self._local.introduction.rank == 0:
             self._metrics.failures.labels("peer_lost").inc()
@@ -351,7 +351,7 @@ class DecodeSide(TransferPart):
         self._timers.timer(count).at(now + _SERVER_LOST_S)
 
     def _end_writes(self, loss: PeerLoss, link: RankLink, now: float, incarnation: str = "") -> None:
-        """When writes over past connections to a rank end, but for those to ``incarnation``."""
+        """Shorten the quarantine of slots of past connections to a rank, except those to ``incarnation``."""
         writes_end_s = LOSS_RULES[loss].writes_end_s
         if writes_end_s is not None and (links := self.peers.past_links(link, incarnation)):
             self.bay.hasten(links, now + writes_end_s)
@@ -359,7 +359,7 @@ class DecodeSide(TransferPart):
     # Loads
 
     def _admit(self, now: float) -> None:
-        """Let queued loads have their turn: they meet their peer, then ask it."""
+        """Admit queued loads, up to ``max_loads`` at a time: D meets their peers, then fetches."""
         while self._queue and self._admitted < self._config.max_loads:
             load, _ = self._queue.popitem(last=False)
             if load.error:
@@ -418,7 +418,8 @@ class DecodeSide(TransferPart):
         finally:
             if load.is_ragged:
                 self._reports.ragged(request_id)
-            # The owner finds it counted. Also after an error: a request that is forgotten unreported is lost.
+            # After the count, so that the receiver of the report finds the load counted; and also after an
+            # error: a load without a report would leave its request waiting for ever.
             self._reports.received(request_id, load.error)
             self._metrics.timeline.note(
                 Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
@@ -426,7 +427,7 @@ class DecodeSide(TransferPart):
         logger.log(logging.WARNING if label == "failed" else logging.DEBUG, "%s", outcome)
 
     def _count(self, outcome: Outcome, load: LoadRecord, label: str) -> None:
-        """A request that was fetched is over."""
+        """Count a load that has ended."""
         metrics, reason = self._metrics, outcome.reason
         self.outcomes.append(outcome)
         metrics.transfers.labels("received", label).inc()

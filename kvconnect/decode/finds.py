@@ -1,7 +1,7 @@
-"""What D asks peers before it fetches by name: how much of a prefix they keep.
+"""D's prefix lookups at peers, before it pulls: how much of a prefix a peer keeps under names.
 
-Rank 0 asks for all ranks: a peer's ranks keep the same. The peer measures its link to us when it is first
-asked: before that it is not known whether to load pays. Owned by the transfer thread.
+D's rank 0 asks one rank of a peer for all ranks, which keep the same. A peer measures its link to D at the
+first lookup: without the rate D cannot decide whether a load pays. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 _Counts = tuple[int, float, int, float]
 _RATE_SHARE = 1 / 16
-"""Of ``find_s``: how long an answer waits for the link's rate. One that pays is measured by then."""
+"""The share of ``find_s`` that an answer waits for the link's rate; a useful link has one by then."""
 
 
 @dataclass(eq=False)
 class _Asked:
-    """``link`` is the connection over which it was asked, empty until the peer is met.
+    """A lookup under way. ``link``: the connection that carried it, empty until the peer is met.
 
-    ``answer`` waits for the rate of the link.
+    ``answer``: the peer's answer, which waits for the rate of the link.
     """
 
     order: Find
@@ -42,9 +42,9 @@ class _Asked:
 
 
 class Finds:
-    """Questions that are not answered yet. What each found is reported exactly once.
+    """Lookups without an answer yet. Each one's result is reported exactly once.
 
-    ``path`` returns what cuts and unpacks over a connection, or why nothing fits: then nothing is asked.
+    ``path`` returns the cutter and packer of a connection, or why the caches do not fit: then D does not ask.
     """
 
     def __init__(
@@ -56,27 +56,27 @@ class Finds:
         self._numbers = itertools.count(1)
         self._timer = context.timers.timer(lambda now: self.changed())
         self.has_changed = False
-        """Questions may go on."""
+        """A lookup may be able to continue."""
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def peers_in_use(self) -> set[PeerKey]:
-        """Peers that owe an answer, or are to be asked."""
+        """The peers of all lookups under way."""
         return {asked.peer for asked in self._asked.values()}
 
     def ask(self, order: Find, key: PeerKey, now: float) -> None:
-        """Ask a peer, once it is met."""
+        """Begin a lookup; the peer is asked once it is met."""
         self._asked[next(self._numbers)] = _Asked(order, key, now + self._config.find_s)
         self._peers.reach(key, now)
         self.changed()
 
     def changed(self) -> None:
-        """A peer was met or lost, or its link is measured: questions may go on."""
+        """Look at all lookups again: a peer was met or lost, or its link was measured."""
         self.has_changed = True
 
     def advance(self, now: float) -> None:
-        """Ask peers that were met meanwhile, and wait no longer for those that are late."""
+        """Ask the peers that were met meanwhile, and end the lookups that are late."""
         self.has_changed = False
         for number, asked in list(self._asked.items()):
             if asked.answer is not None:
@@ -88,7 +88,7 @@ class Finds:
         self._timer.at(min((asked.deadline for asked in self._asked.values()), default=math.inf))
 
     def met(self, link: RankLink, now: float) -> None:
-        """A rank of a peer has introduced itself. If it will be asked, it is to measure its link before."""
+        """A peer's rank has introduced itself: if D will ask it, have it measure its link before."""
         peer, theirs = link.peer, link.session.peer
         if theirs is None or theirs.naming is None or not peer.is_warm or link.found is not None:
             return
@@ -99,7 +99,7 @@ class Finds:
             self._peers.send(link.name, FindPrefix(0, Prefix(theirs.naming, 0, ()), 0))
 
     def answered(self, link: RankLink, message: PrefixFound, now: float) -> None:
-        """A peer answers. An answer that comes too late is no fault of its."""
+        """Take a peer's answer. A late answer is ignored, and is no fault of the peer."""
         asked = self._asked.get(message.number)
         if asked is None or asked.link != link.name:
             return
@@ -116,7 +116,7 @@ class Finds:
             self.changed()
 
     def lost(self, link: str, reason: Reason) -> None:
-        """A connection is over: what was asked over it is not answered."""
+        """A connection has ended: end the lookups that it carried, with this reason."""
         for number in [number for number, asked in self._asked.items() if asked.link == link]:
             self._end(number, error=reason)
 
@@ -126,7 +126,7 @@ class Finds:
             self._end(number, error=reason)
         elif peer.is_ready and (theirs := peer.links[0].session.peer) is not None:
             if theirs.naming != order.prefix.naming:
-                # That it keeps nothing for others is an answer too.
+                # A peer without a naming keeps nothing for others: that is a result, too.
                 report = Found(order.request_id, naming=theirs.naming)
                 del self._asked[number]
                 self._found(report)
@@ -139,19 +139,19 @@ class Finds:
             self._peers.send(asked.link, FindPrefix(number, order.prefix, order.max_tokens))
 
     def _conclude(self, number: int, answer: PrefixFound, link: RankLink, is_late: bool) -> None:
-        """Report what a peer has, once it is known what its link takes for that, or is not waited for."""
+        """Report an answer, with how long the load takes, once the link's rate is known or is late."""
         if link.found is None and not is_late:
             return
         rate = link.found.bytes_per_s if link.found is not None else 0.0
         if not rate:
             logger.info("nothing is loaded by name from %s: its link is not measured", link.peer.address)
-        # The ranks of a peer send at the same time, all of them to each of ours that fetches from them.
+        # All ranks of a peer send at the same time, each to every rank of D that fetches from it.
         num_ranks = len(link.peer.partners)
         here_s, disk_s = (
             total_bytes * num_ranks / rate if rate else math.inf
             for total_bytes in (answer.total_bytes, answer.disk_bytes)
         )
-        # What is on disk is read before any of it is sent.
+        # The peer reads rows from disk before it sends any of them.
         counts = answer.num_tokens, here_s, answer.disk_tokens, disk_s + answer.disk_s
         self._end(number, counts, link.refusal)
 
@@ -167,7 +167,7 @@ class Finds:
 
 
 def _problem(found: PrefixFound, prefix: Prefix, max_tokens: int) -> str:
-    """Why an answer cannot be right, or nothing."""
+    """Why an answer is impossible; empty if it is not."""
     tokens = prefix.naming.tokens
     most = min(max_tokens, len(prefix.names) * tokens)
     for count in (found.num_tokens, found.disk_tokens):

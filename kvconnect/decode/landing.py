@@ -1,8 +1,7 @@
-"""D's landing slots: granted chunk by chunk, unpacked when a chunk has landed, and checked.
+"""D's landing slots: granted chunk by chunk, and unpacked and checked when a chunk has landed.
 
-A peer that we fetch from can write to the slots that it was granted, and to no page.
-What is in a slot becomes KV only if its length, its generation and its digest are what they should be.
-Owned by the transfer thread.
+A peer can write only to the slots that it was granted, and to no page. A slot's bytes become KV only if their
+length, generation and digest are correct. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Unpacking:
-    """A chunk that our kernel moves into pages."""
+    """A chunk that D's kernel is unpacking into pages; ``expected`` is its digest as sent."""
 
     chunk: int
     slot: Slot
@@ -42,13 +41,13 @@ class _Unpacking:
 
 @dataclass(eq=False)
 class Landing:
-    """What lands of one fetch, which was asked for over the connection ``link`` of the node ``holder``.
+    """The landing of one fetch, sent over connection ``link`` to the node ``holder``.
 
-    ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer reported written, ``due`` how
-    many of them it can send by now, as it reports; ``landed_bytes`` are in their pages. What arrived waits in
-    ``packed`` until ``is_unused``: the device is done with what its blocks were used for before. Once the
-    fetch is over it is ``closed``; it stays as long as its slots are unpacked, or in ``quarantine``: the peer
-    may still write to what it was lent. ``changed`` is called when it has failed, or is idle again.
+    ``lent``: granted slots by generation. ``arrived``: chunks that the peer reported written. ``due``: chunks
+    that the peer can send by now, as it reports. ``landed_bytes``: bytes in their pages. Chunks wait in
+    ``packed`` until ``is_unused``: the device has finished all earlier use of their blocks. A fetch that has
+    ended is ``closed``; its landing stays while slots are being unpacked, or in ``quarantine``, as the peer
+    may still write to them. ``changed`` is called when the landing has failed, or is idle again.
     """
 
     transfer_id: int
@@ -73,45 +72,45 @@ class Landing:
 
     @functools.cached_property
     def total_bytes(self) -> int:
-        """Of all chunks."""
+        """The bytes of all chunks."""
         return sum(staged.total_bytes for staged in self.staged)
 
     @property
     def missing(self) -> int:
-        """How many chunks are not in their pages, as they should be."""
+        """The number of chunks that are not in their pages, verified."""
         return len(self.staged) - self.committed
 
     def fail(self, reason: Reason) -> None:
-        """What landed cannot be used. The first reason is the one that is reported."""
+        """Fail the landing. The first reason is the one reported."""
         self.error = self.error or reason
         self.changed()
 
     @property
     def is_quarantined(self) -> bool:
-        """A peer that was lost may still write to what it was lent."""
+        """A peer may still write to slots of this ended fetch."""
         return self.quarantine.due_at < math.inf
 
     @property
     def wants_slots(self) -> bool:
-        """Of chunks that the peer can send by now, some have no slot."""
+        """The peer can send chunks now for which it has no slot."""
         return self.waiting_grants > len(self.staged) - self.due
 
     @property
     def idle(self) -> bool:
-        """No kernel of ours works for it, or is about to."""
+        """No chunk of it is being unpacked or waits for that."""
         return not self.unpacking and not self.packed
 
 
 class LandingBay:
-    """All landing slots of a worker, and all fetches that land in them. ``send`` takes a connection."""
+    """All landing slots of a worker, and the landings that use them. ``send`` takes a connection's name."""
 
     def __init__(self, context: TransferContext, send: Callable[[str, Message], None]) -> None:
         self._metrics, self._timers, self._pool = context.metrics, context.timers, context.local.landing
-        # What landed must have the digest that its sender names.
+        # Whether a chunk must have the digest that its sender reports.
         self._check_digest = context.config.check_digest
         self._send = send
         self._landings: dict[int, Landing] = {}
-        # Those that a kernel of ours works for, or that wait for it; and those that want slots, in turn.
+        # Landings with chunks to unpack; and those that want slots, in turn.
         self._working: dict[Landing, None] = {}
         self._hungry: deque[Landing] = deque()
         self._shown = -1
@@ -119,12 +118,12 @@ class LandingBay:
 
     @property
     def taken(self) -> int:
-        """Slots that are granted, being unpacked, or in quarantine."""
+        """The number of slots that are granted, being unpacked, or in quarantine."""
         return self._pool.taken
 
     @property
     def busy(self) -> bool:
-        """A kernel of ours is at work, or another that it waits for. The end of neither wakes a thread."""
+        """Chunks are being unpacked, or wait for the device. Neither end wakes a thread."""
         return bool(self._working)
 
     def __len__(self) -> int:
@@ -138,7 +137,7 @@ class LandingBay:
         packer: Packer,
         link: RankLink,
     ) -> tuple[Landing, tuple[Grant, ...]]:
-        """Prepare for the chunks of a fetch, and grant it slots at once, perhaps none."""
+        """Prepare for the chunks of a fetch, and grant the first slots, perhaps none."""
         holder, count = link.peer.address, len(staged)
         landing = Landing(
             transfer_id,
@@ -154,7 +153,7 @@ class LandingBay:
             self._timers.timer(lambda now: self._free(landing, ())),
         )
         self._landings[transfer_id] = landing
-        # Half of what is free, so that the next fetch need not wait for the first to end.
+        # Half of the free slots, so that the next fetch need not wait for the first to end.
         first = min(count, (self._pool.free + 1) // 2, self._pool.room_for(holder))
         if any(self._may_lend(waiting) for waiting in self._hungry):
             first = 0
@@ -163,12 +162,12 @@ class LandingBay:
         return landing, grants
 
     def _queue(self, landing: Landing) -> None:
-        """Let it wait for slots, behind the others, if it wants some and does not wait already."""
+        """Queue a landing for slots, behind the others, if it wants some and is not queued."""
         if landing.wants_slots and landing not in self._hungry:
             self._hungry.append(landing)
 
     def requested(self, landing: Landing | None, message: CreditRequest) -> None:
-        """A peer reports how many chunks it can send by now, and which slots it has no use for yet."""
+        """Take a credit request: how many chunks the peer can send by now, and which slots it returns."""
         if landing is None or landing.closed:
             return
         for generation in landing.lent.keys() & set(message.spared):
@@ -180,7 +179,7 @@ class LandingBay:
         self._queue(landing)
 
     def landed(self, landing: Landing | None, message: Landed) -> str:
-        """A peer reports that a chunk lies in its slot: begin to unpack it. Why it is void, or nothing."""
+        """Take the report of a landed chunk, and begin to unpack it. Why the report is void, or nothing."""
         if landing is None or landing.closed:
             return "nothing is fetched under this number"
         slot = landing.lent.get(message.generation)
@@ -203,14 +202,14 @@ class LandingBay:
         return ""
 
     def _unpack(self, landing: Landing) -> None:
-        """Give the device what landed, once it is done with what the blocks were used for before."""
+        """Start to unpack landed chunks, once the device has finished all earlier use of their blocks."""
         while landing.packed and landing.is_unused():
             slot, message = landing.packed.popleft()
             seed = slot.generation if self._check_digest else None
             try:
                 ticket = landing.packer.unpack(slot.address, landing.staged[message.chunk], seed)
             except Exception as error:
-                # Any error, a device out of memory included, loses only this request.
+                # Any error, a device out of memory included, fails only this request.
                 logger.exception("a chunk could not be unpacked")
                 self._pool.move(slot, SlotEvent.RETURN)
                 text = f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
@@ -221,7 +220,7 @@ class LandingBay:
             self._note(landing, Moment.UNPACKING, message.chunk)
 
     def advance(self) -> None:
-        """Take what is unpacked, and lend what became free. A wrong digest sets its landing's ``error``."""
+        """Take unpacked chunks, and grant the slots that became free. A wrong digest fails its landing."""
         for landing in list(self._working):
             self._unpack(landing)
             while landing.unpacking and landing.unpacking[0].ticket.done:
@@ -236,7 +235,7 @@ class LandingBay:
             self._metrics.slots_landing.set(self._shown)
 
     def hasten(self, links: Container[str], until: float) -> None:
-        """Slots that were lent over these connections are in quarantine until then at the longest."""
+        """End the quarantine of slots that were granted over these connections at ``until`` at the latest."""
         for landing in self._landings.values():
             if landing.is_quarantined and landing.link in links:
                 landing.quarantine.by(until)
@@ -244,9 +243,9 @@ class LandingBay:
     def close(
         self, landing: Landing | None, lost_until: float | None, unsettled: Container[int] | None = None
     ) -> None:
-        """A fetch is over. Slots that it was lent are free, or in quarantine until ``lost_until``.
+        """Close the landing of an ended fetch: free its slots, or quarantine them until ``lost_until``.
 
-        ``unsettled`` are the generations that the peer may still write, as far as it reported; None for all.
+        ``unsettled``: the generations that the peer may still write, by its report; None: all of them.
         """
         if landing is None or landing.closed:
             return
@@ -264,9 +263,9 @@ class LandingBay:
         self._count_quarantined(len(landing.lent))
 
     def answered(self, written: Written, link: str, until: float) -> None:
-        """A peer answers a fetch that is over: slots that it will not write are free at once.
+        """Take the answer to a fetch that D has ended: free the slots that the peer will not write.
 
-        Those that it may still write are kept until ``until``, or as long as they were to be kept before.
+        The other slots stay in quarantine until ``until``, or until an earlier time set before.
         """
         landing = self._landings.get(written.transfer_id)
         if landing is None or not landing.is_quarantined or landing.link != link:
@@ -276,7 +275,7 @@ class LandingBay:
         self._free(landing, () if written.quiescent else written.unsettled)
 
     def _free(self, landing: Landing, unsettled: Container[int] | None) -> None:
-        """Free the slots of a closed landing, but for those of the ``unsettled`` generations; None: all."""
+        """Free a closed landing's slots, except those of the ``unsettled`` generations; None: free none."""
         for generation in list(landing.lent):
             if unsettled is not None and generation not in unsettled:
                 slot = landing.lent.pop(generation)
@@ -312,12 +311,12 @@ class LandingBay:
         return Grant(slot.address, slot.length_bytes, slot.generation)
 
     def _may_lend(self, landing: Landing) -> bool:
-        """A slot is free for it, and of use now; one whose chunks wait for their blocks has enough."""
+        """A slot is free for a landing, and of use now; while its blocks are in use, one slot is enough."""
         is_of_use = landing.wants_slots and self._pool.room_for(landing.holder) > 0
         return is_of_use and (not (landing.lent or landing.packed) or landing.is_unused())
 
     def _feed(self) -> None:
-        """Lend what is free, in turn, first to those who have nothing."""
+        """Grant the free slots in turn, first to landings without a slot."""
         if not self._hungry or not self._pool.free:
             return
         granted: dict[Landing, list[Grant]] = {}

@@ -1,4 +1,4 @@
-"""D's records: one for each request that it fetches, with one for each rank that it is fetched from."""
+"""D's records: one for each load, and within it one for each rank fetch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvconnect.transfer.slots import next_state
 
 
 class RankFetchState(enum.Enum):
-    """One rank's part of a request that D fetches."""
+    """The state of a rank fetch."""
 
     MEETING = "meeting the peer"
     ASKED = "asked"
@@ -25,7 +25,7 @@ class RankFetchState(enum.Enum):
 
 
 class RankFetchEvent(enum.Enum):
-    """What can happen to a fetch."""
+    """The events of a rank fetch."""
 
     ASK = "the fetch is sent"
     FORGET = "the peer had forgotten us, and does nothing"
@@ -56,10 +56,10 @@ PeerKey = tuple[str, str, int]
 
 @dataclass(eq=False)
 class RankFetch:
-    """One rank's part of a load.
+    """One source rank's part of a load.
 
-    ``landing`` has what lands of it. ``repeats`` counts how often the peer lost what it was sending.
-    ``epoch`` is that of the lease under which it was accepted, 0 until then.
+    ``landing``: its chunks and slots. ``repeats``: how often its chunks became void while the peer sent them.
+    ``epoch``: the epoch of the lease under which the peer accepted the fetch, 0 until then.
     """
 
     load: LoadRecord
@@ -79,25 +79,25 @@ class RankFetch:
 
     @property
     def is_unpacking(self) -> bool:
-        """A kernel of ours works for what was asked last, which may be over for the peer."""
+        """A kernel unpacks chunks of the latest fetch, which may have ended for the peer."""
         return self.landing is not None and not self.landing.idle
 
     @property
     def over(self) -> bool:
-        """Nothing of this fetch can touch memory any more."""
+        """No part of this fetch can write to D's pages any more."""
         return self.state in (RankFetchState.LANDED, RankFetchState.FAILED)
 
 
 @dataclass(eq=False)
 class LoadRecord:
-    """D's record of one request.
+    """D's record of one load.
 
-    ``is_unused`` once the device is done with what its blocks were used for before. ``admitted`` once it was
-    its turn; ``fetches`` is empty until the ranks of its peer are known;
-    ``met_again`` once the peer had forgotten us and was greeted anew; ``given_back`` once its failure was
-    reported to the peer; ``moved`` are bytes and chunks by lane. ``epochs`` are those of its
-    leases by rank, as far as known, renewed at ``renew_at``. ``is_ragged``: see ``Results``. ``changed`` is
-    called with it when something is to be done about it.
+    ``is_unused`` returns whether the device has finished all earlier use of the blocks. ``admitted``: the
+    load has had its turn. ``fetches``: empty until the peer's ranks are known. ``met_again``: the peer had
+    dropped this node's connection, and was greeted anew. ``given_back``: the peer was informed of the
+    failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as far as known,
+    renewed at ``renew_at``. ``is_ragged``: see ``Results``. ``changed`` is called with the load when it has
+    to be advanced.
     """
 
     order: Load
@@ -120,33 +120,33 @@ class LoadRecord:
 
     @property
     def handle(self) -> str:
-        """What the peer holds for it, and is to be renewed; empty where it is refused."""
+        """The handle whose lease is renewed for this load; empty where the load is refused."""
         return self.order.handle
 
     def counts_on(self, rank: int) -> bool:
-        """Whether it still wants what a rank of its peer holds."""
+        """Whether the load still needs the lease of this rank of its peer."""
         fetch = self.fetches.get(rank)
         return not self.error and (fetch is None or fetch.state in _WAITING)
 
     def is_to_ask_of(self, rank: int) -> bool:
-        """Whether a rank of its peer was not asked for it."""
+        """Whether this rank of the peer was not asked yet."""
         return rank not in self.fetches or self.fetches[rank].state is RankFetchState.MEETING
 
     @property
     def is_to_ask(self) -> bool:
-        """A rank of its peer, or the peer for its ranks, is still to be asked."""
+        """A rank of the peer was not asked yet, or the peer's ranks are not known."""
         return not self.fetches or any(map(self.is_to_ask_of, self.fetches))
 
     def fail(self, reason: Reason) -> None:
-        """It will not be loaded. The first reason is the one that is reported."""
+        """Fail the load. The first reason is the one reported."""
         self.error = self.error or reason
         self.touch()
 
     def touch(self) -> None:
-        """Something happened to it: it is looked after in this turn."""
+        """Have the load advanced in this turn."""
         self.changed(self)
 
     @property
     def over(self) -> bool:
-        """Every fetch is over, and there was one or there will be none."""
+        """Every rank fetch has ended; without any, the load has failed."""
         return all(fetch.over for fetch in self.fetches.values()) and bool(self.fetches or self.error)

@@ -1,4 +1,4 @@
-"""The remote engines that D fetches from: its connections to their ranks, and what it owes them.
+"""The remote engines that D fetches from: D's connections to their ranks, and releases to be sent.
 
 Knows no load. Owned by the transfer thread.
 """
@@ -31,23 +31,23 @@ from kvconnect.transfer.parts import Timer, TransferContext
 logger = logging.getLogger(__name__)
 
 _MOST_LET_GO = 1024
-"""Handles that are remembered for a peer out of reach. The leases behind older ones end by their time."""
+"""Released handles kept for a peer out of reach. The leases of older ones expire."""
 _PAST_LINKS = 16
 _KEPT_S = 300.0
-"""How long after its last use the connection to a peer is made again when it breaks."""
+"""Seconds after its last use in which a peer's broken connection is made again."""
 
 FetchPath = tuple[RequestCutter, Packer]
-"""What cuts a request into the chunks that a peer sends, and what unpacks them."""
+"""The cutter, which divides a request into chunks for the peer to send, and the packer that unpacks them."""
 
 
 @dataclass(eq=False)
 class RankLink:
-    """Our connection to one rank of a peer, at ``address``.
+    """D's connection to one rank of a peer, at ``address``.
 
-    ``path`` is made for the first fetch, or is why nothing fits.
-    ``was_met`` once introduced; both keep ``share``. Its clock is ahead by ``clock_ahead_s`` at least.
-    ``found`` is what carries its bytes, ``refusal`` why settings refuse it. ``is_ragged``: see ``Results``.
-    ``asked`` are the transfers that it owes an answer about.
+    ``path``: made for the first fetch, or the reason why the caches do not fit. ``was_met``: the rank has
+    introduced itself. ``share``: the tokens that both ranks keep. ``clock_ahead_s``: the rank's clock is
+    ahead of D's by at least this. ``found``: the lane and its rate; ``refusal``: why settings refuse the
+    lane. ``is_ragged``: see ``Results``. ``asked``: transfers about which the rank owes an answer.
     """
 
     name: str
@@ -67,22 +67,22 @@ class RankLink:
 
     @property
     def is_ready(self) -> bool:
-        """Messages can be sent."""
+        """Messages can be sent over it."""
         return self.session.state is SessionState.READY
 
 
 @dataclass(eq=False)
 class Peer:
-    """A remote engine: its ranks, and what waits for it.
+    """A remote engine: its ranks, and the messages that wait for a connection to it.
 
-    ``partners`` are the ranks that ours fetches from, ``unused`` replicas whose leases ours ends. ``let_go``
-    are handles that will not be fetched; ``releases`` the same per rank, once the ranks are known.
-    ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that was last done. ``was_met``
-    as long as it is to be met again after that; ``is_warm`` where an operator wants it met in any case.
-    ``is_whole`` until a connection to it is lost.
-    ``last_loss`` is when and how a connection to it was lost last, and why.
-    ``lanes`` is open while a rank of it is reached otherwise than settings want, and ``breaker`` while it is
-    not reached: to greet it resets that one alone. ``timer`` is armed while it is to be met again.
+    ``partners``: the ranks that this rank fetches from; ``unused``: replicas whose leases this rank ends.
+    ``let_go``: released handles; ``releases``: the same by rank, once the ranks are known. ``lease_s``: the
+    seconds after which the peer ends a lease without renewal; ``renewed_at``: the latest renewal.
+    ``was_met``: a lost connection is to be made again; ``is_warm``: the same, in any case, by the operator's
+    settings. ``is_whole``: no connection was lost since the peer was met. ``last_loss``: when, how and why a
+    connection was last lost. ``lanes`` is open while settings refuse the lane of one of its ranks,
+    ``breaker`` while it is out of reach; a greeting resets only the latter. ``timer`` fires when the peer is
+    to be met again.
     """
 
     key: PeerKey
@@ -105,32 +105,32 @@ class Peer:
     last_loss: tuple[float, PeerLoss, Reason] | None = None
 
     def refusal(self, now: float) -> Reason | None:
-        """Why there is no use in asking it anything now, or None."""
+        """Why D should send the peer no request now, or None."""
         if not self.breaker.failures and not self.lanes.failures:
             return None
         return self.breaker.refusal(now) or (self.lanes.reason if self.lanes.refusal(now) else None)
 
     @property
     def address(self) -> str:
-        """The node that slots are lent to, under any engine id."""
+        """The holder of slots granted to this peer, under any engine id: host and port of rank 0."""
         _, host, port = self.key
         return f"{host}:{port}"
 
     @property
     def is_ready(self) -> bool:
-        """Rank 0 has reported how many ranks there are, and is connected."""
+        """Rank 0 is connected, and has sent the directory of the peer's ranks."""
         return 0 in self.links and self.links[0].is_ready
 
     @property
     def is_to_meet(self) -> bool:
-        """It is not connected, and shall be."""
+        """The peer is not connected, and has to be."""
         return 0 not in self.links and (self.is_warm or self.was_met)
 
 
 class Peers:
-    """Peers by the name that requests give them, and connections that are not over by their own.
+    """Peers by the key that requests give, and open connections by their own names.
 
-    ``happened`` is called with what happens to a connection because time passes.
+    ``happened`` is called with events of a connection that only the passing of time causes.
     """
 
     def __init__(self, context: TransferContext, happened: Callable[[RankLink, Event, float], None]) -> None:
@@ -142,7 +142,8 @@ class Peers:
         self._allowed = AllowList(config.allow_peers)
         self._happened = happened
         self._awaited: set[PeerKey] = set()
-        # One that is asked by name is to answer the first question too; a list of all may have our own.
+        # Sources are warm, to answer the first lookup; a list for all nodes may contain this node's own
+        # address.
         warm = map(split_address, (*config.warm_peers, *config.sources))
         self._warm = [known for known in warm if known is not None and known != (config.host, config.port)]
         self._warming = context.timers.timer(self._warm_all)
@@ -155,14 +156,14 @@ class Peers:
         return len(self.peers)
 
     def send(self, link: str, message: Message) -> None:
-        """Send a message over the connection of this name, if that still is the one and is ready."""
+        """Send a message over the named connection, if that is open and ready."""
         found = self.links.get(link)
         if found is not None and found.is_ready:
             found.session.send(message)
             self.flush(found)
 
     def keep_time(self, link: RankLink) -> None:
-        """Something was received over a connection, or sent: it has another time to be silent."""
+        """Set a connection's timer anew after a message: its time to be silent starts again."""
         if link.name in self.links:
             link.timer.at(link.session.next_tick())
 
@@ -177,7 +178,7 @@ class Peers:
             peer.timer.at(max(now, peer.breaker.retry_at))
 
     def _meet_again(self, peer: Peer, now: float) -> None:
-        """Meet a peer that was lost, if it was of use lately or is to be warm."""
+        """Meet a lost peer again, if it was used lately or is to be warm."""
         if not peer.is_to_meet:
             return
         if not peer.breaker.may_try(now):
@@ -185,7 +186,7 @@ class Peers:
             return
         host, port = peer.key[1:]
         if peer.is_warm and peer.key[0]:
-            # It may come back under another name, under which it is a peer of its own.
+            # It may come back with another engine id, as a peer of its own.
             peer.is_warm = False
             self._warm_up(host, port, now)
         if peer.is_warm or now - peer.used_at < _KEPT_S:
@@ -205,17 +206,17 @@ class Peers:
         self._plan_meeting(peer, now)
 
     def refusal(self, key: PeerKey, now: float) -> Reason | None:
-        """Why there is no use in asking a peer anything now, or None."""
+        """Why D should send a peer no request now, or None."""
         peer = self.peers.get(key)
         return peer.refusal(now) if peer is not None else None
 
     def lane(self, link: str) -> str:
-        """What carries bytes to us over the connection of this name."""
+        """The lane of the named connection, "unknown" before it is reported."""
         found = self.links[link].found if link in self.links else None
         return "unknown" if found is None else found.lane
 
     def adopt(self, key: PeerKey, in_use: Callable[[], Container[PeerKey]]) -> None:
-        """Take a connection that was made before anything named its engine, if it is to that engine."""
+        """Use, for ``key``, a connection made before its engine id was known, if it leads to that engine."""
         nameless = ("", *key[1:])
         peer = self.peers.get(nameless)
         if peer is None or key in self.peers or 0 not in peer.links or nameless in in_use():
@@ -227,7 +228,7 @@ class Peers:
             self.peers[key] = peer
 
     def reach(self, key: PeerKey, now: float) -> Peer:
-        """The peer of this name; it is greeted if that was not done, and its breaker permits it."""
+        """The peer of this key; D connects to it if there is no connection and its breaker permits."""
         peer = self.peers.get(key) or self._remember(key)
         peer.used_at = now
         if 0 not in peer.links and peer.breaker.may_try(now):
@@ -253,7 +254,7 @@ class Peers:
         return link
 
     def connect_rank(self, peer: Peer, rank: int, now: float) -> RankLink | None:
-        """Our connection to a rank, made if there is none; None if it is not ready, or has no address."""
+        """The connection to a rank, made if there is none; None if it is not ready, or has no address."""
         link = peer.links.get(rank)
         for address in peer.directory if link is None else ():
             if address.rank == rank:
@@ -262,20 +263,20 @@ class Peers:
         return link if link is not None and link.is_ready else None
 
     def meet(self, link: RankLink, ready: Ready, now: float) -> Reason | None:
-        """A rank has introduced itself. Why it is unusable, or None."""
+        """Take a rank's introduction. Returns why the rank is unusable, or None."""
         peer, introduction = link.peer, ready.peer
         engine_id, host, port = peer.key
         for what, named, found in (
             ("engine", engine_id, introduction.engine_id),
             ("rank", link.rank, introduction.rank),
         ):
-            # A request that names no engine means whichever answers at its address.
+            # A request without an engine id accepts any engine at its address.
             if named != found and named != "":
                 return Cause.NOT_HELD(f"{host}:{port} is {what} {found}, the request names {named}")
         if link.rank == 0:
             topology = introduction.meaning.topology
             if not {address.rank for address in ready.directory} >= set(range(1, topology.size)):
-                # Its scheduler has not sent it the addresses of its other ranks yet. It will soon.
+                # The peer's scheduler half has not yet sent rank 0 the other ranks' addresses.
                 return Cause.OUT_OF_REACH("the peer does not know its own ranks yet")
             if refusal := self._foreign_rank(host, ready.directory):
                 return Cause.NOT_TRUSTED(refusal)
@@ -289,9 +290,9 @@ class Peers:
         return None
 
     def _foreign_rank(self, host: str, directory: Sequence[RankAddress]) -> str:
-        """Why the directory of a peer at ``host`` is not believed, or nothing: it leads to other hosts."""
+        """Why a peer's directory is refused: it names other hosts than ``host``. Empty if accepted."""
         for address in directory:
-            # Where rank 0 listens is known already.
+            # The address of rank 0 is known already.
             named, port = address.host, address.port
             if address.rank and not (same_host(host, named) or self._allowed.allows(named, port)):
                 return (
@@ -301,7 +302,7 @@ class Peers:
         return ""
 
     def drop(self, link: RankLink, now: float) -> None:
-        """A connection is over, and with it what was to be sent over it."""
+        """Drop a connection that has ended, with the messages queued for it."""
         if link.session.peer is not None:
             _, host, port = link.peer.key
             past = self._past.setdefault((host, port, link.rank), deque(maxlen=_PAST_LINKS))
@@ -319,23 +320,23 @@ class Peers:
         self._channel.drop(link.name)
 
     def past_links(self, link: RankLink, incarnation: str = "") -> set[str]:
-        """Our last connections to a rank at this address, but for those to the process of ``incarnation``."""
-        # Another process there proves that the one before it ended, unless a name stands for many addresses.
+        """D's last connections to a rank at this address, except those to the process ``incarnation``."""
+        # Another process at an address proves that the one before it ended; a name may have many addresses.
         _, host, port = link.peer.key
         if incarnation and not is_address(host):
             return set()
         return {name for name, past in self._past.get((host, port, link.rank), ()) if past != incarnation}
 
     def greet_anew(self) -> None:
-        """Send our introduction, which has changed, to all peers that we greeted."""
+        """Send D's introduction, which has changed, to all greeted peers."""
         for link in self.links.values():
             link.session.greet_anew(self._local.introduce())
             self.flush(link)
 
     def judge(self, link: RankLink, refusal: Reason | None, now: float) -> None:
-        """What carries a rank's bytes is accepted or, with a reason, refused.
+        """Accept the lane of a link or, with a reason, refuse it.
 
-        Then the peer is left alone for a while, and measures the link again: what disturbed it may be over.
+        D leaves a refused peer alone for a while, and then has it measure the link again.
         """
         link.refusal = refusal
         if refusal:
@@ -346,24 +347,24 @@ class Peers:
             link.peer.lanes.met()
 
     def failed(self, peer: Peer, reason: Reason, now: float) -> None:
-        """A peer could not be reached, or is unusable: it is left alone for a while."""
+        """A peer is out of reach or unusable: D leaves it alone for a while."""
         peer.breaker.failed(reason, self._config.retry_max_s, self._randomness, now)
         self._plan_meeting(peer, now)
 
     def let_go(self, key: PeerKey, handle: str, now: float) -> None:
-        """Nothing will be fetched under a handle. A peer that is out of reach is notified when it is back."""
+        """Release a handle. A peer that is out of reach is informed when it is met again."""
         peer = self.reach(key, now)
         peer.let_go.append(handle)
         self._send_releases(peer, now)
 
     def release_unused(self, peer: Peer, handle: str, now: float) -> None:
-        """A request is fetched: replicas that no rank of ours fetches from need not hold it."""
+        """Release a fetched request's handle on the replicas that no rank of D fetches from."""
         for rank in peer.unused:
             peer.releases.setdefault(rank, []).append(handle)
         self._send_releases(peer, now)
 
     def _send_releases(self, peer: Peer, now: float) -> None:
-        """Send the ranks of a peer what they need not hold for us."""
+        """Send a peer's ranks the handles that they need not hold for D."""
         if not peer.is_ready:
             return
         while peer.let_go:
@@ -378,19 +379,19 @@ class Peers:
                 self.flush(link)
 
     def ask(self, link: RankLink, transfer_id: int, now: float) -> None:
-        """A peer owes an answer about a transfer: until then its silence is a failure."""
+        """Note that a peer owes an answer about a transfer: until then its silence is a failure."""
         link.asked.add(transfer_id)
         self._owe(link, now)
 
     def answered(self, link: str, transfer_id: int, now: float) -> None:
-        """It owes none about that transfer any more."""
+        """Note that a peer owes no answer about that transfer any more."""
         found = self.links.get(link)
         if found is not None:
             found.asked.discard(transfer_id)
             self._owe(found, now)
 
     def await_news(self, key: PeerKey, is_awaited: bool, now: float) -> None:
-        """Whether a peer owes a report of what requests wait for."""
+        """Note whether a peer owes a report about handles that requests wait for."""
         (self._awaited.add if is_awaited else self._awaited.discard)(key)
         peer = self.peers.get(key)
         for link in peer.links.values() if peer is not None else ():
@@ -401,7 +402,7 @@ class Peers:
         self.keep_time(link)
 
     def forget_idle(self, in_use: Callable[[], Container[PeerKey]]) -> None:
-        """Keep as many peers as we may, those that are used, or would be met again at once, in any case."""
+        """Drop idle peers beyond ``max_peers``, least recently used first; never those in use or warm."""
         if len(self.peers) <= self._config.max_peers:
             return
         used = in_use()
@@ -422,11 +423,11 @@ class Peers:
 
 
 def _match_ranks(peer: Peer, ours: Introduction, topology: Topology) -> None:
-    """Work out once which of a peer's ranks each of ours fetches from."""
+    """Compute, once, which of a peer's ranks each rank of D fetches from."""
     sides = ours.meaning.topology, topology, ours.meaning.num_heads
     peer.partners = tuple(partner_ranks(ours.rank, *sides))
     peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumer_ranks(*sides))}
     reachable = {address.rank for address in peer.directory}
     unused = (rank for rank, count in peer.consumers.items() if not count and rank in reachable)
-    # Rank 0 ends their leases for all of us.
+    # D's rank 0 ends the leases of unused replicas, for all ranks of D.
     peer.unused = tuple(unused) if ours.rank == 0 else ()

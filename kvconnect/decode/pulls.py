@@ -1,7 +1,7 @@
-"""The requests whose KV this node asks others for by name, from their arrival to the end of the load.
+"""Pulls: requests whose KV this node (D) looks up at sources by name, until their load ends.
 
-No handle leads to it, and no lease holds it: what a source keeps it may have dropped when it is fetched. So a
-load that fails is a miss, and the request is computed. Pure bookkeeping, empty when idle.
+No handle of P and no lease exists before the pull: a source may evict the KV between lookup and fetch. A
+failed pull therefore counts as a miss, and D computes the request. Pure bookkeeping, empty when idle.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ logger = logging.getLogger(__name__)
 LOADED, MISSED, NOT_WORTH_IT = "loaded", "missed", "not_worth_it"
 UNANSWERED, UNMEASURED, FAILED, ABORTED = "unanswered", "unmeasured", "failed", "aborted"
 _REST_WAITS = 10
-"""For how many times ``find_s`` a source that did not answer within one is not asked."""
+"""A source that did not answer within ``find_s`` is not asked for this many times ``find_s``."""
 
 
 @dataclass(eq=False)
 class _Pull:
-    """A request that may be pulled. ``left`` are sources to be asked yet, ``asked`` the one that was, last.
+    """A request that may be pulled; ``left`` are the sources not asked yet, ``asked`` is the one asked last.
 
-    ``prefix`` is what it was asked for, by ``deadline``, and ``found`` its answer. ``computed`` and ``local``
-    are the tokens that were at hand when this was offered. ``outcome`` is what is counted if nothing comes of
-    it, empty where no source was asked. From ``asks_until`` on no other one is. ``is_over``: it is not asked
-    for any more, until it begins anew.
+    ``prefix``: the prefix looked up there; it must answer by ``deadline``; ``found``: its answer.
+    ``computed``, ``local``: tokens computed, and restorable on D, at the time of the lookup. ``waits_until``:
+    end of the wait for another request that pulls the same. ``asks_until``: after that no further source is
+    asked. ``outcome``: counted if nothing is loaded; empty if no source was asked. ``is_over``: no lookup
+    follows until the request begins anew.
     """
 
     sources: tuple[Address, ...]
@@ -60,26 +61,26 @@ class _Pull:
     is_over: bool = False
 
     def begin(self) -> None:
-        """It has asked no source yet."""
+        """Start over: no source was asked yet."""
         self.left, self.outcome, self.is_over = list(self.sources), "", False
         self.waits_until, self.asks_until = 0.0, math.inf
-        # Of its tokens then: after a preemption it has more.
+        # Names of the tokens at that time: after a preemption the request has more tokens.
         self.names.clear()
 
     def end(self) -> None:
-        """Nothing is asked for it any more."""
+        """End the lookups of this request."""
         self.prefix, self.found, self.is_over = None, None, True
 
     @property
     def key(self) -> bytes:
-        """What requests of one prompt have in common: the first name that is wanted."""
+        """The first name that is looked up: the same for all requests of one prompt."""
         assert self.prefix is not None
         return self.prefix.names[self.prefix.start_tokens // self.prefix.naming.tokens]
 
 
 @dataclass(frozen=True)
 class _Loading:
-    """A load under way: of ``num_tokens``, of which ``gain`` were not at hand, since ``began_at``."""
+    """A load under way since ``began_at``: of ``num_tokens``, ``gain`` of them not restorable on D."""
 
     source: Address
     key: bytes
@@ -90,7 +91,7 @@ class _Loading:
 
 
 class PullRequests:
-    """What other nodes are asked for by name. ``stack`` states how names are made, and has a clock."""
+    """All pulls of a node. ``stack`` states how names are made, and has a clock."""
 
     def __init__(
         self,
@@ -112,15 +113,15 @@ class PullRequests:
         self._rate = PrefillRate()
         self.has_sources = bool(self._sources.configured)
         self.requests: dict[str, _Pull] = {}
-        """Those that may be pulled: without any, and with nothing ``loading``, no hook has anything to do."""
+        """Requests that may be pulled. If this and ``loading`` are empty, no hook has work."""
         self.loading: dict[str, _Loading] = {}
-        # By the first name that is wanted, the request that asks for it or loads it.
+        # By first name: the request that looks it up or loads it.
         self._under_way: dict[bytes, str] = {}
-        # Requests that are computed: the tokens that they have, those that were at hand, and since when.
+        # Requests being computed: their tokens, the tokens at hand, and since when.
         self._computing: dict[str, tuple[RequestView, int, int, float]] = {}
 
     def new_request(self, request: RequestView) -> None:
-        """A request has come whose KV may be loaded."""
+        """Register a request whose KV may be pulled."""
         params = transfer_params(request)
         if params.get("do_remote_prefill"):
             return
@@ -134,9 +135,9 @@ class PullRequests:
             pull.begin()
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int, local_tokens: int) -> int | None:
-        """Tokens beyond those computed that a source keeps, if they are worth more than ``local_tokens``.
+        """Tokens that a source keeps beyond those computed, if loading them beats ``local_tokens``.
 
-        None: ask again, it is asked. The same until the request is admitted.
+        None: ask again, a lookup is under way. The answer is the same until the request is admitted.
         """
         pull = self.requests.get(request.request_id)
         if pull is None or pull.is_over:
@@ -162,13 +163,13 @@ class PullRequests:
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
-        """A request got its blocks: the first so many of the tokens that it was offered are loaded."""
+        """A request got blocks: order the load of the first ``num_external_tokens`` offered tokens."""
         request_id, now = request.request_id, self._clock()
         pull = self.requests.get(request_id)
         if pull is None or pull.found is None or num_external_tokens <= 0:
             if pull is not None:
                 self._give_up(request_id, pull)
-                # A stack admits a request that was loaded once more, when it goes on.
+                # A stack admits a loaded request a second time, when it continues.
                 if not (num_external_tokens or pull.local or pull.outcome == LOADED):
                     self._computing[request_id] = request, request.num_tokens, pull.computed, now
             return
@@ -192,14 +193,14 @@ class PullRequests:
         pull.end()
 
     def preempted(self, request_id: str) -> None:
-        """A request lost its blocks, and begins anew: it may be pulled, unless that failed."""
+        """A request lost its blocks and begins anew: it may be pulled, unless a pull of it has failed."""
         self._computing.pop(request_id, None)
         pull = self.requests.get(request_id)
         if pull is not None and pull.outcome != FAILED:
             pull.begin()
 
     def request_finished(self, request_id: str) -> bool:
-        """A request ended. Whether its load is under way: then it is ordered to end."""
+        """A request ended. Returns whether its load is under way, which is then ordered to end."""
         self._measure(request_id, self._clock())
         self._computing.pop(request_id, None)
         pull = self.requests.pop(request_id, None)
@@ -211,20 +212,20 @@ class PullRequests:
         return request_id in self.loading
 
     def ordered(self) -> None:
-        """The draft is about to be taken."""
+        """Before the draft is taken: measure the prompts that were computed."""
         now = self._clock() if self._computing else 0.0
         for request_id in list(self._computing):
             self._measure(request_id, now)
 
     def reset(self) -> None:
-        """What was found may be of other weights."""
+        """The caches were reset: drop all lookups, whose KV may be of other weights."""
         for request_id, pull in self.requests.items():
             if not pull.is_over:
                 self._drop(request_id, pull, ABORTED)
                 self._give_up(request_id, pull)
 
     def update_results(self, results: Results) -> None:
-        """What the workers reported."""
+        """Take the workers' results: answers to lookups, and ended loads."""
         now = self._clock() if results.found or self.loading else 0.0
         for found in results.found:
             pull = self.requests.get(found.request_id)
@@ -236,7 +237,7 @@ class PullRequests:
                 self._loaded(request_id, loading, request_id not in results.failed, now)
 
     def state(self) -> dict[str, int]:
-        """Counts of what is remembered. All zero when idle."""
+        """Counts of the pulls kept here. All zero when idle."""
         return {"pulling": len(self.loading), "pulls": len(self.requests) + len(self._under_way)}
 
     def _is_trusted(self, address: Address) -> bool:
@@ -248,14 +249,14 @@ class PullRequests:
         return refusal is None
 
     def _most_tokens(self, request: RequestView) -> int:
-        """What can be used: the last token is computed here in any case."""
+        """The most tokens to load: D computes the last token in any case."""
         return request.num_tokens - max(1, self._stack.held_back)
 
     def _pays(self, count: int, local_tokens: int, load_s: float) -> bool:
         return is_worth_it(count - local_tokens, local_tokens, load_s, self._rate.tokens_per_s)
 
     def _better(self, found: Found, pull: _Pull) -> Found:
-        """What a source has in host memory or, if that saves more, all that it has with its disk."""
+        """A source's tokens in host memory or, if that saves more, with those on its disk."""
         gain = found.disk_tokens - found.num_tokens
         is_enough = self._pays(found.num_tokens - pull.computed, pull.local, found.seconds)
         if gain <= 0 or (is_enough and not self._pays(gain, 0, found.disk_s - found.seconds)):
@@ -263,7 +264,7 @@ class PullRequests:
         return replace(found, num_tokens=found.disk_tokens, seconds=found.disk_s)
 
     def _ask(self, request: RequestView, pull: _Pull, computed: int, local: int, now: float) -> bool:
-        """Ask the next source that may have something. Whether there is one, or another request asks it."""
+        """Ask the next source that may have the prefix. Whether there is one, or another request asks it."""
         pull.computed, pull.local = computed, local
         most = self._most_tokens(request)
         while pull.left and now < pull.asks_until and self._pays(most - computed, local, 0.0):
@@ -285,11 +286,11 @@ class PullRequests:
         return False
 
     def _prefix(self, request: RequestView, pull: _Pull, source: Address, num_computed: int) -> Prefix | None:
-        """What a source is asked for; None where that has no name, or not one that the source knows."""
+        """The prefix to look up at a source; None if it has no name, or none that the source can know."""
         naming = self._sources.naming(source, self._naming)
         if naming is None or self._stack.names is None:
             return None
-        # While it waits it is looked at in every step; to name 100 000 tokens anew takes 10 ms.
+        # Cached: a waiting request is looked at in every step, and naming 100 000 tokens takes 10 ms.
         if (names := pull.names.get(naming.tokens)) is None:
             names = pull.names[naming.tokens] = self._stack.names(request, naming.tokens)
         start = num_computed // naming.tokens
@@ -298,7 +299,7 @@ class PullRequests:
         return Prefix(naming, start * naming.tokens, tuple(names[:MAX_NAMES]))
 
     def _waits_for_other(self, request_id: str, pull: _Pull, name: bytes, now: float) -> bool:
-        """Whether another request is about to have the same: a while later it is in the device's cache."""
+        """Whether to wait for another request that pulls the same KV, soon in the device's prefix cache."""
         if self._under_way.get(name, request_id) == request_id:
             return False
         pull.waits_until = pull.waits_until or now + self._find_s
@@ -320,10 +321,10 @@ class PullRequests:
                     self._naming.hashing,
                 )
             else:
-                # The same tokens in names of the source's own length.
+                # Ask again, with names of the source's own length.
                 pull.left.insert(0, source)
         elif found.is_busy:
-            # It answers others.
+            # The source answers others, so it need not rest.
             self._drop(found.request_id, pull, UNANSWERED)
         elif found.error:
             self._unanswered(found.request_id, pull, str(found.error), now)
@@ -365,14 +366,14 @@ class PullRequests:
             )
 
     def _drop(self, request_id: str, pull: _Pull, outcome: str) -> None:
-        """Nothing comes of what a source was asked, or found."""
+        """Drop a lookup or its answer, with its outcome."""
         if pull.prefix is not None:
             self._leave(request_id, pull.key)
             pull.outcome = outcome
         pull.prefix = pull.found = None
 
     def _give_up(self, request_id: str, pull: _Pull) -> None:
-        """Nothing is pulled for a request, unless it begins anew."""
+        """End a request's lookups, unless it begins anew, and count the outcome."""
         self._drop(request_id, pull, NOT_WORTH_IT)
         if pull.outcome and not pull.is_over:
             self._count(request_id, pull.outcome)
@@ -387,7 +388,7 @@ class PullRequests:
         self._draft.note(f"{Moment.PULL}{outcome}", "", request_id, num_tokens)
 
     def _measure(self, request_id: str, now: float) -> None:
-        """Learn from a prompt that was computed, once its next token is there."""
+        """Measure the prefill rate by a computed prompt, once its next token is there."""
         request, num_tokens, at_hand, began_at = self._computing.get(request_id, (None, 0, 0, 0.0))
         if request is not None and request.num_tokens > num_tokens:
             del self._computing[request_id]

@@ -1,6 +1,6 @@
-"""The rank fetches of D's loads: what each rank of a peer was asked for, and what became of it.
+"""The rank fetches of D's loads: each fetch's messages, landing and end.
 
-Owned by the transfer thread. What is not proven to be quiescent when a fetch fails waits in quarantine.
+Owned by the transfer thread. When a fetch fails, slots not proven to be quiescent go into quarantine.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from kvconnect.transfer.parts import TransferContext
 logger = logging.getLogger(__name__)
 
 MOST_REPEATS = 4
-"""How often a fetch is asked for anew because the peer lost what it was sending, and began again itself."""
+"""How often D repeats a fetch whose chunks became void while the peer sent them, as after a preemption."""
 _MOST_CANCELLED = 4096
-"""Cancelled fetches that are remembered: what the peer sent before it knew, and its answer, are no fault."""
+"""Cancelled fetches that are remembered: the peer's messages about them are no fault."""
 
 Blocks = tuple[GroupBlocks, ...]
 Opened = tuple[tuple[Chunk, ...], tuple[Grant, ...]]
@@ -45,14 +45,14 @@ AboutFetch = Accepted | Landed | CreditRequest | Written
 
 
 class RankFetches:
-    """All rank fetches that a peer was asked for and that are not over."""
+    """All rank fetches that were sent to a peer and have not ended."""
 
     def __init__(self, context: TransferContext, peers: Peers) -> None:
         self.bay = LandingBay(context, peers.send)
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._peers = peers
         self.num_owed = 0
-        """Those about which an answer is owed, before which the peer may write to us."""
+        """Rank fetches without an answer yet: until it arrives the peer may write to landing slots."""
         self._asked: dict[int, RankFetch] = {}
         self._cancelled: OrderedDict[int, str] = OrderedDict()
         self._transfer_ids = itertools.count(1)
@@ -61,7 +61,7 @@ class RankFetches:
         return len(self._asked)
 
     def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
-        """Ask a rank for its part of a load, or fail the load."""
+        """Send a rank the fetch of its part of a load, or fail the load."""
         load, order, transfer_id = fetch.load, fetch.load.order, next(self._transfer_ids)
         try:
             chunks, grants = self._open(fetch, link, transfer_id)
@@ -72,7 +72,7 @@ class RankFetches:
             load.fail(Cause.INTERNAL(f"it cannot be fetched: {error}"))
             return
         except Exception as error:
-            # What one request meets must not end what others asked for.
+            # One request's error must not end other requests.
             logger.exception("request %s could not be asked for", order.request_id)
             load.fail(Cause.INTERNAL(f"it could not be planned: {type(error).__name__}: {error}"))
             return
@@ -117,12 +117,12 @@ class RankFetches:
         return chunks, grants
 
     def path_over(self, link: RankLink) -> FetchPath | str:
-        """What cuts and unpacks over a connection, or why the two caches do not fit. Worked out once."""
+        """A connection's cutter and packer, or why the two caches do not fit. Made once."""
         link.path = link.path or self._make_path(link)
         return link.path
 
     def _make_path(self, link: RankLink) -> FetchPath | str:
-        """Of a connection whose peer has introduced itself."""
+        """Make the path of a connection whose peer has introduced itself."""
         ours, peer = link.session.ours, link.session.peer
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes) if peer is not None else 0
         try:
@@ -138,10 +138,10 @@ class RankFetches:
     # Messages of the peer
 
     def receive(self, message: AboutFetch, link: str, now: float) -> None:
-        """A peer reports on a fetch. Only the peer that was asked can."""
+        """Take a peer's message about a fetch; only the peer that received the fetch may send it."""
         fetch = self._asked.get(message.transfer_id)
         if fetch is None or fetch.link != link:
-            # Of a fetch that is over for us. All that it can still report is whether slots may be lent again.
+            # D has ended this fetch. The message can only still show which slots may be granted again.
             if isinstance(message, Written):
                 self.bay.answered(message, link, now + self._config.quarantine_s)
             if self._cancelled.get(message.transfer_id) != link:
@@ -180,7 +180,8 @@ class RankFetches:
         kept_until = now + self._config.quarantine_s
         match fetch.state:
             case RankFetchState.UNPACKING:
-                # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
+                # The fetch has failed before: its slots need not wait for the unpack kernel or the
+                # quarantine.
                 self.bay.answered(written, fetch.link, kept_until)
             case RankFetchState.ASKED if written.ok and written.quiescent:
                 self._all_written(fetch, written, now)
@@ -188,10 +189,10 @@ class RankFetches:
                 self._broken_off(fetch, written, None if written.quiescent else kept_until, now)
 
     def _broken_off(self, fetch: RankFetch, written: Written, until: float | None, now: float) -> None:
-        """The peer has stopped submitting; what it could not call back may be written until then."""
+        """The peer ended a fetch early; batches not cancelled may write until ``until`` (None: none)."""
         load = fetch.load
         if written.again and written.quiescent and not load.error and fetch.repeats < MOST_REPEATS:
-            # Chunks that landed are discarded; it is asked for anew once none of them is being unpacked.
+            # Chunks that landed are discarded; the fetch is repeated once none of them is being unpacked.
             fetch.repeats += 1
             self.bay.close(fetch.landing, until, written.unsettled)
             load.epochs.pop(fetch.rank, None)
@@ -201,9 +202,9 @@ class RankFetches:
         self._end(fetch, until, now, written.unsettled)
 
     def _all_written(self, fetch: RankFetch, written: Written, now: float) -> None:
-        """Every byte was written: it counts if it belongs to the lease under which the fetch was accepted."""
+        """The peer has written all chunks: they are valid if their epoch is that of the accepted fetch."""
         load = fetch.load
-        # No epoch was reported if no chunk has landed, which fails by itself.
+        # A fetch without an epoch had no chunk landed, and fails for that.
         if written.epoch != fetch.epoch and fetch.epoch:
             text = "what was written is not of the lease under which the peer accepted the fetch"
             load.fail(Cause.EPOCH(text))
@@ -216,20 +217,20 @@ class RankFetches:
             load.seconds = max(load.seconds, written.seconds)
         self._leave(fetch, RankFetchEvent.ARRIVE, now)
         if fetch.landing is not None:
-            # It has no use for more slots.
+            # The fetch needs no more slots.
             fetch.landing.due = 0
 
     # How a fetch goes on without a message, and ends
 
     def move_on(self, load: LoadRecord, now: float) -> None:
-        """Do what can be done about the fetches of a load: commit what landed, wind up what failed."""
+        """Advance a load's rank fetches: commit those that were unpacked, end those of a failed load."""
         for fetch in load.fetches.values():
             self._check_landing(fetch, now)
         for fetch in load.fetches.values() if load.error else ():
             self._wind_up(fetch, now)
 
     def _check_landing(self, fetch: RankFetch, now: float) -> None:
-        """What landed is unpacked: commit it, or fail."""
+        """Commit a fetch whose chunks were all unpacked, or fail the load."""
         load, landing = fetch.load, fetch.landing
         is_unpacking = fetch.state is RankFetchState.UNPACKING
         if landing is not None and landing.error and (is_unpacking or fetch.state is RankFetchState.ASKED):
@@ -247,7 +248,7 @@ class RankFetches:
             self._leave(fetch, RankFetchEvent.LAND, now)
 
     def _wind_up(self, fetch: RankFetch, now: float) -> None:
-        """End a fetch of a load that failed, by the way that its state allows."""
+        """End a fetch of a failed load, according to the fetch's state."""
         match fetch.state:
             case RankFetchState.MEETING if not fetch.is_unpacking:
                 self._leave(fetch, RankFetchEvent.FAIL, now)
@@ -259,7 +260,7 @@ class RankFetches:
                 while len(self._cancelled) > _MOST_CANCELLED:
                     self._cancelled.popitem(last=False)
             case RankFetchState.UNPACKING:
-                # What waits in slots for its blocks is not unpacked any more.
+                # Chunks that wait in slots for their blocks are not unpacked any more.
                 self.bay.close(fetch.landing, None)
                 self._check_landing(fetch, now)
 
@@ -270,19 +271,19 @@ class RankFetches:
         now: float,
         unsettled: Container[int] | None = None,
     ) -> None:
-        """End a fetch that failed after it was asked. Until ``writes_until`` the peer may write to its slots.
+        """End a fetch that failed after it was sent. Until ``writes_until`` the peer may write to its slots.
 
-        ``unsettled`` are their generations, as it reported them.
+        ``unsettled``: the generations of these slots, by the peer's report; None: all.
         """
         self.bay.close(fetch.landing, writes_until, unsettled)
         self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL, now)
 
     def _longest_write(self, load: LoadRecord, now: float) -> float:
-        """When a silent peer has stopped for sure: it may start writes until the load's deadline."""
+        """When a silent peer's writes have ended: it may begin writes until the load's deadline."""
         return max(now, load.deadline) + self._config.quarantine_s
 
     def _leave(self, fetch: RankFetch, event: RankFetchEvent, now: float) -> None:
-        """Change a fetch's state, and forget its number if it has no use for it any more."""
+        """Change a fetch's state; forget its transfer number if it has ended or is to be repeated."""
         was_owed = fetch.state is RankFetchState.ASKED
         fetch.move(event)
         if was_owed:
@@ -294,7 +295,7 @@ class RankFetches:
     # Peers that are lost
 
     def lose(self, link: str, loss: PeerLoss, reason: Reason, now: float) -> bool:
-        """The connection over which a rank was asked is over. Whether something is to be asked for again."""
+        """A connection has ended: fail its fetches, or have them repeated. Whether any is to be repeated."""
         is_any_again = False
         for fetch in list(self._asked.values()):
             load = fetch.load

@@ -1,7 +1,7 @@
-"""When D renews what its peers hold for it.
+"""When D renews the leases that its peers hold for it, from the arrival of a request to its load's end.
 
-From the moment that the scheduler half knows a request. All handles of one peer share a message, and a rank
-gets at most one a second, or three to a lease where that is shorter; what is loaded within it costs none.
+One message renews all handles of a peer. A rank receives at most one a second, or three per lease where the
+lease is shorter; a request that is loaded within that time causes none.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvconnect.transfer.parts import Timer, TransferContext
 
 _SHORTEST_S, _LONGEST_S = 0.05, 30.0
 _PACE_S = 1.0
-"""How long renewals of new handles are put off, to share a message; and how often a peer is tried."""
+"""Seconds that renewals of new handles wait, to share a message; and between two tries to reach a peer."""
 
 
 @dataclass(eq=False)
 class Awaited:
-    """D's record of a handle that a request may load under, once it gets blocks.
+    """D's record of a handle that a request may load under, once the request gets blocks.
 
-    ``epochs`` and ``renew_at`` are those of the load that follows, and with ``error`` it fails at once.
-    ``reports`` until the scheduler half, which asked for it, was notified that the handle is settled.
+    ``epochs``, ``renew_at``: passed on to the load that follows, which fails at once with ``error``.
+    ``reports``: the scheduler half is to be informed when the handle is settled, and was not yet.
     """
 
     handle: str
@@ -48,7 +48,7 @@ class Awaited:
         return True
 
     def fail(self, reason: Reason) -> None:
-        """Nothing can be loaded under it. The first reason counts."""
+        """Mark the handle as void. The first reason counts."""
         self.error = self.error or reason
 
 
@@ -56,14 +56,14 @@ Renewable = Awaited | LoadRecord
 
 
 def interval_s(lease_s: float) -> float:
-    """How often a lease of this length is renewed: within bounds, since a peer states it."""
+    """Seconds between renewals of a lease of this length, bounded, since a peer states the length."""
     wanted = lease_s / 3 if math.isfinite(lease_s) and lease_s > 0 else _LONGEST_S
     return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
 
 @dataclass(eq=False)
 class _Account:
-    """What one peer holds for us: ``awaited_news`` counts those that are to be reported once settled."""
+    """The leases of one peer; ``awaited_news`` counts the handles to be reported once settled."""
 
     key: PeerKey
     timer: Timer
@@ -71,14 +71,14 @@ class _Account:
     awaited_news: int = 0
 
     def wanted(self) -> Iterator[Renewable]:
-        """Everything that is not lost."""
+        """The handles and loads that have not failed."""
         return (wanted for wanted in self.kept if not wanted.error)
 
 
 class Renewals:
-    """What this node counts on at its peers: handles that requests wait for, and loads under way.
+    """The leases that D needs at its peers: of awaited handles, and of loads under way.
 
-    Each awaited handle that was to be reported is reported as settled once.
+    Each awaited handle with ``reports`` is reported as settled exactly once.
     """
 
     def __init__(self, context: TransferContext, peers: Peers) -> None:
@@ -90,7 +90,7 @@ class Renewals:
         self._just_met: set[PeerKey] = set()
 
     def keep(self, order: Await, key: PeerKey, now: float) -> None:
-        """A request waits that may load under a handle."""
+        """Keep the lease of a handle that a waiting request may load under."""
         awaited = self.awaited.get(order.handle)
         if awaited is None:
             awaited = self.awaited[order.handle] = Awaited(order.handle, key, now)
@@ -107,7 +107,7 @@ class Renewals:
             self._report_if_settled(awaited, now)
 
     def end(self, handle: str, now: float) -> Awaited | None:
-        """It is loaded, or let go."""
+        """Stop awaiting a handle, which is loaded or released."""
         awaited = self.awaited.pop(handle, None)
         if awaited is not None:
             self._no_more_news(awaited, now)
@@ -115,7 +115,7 @@ class Renewals:
         return awaited
 
     def load(self, load: LoadRecord, now: float) -> None:
-        """A load begins, with what is known of its handle."""
+        """A load begins: it takes over the epochs and the error of its awaited handle."""
         if not load.handle:
             return
         awaited = self.end(load.handle, now)
@@ -126,7 +126,7 @@ class Renewals:
         self._add(load)
 
     def loaded(self, load: LoadRecord) -> None:
-        """A load is over."""
+        """A load has ended: renew its lease no more."""
         if load.handle:
             self._remove(load)
 
@@ -157,11 +157,11 @@ class Renewals:
             self._peers.await_news(awaited.peer, False, now)
 
     def peers_in_use(self) -> set[PeerKey]:
-        """Peers that are asked about what requests wait for."""
+        """Peers with handles that are to be reported once settled."""
         return {key for key, account in self._accounts.items() if account.awaited_news}
 
     def met(self, key: PeerKey) -> None:
-        """A peer was met: what it holds was not renewed for a while."""
+        """A peer was met: renew its leases at once, as none was renewed for a while."""
         self._just_met.add(key)
         account = self._accounts.get(key)
         for wanted in account.wanted() if account is not None else ():
@@ -169,7 +169,7 @@ class Renewals:
             self._unplanned.append(wanted)
 
     def failed(self, key: PeerKey, reason: Reason, now: float) -> None:
-        """A peer is out of reach, or unusable: what it does not hold yet, and is asked for, is lost."""
+        """A peer is out of reach or unusable: fail its awaited handles that are to be reported."""
         account = self._accounts.get(key)
         for awaited in list(account.kept) if account is not None else ():
             if isinstance(awaited, Awaited) and awaited.reports:
@@ -177,18 +177,18 @@ class Renewals:
                 self._report_if_settled(awaited, now)
 
     def plan(self, now: float) -> None:
-        """Set when what is new is renewed first: at the end of a turn, in which it may be asked for."""
+        """At the end of a turn, set the first renewal of new handles and loads, if not loaded within it."""
         for wanted in self._unplanned:
             account = self._accounts.get(wanted.peer)
             if account is not None and wanted in account.kept:
                 self._plan_first(wanted, now)
-                # A load of a peer that is not known yet is planned with when it is met.
+                # A load of a peer not met yet is planned when the peer is met.
                 account.timer.by(wanted.renew_at)
         self._unplanned.clear()
         self._just_met.clear()
 
     def _renew(self, account: _Account, now: float) -> None:
-        """Have a peer hold what is due."""
+        """Renew a peer's leases that are due."""
         self._give_up(account, now)
         pending = list(account.wanted())
         peer = self._peers.peers.get(account.key)
@@ -201,7 +201,7 @@ class Renewals:
         account.timer.by(min((wanted.renew_at for wanted in account.wanted()), default=math.inf))
 
     def _plan_first(self, wanted: Renewable, now: float) -> None:
-        """Set when something is renewed first: at once what its peer was asked for before it was met."""
+        """Set the time of a first renewal: at once if the request was there before its peer was met."""
         peer = self._peers.peers.get(wanted.peer)
         if peer is None or not peer.is_ready:
             if isinstance(wanted, Awaited):
@@ -212,7 +212,7 @@ class Renewals:
             wanted.renew_at = soon if wanted.is_to_ask else now + every
 
     def renewed(self, link: RankLink, renewed: Renewed, now: float) -> None:
-        """A peer reports what it still holds. What it was asked for already it answers for by itself."""
+        """Take a peer's answer to a renewal; fetches already sent to it are answered separately."""
         rank, account = link.rank, self._accounts.get(link.peer.key)
         if account is None:
             return
@@ -228,7 +228,7 @@ class Renewals:
             if handle in found:
                 found[handle].fail(reason)
         for handle in renewed.unknown:
-            # A load asks by itself, and is answered.
+            # A load sends its own fetch, and P answers that.
             if isinstance(wanted := found.get(handle), Awaited):
                 self._not_held_yet(wanted, now)
         for wanted in found.values():
@@ -243,13 +243,13 @@ class Renewals:
             self._accounts[awaited.peer].timer.by(awaited.renew_at)
 
     def _report_if_settled(self, wanted: Renewable, now: float) -> None:
-        """The peer holds it, which its ranks begin all at once, or never will."""
+        """Report an awaited handle if it is settled: one rank holds it, as all do then, or none ever will."""
         if isinstance(wanted, Awaited) and wanted.reports and (wanted.epochs or wanted.error):
             self._no_more_news(wanted, now)
             self._settled(wanted.handle)
 
     def _give_up(self, account: _Account, now: float) -> None:
-        """A peer that is alive may never report what becomes of a handle."""
+        """Fail handles that a live peer has not settled within ``lease_max_s``."""
         longest_s = self._config.lease_max_s
         for awaited in account.kept:
             if isinstance(awaited, Awaited) and awaited.reports and now >= awaited.since + longest_s:
@@ -257,18 +257,19 @@ class Renewals:
                 self._report_if_settled(awaited, now)
 
     def _reach(self, awaited: Awaited, now: float) -> None:
-        # What only waits makes no more connections than may be remembered; what is asked for is like a load.
+        # A handle that only waits opens no connection beyond ``max_peers``; one with ``reports`` does, as a
+        # load.
         if awaited.reports or awaited.peer in self._peers.peers or len(self._peers) < self._config.max_peers:
             self._peers.reach(awaited.peer, now)
 
     def _try(self, key: PeerKey, pending: Iterable[Renewable], now: float) -> None:
-        """Meet a peer that requests wait for."""
+        """Try to meet a peer that requests wait for."""
         for wanted in pending:
             if isinstance(wanted, Awaited):
                 wanted.renew_at = now + _PACE_S
                 self._reach(wanted, now)
             else:
-                # It meets its peer itself.
+                # A load meets its peer itself.
                 wanted.renew_at = math.inf
         if reason := self._peers.refusal(key, now):
             self.failed(key, reason, now)
@@ -281,11 +282,11 @@ class Renewals:
 
 
 def _take_due(pending: Iterable[Renewable], every: float, now: float) -> list[Renewable]:
-    """What of one peer is to be renewed now: all that is due soon, if anything is due."""
+    """A peer's leases to be renewed now: all that are due soon, if any is due."""
     first = sorted(pending, key=lambda wanted: wanted.renew_at)[:MAX_HANDLES]
     if not first or now < first[0].renew_at:
         return []
-    # What is left out is not due before the pace allows another message.
+    # A lease left out is due no sooner than the pace allows the next message.
     soon = now + max(every / 2, min(_PACE_S, every))
     due = [wanted for wanted in first if wanted.renew_at <= soon]
     for wanted in due:

@@ -1,4 +1,4 @@
-"""Nodes that may be asked for KV by name, and whether to load it pays. Time is an argument."""
+"""The sources that D may ask for KV by name, and whether a load pays. Time is an argument."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 MOST_ASKED = 3
-"""Sources that are asked for one request, one after the other."""
+"""The most sources that D asks for one request, one after the other."""
 SLOW_REST_S = 60.0
-"""How long a source is not asked from which loads took longer than to compute the same."""
+"""Seconds that D asks a source no more whose loads took longer than computing the same tokens."""
 MISS_S = 1.0
-"""How long a source is believed to lack what it did not have."""
+"""Seconds that a source is taken to lack a prefix after a miss."""
 _FIXED_S = 0.01
-"""What a pull takes besides the link: a question and its answer, and a load, each with a step or two."""
+"""Seconds that a pull takes besides the link: a lookup and a load, each with a step or two."""
 _LEAST_SHARE = 1 / 16
-"""How much more than this node keeps itself is loaded though it is not known yet whether that is quicker."""
+"""With rates unknown, D loads only a gain above this share of its own restorable tokens."""
 _MOST_TOKENS_PER_S = 100_000
-"""As fast as this a node is taken to compute prompts until its own have shown how fast it does."""
+"""Prefill rate that D assumes for itself until it has measured its own, in tokens per second."""
 _LEAST_MEASURED = 256
-"""Tokens of a prompt from which the rate shows, and not the time of a step."""
+"""The fewest tokens of a prompt that measure the rate, and not the time of a step."""
 _LEAST_NAMED = 8
-"""Tokens of a name that we make for a source: names of fewer take this node too long."""
+"""The fewest tokens per name that D makes for a source: shorter names take D too long."""
 _WEIGHT = 0.2
 _MOST_SOURCES, _MOST_MISSES = 256, 4096
 
 
 def is_worth_it(gain_tokens: int, local_tokens: int, load_s: float, tokens_per_s: float) -> bool:
-    """Whether it is quicker to load than to compute what a source has and this node does not have.
+    """Whether loading ``gain_tokens`` is quicker than computing them.
 
-    ``local_tokens`` could be restored here instead, ``load_s`` is how long the link takes, endless if that is
-    not known, and ``tokens_per_s`` how fast prompts are computed here, 0 if that is not.
+    ``local_tokens``: tokens that D could restore itself instead. ``load_s``: seconds on the link, infinite if
+    unknown, 0 before a lookup. ``tokens_per_s``: D's prefill rate, 0 if unknown.
     """
     if gain_tokens <= (0 if load_s and tokens_per_s else local_tokens * _LEAST_SHARE):
         return False
@@ -47,20 +47,20 @@ def is_worth_it(gain_tokens: int, local_tokens: int, load_s: float, tokens_per_s
 
 
 class PrefillRate:
-    """How fast this node computes prompts beside all else that it does: 0 until that is known."""
+    """This node's prefill rate under its present load, in tokens per second; 0 until it is measured."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
 
     def measured(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens of a request were computed, from its first step to its next token."""
+        """Take one prompt: its computed tokens, and the seconds from its first step to its next token."""
         if num_tokens >= _LEAST_MEASURED and seconds > 0:
             weight = _WEIGHT if self.tokens_per_s else 1.0
             self.tokens_per_s += (num_tokens / seconds - self.tokens_per_s) * weight
 
 
 class Sources:
-    """The ``configured`` ones, but for ``own``, and what is known of all that were asked lately."""
+    """The ``configured`` sources without ``own``, and the state of all sources asked lately."""
 
     def __init__(self, configured: Sequence[str], own: Address) -> None:
         known = (split_address(address) for address in configured)
@@ -73,7 +73,7 @@ class Sources:
         self._misses: OrderedDict[tuple[Address, bytes], float] = OrderedDict()
 
     def chosen(self, named: Sequence[Address]) -> tuple[Address, ...]:
-        """Whom to ask for one request: those that it names, or the configured ones in turns."""
+        """The sources to ask for a request: those that it names, or the configured ones in turn."""
         if named:
             return tuple(address for address in named if address != self._own)[:MOST_ASKED]
         first = self._next if len(self.configured) > MOST_ASKED else 0
@@ -81,7 +81,7 @@ class Sources:
         return (self.configured[first:] + self.configured[:first])[:MOST_ASKED]
 
     def naming(self, source: Address, ours: Naming) -> Naming | None:
-        """How names are made for a source; None: it makes them otherwise than we can."""
+        """How to make names for a source; None if the source makes them in a way that D cannot."""
         found = self._namings.get(source, ours)
         is_usable = found.hashing == ours.hashing and found.tokens >= min(ours.tokens, _LEAST_NAMED)
         return found if is_usable else None
@@ -90,13 +90,13 @@ class Sources:
         _remember(self._namings, source, naming, _MOST_SOURCES)
 
     def rest(self, source: Address, until: float) -> None:
-        """Do not ask a source before then."""
+        """Do not ask a source before ``until``."""
         _remember(self._rests, source, until, _MOST_SOURCES)
 
     def loaded(self, source: Address, saved_s: float, now: float) -> bool:
-        """A load took so much less than to compute the same would have.
+        """Take a load that saved ``saved_s`` seconds against computing the same tokens (negative: lost).
 
-        Whether the loads of late cost more than they saved, one late load among good ones not: it rests then.
+        Returns whether recent loads, not just one, cost more than they saved: the source rests then.
         """
         balance_s = self._balances.pop(source, 0.0) * (1 - _WEIGHT) + saved_s
         if balance_s < 0:
@@ -106,7 +106,7 @@ class Sources:
         return balance_s < 0
 
     def miss(self, source: Address, name: bytes, now: float) -> None:
-        """A source has nothing that begins with this name."""
+        """Note that a source keeps no content under this name."""
         _remember(self._misses, (source, name), now + MISS_S, _MOST_MISSES)
 
     def is_resting(self, source: Address, now: float) -> bool:
