@@ -1,4 +1,4 @@
-"""What prefill and decode share.
+"""The modules that prefill and decode share.
 
-The contract with a serving stack, orders and results, and the one thread that owns the engine.
+The contract with a serving stack, orders and results, and the parts of the transfer thread.
 """

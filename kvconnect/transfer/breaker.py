@@ -1,7 +1,7 @@
-"""Whether a peer is worth trying, so that loads to a dead one fail at once.
+"""Circuit breaker of one peer: loads from a dead peer fail at once.
 
-Once a peer could not be reached it is left alone for a while, then tried once; every failure doubles the
-while, up to a bound. Pure, with the time and randomness as arguments.
+After a failure to reach the peer D waits, then tries once; each further failure doubles the wait, up to a
+bound. Pure, with time and randomness as arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FIRST_RETRY_S = 0.25
 
 @dataclass
 class Breaker:
-    """``failures`` are those since the peer was met; ``is_probing`` while it is being tried again."""
+    """``failures``: since the peer was last met; ``is_probing``: a new try is under way."""
 
     failures: int = 0
     retry_at: float = 0.0
@@ -24,28 +24,28 @@ class Breaker:
     is_probing: bool = False
 
     def met(self) -> None:
-        """The peer introduced itself."""
+        """The peer introduced itself: close the breaker."""
         self.failures, self.is_probing = 0, False
 
     def tried(self) -> None:
-        """A connection to the peer is opened."""
+        """Note that a connection to the peer is being opened."""
         self.is_probing = self.failures > 0
 
     def failed(self, reason: Reason, retry_max_s: float, randomness: random.Random, now: float) -> None:
-        """The peer could not be reached: it is left alone for between half and all of a time that doubles."""
+        """The peer was not reached: wait at random between half and all of a time that doubles."""
         self.failures, self.is_probing = self.failures + 1, False
         while_s = min(retry_max_s, _FIRST_RETRY_S * 2 ** min(self.failures - 1, 30))
         self.retry_at = now + while_s * (0.5 + randomness.random() / 2)
         self.reason = reason
 
     def may_try(self, now: float) -> bool:
-        """Whether a connection may be opened. At most one is, while it is not known to work."""
+        """Whether a connection may be opened; while the peer is in doubt, at most one."""
         return not self.failures or (not self.is_probing and now >= self.retry_at)
 
     def refusal(self, now: float) -> Reason | None:
-        """Why nothing can be fetched from it now, or nothing.
+        """Why the peer cannot be fetched from now, or None.
 
-        While it is being tried again a load waits for what comes of that, which a handshake's time bounds.
+        During a new try a load waits for the result, which takes at most a handshake's time.
         """
         if self.is_probing or self.may_try(now):
             return None

@@ -1,4 +1,4 @@
-"""The connections that peers open to a worker: who they are, and what serves their messages.
+"""The connections that peers open to a worker: their sessions, and the service for their messages.
 
 Owned by the transfer thread.
 """
@@ -40,10 +40,10 @@ NO_PREFILL = Cause.WRONG_ROLE("this node hands out no KV: its kv_role is kv_cons
 
 @dataclass
 class InboundPeer:
-    """One connection that a peer opened to us, from ``host`` if the channel knows.
+    """One connection that a peer opened to this worker, from ``host`` if the channel knows the address.
 
-    ``has_misspoken``: one of its messages could not be used. ``disagrees``: our weights were replaced since
-    it greeted us, and it has others.
+    ``has_misspoken``: the peer sent a message that was unusable. ``disagrees``: this node's weights were
+    replaced after the greeting, and the peer has others.
     """
 
     session: Session
@@ -53,17 +53,17 @@ class InboundPeer:
 
 
 class Service:
-    """What serves peers that have introduced themselves; this one is a node's that hands out nothing."""
+    """Serves peers that have introduced themselves. This base class refuses all: the node hands out no KV."""
 
     def links_in_use(self) -> Collection[str]:
-        """Connections that must stay."""
+        """The connections that must not be dropped."""
         return ()
 
     def met(self, link: str) -> None:
         """A peer has introduced itself, perhaps anew, and with another engine card than before."""
 
     def forgotten(self, link: str) -> None:
-        """A conversation is over."""
+        """A connection has ended."""
 
     def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
         """Answer a message, now or later."""
@@ -79,7 +79,7 @@ class Service:
 
 
 class InboundPeers:
-    """All connections to us, the last the one that sent most recently; ``service`` is what serves them."""
+    """All inbound connections, the one that sent most recently last; ``service`` serves their messages."""
 
     def __init__(self, context: TransferContext) -> None:
         self.directory: tuple[RankAddress, ...] = ()
@@ -96,15 +96,15 @@ class InboundPeers:
         return iter(self._peers.items())
 
     def know_ranks(self, directory: tuple[RankAddress, ...]) -> None:
-        """Where all ranks of this node listen; orders that name none change nothing."""
+        """Set the addresses of all ranks of this node; an empty directory changes nothing."""
         self.directory = directory or self.directory
 
     def get(self, link: str) -> InboundPeer | None:
-        """The peer of a connection that has introduced itself."""
+        """The peer of a connection, once it has introduced itself."""
         return self._peers.get(link)
 
     def receive(self, link: str, data: bytes, now: float, host: str = "") -> None:
-        """Take a frame of a peer, whose connection comes from ``host``."""
+        """Take a peer's frame; its connection comes from ``host``."""
         inbound = self._find(link, host)
         for event in inbound.session.receive(data, now):
             self._handle(link, inbound, event, now)
@@ -113,21 +113,21 @@ class InboundPeers:
             self._forget(link)
 
     def send(self, link: str, message: Message) -> None:
-        """Send a message over a connection, if it is there."""
+        """Send a message over a connection, if that is open and ready."""
         inbound = self._peers.get(link)
         if inbound is not None and inbound.session.state is SessionState.READY:
             inbound.session.send(message)
             self._flush(link, inbound)
 
     def introduce_anew(self) -> None:
-        """Our introduction has changed: messages are compared with the new one."""
+        """This node's introduction has changed: compare each peer's weights with the new one."""
         for inbound in self._peers.values():
             inbound.session.ours = ours = self._local.introduce()
             if (peer := inbound.session.peer) is not None:
                 inbound.disagrees = other_weights(ours.meaning, peer.meaning)
 
     def _find(self, link: str, host: str) -> InboundPeer:
-        """The peer of a link. One that has not introduced itself is not kept, and displaces no other."""
+        """The peer of a connection. A peer without an introduction is not kept, and displaces no other."""
         inbound = self._peers.get(link)
         if inbound is None:
             ours = self._local.introduce()
@@ -157,9 +157,9 @@ class InboundPeers:
                 logger.warning("connection %s ended: %s", link, reason)
 
     def _keep(self, link: str, inbound: InboundPeer) -> None:
-        """Remember a peer. Of those that are not in use the one that was silent longest makes room.
+        """Keep a peer; beyond ``max_peers``, drop the peer not in use that was silent longest.
 
-        If that one is still there, its session has it greet again.
+        If the dropped peer still exists, its next message makes it greet again.
         """
         while link not in self._peers and len(self._peers) >= self._config.max_peers:
             in_use = self.service.links_in_use()
@@ -170,7 +170,7 @@ class InboundPeers:
         self._peers[link] = inbound
 
     def _reply(self, link: str, inbound: InboundPeer, answer: Answer) -> None:
-        """Also to a peer that has not introduced itself, of which nothing else is kept."""
+        """Send an answer, also to a peer that has not introduced itself and is not kept."""
         inbound.session.answer(answer)
         self._flush(link, inbound)
 
@@ -181,6 +181,6 @@ class InboundPeers:
                 logger.warning("an answer to %s could not be sent", link)
 
     def _forget(self, link: str) -> None:
-        """A conversation is over, if there was one."""
+        """Drop a connection that has ended, if it was kept."""
         if self._peers.pop(link, None) is not None:
             self.service.forgotten(link)

@@ -1,7 +1,7 @@
-"""What a worker keeps in host memory under names, for peers that ask for it: the seam to the offload.
+"""The seam to the offload: rows that a worker keeps in host memory under names, for peers.
 
-Rows change by orders of the scheduler half, which knows nothing of who reads them. So nothing is held: what
-was read counts only if the rows were not written meanwhile.
+The scheduler half's orders may overwrite rows; it knows of no reader, so no row is locked. Bytes read from a
+row are valid only if the row was not written meanwhile.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvconnect.plan.blocks import GroupBlocks
 class Kept:
     """The rows of a prefix, as blocks of ``KeptByName.table``; ``is_intact`` until one is written again.
 
-    What is being read from disk counts once ``is_ready``, if it is intact then. ``rows`` are by class the
-    rows, and the numbers of the jobs that fill them.
+    Rows still being read from disk are valid once ``is_ready``, if intact then. ``rows``: by row class, the
+    rows and the numbers of the jobs that fill them.
     """
 
     groups: tuple[GroupBlocks, ...]
@@ -31,27 +31,27 @@ class Kept:
 
 
 Stock = tuple[int, int, int, int, float]
-"""Tokens of a prefix in host memory, ``start_tokens`` included, and bytes of what is wanted: 0 for none.
+"""Tokens of a prefix in host memory, ``start_tokens`` included, and the bytes to send; 0 for none.
 
-Then the same with what can be read from disk now, if that is more, and how long that takes.
+Then tokens and bytes with those on disk included, if more can be read now, and the seconds of that read.
 """
 
 
 class KeptByName(Protocol):
-    """The rows of host memory of one rank, and its disk. The transfer thread asks, while the rows change."""
+    """One rank's rows in host memory and on disk. The transfer thread reads them while they change."""
 
     naming: Naming
     table: RegionTable
-    """Rows as kernel blocks, which ``Kept.groups`` number as it suits; block 0 is none, and no memory."""
+    """The rows as kernel blocks, numbered as in ``Kept.groups``; block 0 is no row, and has no memory."""
 
     def find(self, prefix: Prefix, max_tokens: int) -> Stock:
-        """What is kept of a prefix. Of other names than ours nothing is."""
+        """The tokens and bytes kept of a prefix; none if its naming is not this node's."""
         ...
 
     def hold(self, prefix: Prefix, num_tokens: int) -> Kept | None:
-        """The rows of the first ``num_tokens``, those that are on disk alone being read from now on.
+        """The rows of the first ``num_tokens``; a read begins now for rows that are only on disk.
 
-        None: not all that such a hit needs is kept any more. Raises ``PeerError``: there are no rows to read
-        it into.
+        None: a row that such a hit needs is not kept any more. Raises ``PeerError``: no row is free to read
+        into.
         """
         ...

@@ -1,6 +1,6 @@
-"""What carries the bytes between two nodes: whether the settings refuse it, and one report of each link.
+"""The lane between two nodes: whether the settings refuse it, and one report of each link.
 
-Owned by the transfer thread. P finds it out, since P writes; D is sent what P found.
+Owned by the transfer thread. P determines lane and rate, since P writes, and reports both to D.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def refusal(config: ExtraConfig, found: Transport | None) -> Reason | None:
-    """Why a peer that is reached like this, None for not reported, may not be used; None if it may."""
+    """Why settings refuse a peer over this lane and rate, or None. ``found`` None: the peer reported none."""
     lane, bytes_per_s = ("unknown", 0.0) if found is None else (found.lane, found.bytes_per_s)
     shown = f"the peer is refused: its lane is {found or 'not reported by its release'}, and "
     shown += "kv_connector_extra_config"
@@ -29,9 +29,9 @@ def refusal(config: ExtraConfig, found: Transport | None) -> Reason | None:
 
 
 class Transports:
-    """Reports what carries bytes to each peer: once, and with a warning where that is slow.
+    """Logs the lane and rate of each peer once, and warns once where the link is slow.
 
-    The last ``max_peers`` that were warned of are remembered.
+    The last ``max_peers`` peers with a warning are remembered.
     """
 
     def __init__(self, config: ExtraConfig, metrics: Metrics) -> None:
@@ -40,18 +40,18 @@ class Transports:
         self._warned: OrderedDict[str, None] = OrderedDict()
 
     def met(self, peer: str, found: Transport) -> None:
-        """A calibration is over, or the peer has sent what its own found."""
+        """Log the result of a calibration, made here or reported by the peer."""
         logger.info("the link with %s: %s", peer, found)
         self.measured(peer, found)
 
     def show(self, found: Transport) -> None:
-        """To Prometheus."""
+        """Set the gauges of the lane's rate, in bytes per second."""
         if found.bytes_per_s:
             self._metrics.link_rate.labels(found.lane).set(found.bytes_per_s)
             self._metrics.link_expected.labels(found.lane).set(found.expected_bytes_per_s)
 
     def measured(self, peer: str, found: Transport) -> None:
-        """It is as fast as this, by a calibration or by what was transferred."""
+        """Take a measured rate, from a calibration or from chunks, and warn if it is slow."""
         self.show(found)
         if found.share >= LEAST_SHARE or peer in self._warned:
             return

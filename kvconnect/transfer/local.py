@@ -1,4 +1,4 @@
-"""What a worker is to its peers: its introduction, its pages, the slots beside them, and its engine."""
+"""A worker's own side of every transfer: its introduction, pages, slots and engine."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ _CPU_SCRATCH_BYTES = 4 << 20
 
 @dataclass(eq=False)
 class Local:
-    """What can be moved, between what, and by which engine.
+    """The memory that a worker moves, and the engine that moves it.
 
-    ``landing`` are slots that peers write, ``send`` slots that the engine reads; a pool may be empty.
-    ``stream`` is where pages are packed and unpacked on a GPU, None elsewhere. ``pack_bytes_per_s`` is how
-    fast that goes; None where it was not measured. ``arenas`` are the memory of the slots.
-    ``look_at_traffic`` counts what left this machine, of which ``fabric`` has the networks. ``kept`` is what
-    peers may ask for by name. ``maps_peers``: landing slots of peers of this machine are written as memory of
-    this process.
+    ``landing``: slots that peers write; ``send``: slots that the engine reads; a pool may be empty.
+    ``stream``: where a GPU packs and unpacks pages, None elsewhere. ``pack_bytes_per_s``: the rate of
+    packing, None if not measured. ``arenas``: the memory of the slots. ``look_at_traffic`` counts the bytes
+    that left this machine over the networks in ``fabric``. ``kept``: rows that peers may look up by name.
+    ``maps_peers``: this process writes to mapped landing slots of peers on this machine.
     """
 
     introduction: Introduction
@@ -71,11 +70,11 @@ class Local:
     maps_peers: bool = False
 
     def introduce(self) -> Introduction:
-        """Our introduction for one more peer: the engine's card may change."""
+        """The introduction for one more peer, with the engine's current card, which may change."""
         return msgspec.structs.replace(self.introduction, engine_card=self.engine.card())
 
     def keep(self, kept: KeptByName) -> None:
-        """Let peers ask for what is kept, where there are slots to send it from. Before any peer is met."""
+        """Offer these rows to peers, if there are slots to send them from. Before any peer is met."""
         if not self.send.slots:
             return
         if self.stream is not None:
@@ -84,7 +83,7 @@ class Local:
         self.introduction = msgspec.structs.replace(self.introduction, naming=kept.naming)
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
-        """Peers must have these weights from now on."""
+        """Set the weights that peers must have from now on."""
         meaning = self.introduction.meaning.with_weights(weights)
         self.introduction = msgspec.structs.replace(self.introduction, meaning=meaning)
 
@@ -96,10 +95,10 @@ class Local:
         convert: bool,
         table: RegionTable | None = None,
     ) -> Packer:
-        """A packer of ours for one peer; ``side`` states which of the two we are.
+        """This worker's packer for one peer; ``side``: whether this worker is ``source`` or ``target``.
 
-        ``convert``: values of another dtype than ours are converted on the way. ``table`` is what is packed,
-        if not the pages of the cache.
+        ``convert``: convert values where the dtypes differ. ``table``: the memory to pack; by default the
+        pages.
 
         Raises:
             LayoutError: the two caches cannot be matched.
@@ -118,10 +117,10 @@ class Local:
         )
 
     def warm_up(self) -> None:
-        """Compile the kernels now, which takes seconds, rather than under the first request.
+        """Compile the kernels now, which takes seconds, rather than during the first request.
 
-        Moves nothing to any page: block 0 is no request's. Where a slot is too small for a token there is
-        nothing to compile.
+        Touches no request's page: block 0 belongs to none. Where a slot is too small for a token, compiles
+        none.
         """
         for pool, side in ((self.send, "source"), (self.landing, "target")):
             self._warm_up(pool, side, self.table)
@@ -155,11 +154,11 @@ def open_local(
     reserved_bytes: int,
     metrics: Metrics,
 ) -> Local:
-    """Make the slots, and register them with the engine in one call.
+    """Allocate the slots, and register them with the engine in one call.
 
     Args:
-        introduction: without slots and scratch memory.
-        reserved_bytes: what the serving stack still takes of the device.
+        introduction: the introduction, without slots and scratch memory.
+        reserved_bytes: device memory that the serving stack will still allocate.
 
     Raises:
         ConfigError: the device has no room for the fewest slots.
@@ -182,7 +181,7 @@ def open_local(
         device,
         _slot_pool(arenas.get("landing")),
         _slot_pool(arenas.get("send")),
-        # Its kernels take less than those of a prefill, which would each be waited for.
+        # High priority: pack kernels are short, and would each wait for the kernels of a prefill.
         torch.cuda.Stream(device, priority=-1) if on_cuda else None,  # type: ignore[no-untyped-call]
         pack_bytes_per_s(memory[0]) if memory else None,
         memory,
@@ -195,8 +194,8 @@ def open_local(
         logger.warning("Triton is not installed: torch packs pages, which is slower; pip install triton")
     if on_cuda:
         local.warm_up()
-    # Last of all: an error before it leaves nothing registered whose memory is freed.
-    # What is registered, peers can write to: slots, and no page.
+    # Last: an error before this leaves no freed memory registered. Only slots are registered, no page: peers
+    # can write to registered memory.
     spans = [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
     engine.register(spans)
     logger.info(
@@ -210,9 +209,9 @@ def open_local(
 
 
 def largest_piece(table: RegionTable) -> tuple[int, str]:
-    """What a slot must have room for, in bytes, and the layer that asks for it.
+    """The bytes that a slot must hold at least, and the layer that needs them.
 
-    A peer of equal pages gets pages whole, and the recurrent states of a layer are never cut.
+    A peer with equal pages gets whole pages, and a layer's recurrent states are never divided.
     """
     states = {group.group for group in table.groups if group.is_state}
     pieces = Counter[str]()
@@ -225,13 +224,13 @@ def largest_piece(table: RegionTable) -> tuple[int, str]:
 
 
 def _slot_pool(arena: Arena | None) -> SlotPool:
-    # Another process that uses this address after us must not grant the same numbers.
+    # A random start: the next process at this address must not grant the same generations.
     first = random.SystemRandom().randrange(1, 1 << 61)
     return SlotPool(arena.addresses if arena else (), arena.slot_bytes if arena else 0, first)
 
 
 def _shares(config: ExtraConfig, engine: Engine) -> bool:
-    """Whether bytes between CPU caches of one machine go through shared memory."""
+    """Whether bytes between CPU caches of one machine travel through shared memory."""
     return engine.capabilities.may_be_bypassed and config.allows_lane("shared_memory")
 
 
@@ -243,10 +242,10 @@ def _make_arenas(
     reserved_bytes: int,
     metrics: Metrics,
 ) -> dict[str, Arena]:
-    """The memory of our slots, by what they are for."""
+    """The memory of this worker's slots, by use: ``landing`` and ``send``."""
     least, layer = largest_piece(table)
     wanted = config.extra.slot_bytes or max(auto_slot_bytes(device), least)
-    # A chunk is one batch: the rest of a slot that is larger would lie idle.
+    # A chunk is one batch: slots larger than a batch would waste memory.
     most_bytes = engine.capabilities.max_bytes // ALIGN_BYTES * ALIGN_BYTES
     wanted = slot_bytes = min(wanted, max(most_bytes, ALIGN_BYTES))
     roles = {"landing": config.is_consumer, "send": config.is_producer}
@@ -291,5 +290,5 @@ def _make_arenas(
 
 
 def _scratch_bytes(slot_bytes: int, on_cuda: bool) -> int:
-    """How much scratch memory a worker has: what a fast link needs to show its speed."""
+    """The bytes of scratch memory: enough for a fast link to show its rate."""
     return slot_bytes if on_cuda else min(slot_bytes, _CPU_SCRATCH_BYTES)

@@ -1,6 +1,6 @@
-"""What the halves exchange with each step: orders, as they come together, and results, until they are taken.
+"""The values that the halves exchange with each step: orders and results, and their collectors.
 
-These values cross process borders in some serving stacks: plain, picklable, and as small as what changed.
+Some serving stacks send these values between processes: plain, picklable, and as small as the change itself.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class _Parts(msgspec.Struct, frozen=True):
-    """Lists that may all be empty."""
+    """A message of lists; false if all are empty."""
 
     def __bool__(self) -> bool:
         return any(astuple(self))
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far the prefill behind an expected handle is: ``computed_tokens`` of ``num_tokens``.
+    """Progress of the prefill of an expected handle: ``computed_tokens`` of ``num_tokens``, which only grow.
 
-    These tokens were given to the device before this order was, and only grow. ``groups`` are the blocks that
-    are new since the last order of this handle, of every group that keeps tokens; the last of them may hold
-    tokens that are not computed yet.
+    The device was given these tokens before this order was made. ``groups``: the blocks new since the last
+    order of this handle, of every group that keeps tokens; the last block may hold tokens not computed yet.
     """
 
     handle: str
@@ -46,16 +45,16 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True):
-    """Nothing will be held under this handle: fetches that wait for it fail with ``reason``."""
+    """P will hold no request under this handle: pending fetches of it fail with ``reason``."""
 
     handle: str
     reason: Reason
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Keep these blocks until they were fetched or ``lease_s`` passed, then report the request sent.
+    """Hold these blocks until they were fetched or ``lease_s`` seconds passed; then report the request sent.
 
-    The last of its tokens was computed in ``step``, by the number of that step's orders.
+    The device computes the last of the tokens in ``step``, as the orders of steps are numbered.
     """
 
     request_id: str
@@ -67,7 +66,7 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Find(msgspec.Struct, frozen=True):
-    """Ask a peer how many tokens of a prefix, at most ``max_tokens``, it keeps."""
+    """Look up at a peer how many tokens of a prefix, at most ``max_tokens``, it keeps."""
 
     request_id: str
     engine_id: str
@@ -78,11 +77,11 @@ class Find(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What came of a ``Find``: the peer has ``num_tokens`` in host memory, ``start_tokens`` included, or 0.
+    """The result of a ``Find``: the peer's ``num_tokens`` in host memory, ``start_tokens`` included, or 0.
 
-    ``seconds`` is how long the link takes for them, endless where that is not known; with its disk the peer
-    has ``disk_tokens``, which take ``disk_s``. ``naming`` is that of a peer which names KV otherwise, and
-    ``error`` why it could not be asked; ``is_busy``: for this request only.
+    ``seconds``: their time on the link, infinite if unknown. ``disk_tokens``, ``disk_s``: the same with the
+    peer's disk. ``naming``: the peer's, if it differs from the lookup's. ``error``: why the lookup failed;
+    ``is_busy``: it fails for this request only.
     """
 
     request_id: str
@@ -98,9 +97,9 @@ class Found(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """Fetch these blocks from a peer, then report the request received or failed.
 
-    ``num_tokens`` is what the peer must hold, no more and no less. An empty ``engine_id`` is any engine at
-    the address. With a ``refusal`` nothing is fetched, and the request is reported failed for that.
-    With a ``prefix`` the peer is to hold what it keeps under these names, under this handle of ours.
+    ``num_tokens``: exactly what the peer must hold. ``engine_id``: empty for any engine at the address.
+    ``refusal``: fetch no block, and report the request failed with this reason. ``prefix``: the peer first
+    pins the rows of these names under ``handle``, which D made.
     """
 
     request_id: str
@@ -115,10 +114,10 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Await(msgspec.Struct, frozen=True):
-    """A request that may fetch under this handle waits for blocks: keep what the peer holds for it.
+    """A request that may fetch under this handle waits for blocks: renew the peer's lease meanwhile.
 
-    A ``Load`` or a ``LetGo`` of the handle ends it; given again where something of it is new. If it
-    ``reports`` the handle is reported settled, once, when the peer holds it or never will.
+    Ends with a ``Load`` or a ``LetGo`` of the handle; repeated if a field changes. With ``reports`` the
+    handle is reported settled, once, when the peer holds its request or never will.
     """
 
     handle: str
@@ -129,7 +128,7 @@ class Await(msgspec.Struct, frozen=True):
 
 
 class LetGo(msgspec.Struct, frozen=True):
-    """Send a peer that nothing will be fetched. Reports nothing."""
+    """Release a handle on a peer: D will not fetch under it. Has no result."""
 
     request_id: str
     handle: str
@@ -139,7 +138,7 @@ class LetGo(msgspec.Struct, frozen=True):
 
 
 class RowCopies(msgspec.Struct, frozen=True, array_like=True):
-    """Logical blocks of one cache group and the rows that belong to them, pairwise.
+    """Logical blocks of one cache group and their rows, pairwise.
 
     A row holds the pages of one block in all layers of the group, in its row class (``offload.budgets``).
     """
@@ -150,12 +149,12 @@ class RowCopies(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Store(msgspec.Struct, frozen=True):
-    """Copy blocks to rows; then report the job stored, or failed.
+    """Copy blocks to rows; then report the job stored or failed.
 
-    The blocks hold what the device was given before the step that carries this order, and may be overwritten
-    by that step: the worker reads them before. ``hashes`` name their contents. With ``keep`` the rows are
-    written to the lower tiers too, and the job is reported kept once they are not read for that any more.
-    ``footers``, one each if any, are what the contents stand for, to be kept on disk with the rows.
+    The worker reads the blocks before the step of this order, which may overwrite them; they hold what steps
+    before it computed. ``hashes`` name the contents. ``keep``: also write the rows to the lower tiers, and
+    report the job kept once no tier reads the rows any more. ``footers``: none or one per content, the tokens
+    that it stands for, kept on disk with the row.
     """
 
     job: int
@@ -166,9 +165,9 @@ class Store(msgspec.Struct, frozen=True):
 
 
 class Restore(msgspec.Struct, frozen=True):
-    """Copy rows to the blocks of a request that waits for them, then report it received, or failed.
+    """Copy rows to the blocks of a waiting request, then report it received or failed.
 
-    With a ``refusal`` nothing is copied, and the request is reported failed with that text.
+    With a ``refusal`` no row is copied, and the request is reported failed with that text.
     """
 
     request_id: str
@@ -177,7 +176,7 @@ class Restore(msgspec.Struct, frozen=True):
 
 
 class Seek(msgspec.Struct, frozen=True):
-    """Ask a tier that keeps no index here which of these contents it has, then report them."""
+    """Ask a tier without an index on this node which of these contents it has, then report them."""
 
     job: int
     tier: str
@@ -186,18 +185,18 @@ class Seek(msgspec.Struct, frozen=True):
 
 
 class TierFetch(Seek, frozen=True):
-    """Read contents from a lower tier into rows, then report which of them are not there."""
+    """Read contents from a lower tier into rows, then report the contents that are missing there."""
 
     rows: tuple[Count, ...]
 
 
 class OffloadOrders(_Parts, frozen=True):
-    """What the tiers below the device's memory are to do.
+    """The orders for the tiers below the device's memory.
 
-    ``held_rows`` are the rows of host memory that hold something, by class, once this is done; empty where
-    there is nothing to do. ``disk_pins`` are contents that must stay on disk, there or not yet, or need
-    not any more; ``actions`` what was asked for sessions, what came of it and how often, to be counted, and
-    ``pinned`` how many bytes of each tier sessions hold, if that has changed.
+    ``held_rows``: by row class, how many rows of host memory have content after these orders; empty without
+    orders. ``disk_pins``: contents, there or not yet, that the disk must keep (true) or need not keep any
+    more. ``actions``: session actions, outcomes and counts, for the metrics. ``pinned``: the bytes that
+    sessions pin in each tier, if changed.
     """
 
     stores: tuple[Store, ...] = ()
@@ -205,7 +204,7 @@ class OffloadOrders(_Parts, frozen=True):
     fetches: tuple[TierFetch, ...] = ()
     seeks: tuple[Seek, ...] = ()
     clear: bool = False
-    """Forget everything that lower tiers keep, before any of the others."""
+    """Drop all contents of the lower tiers, before all other orders."""
     held_rows: tuple[Count, ...] = ()
     disk_pins: tuple[tuple[Index, bytes, bool], ...] = ()
     actions: tuple[tuple[str, str, int], ...] = ()
@@ -213,13 +212,13 @@ class OffloadOrders(_Parts, frozen=True):
 
 
 CHANGES_AT_ONCE = 2048
-"""A tier that finds what it kept before its start has a million of them, and a step some milliseconds."""
+"""Changes per report: a tier that recovers its contents at start has a million, a step some milliseconds."""
 
 
 class TierChange(msgspec.Struct, frozen=True, array_like=True):
-    """Contents that a lower tier of one rank has got, or has no more.
+    """Contents that a lower tier of one rank has gained or lost.
 
-    ``footers``, one of each that is ``added`` if any, are of those that the tier found from before its start.
+    ``footers``: none, or one per ``added`` content, of contents from before the tier's start.
     """
 
     tier: str
@@ -230,13 +229,12 @@ class TierChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OffloadReport(msgspec.Struct, frozen=True):
-    """What the tiers of one rank have done since the last report. Jobs come back exactly once in each list.
+    """The results of one rank's tiers since its last report. Jobs come back exactly once in each list.
 
-    ``stored`` are, by job, the hashes that failed, none as a rule; ``kept`` the jobs whose rows no lower tier
-    reads any more. ``fetched`` are, by job, the hashes that are not there or not right; their rows hold
-    nothing of use. ``found`` are, by job, the hashes that a tier has. ``cleared`` counts the orders to clear
-    that were carried out: ``changes`` are of what came after them. While a rank ``is_recovering`` its tiers
-    have more to report of what they had before their start.
+    By job: ``stored`` has the hashes that failed, usually none; ``fetched`` the hashes that are missing or
+    damaged, whose rows are void; ``found`` the hashes that a tier has. ``kept``: jobs whose rows no lower
+    tier reads any more. ``cleared`` counts the clear orders carried out: ``changes`` are later than these.
+    While a rank ``is_recovering``, its tiers have more contents of before their start to report.
     """
 
     rank: int
@@ -253,23 +251,21 @@ class OffloadReport(msgspec.Struct, frozen=True):
 
 
 NO_OFFLOAD = OffloadOrders()
-"""Nothing: to compare with it costs no call."""
+"""No orders; a comparison with this value costs no call."""
 
 
 class Orders(_Parts, frozen=True):
     """One step's orders. ``directory`` is sent once, when the addresses of all ranks are known.
 
-    ``expected`` are handles whose prefill is under way, so that fetches of it wait: a ``Hold`` or a
-    ``Withdraw`` of the same handle always follows, of a long one ``Progress`` before that. ``preempted`` are
-    those of them that lost their blocks, and begin anew. ``aborted`` are requests that ended while their load
-    was under way: it is cancelled, and still reported, once their blocks are quiescent. ``failures`` are
-    reasons to count: the scheduler half has no metrics of its own. Orders of one handle are carried out in
-    this sequence: withdrawn, expected, preempted, progress, holds; and loads or let_go before awaited.
-
-    ``step`` counts the orders of one scheduler half: these come with step ``step``, and what they name was
-    given to the device before it. ``zeroes_loads``: the step may still zero what its loads and restores fill.
-    ``notes`` are for the timeline of rank 0, and nothing to carry out. ``pulls`` are to be counted: what came
-    of requests for which peers were asked by name, and the tokens that were loaded.
+    ``expected``: handles whose prefill is under way, so that their fetches wait; a ``Hold`` or a ``Withdraw``
+    of the handle always follows, with ``Progress`` before it for long prompts. ``preempted``: expected
+    handles that lost their blocks, and begin anew. ``aborted``: requests that ended during their load, which
+    is cancelled, and reported once its blocks are quiescent. ``failures``: reasons to count, as the scheduler
+    half has no metrics. Orders of one handle are carried out in this sequence: withdrawn, expected,
+    preempted, progress, holds; and loads or let_go before awaited. ``step`` numbers the orders of one
+    scheduler half: the device was given all that they name before step ``step``. ``zeroes_loads``: the step
+    may still zero blocks that its loads and restores fill. ``notes``: records for the timeline of rank 0.
+    ``pulls``: outcomes of pulls and loaded tokens, for the metrics.
     """
 
     step: int = 0
@@ -295,12 +291,12 @@ class Orders(_Parts, frozen=True):
 
 
 class Results(_Parts, frozen=True):
-    """What ended since the last call. Every request ordered comes back exactly once.
+    """The requests and handles that ended since the last call; every ordered request comes back exactly once.
 
-    No peer or copy touches the blocks of ``received`` requests any more; in ``failed``, with the reason, are
-    those without valid KV. ``offload`` has at most one report of each rank. ``settled`` are awaited handles
-    that the peer holds, or never will. ``ragged`` are those of ``received`` whose windows may begin with a
-    block that is not full: blocks of the peer end elsewhere. Rank 0 reports both, and what was ``found``.
+    No peer or copy touches the blocks of ``received`` requests any more; ``failed`` has those without valid
+    KV, with the reason. ``offload``: at most one report per rank. ``settled``: awaited handles that the peer
+    holds, or never will. ``ragged``: received requests whose windows may begin with a partly filled block, as
+    the peer's blocks end elsewhere. Rank 0 reports ``settled`` and ``found``.
     """
 
     sent: tuple[str, ...] = ()
@@ -314,9 +310,9 @@ class Results(_Parts, frozen=True):
 
 @dataclass
 class OrdersDraft:
-    """Orders in the making, named as in ``Orders``; ``awaited`` by handle, since each replaces the last.
+    """Collects orders, by the names in ``Orders``; ``awaited`` by handle, as each replaces the one before.
 
-    ``step`` is that of the orders taken last, with which the device was given everything known so far.
+    ``step`` is that of the orders taken last: the device was given all that was known by then.
     """
 
     directory: list[RankAddress]
@@ -342,14 +338,14 @@ class OrdersDraft:
         self._logged: set[str] = set()
 
     def withdraw(self, handle: str, reason: Reason) -> None:
-        """Nothing is held under this handle."""
-        # Carried out before what is expected: an id that is withdrawn may be used again in the same step.
+        """Withdraw a handle under which P will hold no request."""
+        # Withdrawals are carried out before expectations: a withdrawn id may be used again in the same step.
         if handle in self.expected:
             self.expected.remove(handle)
         self.withdrawn.append(Withdraw(handle, reason.after("no KV comes under this handle: ")))
 
     def note(self, event: str, handle: str, request_id: str, number: int = 0) -> None:
-        """Record what happens now, for the timeline of rank 0."""
+        """Record an event, at the present time, for the timeline of rank 0."""
         if self._clock is not None:
             self.notes.append((self._clock(), event, handle, request_id, 0, number))
 
@@ -378,7 +374,7 @@ class OrdersDraft:
 def blocks_of(
     groups: Sequence[KVCacheGroup], block_ids: BlockIdsByGroup, first_token: int, end_token: int
 ) -> tuple[GroupBlocks, ...]:
-    """The blocks of every group that hold tokens ``first_token`` to ``end_token - 1``."""
+    """By group, the blocks of tokens ``first_token`` to ``end_token - 1``; of a state, its last block."""
     made = []
     for index, (group, ids) in enumerate(zip(groups, block_ids, strict=True)):
         if not group.has_cache:
@@ -393,7 +389,7 @@ def blocks_of(
 
 
 class Reports:
-    """Requests and handles that are over, until they are taken. ``wake`` is called for each of them."""
+    """Collects ended requests and handles until they are taken; calls ``wake`` for each."""
 
     def __init__(self, rank: int) -> None:
         self.wake: Callable[[], None] = lambda: None
@@ -410,30 +406,30 @@ class Reports:
         self._add("received", request_id, error)
 
     def settled(self, handle: str) -> None:
-        """The peer holds what is awaited, or never will: rank 0 reports it for all ranks."""
+        """The peer holds an awaited handle's request, or never will: rank 0 reports it for all ranks."""
         if self._rank == 0:
             self._add("settled", handle)
 
     def ragged(self, request_id: str) -> None:
-        """A request that is received next may have blocks of windows that are not full.
+        """A request, received next, may have partly filled blocks at the beginning of its windows.
 
-        Every rank reports it: a pipeline rank knows of the windows of its own layers alone.
+        Every rank reports it: a pipeline rank knows the windows of its own layers only.
         """
         self._add("ragged", request_id)
 
     def found(self, found: Found) -> None:
-        """What came of asking a peer for KV by name."""
+        """Add the result of a prefix lookup at a peer."""
         self._found.append(found)
         self.wake()
 
     def take(self) -> Results:
-        """What was reported since the last call."""
+        """The results since the last call."""
         if not self._ended and not self._found:
             return Results()
         named: dict[str, list[str]] = {"sent": [], "received": [], "settled": [], "ragged": []}
         failed: dict[str, Reason] = {}
         found: list[Found] = []
-        # No lock: the other thread appends meanwhile.
+        # No lock: the transfer thread appends meanwhile, which a deque allows.
         while self._ended:
             what, name, error = self._ended.popleft()
             named[what].append(name)

@@ -1,7 +1,6 @@
-"""The dictionary that travels with a request through a router, as P and D read it.
+"""``kv_transfer_params``, which travel with a request through a router, as P and D read them.
 
-It comes from a client: nothing in it is trusted further than its type and size, but for what a signed
-handle states.
+They come from a client: no field is trusted beyond its type and size, except a signed handle's claims.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from kvconnect.peer.messages import LONGEST_HANDLE
 from kvconnect.transfer.stack import RequestView
 
 HANDLE_KEY = "kvconnect_handle"
-"""Our key beside those that routers know."""
+"""Key of P's handle, beside the keys that routers know."""
 
 TRANSFER_KEY = "transfer_id"
-"""What a router names a transfer, when it asks P and D at once."""
+"""Key of a router's name for a transfer that it sends to P and D at once."""
 
 PEER_KEY = "kvconnect_peer"
-"""Any handle of P, also an expired one, beside a transfer id: it vouches for the address that D is given."""
+"""Key of any handle of P, also an expired one, beside a transfer id: it proves the address of P to D."""
 
 BATCH_KEY = "kvconnect_batch"
-"""A transfer id of P's own, for the later prompts of a batch: a router is answered for the first alone."""
+"""Key of P's own transfer id for the later prompts of a batch: P's answer covers only the first."""
 
 SOURCES_KEY = "kv_sources"
-"""Where a request's KV may be kept, as ``host:port`` of rank 0 of each node."""
+"""Key of the nodes that may keep a request's KV, each as ``host:port`` of its rank 0."""
 
 HINTS_KEY, RESULTS_KEY = "kv_hints", "kv_hint_results"
-"""What a client wants kept, and what came of that."""
+"""Keys of a client's hints on what to keep, and of their results."""
 
 _MOST_SOURCES = 64
 
@@ -62,20 +61,19 @@ _FIELDS: Mapping[str, tuple[Any, str]] = {
     "remote_port": (Port, "1 to 65535"),
     "remote_num_tokens": (NumTokens, "a number of tokens, at least 1"),
 }
-"""What is read of it: the type of each field, and how an error names what is accepted."""
+"""The fields that are read: the type of each, and how an error names the accepted values."""
 
 _PROMPT = re.compile(f"[0-9a-f]{{{2 * PROMPT_BYTES}}}")
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
-    """Where the KV of a request waits, or will.
+    """Where P holds the KV of a request, or will hold it.
 
-    ``engine_id`` empty: any engine that answers there. ``num_tokens`` 0: unknown. ``vouched``: a signed
-    handle named the address, and no client did. ``is_announced``: P may be computing it yet.
-    ``is_of_other_prompt``: the handle was made for another prompt. ``identity`` are the marks of what P's KV
-    depends on, empty where no handle states them. ``refusal`` states why the dictionary is
-    unusable. With either of these two the others mean nothing. Under ``duplicate``, if any, P may hold the
-    same prompt once more, for a fetch that does not come.
+    ``engine_id`` empty: any engine at the address. ``num_tokens`` 0: unknown. ``vouched``: a signed handle
+    states the address. ``is_announced``: P may still be computing. ``is_of_other_prompt``: the handle was
+    made for another prompt, and of the other fields only ``identity`` is valid: the marks of what P's KV
+    depends on. ``refusal``: why the parameters are unusable; the other fields are void then. ``duplicate``: a
+    handle, if any, under which P may hold the same prompt again, for a fetch that will not come.
     """
 
     handle: str = ""
@@ -97,13 +95,13 @@ class RemotePrefill(msgspec.Struct, frozen=True):
 
 
 def transfer_params(request: RequestView) -> Mapping[str, Any]:
-    """The dictionary of a request; empty where it has none, or what some front ends let clients put there."""
+    """A request's parameters; empty if there are none, or a client's value is not a dictionary."""
     params: object = request.kv_transfer_params
     return params if isinstance(params, Mapping) else {}
 
 
 def read_transfer_id(params: Mapping[str, Any], prompt: bytes = b"") -> str:
-    """What P and D call a transfer: its id, and the prompt, since a router may give one to several.
+    """The handle of a transfer id, with the prompt's digest: a router may reuse an id for other prompts.
 
     Raises:
         PeerError: there is no transfer id, or it cannot be used.
@@ -118,13 +116,13 @@ def read_remote_prefill(
     *,
     is_later_prompt: bool = False,
 ) -> RemotePrefill | None:
-    """Read ``kv_transfer_params`` on D. None where they do not ask for a fetch. Raises nothing.
+    """Read ``kv_transfer_params`` on D. None if they ask for no fetch. Raises nothing.
 
-    ``prompt`` is the digest of the tokens that the request wants; None where it only gives back what the
-    handle stands for, which a transfer id without a handle does not name then. With a handle all is in it,
-    also if routers write more beside it. With a transfer id alone P is computing meanwhile, and neither its
-    engine id nor its count of tokens need be known. ``is_later_prompt``: of a batch, whose first prompt the
-    handle was made for.
+    ``prompt``: the digest of the tokens that the request needs; None for a request that only releases its
+    handle, which a transfer id alone does not name. A handle states everything, and fields that routers write
+    beside it are ignored unless they contradict. With only a transfer id P is still computing, and its engine
+    id and count of tokens may be unknown. ``is_later_prompt``: a prompt of a batch for whose first prompt the
+    handle was made.
     """
     if not params or not params.get("do_remote_prefill"):
         return None
@@ -139,7 +137,7 @@ def read_remote_prefill(
 
 
 def read_sources(params: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Nodes that may keep KV of a request, as a client names them. Raises ``PeerError``: not as accepted."""
+    """The sources that a client names for a request. Raises ``PeerError``: they are not valid addresses."""
     if params.get(SOURCES_KEY) is None:
         return []
     found = [split_address(address) for address in _read(params, SOURCES_KEY)]
@@ -150,12 +148,12 @@ def read_sources(params: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def transfer_name(handle: str) -> str:
-    """What a signed handle calls a transfer id, which may be longer than a handle has room for."""
+    """A transfer id's name in a signed handle: a digest, as the id may be too long for a handle."""
     return _TRANSFER_PREFIX + hashlib.sha256(handle.encode()).hexdigest()[:32]
 
 
 def announced_id(handle: str) -> str:
-    """The router's transfer id in a name, for any prompt; empty for other handles."""
+    """The router's transfer id within a handle, of any prompt; empty for other handles."""
     if not handle.startswith(_TRANSFER_PREFIX):
         return ""
     name = handle.removeprefix(_TRANSFER_PREFIX)
@@ -164,7 +162,7 @@ def announced_id(handle: str) -> str:
 
 
 def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> RemotePrefill:
-    """P's own answer."""
+    """Read P's own answer, which has a handle."""
     if params.get(HANDLE_KEY) is None:
         raise PeerError(
             f"kv_transfer_params have no {HANDLE_KEY}: another connector made them. Does the prefill node, "
@@ -184,17 +182,17 @@ def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> 
 
 
 def _batched(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
-    """P's answer for the first prompt of a batch, read for another prompt: it vouches for the address."""
+    """Read P's answer for the first prompt of a batch, for a later prompt: it proves the address."""
     _, claims = _claims(params, HANDLE_KEY, handles, same=("remote_engine_id",))
     handle = read_transfer_id({TRANSFER_KEY: _read(params, BATCH_KEY)}, prompt)
     if claims.prompt == prompt:
-        # The first prompt comes twice, or alone was asked of P: only its own handle is held in any case.
+        # The batch has the first prompt twice, or P got only that one: P surely holds its own handle.
         return msgspec.structs.replace(_held(params, handles, prompt), duplicate=handle)
     return RemotePrefill(handle, claims.engine_id, claims.host, claims.port, vouched=handles.are_signed)
 
 
 def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
-    """What a router states while P is computing."""
+    """Read what a router states while P is computing."""
     if params.get("remote_host") is None and params.get("remote_bootstrap_addr") is not None:
         return _introduced(params, handles, prompt)
     remote = RemotePrefill(
@@ -207,13 +205,13 @@ def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> Re
     )
     if params.get(PEER_KEY) is None:
         return remote
-    # It was made for another request, so of that it states nothing.
+    # That handle is of another request, and states nothing about this one.
     _claims(params, PEER_KEY, handles, same=("remote_host", "remote_port"), even_expired=True)
     return msgspec.structs.replace(remote, vouched=handles.are_signed)
 
 
 def _introduced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
-    """The same by a router that speaks Mooncake's protocol: what P's bootstrap answered is its engine id."""
+    """Read a Mooncake router's parameters: the engine id is a handle, the answer of P's bootstrap."""
     try:
         _, claims = _claims(params, "remote_engine_id", handles, same=(), even_expired=True)
     except PeerError as error:
@@ -228,7 +226,7 @@ def _introduced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> R
 def _claims(
     params: Mapping[str, Any], key: str, handles: Handles, *, same: Sequence[str], even_expired: bool = False
 ) -> tuple[str, Claims]:
-    """A handle and what it states. Routers repeat that beside it: what is ``same`` must not contradict."""
+    """A handle and its claims. Fields in ``same`` must not contradict what the handle states."""
     handle: str = _read(params, key)
     try:
         claims = handles.read(handle, even_expired=even_expired)
@@ -242,12 +240,12 @@ def _claims(
 
 
 def _read(params: Mapping[str, Any], key: str) -> Any:
-    """A field, checked. Routers that keep them in a protocol buffer know no integers, and some write text."""
+    """A checked field. Not strict: routers with protocol buffers know no integers, and some write text."""
     kind, accepted = _FIELDS[key]
     try:
         return msgspec.convert(params.get(key), kind, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
-        # A lone surrogate is text to JSON and none to msgspec.
+        # A lone surrogate is valid text in JSON, but not in msgspec.
         raise _unusable(params, key, f"accepted: {accepted}") from error
 
 

@@ -1,4 +1,4 @@
-"""What the transfers of a worker are made of: its parts, what all of them are given, and their clock."""
+"""The base of a worker's transfer parts, their shared context, and their timers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Finished = Callable[[], bool]
 Order = TypeVar("Order")
 
 _KEPT = 8
-"""Steps whose beginning is remembered: more than a serving stack runs ahead of the results that it has."""
+"""Steps whose start is remembered: more than a serving stack runs ahead of its results."""
 
 _FEW = 64
 AGAIN_S = 1.0
-"""When something over which we met an error of our own is tried again: it ends nothing that waits."""
+"""Seconds before work that raised an internal error is tried again: no wait is ended by the error."""
 
 
 def always() -> bool:
-    """Of a device that is done with what it is given at once."""
+    """The check of a device that finishes each step at once: a CPU."""
     return True
 
 
 class DeviceSteps:
-    """An event of the device before each of its last steps: an order waits for the step that it speaks of.
+    """Device events, one before each recent step: an order waits for the end of the step it names.
 
     Args:
-        record: returns what reports whether the device has finished everything that it was given so far.
+        record: records an event; returns a check whether the device has finished all work given so far.
     """
 
     def __init__(self, record: Callable[[], Finished]) -> None:
@@ -46,14 +46,14 @@ class DeviceSteps:
         self._begun: deque[tuple[int, Finished]] = deque(maxlen=_KEPT)
 
     def begin(self, step: int) -> None:
-        """All kernels of the steps before this one were launched, and none of this one."""
+        """Record the start of a step: all kernels of earlier steps were launched, and none of this one."""
         if self._begun and step <= self._begun[-1][0]:
-            # Another scheduler, which counts its steps anew.
+            # Another scheduler half, which counts its steps anew.
             self._begun.clear()
         self._begun.append((step, self._record()))
 
     def finished(self, step: int) -> Finished:
-        """What knows whether a step is over; of one after which none began, all that was launched so far."""
+        """A check whether the device has finished a step; of the last step, all work launched so far."""
         for begun, is_finished in self._begun:
             if begun > step:
                 return is_finished
@@ -61,7 +61,7 @@ class DeviceSteps:
 
 
 class Timer:
-    """Calls ``call``, with the time, once it is ``due_at`` or later. Endless: it is not armed."""
+    """Calls ``call`` with the time once ``due_at`` has passed; infinite while not armed."""
 
     __slots__ = ("_call", "_entered_at", "_timers", "due_at")
 
@@ -69,11 +69,11 @@ class Timer:
         self.due_at = math.inf
         self._timers = timers
         self._call = call
-        # Where it lies in the heap: no later than it is due, so that to put it off costs nothing.
+        # Its time in the heap: never later than ``due_at``, so that postponing costs no heap operation.
         self._entered_at = math.inf
 
     def at(self, when: float) -> None:
-        """Arm it for a time, in place of the one before; endless disarms it."""
+        """Arm it for a time, in place of the one before; infinite disarms it."""
         self._timers._arm(self, when)
 
     def by(self, when: float) -> None:
@@ -87,9 +87,9 @@ class Timer:
 
 
 class Timers:
-    """All timers of a thread, on one heap: a thousand that are not due cost a turn nothing.
+    """All timers of a thread, on one heap: timers that are not due cost a turn nothing.
 
-    What a call raises is given to ``failed``, and the call is made again later. Time is an argument.
+    An exception of a call goes to ``failed``, and the call is repeated later. Time is an argument.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
@@ -106,23 +106,23 @@ class Timers:
         return Timer(self, call)
 
     def next_at(self) -> float:
-        """When the first timer is due; endless for none."""
+        """The time of the first timer; infinite without any."""
         while self._heap:
             entered_at, _, timer = self._heap[0]
             if entered_at == timer._entered_at == timer.due_at:
                 return entered_at
             heapq.heappop(self._heap)
             if entered_at == timer._entered_at:
-                # It was put off, or disarmed.
+                # The timer was postponed or disarmed.
                 timer._entered_at = math.inf
                 if timer.due_at < math.inf:
                     self._enter(timer)
         return math.inf
 
     def run(self, now: float) -> bool:
-        """Call all that is due, each once. Whether anything was.
+        """Call all timers that are due, once each. Returns whether any was.
 
-        What a call arms for this very moment is left for the next time.
+        A timer that a call arms for ``now`` is left for the next run.
         """
         due = []
         while self.next_at() <= now:
@@ -130,7 +130,7 @@ class Timers:
             timer._entered_at = math.inf
             due.append(timer)
         for timer in due:
-            # One before it may have put it off, or disarmed it.
+            # An earlier call of this run may have postponed or disarmed it.
             if timer.due_at > now:
                 if timer.due_at < timer._entered_at:
                     self._enter(timer)
@@ -153,7 +153,7 @@ class Timers:
         timer._entered_at = timer.due_at
         heapq.heappush(self._heap, (timer.due_at, next(self._numbers), timer))
         if len(self._heap) > 2 * self._armed + _FEW:
-            # Most of it was replaced by earlier times, or disarmed.
+            # Most entries are outdated: their timers were armed earlier, or disarmed.
             live = [entry for entry in self._heap if entry[0] == entry[2]._entered_at]
             for entry in live:
                 if entry[2].due_at == math.inf:
@@ -164,7 +164,7 @@ class Timers:
 
 @dataclass(frozen=True, eq=False)
 class TransferContext:
-    """What all parts of one worker use; ``randomness`` is where everything random comes from."""
+    """What all parts of one worker share; ``randomness`` is the only source of random numbers."""
 
     config: ExtraConfig
     local: Local
@@ -176,44 +176,44 @@ class TransferContext:
 
 
 class TransferPart:
-    """What a prefill node, or a decode node, does on the transfer thread, which alone calls it.
+    """P's or D's part of the transfers, called only by the transfer thread.
 
-    A hook that a part has no use for does nothing.
+    A hook does nothing unless a part overrides it.
     """
 
     name = ""
 
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
-        """One step's orders; ``finished`` reports by step whether the device is done with it."""
+        """Carry out one step's orders; ``finished``: by step, a check whether the device has finished it."""
 
     def receive(self, arrival: Arrival, now: float) -> None:
-        """Something came over a connection that we opened."""
+        """Take an arrival over a connection that this worker opened."""
 
     def completed(self, completion: Completion, now: float) -> None:
-        """The engine has ended a batch."""
+        """Take the engine's completion of a batch."""
 
     def advance(self, now: float) -> bool:
-        """Do what can be done now. Whether something went on that no message and no completion brought."""
+        """Advance all work. Returns whether any work advanced without a message or a completion."""
         return False
 
     @property
     def is_due(self) -> bool:
-        """Something happened that was not looked after since."""
+        """An event has not been handled yet."""
         return False
 
     @property
     def is_busy(self) -> bool:
-        """Something is under way whose end wakes no thread."""
+        """Work is under way whose end wakes no thread."""
         return False
 
     @property
     def is_sending(self) -> bool:
-        """The engine must be polled often for it: the less, the slower it is."""
+        """Sends are under way, which are slower the less often the engine is polled."""
         return False
 
 
 def each(metrics: Metrics, what: str, orders: Iterable[Order], carry_out: Callable[[Order], None]) -> None:
-    """Carry out orders of one kind: an error of ours over one of them ends no other."""
+    """Carry out orders of one kind: an internal error in one of them ends no other."""
     for order in orders:
         try:
             carry_out(order)

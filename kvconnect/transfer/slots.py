@@ -1,4 +1,4 @@
-"""The slots of a worker: memory that is lent out chunk by chunk, and who may touch it now.
+"""The slots of a worker: memory granted chunk by chunk, and the state of each: who may touch it.
 
 One pool holds a worker's landing slots, which peers write, another its send slots, which the engine reads.
 """
@@ -35,7 +35,7 @@ class SlotState(enum.Enum):
 
 
 class SlotEvent(enum.Enum):
-    """What can happen to a slot."""
+    """The events of a slot."""
 
     LEND = "it is granted to a peer"
     LANDED = "the peer reports that it wrote it"
@@ -59,7 +59,7 @@ SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
 
 @dataclass(eq=False)
 class Slot:
-    """One slot. ``generation`` is another for every use; ``holder`` is the peer that it is taken for."""
+    """One slot. Each use has a new ``generation``; ``holder`` is the peer that the slot is taken for."""
 
     address: int
     length_bytes: int
@@ -69,9 +69,9 @@ class Slot:
 
 
 class SlotPool:
-    """Slots of one size.
+    """Slots of one size, in bytes.
 
-    ``first_generation`` differs between processes, so that no grant of one is taken for another's.
+    ``first_generation`` differs between processes, so that no process accepts a grant of another.
     """
 
     def __init__(self, addresses: Sequence[int], slot_bytes: int, first_generation: int) -> None:
@@ -81,23 +81,23 @@ class SlotPool:
         self._next_generation = first_generation
         self._taken_for: Counter[str] = Counter()
         self.taken = 0
-        """How many are in use or in quarantine."""
+        """The number of slots in use or in quarantine."""
 
     @property
     def free(self) -> int:
-        """How many can be taken."""
+        """The number of free slots."""
         return len(self._free)
 
     def room_for(self, holder: str) -> int:
-        """How many slots may be taken for one holder: never the last one, where there are more than two."""
+        """How many slots may be taken for one holder: all but one, where there are more than two."""
         most = len(self.slots) - 1 if len(self.slots) > 2 else len(self.slots)
         return min(len(self._free), most - self._taken_for[holder])
 
     def take(self, event: SlotEvent, holder: str = "") -> Slot:
-        """A free slot, lent or packed into, of a new generation; a LocalError if none is free."""
+        """Take a free slot, to grant or to pack into, with a new generation. LocalError: none is free."""
         if not self._free:
             raise LocalError(f"all {len(self.slots)} slots are taken")
-        # The one that was used last: on a CPU, its memory is still in the processor's cache.
+        # The slot that was used last: with a CPU, its memory is still in the processor's cache.
         slot = self._free[-1]
         self.move(slot, event)
         self._free.pop()
@@ -109,7 +109,7 @@ class SlotPool:
         return slot
 
     def move(self, slot: Slot, event: SlotEvent) -> None:
-        """Change a slot's state, or raise ``IllegalTransition``; what becomes free can be taken again."""
+        """Change a slot's state, or raise ``IllegalTransition``. A slot that becomes free can be taken."""
         slot.state = next_state(SLOT_TRANSITIONS, slot.state, event, f"slot of generation {slot.generation}")
         if slot.state is SlotState.FREE:
             self._free.append(slot)

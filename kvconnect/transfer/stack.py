@@ -1,24 +1,24 @@
-"""The contract of a serving stack and the connector: what a stack calls, in which order, and what it reports.
+"""The contract of a serving stack and the connector: the hooks that a stack calls, and their sequence.
 
-A stack has a request scheduler, and workers, one a rank, that hold its tensors. ``SchedulerHalf`` lives
-beside the scheduler and ``WorkerHalf`` beside each worker, both in ``kvconnect.halves``. Of a request:
+A stack has a request scheduler, and one worker per rank, which holds the rank's tensors. ``SchedulerHalf``
+runs beside the scheduler and ``WorkerHalf`` beside each worker, both in ``kvconnect.halves``. Per request:
 
-    new_request, matched_tokens (each time it may be admitted), update_after_alloc (it was),
+    new_request, matched_tokens (before each try to admit it), update_after_alloc (it was admitted),
     launched (steps that computed some of it), preempted (it begins anew, with matched_tokens),
     request_finished
 
-and of a step, in this order:
+and per step, in this sequence:
 
-    scheduler   update_results     what all ranks have reported
-                launched           the steps that the device was given since these orders were built last
-                build_orders       once for each step, one without tokens too
-    each rank   before_step        before the kernels of the step that the orders come with are launched
-                after_zeroing      once those are launched that zero its blocks
-                results            taken with every step, and whenever ``on_results`` wakes the stack
+    scheduler   update_results     the results of all ranks
+                launched           the steps given to the device since orders were last built
+                build_orders       once for each step, also for one without tokens
+    each rank   before_step        before the kernels of these orders' step are launched
+                after_zeroing      once the kernels that zero the step's blocks are launched
+                results            with every step, and whenever ``on_results`` wakes the stack
 
-Blocks are named by cache group and position. What a block id means in one group does not hold in another:
-groups may share a pool, or have pools of their own. A stack with a scheduler in every rank makes a scheduler
-half in each, and gives it its own engine id; no hook waits for anything but ``drain``.
+Blocks are named by cache group and position. A block id has a meaning only within its group: groups may share
+a pool, or have pools of their own. A stack with a scheduler in every rank makes a scheduler half in each,
+with its own engine id. No hook waits, except ``drain``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvconnect.plan.blocks import BlockIdsByGroup
 
 
 class RequestView(Protocol):
-    """What the scheduler half reads of a serving stack's request. It never changes one.
+    """The fields of a serving stack's request that the scheduler half reads; it changes none.
 
-    ``request_id`` is unique among the requests that this node holds, ``num_tokens`` counts prompt and answer,
-    and ``kv_transfer_params`` came with the request.
+    ``request_id`` is unique among the requests on this node, ``num_tokens`` counts prompt and answer, and
+    ``kv_transfer_params`` came with the request.
     """
 
     @property
@@ -49,16 +49,16 @@ class RequestView(Protocol):
 
 
 PromptDigest = Callable[[Any, int], bytes | None]
-"""The digest of a request's first so many tokens. None for a request that stands for another one, without its
-tokens, and ends at once. Raises nothing, for any input of a client."""
+"""The digest of a request's first tokens, as many as given. None for a request that stands for another one,
+without its tokens, and ends at once. Raises nothing, for any input of a client."""
 
 
 Names = Callable[[Any, int], Sequence[bytes]]
-"""The names of a request's first tokens, one for every so many: see ``Prefix``. Raises nothing."""
+"""The names of a request's tokens, one per given number of tokens: see ``Prefix``. Raises nothing."""
 
 
 class LongestRequest(NamedTuple):
-    """The most that a stack gives one request room for; a step's tokens are kept beside a window."""
+    """The most tokens that a stack allows one request; ``step_tokens`` are kept beside a window."""
 
     num_tokens: int
     step_tokens: int
@@ -66,36 +66,36 @@ class LongestRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class StackTraits:
-    """What a serving stack states of itself, once.
+    """The properties that a serving stack states, once.
 
-    ``held_back`` are tokens at the end of a prompt that P must not compute and D always computes itself;
-    caches with recurrent state need 1 in any case. ``parent_of`` is what the ids of requests that were made
-    of one have in common. ``batch_of`` is the same of prompts of one batch, and a prompt's number, from 0; an
-    empty name for no batch. For ``longest`` see ``EarlyLoads``; None where the stack has no bound. ``names``
-    are those of a request, made as ``naming`` has it, but each of so many tokens; none where that cannot be.
+    ``held_back``: tokens at the end of a prompt that P must not compute and D computes; at least 1 for caches
+    with recurrent state. ``parent_of``: the common id of requests that were made of one. ``batch_of``: the
+    common id of the prompts of a batch, empty for none, and the prompt's number, from 0. ``longest``: see
+    ``EarlyLoads``; None without a bound. ``names``: a request's names, made as in ``naming`` but for any
+    number of tokens; none where impossible.
     """
 
     held_back: int = 0
     parent_of: Callable[[str], str] = str
     batch_of: Callable[[str], tuple[str, int]] | None = None
-    # Of a stack that does not state what its tokens are all prompts of a length count as one.
+    # Without digests, all prompts of one length count as one.
     prompt_digest: PromptDigest = lambda request, num_tokens: b""
-    # The machine's monotonic one; without it nothing is recorded for the timeline.
+    # The machine's monotonic clock; without it the timeline gets no record.
     clock: Callable[[], float] | None = None
     longest: LongestRequest | None = None
-    # ``Identity.marks`` of its workers; empty for a stack that does not state what its KV depends on.
+    # ``Identity.marks`` of the workers; empty if the stack does not state what its KV depends on.
     identity_marks: bytes = b""
     naming: Naming | None = None
     names: Names | None = None
-    # Blocks that are loaded are zeroed after ``before_step`` of the load's step.
+    # The stack zeroes blocks to be loaded after ``before_step`` of the load's step.
     zeroes_loads: bool = False
 
 
 class Computed(NamedTuple):
-    """What the device was given makes so many tokens of a request.
+    """A request has ``num_tokens`` computed once the device has finished what it was given.
 
-    ``new_block_ids`` are the blocks since its admission, those included, or since its last reported step;
-    None for no new ones.
+    ``new_block_ids``: by group, the blocks since its admission, inclusive, or its last reported step; None:
+    none.
     """
 
     request_id: str
@@ -104,9 +104,9 @@ class Computed(NamedTuple):
 
 
 class StateBlock(NamedTuple):
-    """Until the next orders are carried out a block holds a group's state after exactly so many tokens.
+    """A block that holds a group's state after exactly ``num_tokens``, until the next orders are carried out.
 
-    ``is_chosen``: the stack keeps states at counts of its own choice, and this is one.
+    ``is_chosen``: the stack keeps states at token counts of its own choice, and this is one.
     """
 
     request_id: str
@@ -117,7 +117,7 @@ class StateBlock(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step, or several, computed. See ``SchedulerHalf.due`` for what may be left out."""
+    """What one or several steps computed; see ``SchedulerHalf.due`` for requests that may be left out."""
 
     computed: Sequence[Computed] = ()
     states: Sequence[StateBlock] = ()

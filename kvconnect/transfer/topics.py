@@ -1,6 +1,6 @@
-"""What a worker answers to questions of peers: by topic, one function that only reads.
+"""A worker's answers to questions of peers: by topic, one function that only reads.
 
-Owned by the transfer thread, which calls it between two steps of its work: it is quick, or bounded.
+Owned by the transfer thread, which calls the function between two turns: it must be quick, or bounded.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 _HEADER_BYTES = 4096
 _MOST_WAITING = 64
 _PAUSE_S = 0.05
-"""Between answers: a page of the timeline takes 10 to 16 ms."""
+"""Seconds between answers: a page of the timeline takes 10 to 16 ms."""
 
 Reader = Callable[[str], bytes]
-"""Takes the question's argument. What it raises is the answer's error."""
+"""Takes the question's argument. An exception becomes the answer's error."""
 
 
 class Topics:
-    """Topics by name. An answer, with all around it, has at most ``max_bytes``."""
+    """Topics by name. An answer, with its frame, has at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int, timers: Timers) -> None:
         self._max_bytes = max_bytes
@@ -34,11 +34,11 @@ class Topics:
         self._timer = timers.timer(self._answer_next)
 
     def add(self, topic: str, reader: Reader) -> None:
-        """Answer questions of a topic from now on; before the first peer is served."""
+        """Answer questions of this topic from now on. To be called before the first peer is served."""
         self._readers[topic] = reader
 
     def ask(self, question: Question, reply: Callable[[Answer], None], now: float) -> None:
-        """Take a question. It is answered at once, or in its turn: answers take the thread's time."""
+        """Take a question, and answer it at once or in its turn: answers take the thread's time."""
         if len(self._waiting) >= _MOST_WAITING:
             reply(Answer(question.number, b"", f"{_MOST_WAITING} questions wait for their answers already"))
             return
