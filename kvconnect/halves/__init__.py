@@ -1,4 +1,4 @@
-"""What a serving stack calls.
+"""The two halves of the connector, which a serving stack calls.
 
-The scheduler half and the worker half, made by `building` of the parts that a role asks for.
+`building` makes the scheduler half and the worker half from the parts that a role needs.
 """

@@ -1,4 +1,4 @@
-"""The one place that makes the two halves: a configuration and what a stack states of itself go in.
+"""The only place that makes the two halves, from a configuration and the traits that a stack states.
 
 A stack states its caches, its requests and what its KV depends on; it makes no part itself.
 """
@@ -34,7 +34,7 @@ from kvconnect.transfer.orders import OrdersDraft
 from kvconnect.transfer.params import SOURCES_KEY
 from kvconnect.transfer.stack import Names, StackTraits
 
-# Tiers are a fifth of the package, and where nothing is kept none of it is loaded.
+# The tiers are a fifth of the package: a node without offload does not load them.
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.hit_requirements import HitRequirements
     from kvconnect.offload.tier_events import TierEvents
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class Trust(NamedTuple):
-    """How handles are made and read, and which peers are fetched from: None for any that a request names."""
+    """How handles are made and read, and the peers that D may fetch from; None: any that a request names."""
 
     handles: Handles
     peers: PeerTrust | None = None
 
 
 def configured_trust(config: TransferConfig, environ: Mapping[str, str], clock: Callable[[], float]) -> Trust:
-    """With the cluster's secret, from files or ``environ``, and the peers that the configuration allows.
+    """The trust of a configuration: the secret from files or ``environ``, and the allowed peers.
 
     Raises ``ConfigError``: keys or allowed peers are not valid.
     """
@@ -60,10 +60,10 @@ def configured_trust(config: TransferConfig, environ: Mapping[str, str], clock: 
 
 @dataclass(frozen=True)
 class KeptBlocks:
-    """What a scheduler's stack states of the blocks that are kept below the device's memory.
+    """The traits that a stack states of the blocks kept below the device's memory.
 
-    ``hashes`` name the contents of a request's blocks; ``row_bytes`` are those of all ranks, by cache group.
-    What tiers get and lose is noted in ``events``.
+    ``hashes`` name the contents of a request's blocks; ``row_bytes``: by cache group, the bytes of a row on
+    all ranks; ``events`` receives the contents that tiers gain and lose.
     """
 
     groups: Sequence[KVCacheGroup]
@@ -85,17 +85,17 @@ def build_scheduler_half(
     kept: KeptBlocks | None = None,
     new_handle: Callable[[], str] = new_handle,
 ) -> SchedulerHalf:
-    """The half beside the request scheduler.
+    """Make the half beside the request scheduler.
 
     Args:
-        cache_config: only block sizes, counts and kinds of it are read.
-        directory: where the worker ranks listen; without an engine none does.
-        trust: None for handles of one process, and peers that any request may name.
-        new_handle: returns what cannot be guessed.
+        cache_config: only its block sizes, counts and kinds are read.
+        directory: the addresses of the worker ranks; empty without an engine.
+        trust: None for handles of one process, and any peer that a request names.
+        new_handle: returns a random handle.
 
     Raises:
         ConfigError: engine id and host are too long for a handle, or ``kept`` does not fit into memory.
-        LocalError: no rank listens, and the configuration names an engine.
+        LocalError: the directory is empty, and the configuration names an engine.
     """
     traits, groups, offload = traits or StackTraits(), cache_config.groups, None
     if kept is not None and config.extra.offload is not None:
@@ -141,9 +141,9 @@ def build_scheduler_half(
 
 
 def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:
-    """Where Mooncake's bootstrap has an engine's id, which routers give to D as it is, is a handle of ours.
+    """P's answer in Mooncake's bootstrap protocol: the engine id, which routers pass to D, is a handle of P.
 
-    It stays good while P listens on that port, also for the process after this one.
+    It stays valid while P listens on that port, also for the next process there.
     """
     engine_id = handles.introduce(rank0.host, rank0.port)
     where = {"0": {"0": f"tcp://{rank0.host}:{rank0.port}"}}
@@ -154,8 +154,8 @@ def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:
 class RankCache:
     """The caches of one rank, ready to be registered.
 
-    ``kernel_block_sizes`` are tokens by cache group. ``heads`` states which of the model's heads a layer's
-    tensor holds on this rank, ``scales`` what quantised values of K and of V are to be multiplied with.
+    ``kernel_block_sizes``: tokens by cache group. ``heads``: which of the model's heads a layer's tensor
+    holds on this rank. ``scales``: the factors of quantised values of K and of V.
     """
 
     config: KVCacheConfig
@@ -169,8 +169,8 @@ class RankCache:
 class KeptCache:
     """The caches of which a rank keeps blocks below the device's memory.
 
-    ``identity`` is what their bytes depend on that only the stack knows, ``label`` how people call the model.
-    ``naming`` is how peers may ask for what is kept; None: they may not. It ``announces`` what tiers have.
+    ``identity``: what their bytes depend on and only the stack knows; ``label``: the model's name for people.
+    ``naming``: how peers may name rows; None: they may not. ``announces``: report the contents of tiers.
     """
 
     cache: RankCache
@@ -183,7 +183,7 @@ class KeptCache:
 
 @dataclass(frozen=True)
 class SentCache:
-    """The caches of which a rank hands blocks over, and what peers must agree on."""
+    """The caches of which a rank sends blocks to peers, and the meaning that peers must agree on."""
 
     cache: RankCache
     meaning: CacheMeaning
@@ -191,7 +191,7 @@ class SentCache:
 
 @dataclass(frozen=True)
 class RankTraits:
-    """What a stack states of one rank. ``reserved_bytes`` of its device the stack is still to take."""
+    """The traits that a stack states of one rank; it will still allocate ``reserved_bytes`` of the device."""
 
     rank: int = 0
     world_size: int = 1
@@ -201,16 +201,16 @@ class RankTraits:
 
 
 def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
-    """The half beside the tensors of one rank, with its caches registered, that serves peers from now on.
+    """Make the half beside the tensors of one rank: it registers the caches, and serves peers from then on.
 
     Raises:
-        ConfigError: a configured folder, address, key or memory cannot be had.
+        ConfigError: a configured folder, address, key or memory is not available.
         EngineError: the engine is not usable on this machine, or refuses the memory.
         LayoutError: a cache cannot be expressed.
     """
     transfer = offload = None
     with ExitStack() as opened:
-        # First: peers that come know by then what is kept, and none depends on anything yet if it fails.
+        # The offload first: the introduction to peers names its rows, and no part depends on it if it fails.
         if (kept := traits.kept) is not None and config.extra.offload is not None:
             offload = _open_offload(config, traits, kept, opened)
         if (sent := traits.sent) is not None and config.extra.engine != "none":
@@ -247,7 +247,7 @@ def _open_offload(
         rank=traits.rank,
         world_size=traits.world_size,
     )
-    # On any failure: a folder on disk must not stay locked, nor memory be taken.
+    # On any failure, so that no folder stays locked and no memory taken.
     opened.callback(offload.close)
     offload.announces = kept.announces
     offload.register_kv_caches(

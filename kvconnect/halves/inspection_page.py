@@ -1,6 +1,6 @@
-"""What a worker holds, fetches and knows of its peers, for people who look.
+"""The inspection topic: a worker's leases, loads, slots, peers and tiers, for people.
 
-Read on the transfer thread: a page has a bound, however many leases and loads there are.
+Read on the transfer thread: a page is bounded, however many leases and loads there are.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def write_inspection(
     tiers: Mapping[str, dict[str, Any]],
     argument: str,
 ) -> bytes:
-    """The answer of a worker; the question's ``argument`` is how many leases and loads were seen, if any.
+    """A page of the answer. ``argument`` is the number of leases and loads already seen, if any.
 
-    One that begins or ends between two pages may be missed. After ``OF_REQUEST`` it is a part of the id of a
-    request, which is all that is shown then.
+    One that begins or ends between two pages may be missed. After ``OF_REQUEST`` the argument is a part of a
+    request's id, and only matching requests are shown.
     """
     wanted = argument.removeprefix(OF_REQUEST) if argument.startswith(OF_REQUEST) else ""
     skipped, now = 0 if wanted else max(0, int(argument or 0)), timeline.clock()
@@ -136,7 +136,7 @@ def _phase(load: LoadRecord) -> str:
         return f"failed: {load.error}"[:MOST_TEXT]
     if not load.admitted:
         return "waits for its turn"
-    # The rank that is behind the others is what it waits for.
+    # A load waits for its slowest rank.
     states, order = [fetch.state for fetch in load.fetches.values()], list(RankFetchState)
     return min(states, key=order.index, default=RankFetchState.MEETING).value
 

@@ -1,8 +1,7 @@
-"""The half that lives beside a stack's request scheduler: every hook goes to the parts that have it.
+"""The half beside a stack's request scheduler: it passes every hook to the parts that have it.
 
-It has no engine, no tensor, and no socket but P's ``Bootstrap``; no hook waits for anything. A request
-whose KV is fetched from a peer takes nothing from the tiers for that admission; what it computes or fetches
-is kept like that of any other.
+It has no engine, no tensor, and no socket but P's ``Bootstrap``; no hook waits. A request that is fetched
+from a peer restores nothing from the tiers for that admission; its blocks are stored like those of any other.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 
 PEER = "peer"
-"""What another node is called where hits are counted by where they came from."""
+"""The name of a peer where hits are counted by source."""
 
 _ROLES: Mapping[str, tuple[str, str]] = {
     "do_remote_decode": (
@@ -41,12 +40,12 @@ _ROLES: Mapping[str, tuple[str, str]] = {
 
 
 class SchedulerHalf:
-    """The parts that a configuration asks for; with none every answer is that there is nothing to do.
+    """The parts that a configuration needs; without any, every hook answers that there is nothing to do.
 
-    ``draft`` is what prefill, decode and pulls write their orders to; None where nothing is handed over.
-    ``offered`` is answered to the router of a request that was fetched here: the next turn may be computed
-    here too. ``zeroes_loads``: the stack zeroes blocks that are loaded after ``before_step`` of the load's
-    step. See ``building.build_scheduler_half``.
+    ``draft``: collects the orders of prefill, decode and pulls; None without transfers. ``offered``:
+    parameters for the router of a request that was fetched here, as this node may prefill the next turn too.
+    ``zeroes_loads``: the stack zeroes blocks to be loaded after ``before_step`` of the load's step. See
+    ``building.build_scheduler_half``.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class SchedulerHalf:
         self.pulls, self.offload = pulls, offload
         self._offered, self._zeroes_loads = offered, zeroes_loads
         self._parts = [part for part in (prefill, decode, pulls, offload) if part is not None]
-        # Few requests name a source: the hooks of pulls are called while there is one that does.
+        # Few requests name a source: the hooks of pulls are called only while one that does exists.
         others = [part for part in self._parts if part is not pulls]
         self._update_results = _hooks(others, "update_results")
         self._launched = _hooks(others, "launched")
@@ -73,14 +72,14 @@ class SchedulerHalf:
         self._reset = _hooks(self._parts, "reset")
 
     def drain(self) -> None:
-        """Hold nothing any more. The only hook that any thread may call."""
+        """Hold no further request. The only hook that any thread may call."""
         if self.prefill is not None:
             self.prefill.drain()
 
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
-        """A request arrived; before anything else is asked about it. Raises nothing.
+        """Register a request that arrived, before all other hooks for it. Raises nothing.
 
-        It may use what is kept in other memory if it ``reads``, and is kept if it ``writes``.
+        ``reads``: it may use contents of the tiers; ``writes``: its blocks are stored there.
         """
         params = transfer_params(request)
         if self.pulls is not None and reads and (self.pulls.has_sources or SOURCES_KEY in params):
@@ -97,13 +96,12 @@ class SchedulerHalf:
             self.offload.new_request(request, reads=reads, writes=writes)
 
     def prefill_tokens(self, request: RequestView) -> int:
-        """How many tokens of its prompt are to be computed."""
+        """The number of prompt tokens to compute on this node."""
         return request.num_tokens if self.prefill is None else self.prefill.prefill_tokens(request)
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond those computed that can be loaded, and whether asynchronously; None: ask again."""
-        # What a handle names is all that the request asks for. Of a tier and a peer that keeps it by name the
-        # better one counts.
+        # With a handle the request loads only that KV; without one, the better of tier and source loads.
         offload = self.offload
         if self.decode is not None:
             count = self.decode.matched_tokens(request, num_computed_tokens)
@@ -126,7 +124,7 @@ class SchedulerHalf:
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
-        """A request was admitted with these blocks, all that it has; some offered tokens are loaded."""
+        """A request was admitted with all these blocks; some of the tokens offered to it are loaded."""
         offload, is_restored = self.offload, False
         if offload is not None:
             is_restored = self.draft is None or offload.offers(request.request_id)
@@ -140,14 +138,14 @@ class SchedulerHalf:
             self.pulls.update_after_alloc(request, block_ids, fetched_tokens)
 
     def checkpoints(self, request: RequestView) -> Sequence[int]:
-        """Token counts, rising, after which the state of an admitted request is wanted."""
+        """Ascending token counts after which the state of an admitted request is to be stored."""
         return () if self.offload is None else self.offload.checkpoints(request)
 
     @property
     def due(self) -> Mapping[str, int]:
-        """Which requests ``launched`` is to have: those that got blocks, or reached so many tokens.
+        """The requests that ``launched`` must name: each if it got blocks, or reached this many tokens.
 
-        It changes with every call of ``launched``.
+        Every call of ``launched`` may change it.
         """
         sent = {} if self.prefill is None else self.prefill.due
         kept = {} if self.offload is None else self.offload.due
@@ -156,12 +154,12 @@ class SchedulerHalf:
         return {**kept, **{name: min(due, kept.get(name, due)) for name, due in sent.items()}}
 
     def launched(self, step: Step) -> None:
-        """The device was given this before it is given the step of the next orders."""
+        """Take the steps that the device was given before the step of the next orders."""
         for launched in self._launched:
             launched(step)
 
     def overwritten(self, block_ids: Collection[int]) -> None:
-        """The step of the next orders overwrites these blocks before a worker is given the orders."""
+        """Note blocks that the step of the next orders overwrites before a worker receives the orders."""
         if self.offload is not None:
             self.offload.overwritten(block_ids)
 
@@ -171,11 +169,11 @@ class SchedulerHalf:
             preempted(request_id)
 
     def is_restored(self, request_id: str) -> bool:
-        """Whether what a request was offered last is in memory of this node. True until the request ends."""
+        """Whether the tokens last offered to a request are in this node's tiers; until the request ends."""
         return self.offload is not None and self.offload.is_restored(request_id)
 
     def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
-        """Of so many tokens that a request takes, how many come from which tier, or from a peer."""
+        """Of ``num_external_tokens`` that a request takes: how many come from which tier, or from a peer."""
         if self.offload is not None and self.offload.is_restored(request_id):
             return self.offload.sources(request_id, num_external_tokens)
         return {PEER: num_external_tokens} if num_external_tokens else {}
@@ -216,19 +214,19 @@ class SchedulerHalf:
         if self._offered and params is None and delivered and asked.get("do_remote_prefill"):
             params = dict(self._offered)
         if isinstance(reported := asked.get(RESULTS_KEY), dict):
-            # What came of the hints at the prefill node, as a router hands it on.
+            # The results of the hints at the prefill node, which a router passes on.
             done = {**(done or {}), "prefill": reported}
         return is_held, {**(params or {}), RESULTS_KEY: done} if done and delivered else params
 
     def update_results(self, results: Results) -> None:
-        """What the workers reported, after all of them did."""
+        """Take the workers' results, once all ranks have reported."""
         for update_results in self._update_results:
             update_results(results)
         if self.pulls is not None and (self.pulls.requests or self.pulls.loading):
             self.pulls.update_results(results)
 
     def reset(self) -> None:
-        """What the device holds may be of other weights than what it computes next: nothing of it is kept."""
+        """The weights may have changed: nothing that the device holds now may be used with later KV."""
         for reset in self._reset:
             reset()
 
@@ -240,10 +238,10 @@ class SchedulerHalf:
         return self.offload is not None and self.offload.pending
 
     def state(self) -> dict[str, int]:
-        """Counts of what is remembered. All zero when idle."""
+        """Counts of the requests in all parts. All zero when idle."""
         return {name: count for part in self._parts for name, count in part.state().items()}
 
 
 def _hooks(parts: Sequence[object], name: str) -> list[Callable[..., None]]:
-    """A hook of all parts that have it."""
+    """One hook, of all parts that have it."""
     return [getattr(part, name) for part in parts if hasattr(part, name)]

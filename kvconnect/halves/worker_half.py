@@ -1,4 +1,4 @@
-"""The half that lives with the tensors of one rank."""
+"""The half beside the tensors of one rank."""
 
 from __future__ import annotations
 
@@ -55,12 +55,11 @@ class TransferWorker:
     Args:
         config: the parsed ``kv_transfer_config``.
         cache_config: this worker's own cache configuration.
-        kernel_block_sizes: tokens of a kernel block, per group index.
-        meaning: what peers must agree on.
-        rank: number of this worker in its node; what ``ranks`` sets for it counts.
-        registry: where the metrics are exported.
+        kernel_block_sizes: tokens of a kernel block, by group index.
+        meaning: the properties of KV that peers must agree on.
+        rank: number of this worker in its node; its settings in ``ranks`` apply.
+        registry: the registry that exports the metrics.
         engine: an engine to use in place of the configured one.
-
     Raises ``ConfigError``: the kernel block is larger than a group's block, the side channel has no address
     or keys, or cannot listen; ``EngineError``: the engine is not usable on this machine.
     """
@@ -76,7 +75,7 @@ class TransferWorker:
         registry: CollectorRegistry = REGISTRY,
         engine: Engine | None = None,
     ) -> None:
-        # Before anything is opened: errors in the keys, and in what this machine is to have, come first.
+        # Before engine and channel are opened: errors in keys, and in addresses of this machine, come first.
         keyring, allowed = load_keyring(config.extra, os.environ), AllowList(config.extra.allow_peers)
         extra = config.extra.here(rank)
         self._is_producer = config.is_producer
@@ -108,9 +107,9 @@ class TransferWorker:
         self._steps: DeviceSteps | None = None
         self._is_closed = False
         self.tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict
-        """What is kept below the device, by tier; for who asks. Not slow, and for any thread."""
+        """Returns the state of each tier, for the inspection. Quick, and callable from any thread."""
         self.kept: KeptByName | None = None
-        """What peers may ask for by name. Set before caches are registered."""
+        """The rows that peers may look up by name. To be set before caches are registered."""
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s, port %d",
             config.kv_role,
@@ -124,19 +123,19 @@ class TransferWorker:
 
     @property
     def engine_name(self) -> str:
-        """The engine that is used, also where the configuration names ``auto``."""
+        """The name of the engine in use, also where the configuration has ``auto``."""
         return self._engine.capabilities.name
 
     @property
     def table(self) -> RegionTable:
-        """What was registered. Raises ``LocalError``: nothing was."""
+        """The registered regions. Raises ``LocalError``: no cache was registered."""
         if self._transfers is None:
             raise LocalError("register_kv_caches was not called")
         return self._transfers.local.table
 
     @property
     def identity_marks(self) -> bytes:
-        """``Identity.marks`` of its KV."""
+        """``Identity.marks`` of this worker's KV."""
         return self._meaning.identity.marks
 
     def address(self) -> RankAddress:
@@ -151,16 +150,15 @@ class TransferWorker:
         *,
         reserved_bytes: int = 0,
     ) -> None:
-        """Describe the caches, register them with the engine in one call, and begin to serve peers.
+        """Describe the caches, register slots with the engine in one call, and begin to serve peers.
 
-        ``heads`` states which of the model's heads a layer's tensor holds on this rank, ``scales`` what its
-        quantised values are to be multiplied with: of K and of V, 1 by default. ``reserved_bytes``
-        of the device's free memory are not for slots: the serving stack is still to take them. An error, but
-        for that of a second call, closes the connector: a stack may drop what it could not set up, and
-        ZeroMQ's context waits for ever if it is collected before its sockets.
-
+        ``heads``: which of the model's heads a layer's tensor holds on this rank. ``scales``: the factors of
+        quantised values of K and of V, 1 by default. ``reserved_bytes``: free device memory that the serving
+        stack will still allocate, not to be used for slots. Any error except that of a second call closes
+        this worker: a stack may drop what it could not set up, and ZeroMQ's context waits for ever if it is
+        collected before its sockets.
         Raises ``LayoutError``: a cache cannot be expressed; ``ConfigError``: the device has no room for the
-        fewest slots; ``EngineError``: the engine refuses the memory; ``LocalError``: it was done before.
+        fewest slots; ``EngineError``: the engine refuses the memory; ``LocalError``: it was called before.
         """
         if self._transfers is not None:
             raise LocalError("register_kv_caches was called twice")
@@ -200,7 +198,7 @@ class TransferWorker:
             local.keep(self.kept)
         self._transfers = WorkerTransfers(config, self._channel, local, self._reports, self._metrics)
         topics, timeline = self._transfers.inbound_peers.topics, self._metrics.timeline
-        # Reading the versions of packages takes milliseconds, and files: not on the transfer thread.
+        # Here, not on the transfer thread: reading the versions of packages takes milliseconds, and files.
         topics.add(description.TOPIC, functools.partial(self._describe, package_versions()))
         topics.add(
             timeline_page.TOPIC,
@@ -211,9 +209,9 @@ class TransferWorker:
         self._transfers.start(self._release)
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
-        """The model runs with other weights from now on: what is held or being loaded is void.
+        """The model runs with other weights from now on: end all leases and loads.
 
-        Before ``start`` of the first orders whose KV belongs to the new ones.
+        To be called before ``start`` of the first orders for KV of the new weights.
         """
         self._metrics.failures.labels("weights_replaced").inc()
         if self._transfers is None:
@@ -222,9 +220,9 @@ class TransferWorker:
             self._transfers.replace_weights(weights)
 
     def before_step(self, orders: Orders) -> None:
-        """Mark where the step of these orders begins on the device; before its kernels are launched.
+        """Mark the start of this step on the device, before its kernels are launched.
 
-        What is held is computed in a step, the orders of which do not name it.
+        Called for every step: a hold refers to the step that computed it, whose orders do not name it.
         """
         if self._is_producer and self._steps is not None:
             self._steps.begin(orders.step)
@@ -232,7 +230,7 @@ class TransferWorker:
     def start(self, orders: Orders) -> None:
         """Take one step's orders; never waits.
 
-        What the device was given so far may use the blocks that are to be filled, and nothing later.
+        Of all work of the device, only work given to it so far may still use the blocks to be filled.
         """
         if orders.notes and self._rank == 0:
             self._metrics.timeline.take(orders.notes)
@@ -280,16 +278,16 @@ class TransferWorker:
         return write_inspection(self._transfers, extra, timeline, counts, self.tiers(), argument)
 
     def know_ranks(self, directory: Iterable[RankAddress]) -> None:
-        """Where all ranks of this node listen; where its stack does not know, the first orders bring it."""
+        """Set the addresses of all ranks of this node; without this call the first orders bring them."""
         if self._transfers is not None:
             self._transfers.know_ranks(directory)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Begin no lease any more, and wait until everything that is held was fetched, or is given up.
+        """Begin no further lease, and wait until all held requests were fetched or given up.
 
-        What is not fetched within ``drain_s`` is given up, and the peers that count on it get a message. Not
-        for a hook: it waits, for ``drain_s`` and a little more unless ``timeout_s`` is given. Results
-        are to be taken meanwhile. False: not everything ended in that time.
+        Requests not fetched within ``drain_s`` seconds are given up, and peers that renewed them are
+        informed. Waits for a little more than ``drain_s`` unless ``timeout_s`` is given, so it is not for a
+        hook; results are to be taken meanwhile. False: requests are still held after that time.
         """
         if self._transfers is None:
             return True
@@ -301,10 +299,10 @@ class TransferWorker:
         return drained.wait(drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
 
     def sleep(self) -> None:
-        """Wait until nothing reads or writes pages, and see that nothing does until ``wake``. Idempotent.
+        """Wait until no transfer reads or writes pages, and let none do so until ``wake``. Idempotent.
 
-        Peers stay connected, and get a refusal with the reason. Raises ``LocalError``: something still does
-        after 5 s, or a load is under way, and it goes on as before.
+        Peers stay connected, and are refused with the reason. Raises ``LocalError``, with transfers
+        continuing as before: a load is under way, or pages are still read after 5 s.
         """
         if self._transfers is None:
             return
@@ -316,15 +314,15 @@ class TransferWorker:
         raise LocalError("the node cannot sleep: requests are being loaded, or pages are still being read")
 
     def wake(self) -> None:
-        """Pages are back at their addresses, with any content."""
+        """Resume transfers: pages are back at their addresses, with any content."""
         if self._transfers is not None:
             self._transfers.wake()
 
     def close(self) -> None:
         """Stop the thread, which releases the engine and the side channel when it ends. Idempotent.
 
-        Waits 5 s at most. A thread that takes longer, in a call of the engine, releases them whenever that
-        returns: what is open until then is logged, and counted as ``close_timeout``.
+        Waits 5 s at most. A thread that is in a longer call of the engine releases both after that call; what
+        is open until then is logged, and counted as ``close_timeout``.
         """
         if self._is_closed:
             return
@@ -343,7 +341,7 @@ class TransferWorker:
             )
 
     def _release(self) -> None:
-        """Close what was opened, each also where another fails to."""
+        """Close metrics, channel and engine, each even if closing another one fails."""
         with ExitStack() as opened:
             opened.callback(self._metrics.retire)
             opened.callback(self._channel.close)
@@ -351,19 +349,19 @@ class TransferWorker:
 
     @staticmethod
     def _finished(step: int) -> Finished:
-        """Of a CPU, which is done with what it is given at once."""
+        """The check for a CPU, which finishes each step at once."""
         return always
 
     @staticmethod
     def _record() -> Finished:
-        """Whether the device has finished what was launched so far: engines do not follow its streams."""
+        """A check whether the device has finished all work so far: engines do not follow its streams."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.query
 
 
 class WorkerHalf:
-    """What lives with the tensors of one rank: what hands its KV over, and what keeps it for later.
+    """Composite of one rank's transfers and offload, beside its tensors.
 
     See ``building.build_worker_half``.
     """
@@ -377,7 +375,7 @@ class WorkerHalf:
 
     @property
     def table(self) -> RegionTable:
-        """What was registered for transfers. Raises ``LocalError``: nothing was."""
+        """The regions registered for transfers. Raises ``LocalError``: none were."""
         if self.transfer is None:
             raise LocalError("this connector hands nothing over")
         return self.transfer.table
@@ -387,7 +385,7 @@ class WorkerHalf:
 
     @property
     def identity_marks(self) -> bytes:
-        """``Identity.marks`` of what is handed over."""
+        """``Identity.marks`` of the KV that is sent; empty without transfers."""
         return b"" if self.transfer is None else self.transfer.identity_marks
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
@@ -395,21 +393,21 @@ class WorkerHalf:
             part.replace_weights(weights)
 
     def before_step(self, orders: Orders) -> None:
-        """Mark on the device where the step begins, read what it may overwrite, and begin what was ordered.
+        """Mark the step's start on the device, snapshot blocks that it may overwrite, and begin its orders.
 
-        Of every step. What was ordered with ``zeroes_loads`` begins later. Never waits.
+        To be called for every step. Orders with ``zeroes_loads`` begin later. Never waits.
         """
         if self.transfer is not None:
             self.transfer.before_step(orders)
         if self.offload is not None and orders.offload != NO_OFFLOAD:
             self.offload.before_step(orders.offload)
-        # Behind that snapshot: one step's orders may store a block, and give it to a load or a restore. Not
-        # behind the launch: it takes as long as a prefill where another one keeps the device's queue full.
+        # After the snapshot: one step's orders may store a block, and give it to a load or a restore. Not
+        # after the launch, which takes as long as a prefill where another one keeps the device's queue full.
         if not orders.zeroes_loads:
             self._start(orders)
 
     def after_zeroing(self, orders: Orders) -> None:
-        """Begin what was ordered with ``zeroes_loads``. Never waits."""
+        """Begin orders with ``zeroes_loads``. Never waits."""
         if orders.zeroes_loads:
             self._start(orders)
 
@@ -424,7 +422,7 @@ class WorkerHalf:
             self.offload.count_failures(orders.failures)
 
     def results(self) -> Results:
-        """What ended since the last call. Every ordered request comes back exactly once."""
+        """The requests that ended since the last call. Every ordered request comes back exactly once."""
         sent = Results() if self.transfer is None else self.transfer.results()
         if self.offload is None:
             return sent
@@ -438,21 +436,21 @@ class WorkerHalf:
             part.on_results(wake)
 
     def changes(self) -> Changes | None:
-        """What the metrics have changed by since the last call, or None. From any one thread."""
+        """The changes of the metrics since the last call, or None. From any one thread."""
         sent = None if self.transfer is None else self.transfer.changes()
         return merge_changes(sent, None if self.offload is None else self.offload.changes())
 
     def state(self) -> dict[str, Any]:
-        """Counts of what is held and under way, for people and tests. All zero when idle."""
+        """Counts of leases, loads, slots and jobs, for people and tests. All zero when idle."""
         state = {"engine": "none"} if self.transfer is None else self.transfer.state()
         kept = {} if self.offload is None else self.offload.state()
         return {**state, **{f"offload_{name}": count for name, count in kept.items()}}
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait, within a bound, until nothing is held any more. From any thread but that of the hooks."""
+        """Wait, within a bound, until no request is held. From any thread but that of the hooks."""
         return True if self.transfer is None else self.transfer.drain(timeout_s)
 
     def close(self) -> None:
-        """End everything. Idempotent."""
+        """Close all parts. Idempotent."""
         for part in self._parts:
             part.close()

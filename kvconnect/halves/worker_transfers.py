@@ -1,8 +1,8 @@
 """The one thread that owns the engine, the side channel and all records of a worker's transfers.
 
-Others give it orders and take reports; nothing else is shared. ``step`` does everything that can be
-done now and returns how long to sleep; the thread around it only sleeps. While bytes are under way it
-polls, with a back-off; when nothing is, it sleeps until it is woken.
+Other threads give it orders and take reports, and share nothing else. ``step`` does all work that is possible
+now and returns how long to sleep; the thread around it only sleeps. While bytes are under way the thread
+polls, with a back-off; otherwise it sleeps until an event wakes it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Command = Callable[[float], None]
 
 _LONGEST_SLEEP_S = 5.0
 _ACTIVE_POLLS = 200
-"""Polls one after the other since the last progress: an engine that must be polled to advance needs them."""
+"""Polls without progress before the back-off begins: some engines advance only when polled."""
 _FEW_POLLS = 6
-"""As many as a kernel that unpacks a chunk takes, where nothing else has to be looked at."""
+"""Polls during the time in which a kernel unpacks a chunk, where no other work needs polling."""
 _BRIEF_NAP_S = 1e-6
-"""What the system makes of it is some 50 us, in which a thread that waits for the interpreter gets it."""
+"""The system makes this some 50 us, in which a thread that waits for the interpreter gets it."""
 _SHORT_NAP_S = 50e-6
 _NAPS = 400
 _AFTER_ERROR_S = 0.1
@@ -48,10 +48,10 @@ _LONG_NAP_S = 1e-3
 
 
 class WorkerTransfers:
-    """What a worker holds and sends as a producer, what it fetches as a consumer, or both, on one thread.
+    """The transfers of a worker on one thread: P's part, D's part, or both.
 
-    Where it hands out no KV ``prefill`` is None, and peers that ask are refused; where it fetches none
-    ``decode`` is None. ``randomness`` is where everything random comes from; None for the system's.
+    ``prefill`` is None where the node hands out no KV, and peers are refused; ``decode`` is None where it
+    fetches none. ``randomness`` is the only source of random numbers; None for the system's.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WorkerTransfers:
         self.inbound_peers = InboundPeers(context)
         self.prefill = PrefillSide(context, self.inbound_peers) if config.is_producer else None
         self.decode = DecodeSide(context) if config.is_consumer else None
-        # In this order they carry out a step's orders.
+        # The parts carry out a step's orders in this sequence.
         parts: tuple[TransferPart | None, ...] = (self.prefill, self.decode)
         self._parts = [part for part in parts if part is not None]
         metrics.slots_landing_limit.set(len(local.landing.slots))
@@ -83,13 +83,13 @@ class WorkerTransfers:
     # Called by the owner of the worker, from any thread
 
     def start(self, release: Callable[[], None]) -> None:
-        """Begin to step; ``release`` is called when the thread ends, on it."""
+        """Start the thread; when it ends, it calls ``release``."""
         thread = threading.Thread(target=self._run, args=(release,), name="kvconnect-transfers", daemon=True)
         thread.start()
         self._thread = thread
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the thread end. False: it has not within that time."""
+        """Stop the thread. False: it did not end within ``timeout_s``."""
         self._stopping.set()
         self._channel.wake()
         if self._thread is None:
@@ -98,26 +98,26 @@ class WorkerTransfers:
         return not self._thread.is_alive()
 
     def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
-        """Queue one step's orders. ``finished`` returns what reports whether the device has finished a step.
+        """Queue one step's orders; ``finished`` returns a check whether the device has finished a given step.
 
-        Of the step of these orders, that is all that the device was given so far.
+        For the step of these orders, the check covers all work given to the device so far.
         """
         steps = {order.step for order in orders.holds}
         if orders.progress:
             steps.add(orders.step - 1)
         if orders.loads:
             steps.add(orders.step)
-        # Here and now: an event is recorded on the caller's stream.
+        # On the caller's thread: an event is recorded on the caller's stream.
         checks = {step: finished(step) for step in steps}
         self.call(lambda now: self._carry_out(orders, checks, now))
 
     def call(self, command: Command) -> None:
-        """Have this thread call it with the time, after what it was given before."""
+        """Have the transfer thread call ``command`` with the time, after all commands given before."""
         self._commands.append(command)
         self._channel.wake()
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
-        """Our introduction names other weights from now on: before the orders that are given after this."""
+        """Put other weights into this node's introduction, before all orders given after this call."""
 
         def replace(now: float) -> None:
             self.local.replace_weights(weights)
@@ -130,23 +130,23 @@ class WorkerTransfers:
         self.call(replace)
 
     def drain(self, drained: Callable[[], None], reason: Reason, drain_s: float) -> None:
-        """Begin no lease until ``wake``; ``drained`` is called, on this thread, once none is left."""
+        """Begin no lease until ``wake``; the transfer thread calls ``drained`` once none is left."""
         prefill = self.prefill
         self.call(lambda now: prefill.drain(drained, reason, drain_s, now) if prefill else drained())
 
     def wake(self) -> None:
-        """Pages may be read again."""
+        """Allow pages to be read, and leases to begin, again."""
         prefill = self.prefill
         if prefill is not None:
             self.call(lambda now: prefill.wake())
 
     def know_ranks(self, directory: Iterable[RankAddress]) -> None:
-        """Where all ranks of this node listen, for peers that come before orders bring it."""
+        """Set the addresses of all ranks of this node, for peers that connect before the first orders."""
         ranks = tuple(directory)
         self.call(lambda now: self.inbound_peers.know_ranks(ranks))
 
     def state(self) -> dict[str, int]:
-        """Counts of what is held and under way. All zero when idle, but for peers."""
+        """Counts of leases, loads, slots and peers. All zero when idle, except peers."""
         prefill, decode, local = self.prefill, self.decode, self.local
         return {
             **(PrefillSide.NOTHING if prefill is None else prefill.state()),
@@ -158,7 +158,7 @@ class WorkerTransfers:
     # This thread
 
     def step(self, now: float) -> float:
-        """Do what can be done now. Returns how long in seconds it may sleep if nothing arrives."""
+        """Do all work that is possible now. Returns the seconds to sleep if no event arrives."""
         progress = False
         while self._commands:
             progress = True
@@ -195,7 +195,7 @@ class WorkerTransfers:
                 progress |= part.advance(now)
             except Exception as error:
                 count_error(self._metrics, error, part.name)
-        # What was ordered since was taken from the channel, with what came, as a reason to wake.
+        # A command queued meanwhile: the channel's wake signal for it was already consumed with the arrivals.
         is_called = bool(self._commands) or self._stopping.is_set() or self.timers.next_at() <= now
         if arrivals is None or completions is None:
             return _AFTER_ERROR_S
@@ -204,7 +204,7 @@ class WorkerTransfers:
         return 0.0 if is_called else self._sleep_s(progress, now)
 
     def _run(self, release: Callable[[], None]) -> None:
-        """Step and sleep until stopped. An error of ours does not end it."""
+        """Step and sleep until stopped. An internal error does not end the thread."""
         try:
             stream = self.local.stream
             if stream is not None:
@@ -213,8 +213,7 @@ class WorkerTransfers:
             turns = Turns(self._metrics.timeline)
             while not self._stopping.is_set():
                 sleep_s = _AFTER_ERROR_S
-                # A bug, since bad input never raises here. Requests that hang on it end by their deadlines;
-                # the others go on.
+                # An error here is a bug: bad input never raises. Its requests end by their deadlines.
                 try:
                     sleep_s = self.step(turns.begin())
                 except Exception as error:
@@ -225,10 +224,10 @@ class WorkerTransfers:
                 elif sleep_s > 0:
                     time.sleep(sleep_s)
                 else:
-                    # Lets others have the interpreter. A sleep of no time takes 50 us and more.
+                    # Yields the interpreter to other threads. A sleep of 0 s takes 50 us and more.
                     os.sched_yield()
         finally:
-            # By the thread that used them, so that nothing is closed under a running call.
+            # On the thread that used engine and channel, so that neither is closed during a call.
             release()
 
     def _carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
@@ -237,7 +236,7 @@ class WorkerTransfers:
         for part in self._parts:
             part.carry_out(orders, finished, now)
         if self.local.introduction.rank == 0:
-            # Every rank gets the orders, but what happened to the scheduler half happened once.
+            # Every rank gets the orders; failures of the scheduler half are counted once, by rank 0.
             for reason in orders.failures:
                 self._metrics.failures.labels(reason).inc()
 
@@ -258,10 +257,10 @@ class WorkerTransfers:
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
         if progress:
             return 0.0
-        # What is under way is slower the less often we look: what we send, and all between CPUs.
+        # Sends, and all transfers between CPUs, are slower the less often this thread polls.
         must_poll = sends or self.local.stream is None
         if not must_poll and self._polls_without_progress >= _FEW_POLLS:
-            # A message ends this nap, and who computes beside us needs the interpreter more.
+            # A message ends this sleep, and the model's threads need the interpreter more.
             return _LONG_NAP_S
         if self._polls_without_progress < _ACTIVE_POLLS:
             return _BRIEF_NAP_S
