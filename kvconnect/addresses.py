@@ -14,15 +14,15 @@ import msgspec
 from kvconnect.errors import ConfigError
 
 ANY = ("0.0.0.0", "::", "*", "")
-"""What is listened on for all addresses, and never connected to."""
+"""The hosts that mean all addresses when listening, and cannot be connected to."""
 _ADDRESS_AT: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 """Where an address begins in its family's ``sockaddr``, and its length."""
 _ENTRY = struct.Struct("PPIP")
-"""How ``ifaddrs`` begins: the next one, the interface's name, flags, and the address."""
+"""The first fields of ``ifaddrs``: next entry, interface name, flags, address."""
 
 
 def split_address(address: str) -> tuple[str, int] | None:
-    """Host and port of ``host:port``, an IPv6 host without its brackets; None if it is something else."""
+    """Host and port of ``host:port``, an IPv6 host without its brackets; None for any other text."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) <= 65535:
@@ -44,7 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an address, and no name or network."""
+    """Whether ``host`` is an address, and neither a name nor a network."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -76,13 +76,13 @@ def interface_of(host: str) -> str:
         return ""
     found = [(name, known) for name, known in interface_addresses() if known.version == address.version]
     if address.is_loopback:
-        # All of 127.0.0.0/8 is there, under one address.
+        # The interface lists one address for all of 127.0.0.0/8.
         return next((name for name, known in found if known.is_loopback), "")
     return next((name for name, known in found if known == address), "")
 
 
 def is_here(host: str) -> bool:
-    """Whether an address, or one in a network, belongs to this machine; so is any name."""
+    """Whether this machine has the address, or one in the network; true for any name."""
     try:
         network = ipaddress.ip_network(host)
     except ValueError:
@@ -92,9 +92,9 @@ def is_here(host: str) -> bool:
 
 
 def address_within(host: str, where: str) -> str:
-    """The address of this machine in a network such as ``10.0.0.0/16``; anything else as it is.
+    """This machine's address in a network such as ``10.0.0.0/16``; any other text is returned unchanged.
 
-    Raises ``ConfigError``: it is no network, or this machine has no address in it, or several.
+    Raises ``ConfigError``: the network is not valid, or this machine has no address in it, or several.
     """
     if "/" not in host:
         return host
@@ -114,7 +114,7 @@ def address_within(host: str, where: str) -> str:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine from which another one is reached; nothing is sent."""
+    """This machine's address on the route to another host; sends no packet."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
@@ -123,7 +123,7 @@ def own_address(host: str, port: int) -> str:
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where one worker rank listens for peers."""
+    """The address at which one worker rank listens for peers."""
 
     rank: int
     host: str

@@ -1,8 +1,7 @@
 """The configuration, in vLLM's spelling, parsed once into a frozen value.
 
-``kv_transfer_config`` is the JSON object that vLLM takes; what is ours lies in
-``kv_connector_extra_config``. All that is wrong with it is reported at once: the key, the value, what is
-accepted, and the nearest known key.
+``kv_transfer_config`` is vLLM's JSON object; kvconnect's settings are in its ``kv_connector_extra_config``.
+All errors are reported at once, each with the key, the value, the accepted values and the nearest known key.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Bound = Annotated[int, msgspec.Meta(ge=1)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 LaneKind = Literal["nvlink", "cuda_ipc", "rdma", "tcp", "shared_memory", "unknown"]
-"""What can carry bytes to a peer; a lane that cannot be found out is ``unknown``."""
+"""The lanes to a peer; ``unknown`` where the lane cannot be determined."""
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,13 +57,13 @@ def ranks_of(text: str) -> list[range]:
 
 
 def settings_of(ranks: Mapping[str, RankConfig], rank: int) -> dict[str, str]:
-    """What is set for a rank of its own, by name."""
+    """The settings that ``ranks`` has for one rank, by name."""
     own = [one for key, one in ranks.items() if any(rank in named for named in ranks_of(key))]
     return {name: value for one in own for name, value in msgspec.structs.asdict(one).items() if value}
 
 
 def place_of(host: str, bind: str, device_name: str) -> str:
-    """Where a rank is reached, where it listens if that is elsewhere, and its devices, for people."""
+    """A rank's address, where it listens if that differs, and its devices, as a text for people."""
     listens = f", listening at {bind}" if bind not in ("", host) else ""
     return host + listens + (f", over {device_name}" if device_name else "")
 
@@ -279,45 +278,45 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     offload: OffloadConfig | None = None
 
     def derived(self) -> ExtraConfig:
-        """The same with the limits that follow from ``peer_timeout_s`` and the other settings."""
+        """These settings, with the limits that follow from ``peer_timeout_s`` and others."""
         return msgspec.structs.replace(
             self,
             heartbeat_s=self.peer_timeout_s / 2,
             retry_max_s=self.peer_timeout_s,
             handshake_timeout_s=self.peer_timeout_s / 2,
             early_fetch_s=self.peer_timeout_s / 2,
-            # Longer than the writes that it waits for, the one that a library has begun included: Mooncake
-            # goes on for up to 10 s with a batch that nothing can call back.
+            # Longer than any write that it waits for, one already begun by a library included: Mooncake
+            # continues for up to 10 s with a batch that cannot be cancelled.
             quarantine_s=max(_LEAST_QUARANTINE_S, self.transfer_timeout_s * 4 / 3),
         )
 
     @property
     def lanes(self) -> frozenset[str]:
-        """Those of ``require_lane``."""
+        """The lanes in ``require_lane``."""
         return frozenset(name.strip() for name in self.require_lane.split(",") if name.strip())
 
     def allows_lane(self, lane: str) -> bool:
-        """Whether ``require_lane`` lets bytes be carried by it."""
+        """Whether ``require_lane`` permits this lane."""
         return not self.require_lane or lane in self.lanes
 
     def of_rank(self, rank: int) -> ExtraConfig:
-        """The same for one rank alone; a network is still one."""
+        """The settings of one rank; networks are not yet replaced by addresses."""
         return msgspec.structs.replace(self, ranks={}, **settings_of(self.ranks, rank + self.first_rank))
 
     def here(self, rank: int) -> ExtraConfig:
-        """The same for one rank, on its machine. Raises ``ConfigError``: it has no address in a network."""
+        """One rank's settings on this machine. Raises ``ConfigError``: it has no address in a network."""
         own, where = self.of_rank(rank), "kv_connector_extra_config"
         found = {name: address_within(getattr(own, name), f"{where}.{name}") for name in ("host", "bind")}
         return msgspec.structs.replace(own, **found)
 
     @property
     def listens_at(self) -> str:
-        """Of one rank: ``bind``, or ``host`` without it."""
+        """Where one rank listens: ``bind``, or ``host`` without it."""
         return self.bind or self.host
 
     @property
     def far_addresses(self) -> list[str]:
-        """Those of ``host`` and ``bind``, of any rank, that other machines may reach."""
+        """The addresses in ``host`` and ``bind``, of any rank, that other machines may reach."""
         given = [
             self.host,
             self.bind,
@@ -362,7 +361,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> TransferConfig:
     """Read a ``kv_transfer_config`` from its JSON text, or from the object itself.
 
-    Raises ``ConfigError``: it is not valid; the text names the key, the value and what is accepted.
+    Raises ``ConfigError``: it is not valid; the text names the key, the value and the accepted values.
     """
     given = source if isinstance(source, Mapping) else json_object(source, "kv_transfer_config")
     # vLLM writes its unset fields as null.

@@ -1,6 +1,6 @@
-"""The errors of kvconnect. The class states who must act, the text on what.
+"""The errors of kvconnect. The class states who must act; the text states the action.
 
-Every error that reaches a user names the field, the value and what would have been accepted.
+Every error that reaches a user names the field, the value and the accepted values.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class LayoutError(ConfigError):
 
 
 class LocalError(KVConnectError):
-    """The caller misused an interface: a bug on our side of the link."""
+    """The caller misused an interface: a bug on this side of the link."""
 
 
 class IllegalTransition(LocalError):
-    """An event that cannot happen in the state of its record, which is as it was."""
+    """An event that is impossible in its record's state, which is unchanged."""
 
 
 class PeerError(KVConnectError):
-    """The other side broke the protocol, refused, or left; ``cause``: see ``Reason``."""
+    """The peer broke the protocol, refused, or left; ``cause``: see ``Reason``."""
 
     def __init__(self, text: str, cause: Cause = Cause.PROTOCOL) -> None:
         super().__init__(text)
@@ -37,12 +37,12 @@ class PeerError(KVConnectError):
 
     @classmethod
     def of(cls, reason: Reason) -> PeerError:
-        """The error of a reason that is known already."""
+        """The error of an existing reason."""
         return cls(reason.text, reason.cause)
 
     @property
     def reason(self) -> Reason:
-        """What travels to the peer."""
+        """The reason to send to the peer."""
         return self.cause(str(self))
 
 

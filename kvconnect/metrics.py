@@ -1,8 +1,8 @@
-"""The numbers of a worker: what it moves, and everything that goes wrong without an exception.
+"""A worker's metrics: bytes and requests moved, and failures that raise no exception.
 
-Only one thread writes to each set, so nothing here takes a lock. Two may read: Prometheus, through one
-exporter per registry that sums the workers of a process, and a serving stack that asks after every step what
-has changed. That question costs a comparison while nothing has.
+Only one thread writes to each set, so no lock is needed. Two readers exist: Prometheus, through one exporter
+per registry, which sums the workers of a process; and a serving stack, which asks for the changes after every
+step, at the cost of a comparison while there are none.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _MAX_OBSERVATIONS = 4096
 
 @dataclass(frozen=True)
 class Family:
-    """Numbers of one name that differ in their labels. Counters only grow; gauges are set.
+    """A metric: its numbers differ in their labels. Counters only grow; gauges are set.
 
-    A histogram has ``buckets``, and no labels.
+    A histogram has ``buckets`` (upper edges), and no labels.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Family:
 
 
 class Number:
-    """One number. Only the owner's thread calls ``inc`` and ``set``, and one reader ``take``."""
+    """One number. Only the owner's thread calls ``inc`` and ``set``; only one reader calls ``take``."""
 
     __slots__ = ("_is_noted", "_labels", "_owner", "_seen", "family", "value")
 
@@ -57,8 +57,7 @@ class Number:
         self._is_noted = False
 
     def inc(self, amount: float = 1) -> None:
-        # What was read of a clock in two threads may differ by less than nothing, and a counter that shrinks
-        # ends a server of vLLM.
+        # The clocks of two threads may differ by less than 0, and a counter that shrinks ends a vLLM server.
         if amount > 0:
             self.value += amount
             self.note()
@@ -69,18 +68,18 @@ class Number:
             self.note()
 
     def note(self) -> None:
-        """It is to be taken. After a change, as who takes it comes at any time."""
+        """Queue the number for the reader; after the change, as the reader may come at any time."""
         if not self._is_noted:
             self._is_noted = True
             self._owner.changed.append(self)
 
     def take(self, changes: Changes) -> None:
-        """Write down what has changed since the last call."""
-        # Before it is read: what is written meanwhile is noted anew.
+        """Add the change since the last call to ``changes``."""
+        # Before the value is read: a change made meanwhile is queued again.
         self._is_noted = False
         name, value = self.family.name, self.value
         if self.family.kind == "gauge":
-            # What was reported before stays as it was.
+            # A copy: changes reported before must not alter.
             changes.gauges[name] = {**changes.gauges[name], self._labels: value}
         elif growth := value - self._seen:
             changes.counters.setdefault(name, {})[self._labels] = growth
@@ -96,19 +95,19 @@ class Numbers:
         self._numbers: dict[tuple[str, ...], Number] = {}
 
     def labels(self, *values: str) -> Number:
-        """The number with these labels, made when it is first asked for."""
+        """The number with these labels, made at its first use."""
         found = self._numbers.get(values)
         if found is None:
             if len(values) != len(self.family.labels):
                 raise ValueError(f"{self.family.name} has labels {self.family.labels}, not {values}")
             found = self._numbers[values] = Number(self._owner, self.family, values)
             if values and self.family.kind == "gauge":
-                # From now on it is shown, though it may never be anything but 0.
+                # Shown from now on, even if it stays 0.
                 found.note()
         return found
 
     def values(self) -> dict[tuple[str, ...], float]:
-        """All numbers as they are now. For any thread: a dict is copied in one go."""
+        """All present numbers. For any thread: a dict is copied atomically."""
         return {labels: number.value for labels, number in self._numbers.copy().items()}
 
 
@@ -119,7 +118,7 @@ class Observations:
         self.family = family
         self.counts = [0] * (len(family.buckets) + 1)
         self.total = 0.0
-        # Where no reader asks, the oldest go. They stay counted above.
+        # Without a reader the oldest are dropped; the counts above include them.
         self._unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
         self._owner = owner
         self._is_noted = False
@@ -134,12 +133,12 @@ class Observations:
             self._owner.changed.append(self)
 
     def values(self) -> dict[tuple[str, ...], float]:
-        """The sum of what was observed, and by the upper edge of each bucket how often it was in there."""
+        """The sum of all observations, and the count in each bucket by its upper edge."""
         edges = [*map(str, self.family.buckets), "+Inf"]
         return {(): self.total, **{(edge,): count for edge, count in zip(edges, self.counts, strict=True)}}
 
     def take(self, changes: Changes) -> None:
-        """Write down what it has observed since the last call."""
+        """Add the observations since the last call to ``changes``."""
         self._is_noted = False
         if values := [self._unseen.popleft() for _ in range(len(self._unseen))]:
             changes.observed[self.family.name] = values
@@ -147,10 +146,10 @@ class Observations:
 
 @dataclass(frozen=True)
 class Changes:
-    """What changed at a worker since it was last asked.
+    """The changes of a worker's metrics since the last call.
 
-    ``counters`` maps a family to what each label set, joined with commas, grew by; ``gauges`` are all
-    gauges as they are now, likewise; ``observed`` maps a histogram to what it observed.
+    ``counters``: by family and label set (joined with commas), the growth; ``gauges``: likewise, all present
+    values; ``observed``: by histogram, the new observations.
     """
 
     counters: dict[str, dict[str, float]]
@@ -159,7 +158,7 @@ class Changes:
 
 
 def merge_changes(first: Changes | None, second: Changes | None) -> Changes | None:
-    """What changed at one of two parts of a worker that share no gauge and no histogram."""
+    """The sum of the changes of two parts of a worker, which share no gauge and no histogram."""
     if first is None or second is None:
         return first or second
     counters = {**first.counters, **second.counters}
@@ -178,7 +177,7 @@ PREFIX = "kvconnect"
 
 
 def _counter(name: str, text: str, *labels: str) -> Any:
-    """A family in the body of a ``MetricSet``; an instance has its numbers there, or its one number."""
+    """A family in a ``MetricSet`` body; an instance has its numbers, or its single number, there."""
     return Family(name, "counter", text, labels)
 
 
@@ -206,7 +205,7 @@ def summarize(
     gauges: Iterable[Mapping[str, Mapping[str, float]]],
     observed: Mapping[str, Sequence[float]],
 ) -> dict[str, int | float]:
-    """The numbers of a log line, of what changed. Failures by reason; gauges as the busiest rank has them."""
+    """The numbers of a log line, from changes: failures by reason, gauges of the rank with the most."""
     loads, ranks = sorted(observed.get("load_seconds", ())), list(gauges)
     line: dict[str, int | float] = {}
     for direction in ("sent", "received"):
@@ -230,17 +229,17 @@ def summarize(
         line[f"Failures ({reason})"] = round(growth)
     for family in FAMILIES:
         values = [gauges.get(family.name, {}).get("", 0) for gauges in ranks]
-        # What never changes is not for a line that comes every 10 s.
+        # Constants are left out of a line that comes every 10 s.
         if family.kind == "gauge" and any(values) and "_limit" not in family.name:
             line[family.name.replace("_", " ").capitalize()] = round(max(values))
     return line
 
 
 class MetricSet:
-    """The numbers of one part of a worker, exported through ``registry`` until ``retire``.
+    """The metrics of one part of a worker, exported through ``registry`` until ``retire``.
 
-    The families are those in the body of the class, alone or by a key. In ``changed`` is each number that has
-    changed since the reader took it out.
+    The families are declared in the class body, singly or as a dictionary. ``changed`` queues each number
+    that has changed since the reader took it.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
@@ -262,7 +261,7 @@ class MetricSet:
 
     @classmethod
     def declared(cls) -> list[Family]:
-        """The families of the class, in their order."""
+        """The families that the class declares, in their order."""
         bodies = [[it] if isinstance(it, Family) else it.values() for _, it in cls._bodies()]
         return [family for body in bodies for family in body]
 
@@ -279,7 +278,7 @@ class MetricSet:
         return numbers if family.labels else numbers.labels()
 
     def changes(self) -> Changes | None:
-        """What changed since the last call, or None. For one reader, on any one thread."""
+        """The changes since the last call, or None. For one reader, on any one thread."""
         if not self.changed:
             return None
         changes = Changes({}, self._gauges.copy(), {})
@@ -289,7 +288,7 @@ class MetricSet:
         return changes
 
     def retire(self) -> None:
-        """The worker is gone: its counts stay in the registry, its gauges do not. Idempotent."""
+        """The worker has ended: its counters stay in the registry, its gauges do not. Idempotent."""
         _exporter_on(self.registry).retire(self)
 
 
@@ -297,7 +296,7 @@ _FAILURES = _counter("failures", "What went wrong, by reason", "reason")
 
 
 class Metrics(MetricSet):
-    """What the transfers of one worker move, and what goes wrong there, and when."""
+    """The metrics of one worker's transfers, and their timeline."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(registry)
@@ -360,9 +359,9 @@ class Metrics(MetricSet):
 
 
 class OffloadMetrics(MetricSet):
-    """What the tiers of one worker move, and what goes wrong there. ``open`` are jobs under way, by kind.
+    """The metrics of one worker's tiers. ``open``: jobs under way, by kind.
 
-    ``taken`` and ``limit`` are bytes, by tier.
+    ``taken``, ``limit`` and ``pinned``: bytes, by tier.
     """
 
     failures: Numbers = _FAILURES
@@ -410,7 +409,7 @@ class OffloadMetrics(MetricSet):
     )
 
     def moved(self, move: str, tier: str, rows: int, length_bytes: int, seconds: float | None = None) -> None:
-        """So many rows were moved; by a job that took so long, if that is known."""
+        """Count moved rows and their bytes; with ``seconds``, also the job that moved them."""
         if rows:
             self.rows.labels(move, tier).inc(rows)
             self.row_bytes.labels(move, tier).inc(length_bytes)
@@ -423,7 +422,7 @@ FAMILIES = tuple(dict.fromkeys((*Metrics.declared(), *OffloadMetrics.declared())
 
 
 class Exporter(Collector):
-    """Shows a registry the sum of all workers of a process, those that are gone included."""
+    """Exports the sum of all workers of a process, ended workers included."""
 
     def __init__(self) -> None:
         self._living: list[MetricSet] = []
@@ -433,7 +432,7 @@ class Exporter(Collector):
         self._living.append(metrics)
 
     def retire(self, metrics: MetricSet) -> None:
-        """Keep what a worker counted, and forget the worker."""
+        """Keep a worker's counts, and drop the worker."""
         if metrics not in self._living:
             return
         self._living.remove(metrics)
@@ -472,7 +471,7 @@ def _exporter_on(registry: CollectorRegistry) -> Exporter:
 
 
 def count_error(metrics: Metrics, error: Exception, what: str) -> None:
-    """Log an error of ours over one thing, and count it as a failure."""
+    """Log an internal error over ``what``, and count it as a failure."""
     reason = "illegal_move" if isinstance(error, IllegalTransition) else "internal"
     metrics.failures.labels(reason).inc()
     logger.error("the transfer thread met an error of its own over %s", what, exc_info=error)

@@ -1,6 +1,6 @@
-"""What became of a load: one value, from the place that knows to the log, the metrics and the operator.
+"""The outcome of a load: one value, from where it is known to the log, the metrics and the operator.
 
-A ``Reason`` also travels between nodes: what one of them decides by is the ``Cause``, never the text.
+A ``Reason`` also travels between nodes, which decide by its ``Cause``, never by its text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Cause(enum.Enum):
     INTERNAL = "not_planned"
 
     def __call__(self, text: str) -> Reason:
-        """The reason, with what there is to say about it."""
+        """A reason of this cause, with a text (cut to its longest length)."""
         return Reason(self, text[:_MOST_TEXT])
 
     @property
@@ -99,14 +99,14 @@ class Reason(msgspec.Struct, frozen=True, array_like=True):
         return self.text
 
     def after(self, prefix: str) -> Reason:
-        """The same, with what it was about before it."""
+        """The same reason, with a prefix to its text."""
         return self.cause(f"{prefix}{self.text}")
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of one request that this rank was to load from a peer; ``reason`` is None if it was loaded.
+    """The outcome of one load of this rank from a peer; ``reason`` is None if the KV was loaded.
 
-    ``source`` is ``lease``, what ``peer`` held for it, or ``name``, what it keeps. ``seconds`` are those from
+    ``source``: ``lease``, a request that ``peer`` held, or ``name``, rows that it keeps. ``seconds``: from
     the order to the end.
     """
 

@@ -1,4 +1,4 @@
-"""What is installed: packages, by the names that people know them by, and engines. Imports none of them."""
+"""The installed packages, by their usual names, and engines. Imports none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from kvconnect.errors import ConfigError
 
 ENGINE_GROUP = "kvconnect.engines"
-"""The group of entry points by which distributions, ours among them, register transfer engines."""
+"""The entry point group in which distributions, kvconnect's included, register transfer engines."""
 _DISTRIBUTIONS = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -27,7 +27,7 @@ _DISTRIBUTIONS = {
 
 
 def package_versions() -> dict[str, str]:
-    """The version of each package that is installed, and Python's."""
+    """The version of each installed package, and of Python."""
     found = {"python": platform.python_version()}
     for name, distributions in _DISTRIBUTIONS.items():
         for distribution in distributions:
@@ -45,7 +45,7 @@ def has_triton() -> bool:
 
 
 def engine_entry_points() -> Mapping[str, EntryPoint]:
-    """The registered engines by name. Nothing of theirs is imported."""
+    """The registered engines by name. Imports none of them."""
     return _engine_entry_points(tuple(sys.path))
 
 

@@ -33,7 +33,7 @@ def read_file(path: Path, parse: Callable[[Mapping[str, Any]], _Parsed]) -> _Par
 
 
 def json_object(text: str | bytes, where: str) -> Mapping[str, Any]:
-    """The JSON object that a text, ``where`` it is, holds. Raises ``ConfigError``: it holds none."""
+    """The JSON object in a text, which errors call ``where``. Raises ``ConfigError``: there is none."""
     try:
         decoded = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -44,9 +44,9 @@ def json_object(text: str | bytes, where: str) -> Mapping[str, Any]:
 
 
 def read_struct(given: Any, kind: type[_Struct], where: str, hidden: Sequence[str] = ()) -> _Struct:
-    """What was read of an object, checked field by field, and so a field that is an object itself.
+    """A struct read from an object, checked field by field, nested objects too.
 
-    Raises ``ConfigError``, where it is ``where``. Fields that are ``hidden`` are none here.
+    Raises ``ConfigError``, which calls the object ``where``. Fields in ``hidden`` are refused as unknown.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} is {given!r}, it must be an object of settings")
@@ -83,7 +83,7 @@ def _read_field(value: Any, kind: Any, name: str, hidden: Sequence[str]) -> Any:
 
 
 def _accepted(kind: Any) -> str:
-    """The values of a field that takes some only; empty for others."""
+    """The accepted values of a field with a closed set of them; empty for others."""
     described = msgspec.inspect.type_info(kind)
     options = getattr(described, "types", (described,))
     values = [

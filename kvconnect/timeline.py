@@ -1,7 +1,7 @@
-"""What happened lately to the requests of one worker, and when: a bounded ring of small records, always on.
+"""The latest events of one worker's requests, with times: a bounded ring of small records, always on.
 
-The transfer thread records what it does, and a worker what its scheduler half reports with orders, by one
-monotonic clock of the machine. There is no record of a page; what is packed has one for each chunk.
+The transfer thread records its own events, and a worker those that its scheduler half sends with orders, by
+one monotonic clock of the machine. Chunks have records; pages have none.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 
 Record = tuple[float, str, str, str, int, int]
-"""Time in seconds, moment, handle and request id as far as it has them, the transfer id, and a number.
+"""Time in seconds, moment, handle, request id (either may be empty), transfer id, and a number.
 
-The number is that of a chunk, or of the peer's rank, or what is counted, or whether it went well.
+The number is a chunk's index, the peer's rank, a count, or 1 for success and 0 for failure.
 """
 
 MOST_RECORDS = 1 << 16
 _MOST_REQUEST_ID = 256
-"""Characters that are kept of one: a client may choose it."""
+"""Characters kept of a request id: a client may choose it."""
 LATE_S = 1e-3
-"""What a turn may be late, or take, without a record of it."""
+"""Seconds that a turn may be late, or take, without a record."""
 _IDLE_S = 10e-3
-"""A thread that sleeps so long has nothing under way, and is not late."""
+"""Seconds of sleep from which a thread is idle, and never late."""
 
 
 class Moment:
-    """What is recorded. Of a request, in about this sequence, on P and then on D."""
+    """The kinds of record: those of a request in about this sequence, first on P, then on D."""
 
     QUEUED = "queued"
     ADMITTED = "admitted"
@@ -59,15 +59,15 @@ class Moment:
     FIRST_TOKEN = "first token"
 
     PULL = "pull: "
-    """What came of asking others for a request's KV by name follows, with the tokens that were loaded."""
+    """Followed by the outcome of a pull; the number is that of loaded tokens."""
 
-    # Of the transfer thread, each with its microseconds: it slept longer than it wanted, or a turn took long.
+    # Of the transfer thread, with microseconds: it slept longer than it asked for, or a turn took long.
     LATE = "late"
     SLOW = "slow"
 
 
 class Timeline:
-    """The last records of a worker. Any thread may add some, and read them."""
+    """The last records of a worker. Any thread may add and read records."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = MOST_RECORDS) -> None:
         self.clock = clock
@@ -76,32 +76,32 @@ class Timeline:
     def note(
         self, moment: str, number: int = 0, *, handle: str = "", request_id: str = "", transfer_id: int = 0
     ) -> None:
-        """Record what happens now."""
+        """Add a record with the present time."""
         request_id = request_id[:_MOST_REQUEST_ID]
         self._records.append((self.clock(), moment, handle, request_id, transfer_id, number))
 
     def take(self, records: Iterable[Record]) -> None:
-        """Add what another part of this machine recorded."""
+        """Add the records that the scheduler half sent with its orders."""
         for at, moment, handle, request_id, transfer_id, number in records:
             kept = request_id[:_MOST_REQUEST_ID]
             self._records.append((at, moment, handle, kept, transfer_id, number))
 
     def records(self) -> list[Record]:
-        """All that are kept, in the sequence of their times."""
-        # Copied in one go: other threads add to it meanwhile.
+        """All records kept, in the sequence of their times."""
+        # An atomic copy: other threads add records meanwhile.
         return sorted(self._records.copy(), key=itemgetter(0))
 
     def latest(self, most: int) -> list[Record]:
-        """So many that were added last, the last one first."""
-        # One by one, since a copy of all takes milliseconds. What is added meanwhile shifts their places.
+        """The last ``most`` records added, the latest first."""
+        # One by one, since a copy of all takes milliseconds. Records added meanwhile shift the positions.
         found = {self._records[-place] for place in range(1, min(most, len(self._records)) + 1)}
         return sorted(found, key=itemgetter(0), reverse=True)
 
 
 class Turns:
-    """The turns of a thread that sleeps between them: what made one late, or long, was not its own work.
+    """The turns of a thread that sleeps between them: records late and long ones.
 
-    Most likely another thread had the interpreter.
+    Most likely another thread held the interpreter, not the thread's own work.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -110,13 +110,13 @@ class Turns:
         self._due_at = math.inf
 
     def begin(self) -> float:
-        """A turn begins. Returns the time."""
+        """Begin a turn. Returns the time."""
         self._began_at = now = self._timeline.clock()
         self._record(Moment.LATE, now - self._due_at)
         return now
 
     def end(self, sleep_s: float) -> None:
-        """A turn is over, and the thread wants to sleep so long at most."""
+        """End a turn, before a sleep of at most ``sleep_s``."""
         now = self._timeline.clock()
         self._record(Moment.SLOW, now - self._began_at)
         self._due_at = now + sleep_s if sleep_s < _IDLE_S else math.inf
