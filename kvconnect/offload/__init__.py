@@ -1,1 +1,1 @@
-"""Tiers below the device, with a part on either side."""
+"""The offload: tiers of KV below device memory, with a scheduler half and a worker half."""

@@ -1,8 +1,7 @@
-"""What the bytes of a kept block depend on besides its tokens, as one digest.
+"""The namespace of kept KV: one digest of everything but tokens that a block's bytes depend on.
 
-Everything that the bytes depend on beside the tokens that a content's hash covers is a fact: model, weights,
-layout, shard, how hashes are made. Memory that outlives a process or is shared keeps the digest of all facts
-with every block, so that a block is only found where each of them is the same.
+Each such dependency is a fact: model, weights, layout, shard, hash function, salt. Disk and store keep the
+digest of all facts with every block, so that a process finds a block only if all its facts are equal.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from kvconnect.cache.specs import KVCacheConfig, LayerSpec, StateSpec
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
 
-# Of the rows themselves: how the pages of a block follow one another. Another number for another order.
+# The order of a block's pages in a row. Increase the number when that order changes.
 FORMAT_VERSION = 1
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """All facts as text, and their digest of 32 bytes; ``label`` is for people, and no fact."""
+    """All facts as JSON text, and their SHA-256 digest of 32 bytes. ``label`` is for operators, no fact."""
 
     text: str
     digest: bytes
@@ -35,26 +34,26 @@ class Namespace(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], label: str = "") -> Namespace:
-        """The namespace of facts, in any order. Raises ``LocalError``: JSON cannot express one of them."""
+        """The namespace of facts in any order. Raises ``LocalError``: JSON cannot express a fact."""
         stated = {"format": FORMAT_VERSION, "facts": _plain(facts, "facts")}
         text = json.dumps(stated, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return cls(text, hashlib.sha256(text.encode()).digest(), label)
 
     @property
     def name(self) -> str:
-        """The digest in a form for folders and keys: 32 characters, digits and a to f."""
+        """The first 32 hexadecimal digits of the digest, as logs and folder names show it."""
         return self.digest.hex()[:32]
 
 
 def salted(hashing: str, offload: OffloadConfig | None) -> str:
-    """How names of KV are made, as peers compare it: nothing that is kept under another salt is found."""
+    """The hash function of KV names with a digest of the salt; nodes with different salts share no names."""
     if offload is None or not offload.salt:
         return hashing
     return f"{hashing}, salt {hashlib.sha256(offload.salt.encode()).hexdigest()[:16]}"
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The value as JSON's own types; equal only for equal values."""
+    """The value in JSON's types, equal only for equal values. Raises ``LocalError`` as ``Namespace.of``."""
     if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, str):
@@ -77,12 +76,12 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def cache_facts(config: KVCacheConfig) -> list[Any]:
-    """What the bytes of blocks depend on in the specs of the cache: by group, the spec of each layer."""
+    """The facts of the cache's specs: by group, the spec of each layer by name."""
     return [{name: _spec_facts(spec) for name, spec in group.layer_specs()} for group in config.groups]
 
 
 def _spec_facts(spec: LayerSpec) -> dict[str, Any]:
-    """A spec's fields, but for padding, which no row holds, and how many tokens a state's block may cover."""
+    """A spec's fields except padding, which no row holds, and the block size of a state."""
     facts: dict[str, Any] = {"kind": type(spec).__name__}
     left_out = {"page_size_padded"} | ({"block_size"} if isinstance(spec, StateSpec) else set())
     for name in type(spec).__dataclass_fields__:
@@ -98,7 +97,7 @@ def _spec_facts(spec: LayerSpec) -> dict[str, Any]:
 
 
 def row_facts(table: RegionTable) -> dict[str, Any]:
-    """What the bytes of rows depend on in a region table: all but where pages are, and how many."""
+    """The facts of a region table: everything except the addresses and the number of pages."""
     groups: list[dict[str, Any]] = []
     for geometry in table.groups:
         groups.append({"group": geometry.group, "retention": geometry.retention})

@@ -1,10 +1,8 @@
-"""The format of a record in a lower tier, on disk or in a store: a header of 132 bytes, then those of a row.
+"""The format of a record on disk or in a store: a header of 132 bytes, then the bytes of one row.
 
-On disk a footer may follow, which has what the content stands for: without it a record is as good.
-
-The header names everything that it belongs to, and has a checksum of its own, so that a scan recognizes
-a header without reading rows. The checksum of the row is keyed with the header: the bytes of one content
-never verify as another's, nor as another namespace's.
+The header names the namespace, cache group, hash and row length, and has its own checksum, so that a scan
+recognizes a header without reading rows. The row's checksum is keyed with the header: a row never verifies
+under another content or namespace. On disk an optional footer with the content's tokens may follow.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from kvconnect.offload.tier import MAX_HASH_BYTES, Content
 
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 1 << 36
-"""Longer than any row."""
+"""The longest row, in bytes."""
 
 MAX_FOOTER_BYTES = 1 << 14
-"""A longer one is not kept: 4 000 tokens in one block."""
+"""Longer footers are not kept; this holds about 4 000 tokens of one block."""
 
 MAGIC = b"KVCR"
 _NAMESPACE_BYTES = 32
@@ -32,14 +30,14 @@ HEADER_BYTES = _KEY.size + 2 * _CHECK.size
 
 
 class Flaw(enum.Enum):
-    """Why bytes are not the record that was expected; the value is what it is counted as."""
+    """Why bytes are not the expected record; the value is the reason in the disk tier's failure count."""
 
     CORRUPT = "disk_corrupt"
     FOREIGN = "disk_foreign"
 
 
 class RecordFormat:
-    """Makes and checks records of one namespace, the digest of what bytes depend on beside their content."""
+    """Makes and checks records of one namespace, given as the hexadecimal digest of ``Namespace``."""
 
     def __init__(self, namespace: str) -> None:
         self._digest = bytes.fromhex(namespace)[:_NAMESPACE_BYTES].ljust(_NAMESPACE_BYTES, b"\0")
@@ -48,7 +46,7 @@ class RecordFormat:
         """The header of a record of this content.
 
         Raises:
-            LocalError: the row is empty or too long, or the hash or the group cannot be kept.
+            LocalError: the row or the hash is empty or too long, or the group is negative.
         """
         (group, digest), length_bytes = content, len(row)
         if not 0 < len(digest) <= MAX_HASH_BYTES or not 0 < length_bytes <= MAX_RECORD_BYTES or group < 0:
@@ -61,12 +59,12 @@ class RecordFormat:
         return body + _CHECK.pack(xxh3_64_intdigest(body))
 
     def row_bytes(self, header: bytes) -> int:
-        """How long the row behind an intact header of ours is; 0 for any other."""
+        """The length of the row behind an intact header of this namespace; 0 for any other header."""
         length_bytes = int(_KEY.unpack_from(header)[4]) if _namespace(header) == self._digest else 0
         return length_bytes if length_bytes <= MAX_RECORD_BYTES else 0
 
     def flaw(self, header: bytes | bytearray | memoryview, content: Content, row: memoryview) -> Flaw | None:
-        """Why a header and a row are not the record of this content; None if they are."""
+        """Why a header and a row are not this content's record; None if they are."""
         raw = bytes(header)
         if raw == self.header(content, row):
             return None
@@ -75,27 +73,27 @@ class RecordFormat:
 
 
 def sealed(header: bytes, footer: bytes) -> bytes:
-    """A footer as it is kept behind the row of this header; empty where there is none, or too much."""
+    """The footer with a checksum keyed by the header; empty if the footer is empty or too long."""
     if not 0 < len(footer) <= MAX_FOOTER_BYTES:
         return b""
     return footer + _CHECK.pack(xxh3_64_intdigest(footer, xxh3_64_intdigest(header)))
 
 
 def opened(header: bytes, sealed: bytes) -> bytes:
-    """The footer of a record with this header, as it was sealed; empty if it is not right."""
+    """The footer that ``sealed`` made for this header; empty if its checksum does not match."""
     footer, check = sealed[: -_CHECK.size], sealed[-_CHECK.size :]
     is_right = check == _CHECK.pack(xxh3_64_intdigest(footer, xxh3_64_intdigest(header)))
     return footer if is_right else b""
 
 
 def namespace_of(header: bytes) -> str | None:
-    """The namespace that an intact header names, as far as it does; None if it is not intact."""
+    """The namespace in an intact header, in hexadecimal; None for a damaged header or another version."""
     stated = _namespace(header)
     return stated.hex() if stated else None
 
 
 def _namespace(header: bytes) -> bytes | None:
-    """The digest in an intact header; empty for another version, None if it is not intact."""
+    """The namespace digest in an intact header; empty for another version, None for a damaged header."""
     body, check = header[: -_CHECK.size], header[-_CHECK.size :]
     if len(header) != HEADER_BYTES or check != _CHECK.pack(xxh3_64_intdigest(body)):
         return None

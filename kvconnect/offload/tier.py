@@ -1,7 +1,7 @@
-"""What a tier below host memory is: it keeps rows by content, and gives them back or reports that it cannot.
+"""The seam to a tier below host memory: a cache of rows by content, with asynchronous writes and reads.
 
-A tier is a cache. Each failure in it is a miss and a counted reason; the tier never raises for that, never
-gives back bytes that are not those which were written, and never keeps its caller waiting.
+Every failure inside a tier is a miss and a counted reason. A tier raises for none of them, never returns
+bytes that differ from the bytes written, and never blocks its caller. It knows no requests or block ids.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from kvconnect.errors import LocalError
 logger = logging.getLogger(__name__)
 
 Content = tuple[int, bytes]
-"""What a row holds: the cache group, and the hash of the tokens up to the end of the block."""
+"""The name of one block's KV: its cache group, and the chain hash of all tokens up to the block's end."""
 
 MAX_HASH_BYTES = 64
-"""The longest hash that a tier takes."""
+"""The longest hash that a tier accepts, in bytes."""
 
 HOST = "host"
-"""What host memory is called among the tiers, and where hits are reported by where they came from."""
+"""The name of host memory among the tiers, and in the counts of restored tokens by tier."""
 DISK = "disk"
 STORE = "store"
 
 SOUGHT = frozenset({STORE})
-"""The tiers that keep no index here: they never report what they have got, and must be asked."""
+"""Tiers without an index in this process: each lookup must ask them which contents they have."""
 
 
 def lower_tier_names(config: OffloadConfig) -> tuple[str, ...]:
-    """The tiers below host memory, nearest first. Both halves of a connector know them by these names."""
+    """The names of the configured tiers below host memory, nearest first; both halves use these names."""
     return tuple(name for name, is_named in ((DISK, config.disk_path), (STORE, config.store)) if is_named)
 
 
 class TierRow(NamedTuple):
-    """A row in host memory and what it holds, or shall hold.
+    """A row in host memory, with the content that it holds or that a tier reads into it.
 
-    ``memory`` is contiguous bytes, as long as the row, and writable where it is read into. It must stay until
-    the job it belongs to was reported. What is written may have a ``footer``: what the content stands for.
+    ``memory`` is the row's contiguous bytes, writable for a read. The caller keeps it valid until the tier
+    has reported the job. ``footer``, for writes only, has the content's tokens for events; empty for none.
     """
 
     group: int
@@ -57,19 +57,21 @@ class TierRow(NamedTuple):
 
 
 Kind = Literal["write", "read", "seek"]
-"""What a job of a tier is, named for the call that begins it."""
+"""The kind of a tier's job, named for the method of ``LowerTier`` that begins it."""
 
 
 @dataclass(frozen=True)
 class TierUpdate:
-    """What became of a tier's jobs since it was last asked, and what changed. Every job comes once.
+    """Jobs that ended, and contents that a tier gained or lost, since the last poll. Each job appears once.
 
-    ``done`` has by kind and job the contents that its report names. Of a write it is those that are not kept,
-    none as a rule: the rows' memory is not read any more. Of a read, those that are not there, or not right:
-    the rows' memory is not written any more. Of what was sought, those that the tier has.
-    ``added`` and ``removed`` are what a tier has got, and has no more, none in both; ``footers`` those of
-    what it had before its start, where it was to look for them. ``failures`` are reasons, with how often.
-    While it ``is_recovering`` more is added of what it had.
+    Attributes:
+        done: contents by kind and job. For a write: contents that the tier did not keep, normally none; the
+            tier no longer reads the rows' memory. For a read: contents that were missing or corrupt; the tier
+            no longer writes the rows' memory. For a seek: contents that the tier has.
+        added, removed: contents that the tier gained and lost; none is in both.
+        footers: by content, for contents from before the tier's start, if the tier was to read footers.
+        failures: counts by reason.
+        is_recovering: the tier has yet to add contents from before its start.
     """
 
     done: Mapping[Kind, Mapping[int, tuple[Content, ...]]] = field(default_factory=dict)
@@ -84,9 +86,9 @@ class TierUpdate:
 
 
 class CompletionTracker:
-    """Where the threads of a tier leave what became of its jobs, in parts, until its owner polls.
+    """Collects, from a tier's threads, finished parts of jobs, changes and failures until the owner polls.
 
-    For any thread. The first failure of a kind is logged; the count has the others.
+    Thread-safe. The first failure of each reason is logged; later ones are only counted.
     """
 
     def __init__(self) -> None:
@@ -107,7 +109,7 @@ class CompletionTracker:
         self._wake = wake
 
     def open(self, kind: Kind, job: int, count: int) -> None:
-        """A job of ``count`` contents begins; with none it is done at once. See ``LowerTier`` for errors."""
+        """Begin a job of ``count`` contents, or end it if 0. Raises ``LocalError``: begun and not polled."""
         with self._lock:
             if (kind, job) in self._open or job in self._done[kind]:
                 raise LocalError(
@@ -118,7 +120,7 @@ class CompletionTracker:
             self.settle(kind, job, 0)
 
     def settle(self, kind: Kind, job: int, count: int, named: Iterable[Content] = ()) -> None:
-        """``count`` contents of a job are dealt with; ``named`` are those of them that its report names."""
+        """Finish ``count`` contents of a job; its report names the contents ``named``, see ``TierUpdate``."""
         with self._lock:
             left, every = self._open.pop((kind, job))
             every += named
@@ -149,7 +151,7 @@ class CompletionTracker:
             self._changes, self._footers = {}, {}
 
     def recovered(self) -> None:
-        """What the tier had before its start is added."""
+        """The tier has added all contents from before its start."""
         self.is_recovering = False
         self._wake()
 
@@ -168,7 +170,7 @@ class CompletionTracker:
         return len(self._open)
 
     def take(self) -> TierUpdate:
-        """Everything that is new, once."""
+        """Everything since the last call."""
         with self._lock:
             is_recovering = self.is_recovering
             done, failures, changes, footers = self._done, self._failures, self._changes, self._footers
@@ -184,62 +186,61 @@ class CompletionTracker:
 
 
 class LowerTier(Protocol):
-    """A tier of one worker rank. One thread calls it; all its work is done on threads of its own.
+    """A tier of one worker rank. One thread calls it; the tier works on its own threads.
 
-    ``name`` is what orders and metrics call it. Jobs are numbers of the caller's choice; one of each kind may
-    be used again once it was reported. To begin one that is under way raises ``LocalError``.
+    ``name`` identifies the tier in orders and metrics. The caller numbers the jobs, for each kind by itself,
+    and may reuse a number once its job was reported. Beginning a job that is under way raises ``LocalError``.
     """
 
     name: str
     tracker: CompletionTracker
 
     def on_update(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on a thread of the tier, whenever ``poll`` has something to report."""
+        """Have the tier call ``wake``, on one of its threads, whenever ``poll`` has something to report."""
         self.tracker.on_update(wake)
 
     def poll(self) -> TierUpdate:
-        """What is new. Never waits."""
+        """Jobs that ended, changes and failures since the last poll. Never blocks."""
         return self.tracker.take()
 
     def has(self, contents: Sequence[Content]) -> Sequence[bool]:
-        """Of each content whether it is there now, as far as a tier can tell any thread at once."""
+        """For each content whether the tier has it; False where the tier keeps no index. Thread-safe."""
         return [False] * len(contents)
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
-        """By group and hash whether a content is pinned: a tier that can keeps it from making room then."""
+        """Pin or unpin contents: group, hash, whether pinned. The disk tier evicts no pinned content."""
         return
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to keep these rows. What it has already it does not write again.
+        """Begin to write rows; contents that the tier already has are not written again.
 
-        Rows that would wait beyond the bound of its queue fail at once. A row that can never be kept, without
-        bytes or with a hash of none or more than ``MAX_HASH_BYTES``, fails.
+        Rows beyond the bound of the write queue fail at once. Empty rows, empty hashes and hashes longer than
+        ``MAX_HASH_BYTES`` fail too.
         """
         ...
 
     def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to read these contents into memory. What has another length than its row is a miss."""
+        """Begin to read contents into the rows' memory. A record of another length than its row is a miss."""
         ...
 
     def seek(self, job: int, contents: Sequence[Content]) -> None:
-        """Begin to find out which of these contents it has."""
+        """Begin to find out which of these contents the tier has."""
         ...
 
     def clear(self) -> None:
-        """Forget everything. Nothing that was written or ordered before is found or read by later jobs.
+        """Forget all contents. Later jobs find and read nothing that was written or ordered before.
 
-        It is not reported as removed: its caller knows. Jobs under way are reported as ever.
+        The tier does not report these contents as removed. Jobs under way are reported as usual.
         """
         ...
 
     def close(self) -> bool:
-        """Stop, within seconds. Jobs that have not begun fail. Returns whether no row's memory is touched any
-        more; only a disk or a network that hangs is a reason why it might be.
+        """Stop within seconds; jobs that have not begun fail. ``poll`` still reports all jobs. Idempotent.
 
-        May be called several times. ``poll`` still reports what is left to report.
+        Returns whether all rows' memory is quiescent; it is not if a disk or network operation hangs.
         """
         ...
 
     def state(self) -> dict[str, Any]:
-        """What there is to see, for a person who looks: numbers and short texts."""
+        """The tier's state for an operator: numbers and short texts."""
         ...

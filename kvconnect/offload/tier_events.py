@@ -1,7 +1,8 @@
-"""What tiers have got and lost, with the tokens that it stands for: what routers index blocks by.
+"""KV cache events of all tiers: blocks stored and removed, with their tokens, for the index of a router.
 
-Of a block that is about to be kept it is noted whose it is. Its tokens are copied once there is an event of
-it, from the request itself. What has come and gone between two calls is no event.
+Before a block is kept, ``TierEvents`` notes the request that it belongs to, and copies the tokens from that
+request only when it makes an event of the block. A block that is stored and removed between two calls of
+``take`` makes no event. The module knows the event classes only by their fields.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvconnect.offload.tier import DISK, HOST, STORE
 from kvconnect.transfer.orders import CHANGES_AT_ONCE
 
 DEVICE = "device"
-"""What the tier above host memory is called."""
+"""The name of device memory, the tier above host memory."""
 
 _PLACES: dict[str, dict[str, Any]] = {
     DEVICE: {"medium": "GPU"},
@@ -28,31 +29,28 @@ _PLACES: dict[str, dict[str, Any]] = {
     DISK: {"medium": "STORAGE", "locality": "LOCAL", "ownership": DISK},
     STORE: {"medium": "STORAGE", "locality": "REMOTE", "ownership": STORE},
 }
-"""By tier where a block is, in the words of vLLM's events."""
+"""By tier the fields of vLLM's events that state where a block is."""
 
 Described = Mapping[str, Any]
-"""What blocks stand for, as fields of their event: ``token_ids``, and what else distinguishes them, if any.
-
-Of ``extra_keys`` there is one for each block.
-"""
+"""Event fields of some blocks: ``token_ids``, optionally ``lora_name`` and ``extra_keys`` (one per block)."""
 
 Describe = Callable[[Any, int, int, int], Described]
-"""Of a request the blocks from a number on, so many, of so many tokens. Copies the tokens."""
+"""Describes blocks of a request: request, number of the first, count, tokens per block. Copies the tokens."""
 
-# Plain tuples, since one is made of every block.
+# Plain tuples for speed: one is made for every block.
 Origin = tuple[int, Any, bytes | None, int]
-"""A block's number in a request, the request, the hash before it, and its tokens.
+"""A block's number in its request, the request, the parent block's hash, and the block's token count.
 
-Where it is known without a request what the block stands for, that is in its place.
+For a block that a footer describes, the second item is a ``Described`` in place of the request.
 """
 Part = tuple[Any, Sequence[bytes], int, int]
-"""A request, its hashes, and positions of blocks: the first, and the one after the last."""
+"""A request, its block hashes, and an interval of block positions: the first, and the one after the last."""
 Run = tuple[Origin, list[bytes]]
-"""Blocks of a request that follow one another: the origin of the first, and the hashes of all."""
+"""Consecutive blocks of one request: the origin of the first, and the hashes of all."""
 
 
 class _Footer(msgspec.Struct, array_like=True, gc=False):
-    """What is kept of a content: ``tokens`` are numbers of 4 bytes. Ids and sessions end with a process."""
+    """The description of a content that the disk keeps with its row; ``tokens`` are 4-byte integers."""
 
     tokens: bytes
     parent: bytes | None
@@ -65,16 +63,16 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class TierEvents:
-    """What all tiers have got and lost since it was taken last, as events that ``maker`` makes of it.
+    """Changes of all tiers since the last ``take``, which has ``maker`` turn them into events.
 
-    Takes time for what changes alone, and the least where a call has all of a step.
+    A call costs time in proportion to its changes; one call with all changes of a step is fastest.
     """
 
     def __init__(self, maker: EventMaker) -> None:
         self._maker = maker
-        # By group, of what is about to be kept, or being written.
+        # By group and hash, for contents that are about to be kept, or being written.
         self._origins: dict[int, dict[bytes, Origin]] = defaultdict(dict)
-        # By tier and group what came and what went; no content is in both.
+        # By tier and group the contents stored and those removed; no content is in both.
         self._changes: dict[str, dict[int, tuple[dict[bytes, Origin | None], dict[bytes, None]]]]
         self._changes = {tier: defaultdict(lambda: ({}, {})) for tier in _PLACES}
 
@@ -83,13 +81,13 @@ class TierEvents:
 
     @property
     def num_described(self) -> int:
-        """Contents of which it is remembered what they are; 0 when idle."""
+        """The number of contents with a noted origin; 0 when idle."""
         return sum(map(len, self._origins.values()))
 
     def describe(self, group: HitGroup, parts: Iterable[Part], wanted: Collection[bytes]) -> None:
-        """Note what those of the contents at these positions are that are ``wanted``."""
+        """Note the origins of those blocks in ``parts`` whose hashes are in ``wanted``."""
         origins, size = self._origins[group.group], group.block_tokens
-        # A draft's block is known by the hash of the block after it.
+        # A draft group names each block by the hash of the next block.
         ahead = int(group.is_draft)
         for view, hashes, first, end in parts:
             for at in range(first + ahead, min(end + ahead, len(hashes))):
@@ -97,7 +95,7 @@ class TierEvents:
                     origins[name] = at, view, hashes[at - 1] if at else None, size
 
     def footers(self, group: int, hashes: Sequence[bytes]) -> tuple[bytes, ...]:
-        """What contents stand for that were described, in the form that is kept with their rows."""
+        """The footer of each content, for the disk to keep with its row; empty without a noted origin."""
         origins, made = self._origins[group], dict[bytes, bytes]()
         for origin, names in _runs((name, origins[name]) for name in hashes if name in origins):
             first, view, parent, size = origin
@@ -111,7 +109,7 @@ class TierEvents:
         return tuple(made.get(name, b"") for name in hashes)
 
     def learn(self, tier: str, group: int, footers: Mapping[bytes, bytes], hashes: Sequence[bytes]) -> None:
-        """A tier had these contents from before, and what they stand for was kept with some of them."""
+        """A tier found contents from before its start, some of them with footers."""
         origins: list[Origin | None] = []
         for name in hashes:
             try:
@@ -127,19 +125,19 @@ class TierEvents:
         self.gained(tier, group, hashes, origins)
 
     def forget(self, group: int, hashes: Iterable[bytes]) -> None:
-        """The contents that were described come nowhere any more."""
+        """Drop the origins of contents that no tier will store any more."""
         origins = self._origins[group]
         for name in hashes:
             origins.pop(name, None)
 
     def stored(self, tier: str, group: int, hashes: Collection[bytes]) -> None:
-        """A tier has got contents. Without tokens, unless they were described."""
+        """A tier stored contents. Their event has tokens only if ``describe`` noted their origins."""
         self.gained(tier, group, hashes, map(self._origins[group].get, hashes))
 
     def gained(
         self, tier: str, group: int, hashes: Collection[bytes], origins: Iterable[Origin | None]
     ) -> None:
-        """A tier has got contents, and this is what they are."""
+        """A tier stored contents that have these origins."""
         gained, lost = self._changes[tier][group]
         if not lost or lost.keys().isdisjoint(hashes):
             gained.update(zip(hashes, origins, strict=True))
@@ -155,7 +153,7 @@ class TierEvents:
         lost.update(dict.fromkeys(hashes))
 
     def take(self) -> list[Any]:
-        """About ``CHANGES_AT_ONCE`` changes, the oldest; of each tier what it has got comes first."""
+        """Events of about ``CHANGES_AT_ONCE`` changes, oldest first; in a group stores precede removals."""
         taken: list[Any] = []
         left = CHANGES_AT_ONCE
         for tier, by_group in self._changes.items():
@@ -163,7 +161,7 @@ class TierEvents:
                 if gained and left > 0:
                     came = _oldest(gained, left)
                     left -= len(came)
-                    # A disk begins with the end of what comes together.
+                    # A disk stores the end of a sequence first.
                     each = came.items() if tier in (DEVICE, HOST) else sorted(came.items(), key=_place)
                     taken += self._maker.stored(tier, group, _runs(each))
                 if lost and left > 0:
@@ -177,7 +175,7 @@ _NOT_KNOWN: Origin = (0, {"token_ids": ()}, None, 0)
 
 
 def _oldest(changes: dict[bytes, Any], most: int) -> dict[bytes, Any]:
-    """So many, which are no changes any more."""
+    """Take at most ``most`` changes out of a dictionary, the oldest first."""
     oldest = dict(islice(changes.items(), most))
     if len(oldest) == len(changes):
         changes.clear()
@@ -187,7 +185,7 @@ def _oldest(changes: dict[bytes, Any], most: int) -> dict[bytes, Any]:
 
 
 def _runs(came: Iterable[tuple[bytes, Origin | None]]) -> list[Run]:
-    """What belongs to one request and follows one another shares a run. What is not known is one more."""
+    """Group consecutive contents of one request into runs; contents without an origin form one more run."""
     runs: list[Run] = []
     unknown: list[bytes] = []
     last, end = None, 0
@@ -204,19 +202,20 @@ def _runs(came: Iterable[tuple[bytes, Origin | None]]) -> list[Run]:
 
 
 def last_64_bits(name: bytes) -> int:
-    """As vLLM publishes hashes where nothing else is set."""
+    """A hash in vLLM's default published form."""
     return int.from_bytes(name[-8:], "big")
 
 
 def _place(one: tuple[bytes, Origin | None]) -> tuple[int, int]:
-    """By which blocks of one request are together, in their sequence there."""
+    """A sort key that puts the blocks of one request together, in their order there."""
     return (0, 0) if one[1] is None else (id(one[1][1]), one[1][0])
 
 
 class EventMaker:
-    """Makes events of vLLM's classes, or of classes like them, with those fields that they have.
+    """Makes events of vLLM's classes, or of similar ones, and fills the fields that a class has.
 
-    ``groups`` has what is the same for all blocks of a cache group; ``name`` is how a hash is published.
+    ``groups`` has, by cache group, the fields that are equal for all its blocks. ``name`` converts a hash to
+    its published form. Raises ``LocalError``: a class does not begin with the expected fields.
     """
 
     def __init__(
@@ -234,12 +233,12 @@ class EventMaker:
         self._of_removed = _constants(removed, _OF_REMOVED, [{} for _ in groups])
 
     def stored(self, tier: str, group: int, runs: Iterable[Run]) -> list[Any]:
-        """A tier has got these blocks: an event of each run."""
+        """Events for blocks that a tier stored, one for each run."""
         name, make, constants, events = self._name, self._stored, self._of_stored[tier, group], []
         for (first, view, parent, size), hashes in runs:
             described = view if isinstance(view, dict) else self.describe(view, first, len(hashes), size)
             published = None if parent is None else name(parent)
-            # By position, which takes a fraction of the time that keywords take.
+            # Positional arguments take a fraction of the time of keywords.
             event = make(list(map(name, hashes)), published, described["token_ids"], size, *constants)
             if len(described) > 1:
                 for field in self._of_requests & described.keys():
@@ -248,7 +247,7 @@ class EventMaker:
         return events
 
     def removed(self, tier: str, group: int, hashes: Iterable[bytes]) -> Any:
-        """A tier has these contents no more."""
+        """An event for blocks that a tier removed."""
         return self._removed([self._name(each) for each in hashes], *self._of_removed[tier, group])
 
 
@@ -259,7 +258,7 @@ _OF_REMOVED = ("block_hashes",)
 def _constants(
     made: type[msgspec.Struct], given: Sequence[str], groups: Sequence[Mapping[str, Any]]
 ) -> dict[tuple[str, int], tuple[Any, ...]]:
-    """By tier and group the fields after those that are ``given``, as far as they do not differ by event."""
+    """By tier and group the values of the fields after ``given``; the same for every event."""
     fields = msgspec.structs.fields(made)
     if tuple(field.name for field in fields[: len(given)]) != tuple(given):
         raise LocalError(f"{made.__name__} begins with {made.__struct_fields__}, and must begin with {given}")

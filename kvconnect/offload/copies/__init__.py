@@ -1,1 +1,1 @@
-"""Rows of host memory, and blocks on their way between them and a device."""
+"""The memory of rows, and copies between blocks on a device and rows in host memory."""

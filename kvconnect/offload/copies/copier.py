@@ -1,7 +1,7 @@
-"""Copies between device memory and rows of host memory.
+"""Copies between device memory and rows of host memory: snapshots and restores.
 
-A copier moves bytes between blocks and rows; its caller knows what they mean, and that nothing else writes to
-them meanwhile. Copies never raise: what goes wrong is in their ticket.
+A copier knows blocks and rows, but neither their contents nor requests. Its caller ensures that no other
+write reaches them meanwhile. A failed copy does not raise: its ticket has the error.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class CopyTicket:
-    """A snapshot or restore that was asked for. It always ends: with an event of the device, or at once.
+    """A snapshot or restore. It always ends: with an event of the device, or at once.
 
     Attributes:
-        error: why its bytes are not right, once it is done; None if they are.
-        waited_s: how long the compute stream had to wait until its blocks were read, once it is done:
-            between the two events of each of ``waits``.
+        error: why the copy failed; valid once it is done, None for success.
+        waited_s: how long the compute stream waited for staging memory, between the two events of each of
+            ``waits``; valid once the copy is done.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class CopyTicket:
 
     @property
     def done(self) -> bool:
-        """It ended: nothing reads or writes its blocks and rows for it any more.
+        """Whether the copy has ended: its blocks and rows are quiescent.
 
-        Once the device reports a failure, nothing runs on it any more.
+        If the device reports a failure, the copy has ended too, since such a device runs no work any more.
         """
         if self._end is None:
             return True
@@ -63,20 +63,20 @@ class CopyTicket:
         return True
 
     def wait(self) -> None:
-        """Block the calling thread until it is done. For tests and benchmarks."""
+        """Block the calling thread until the copy is done. For tests and benchmarks."""
         if self._end is not None:
             self._end.synchronize()
         assert self.done
 
 
 class Copier:
-    """Copies between the blocks of one worker and its rows; of this class where both are a CPU's.
+    """Copies between the blocks of one worker and its rows. This class is for a CPU, and copies at once.
 
-    ``snapshot`` and ``mark`` are called on the thread that gives the device its steps, ``restore`` on any one
-    thread, at the same time.
+    The thread that launches steps calls ``snapshot`` and ``mark``; one other thread may call ``restore``
+    meanwhile.
 
     Attributes:
-        staging_waits: how often a snapshot had to wait until staging memory was free.
+        staging_waits: how often a snapshot waited for free staging memory.
     """
 
     def __init__(self, parts: RowParts, arena: RowArena) -> None:
@@ -85,25 +85,25 @@ class Copier:
         self._mover = NumpyMover([lanes for kind in parts.lanes_of for lanes in kind], is_placed=True)
 
     def snapshot(self, copies: Sequence[RowCopies]) -> CopyTicket:
-        """Copy blocks to rows, as the blocks are when what was given to the device so far is done.
+        """Copy blocks to rows, with the bytes that all work launched on the device so far leaves in them.
 
-        What is given to the device afterwards may overwrite them. Rows are read once the ticket is done.
+        Work launched afterwards may overwrite the blocks. The rows are complete once the ticket is done.
         """
         return self._copy("snapshot", copies, pack=True)
 
     def mark(self) -> Any:
-        """Remember what the device was given so far; for ``restore``."""
+        """A mark after all work launched on the device so far; for ``restore``."""
         return None
 
     def restore(self, copies: Sequence[RowCopies], after: Any = None) -> CopyTicket:
-        """Copy rows to blocks, once what was given to the device up to the mark ``after`` is done.
+        """Copy rows to blocks, once all work launched before the mark ``after`` is done.
 
-        The blocks hold the rows' bytes for what is given to the device after the ticket is done.
+        Work launched after the ticket is done finds the rows' bytes in the blocks.
         """
         return self._copy("restore", copies, pack=False)
 
     def close(self) -> None:
-        """Wait until everything that was asked for is done, and free streams and staging memory."""
+        """Wait until all copies are done, and free streams and staging memory."""
 
     def _copy(self, what: str, copies: Sequence[RowCopies], pack: bool) -> CopyTicket:
         try:
@@ -118,17 +118,17 @@ class Copier:
 
 
 def make_arena(plan: ArenaPlan, device: torch.device | str) -> RowArena:
-    """The rows of a plan beside a device; pinned where the device is a GPU.
+    """Allocate the rows of a plan; for a GPU they are pinned.
 
     Raises:
-        ConfigError: the machine does not give that much memory, or does not let it be pinned.
+        ConfigError: the machine cannot allocate or pin that much memory.
     """
     device = torch.device(device)
     return RowArena(plan, CudaDevice(device) if device.type == "cuda" else None)
 
 
 def failure(what: str, error: Exception) -> str:
-    """Log why a copy of blocks failed; the error text of its ticket."""
+    """Log why a copy of blocks failed; returns the error text for its ticket."""
     logger.error("a %s of blocks failed: %s", what, error, exc_info=not isinstance(error, KVConnectError))
     return _text(error)
 
@@ -144,9 +144,9 @@ _MOST_PREPARED = 256
 
 
 class Ring:
-    """Staging memory: spans of ``length_bytes`` from ``address`` on, given out in turn.
+    """A ring of staging memory: ``length_bytes`` from ``address`` on, of which spans are taken in turn.
 
-    A span is taken, used, and sealed with a fence: the event after which nothing uses it, or None.
+    A span is taken, used, and sealed with a fence: the event after which no work uses it, or None.
     """
 
     def __init__(self, address: int, length_bytes: int) -> None:
@@ -157,12 +157,12 @@ class Ring:
         self._open: tuple[int, int] | None = None
 
     def take(self, length_bytes: int) -> tuple[int, Any]:
-        """The address of a span, and the fence that must be passed before it is used; None for none.
+        """Take a span: its address, and the fence to wait for before its use; None for no wait.
 
-        Fences are passed in the order in which spans were sealed.
+        Fences pass in the order in which spans were sealed.
 
         Raises:
-            LocalError: the span is longer than the ring, or the last one was not sealed.
+            LocalError: the span is longer than the ring, or the last span was not sealed.
         """
         if length_bytes > self.length_bytes:
             raise LocalError(f"a span has {length_bytes} bytes; accepted: up to {self.length_bytes}")
@@ -172,8 +172,7 @@ class Ring:
         self._open = start, start + length_bytes
         self._next = start + length_bytes
         fence = None
-        # The oldest come first, so that what lies in the way is at the front; a fence stands for those
-        # before it as well.
+        # The oldest spans come first, so overlapping ones are at the front; a fence covers all before it.
         in_the_way = [begin < start + length_bytes and start < end for begin, end, _ in self._sealed]
         last = max((index for index, hit in enumerate(in_the_way) if hit), default=-1)
         for _ in range(last + 1):
@@ -181,33 +180,33 @@ class Ring:
         return self._address + start, fence
 
     def seal(self, fence: Any) -> None:
-        """Nothing uses the span that was taken last once this fence is passed."""
+        """Seal the span taken last: no work uses it once the fence has passed."""
         if self._open is not None:
             self._sealed.append((*self._open, fence))
             self._open = None
 
 
 class Direction:
-    """One direction of copies: its kernel, and its staging memory. One thread at a time uses it.
+    """One direction of copies: its kernel and its staging memory. One thread at a time uses it.
 
-    The numbers of launches are kept until the launches are done.
+    The number columns of a launch are kept until the launch is done.
     """
 
     def __init__(self, parts: RowParts, launcher: Launcher, ring: Ring) -> None:
         self.ring = ring
         self._launcher = launcher
-        # A step stores few blocks, and about as many each time.
+        # Steps store few blocks, and similar numbers of them, so prepared layouts recur.
         self._prepare = lru_cache(_MOST_PREPARED)(lambda pages: launcher.prepare(0, (), parts.moves(pages)))
         self._lent: list[NumberBuffer] = []
         self._kept: deque[tuple[Any, list[NumberBuffer]]] = deque()
 
     def load(self, queue: CudaQueue, pieces: Sequence[Piece]) -> list[StagedChunk]:
-        """Bring the numbers of pieces to the device, at once."""
+        """Copy the number columns of all pieces to the device, at once."""
         while self._kept and self._kept[0][0].query():
             self._kept.popleft()
         layouts = [self._prepare(tuple(piece.numbers)) for piece in pieces]
-        # In memory of this queue: what torch frees on another stream it gives away there at once, although
-        # kernels that were launched there before may still use it.
+        # Allocate in this queue's stream: torch reuses memory of another stream there at once, even while
+        # kernels of this queue still use it.
         with queue.current():
             lent, staged = self._launcher.stage(layouts, [piece.numbers for piece in pieces])
         self._lent.append(lent)
@@ -215,17 +214,17 @@ class Direction:
         return staged
 
     def start(self, queue: CudaQueue, staged: StagedChunk, rows_at: int, pack: bool) -> None:
-        """Move a piece between its blocks and its rows, whose places count from an address."""
+        """Launch the kernel that moves a piece between its blocks and staging memory at ``rows_at``."""
         queue.run(partial(self._launcher.start, staged, rows_at, pack))
 
     def keep_until(self, end: Any) -> None:
-        """All that was loaded so far is done then."""
+        """Keep the number columns loaded so far until the event ``end``."""
         self._kept.append((end, self._lent))
         self._lent = []
 
 
 class StagedCopier(Copier):
-    """See ``Copier``. ``keep`` is what owns the staging memory."""
+    """The ``Copier`` of a GPU, through staging memory that ``keep`` owns."""
 
     def __init__(
         self, parts: RowParts, device: CudaDevice, storing: Direction, restoring: Direction, keep: object
@@ -238,7 +237,7 @@ class StagedCopier(Copier):
     def snapshot(self, copies: Sequence[RowCopies]) -> CopyTicket:
         try:
             compute = self._device.compute()
-            # While one half of the staging memory leaves, the other is filled.
+            # One half of the staging memory is filled while the other is copied to host memory.
             pieces = self._parts.pieces(copies, self._storing.ring.length_bytes // 2)
         except Exception as error:
             return CopyTicket(failure("snapshot", error))
@@ -267,9 +266,9 @@ class StagedCopier(Copier):
     def _move(
         self, pieces: Sequence[Piece], way: Direction, first: CudaQueue, last: CudaQueue, pack: bool
     ) -> CopyTicket:
-        """Move piece by piece, by the kernel and by copy engines, in this order to ``pack``.
+        """Move pieces: to ``pack``, by the kernel and then the copy engines; else in the reverse order.
 
-        The first of the two has one queue and the second another, so that they work on two pieces at a time.
+        The two stages use the queues ``first`` and ``last``, so that they work on two pieces at a time.
         """
         if not pieces:
             return CopyTicket()
@@ -304,14 +303,14 @@ class StagedCopier(Copier):
 
 
 def _end_of_failed(way: Direction, first: CudaQueue, last: CudaQueue) -> Any:
-    """What ends once nothing touches blocks or rows any more for copies that failed half-way."""
+    """An event after which no work of a half-failed copy touches blocks or rows; None: the device is lost."""
     end = None
     try:
         last.wait_for(first.record())
         end = last.record()
         way.keep_until(end)
     except Exception as lost:
-        # A device that takes no work does none either.
+        # A device that accepts no work runs none either.
         logger.error("the device takes no more copies: %s", lost)
     way.ring.seal(end)
     return end
@@ -325,12 +324,12 @@ def make_copier(
     staging_bytes: int = 0,
     reserved_bytes: int = 0,
 ) -> Copier:
-    """The copier for a device. On a GPU it takes a moment: kernels are compiled.
+    """The copier for a device. On a GPU this compiles kernels, which takes a moment.
 
-    The tensors of the layout must outlive it. If it fails the arena stays its owner's to close.
+    The tensors of the layout must outlive the copier. The caller closes the arena, also after an error.
 
-    ``staging_bytes`` is device memory for copies under way, 0 for what suits the device: less where its free
-    memory, less ``reserved_bytes`` of it, does not hold that.
+    ``staging_bytes`` is device memory for copies under way; 0 for a size that suits the device and its free
+    memory, less ``reserved_bytes``.
 
     Raises:
         ConfigError: the device has no room, or Triton is not installed.
@@ -357,7 +356,7 @@ def make_copier(
     all_lanes = [lanes for kind in parts.lanes_of for lanes in kind]
 
     def make_direction(address: int, pack: bool) -> Direction:
-        # Each direction has its own thread, and a launcher stages for one thread only.
+        # Each direction has its own thread, and a launcher serves one thread only.
         launcher = Launcher(all_lanes, device, is_placed=True)
         launcher.compile(pack)
         return Direction(parts, launcher, Ring(address, ring_bytes))
@@ -369,7 +368,7 @@ def make_copier(
 
 
 def fitted_staging(wanted_bytes: int, spare: int | None) -> int:
-    """As much staging memory as ``spare`` bytes of the device hold, and what copies cannot do without."""
+    """``wanted_bytes``, cut to ``spare`` bytes (None: unknown) but not below ``_LEAST_STAGING_BYTES``."""
     return wanted_bytes if spare is None else min(wanted_bytes, max(spare, _LEAST_STAGING_BYTES))
 
 

@@ -1,6 +1,6 @@
 """A GPU beside host memory: pinning, streams, and copies between the two by the GPU's copy engines.
 
-Owns the calls of the CUDA driver that torch does not offer. It must not know rows or blocks.
+The module owns the CUDA driver calls that torch does not offer. It must not know rows or blocks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 _REGISTER_PORTABLE, _REGISTER_DEVICEMAP = 1, 2
 _ACCESS_IN_STREAM_ORDER = 1
-# Fewer copies than this are begun one by one: the call for many has a cost of its own.
+# Up to so many copies are begun one by one, since the batch call has a cost of its own.
 _FEW = 4
 
 
 class _Attributes(ctypes.Structure):
-    """How the copies of one call may be done, as the driver's header has it; hints are type and id."""
+    """``CUmemcpyAttributes`` of the driver; each hint is a location's type and id."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
@@ -47,28 +47,28 @@ class CudaDevice:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
-        # Two forms of the call for many copies: only the older one reports which failed.
+        # Two versions of the batch call: only the older one reports which copy failed.
         names = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")
         self._batch_call = next((name for name in names if hasattr(self._library, name)), None)
         if self._batch_call is None:
             logger.info("copies between host and GPU are begun one by one: this CUDA driver is before 12.8")
 
     def compute(self) -> CudaQueue:
-        """The calling thread's stream, which runs the model's steps."""
+        """The calling thread's current stream, which runs the model's steps."""
         return CudaQueue(torch.cuda.current_stream(self._device), self, True)
 
     def make_queue(self) -> CudaQueue:
-        """A stream of its own."""
+        """A new stream."""
         return CudaQueue(torch.cuda.Stream(self._device), self, False)  # type: ignore[no-untyped-call]
 
     def pin(self, address: int, length_bytes: int) -> None:
-        """Fix host memory in place, so that devices can read and write it by themselves."""
+        """Page-lock host memory and map it, so that devices can read and write it."""
         flags = ctypes.c_uint(_REGISTER_PORTABLE | _REGISTER_DEVICEMAP)
         with self._current():
             self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(length_bytes), flags)
 
     def is_mapped(self, address: int) -> bool:
-        """Whether kernels reach pinned memory at the address that it has for us."""
+        """Whether kernels reach pinned memory at its host address."""
         found = ctypes.c_uint64()
         place = ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0)
         with self._current():
@@ -76,12 +76,12 @@ class CudaDevice:
         return found.value == address
 
     def unpin(self, address: int) -> None:
-        """Undo ``pin``. No device may still use the memory."""
+        """Undo ``pin``. The memory must be quiescent."""
         with self._current():
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def copy(self, source: Column, target: Column, length: Column, stream: int) -> None:
-        """Begin copies between addresses of host and GPU on a stream, in any order."""
+        """Begin copies between host and GPU on a stream, in any order; columns of addresses and bytes."""
         with self._current():
             if self._batch_call is not None and len(length) > _FEW:
                 self._copy_batch(self._batch_call, source, target, length, stream)
@@ -125,33 +125,30 @@ class CudaDevice:
 
 
 class CudaQueue:
-    """A stream: work is begun in the order in which it is given, none before all before it is done.
-
-    ``is_current`` states that the stream is the calling thread's.
-    """
+    """A CUDA stream: its work runs in order. ``is_current``: it is the calling thread's current stream."""
 
     def __init__(self, stream: torch.cuda.Stream, device: CudaDevice, is_current: bool) -> None:
         self._stream, self._device, self._is_current = stream, device, is_current
 
     def current(self) -> AbstractContextManager[Any]:
-        """The stream is the calling thread's meanwhile; what torch allocates then is this stream's."""
+        """A context in which the stream is current, so that torch allocates memory for this stream."""
         return nullcontext() if self._is_current else torch.cuda.stream(self._stream)
 
     def run(self, launch: Callable[[], None]) -> None:
-        """Work that ``launch`` gives to the stream that is current while it is called."""
+        """Call ``launch`` while the stream is current, so that its work goes to this stream."""
         with self.current():
             launch()
 
     def copy(self, source: Column, target: Column, length: Column) -> None:
-        """Copy stretches of memory by the device's copy engines, in any order."""
+        """Copy ranges of memory by the device's copy engines, in any order."""
         self._device.copy(source, target, length, self._stream.cuda_stream)
 
     def record(self, timed: bool = False) -> Any:
-        """An event: the point after what was given so far."""
+        """An event after all work given to the stream so far."""
         event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def wait_for(self, event: Any) -> None:
-        """Begin nothing that is given from now on before an event of any stream."""
+        """Make work given from now on wait for an event of any stream."""
         self._stream.wait_event(event)

@@ -1,7 +1,8 @@
-"""The host memory of rows, and what a row holds: the pages of one logical block, of all layers of its group.
+"""The host memory of rows, and their layout: a row holds one logical block, in all layers of its group.
 
-A row has for each region of the group, in the table's order, the bytes of the block's kernel pages one after
-the other, without gaps. So what a row holds depends on the cache's shape and not on where its tensors lie.
+A row has, for each region of the group in the table's order, the block's kernel pages one after the other,
+without gaps. So a row's bytes depend on the cache's shape, not on the addresses of its tensors. The module
+knows neither contents nor requests.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from kvconnect.transfer.orders import RowCopies
 
 logger = logging.getLogger(__name__)
 
-# One call for hundreds of GiB fails with some drivers; pieces also let the log report progress.
+# Some drivers fail to pin hundreds of GiB in one call.
 PIN_PIECE_BYTES = 4 << 30
 
 
 class RowArena:
-    """All rows of a plan.
+    """The memory of all rows of a plan.
 
     Args:
-        plan: which rows there are.
-        pinner: pins the memory; None where no device reads it by itself.
-        piece_bytes: most bytes that are pinned by one call, a multiple of 4096.
+        plan: the classes of rows and their offsets.
+        pinner: the GPU that pins the memory; None without a GPU.
+        piece_bytes: the most bytes pinned by one call, a multiple of 4096.
 
     Raises:
-        ConfigError: the machine does not give that much memory, or does not let it be pinned. From memory
-            that is not pinned copies would be slow and every step would wait for them.
+        ConfigError: the machine cannot allocate or pin that much memory. Copies of memory that is not pinned
+            would be slow, and every step would wait for them.
     """
 
     def __init__(
@@ -71,21 +72,21 @@ class RowArena:
 
     @property
     def borders(self) -> Sequence[int]:
-        """Addresses, in order, that no single copy by a device may reach across."""
+        """The borders of pinned pieces, in order of address: no single copy by a device may cross one."""
         return self._pieces[1:]
 
     @property
     def is_mapped(self) -> bool:
-        """Whether kernels of the device read rows where they lie for us. Raises as ``CudaDevice``."""
+        """Whether kernels reach rows at their host addresses. Raises ``EngineError``."""
         return self._pinner is None or all(map(self._pinner.is_mapped, self._pieces))
 
     def row(self, group: int, row: int) -> memoryview:
-        """The bytes of one row, which can be written to. Raises ``LocalError``: there is no such row."""
+        """The writable bytes of one row. Raises ``LocalError``: there is no such row."""
         start = self.plan.offset_bytes(group, row)
         return self._bytes[start : start + self.plan.row_class(group).row_bytes].data
 
     def addresses(self, group: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where rows of a group begin. Raises ``LocalError``: one of them does not exist."""
+        """The addresses of a group's rows. Raises ``LocalError``: a row does not exist."""
         found = self.plan.row_class(group)
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < found.num_all:
             raise LocalError(
@@ -95,7 +96,7 @@ class RowArena:
         return self.address + found.offset_bytes + rows * found.row_bytes
 
     def close(self) -> None:
-        """Unpin the memory. No copy may be under way; the memory itself goes with its last view."""
+        """Unpin the memory, which must be quiescent; it is freed with its last view."""
         pieces, self._pieces = self._pieces, []
         for address in pieces:
             assert self._pinner is not None
@@ -123,7 +124,7 @@ class RowArena:
 
 
 class RowLane(NamedTuple):
-    """Block ``b`` has ``length`` bytes at ``address + b * stride``, which are at ``offset`` of its row."""
+    """Maps ``length`` bytes of each block ``b``, at ``address + b * stride``, to ``offset`` of its row."""
 
     address: int
     stride: int
@@ -133,9 +134,9 @@ class RowLane(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupRows:
-    """How the rows of one cache group lie in device memory.
+    """The lanes by which rows of one cache group map to its blocks in device memory.
 
-    A row has ``content_bytes``, and nothing of use from there to ``row_bytes``, a multiple of 64.
+    A row has ``content_bytes``, then padding up to ``row_bytes``, a multiple of 64.
     """
 
     group: int
@@ -145,7 +146,7 @@ class GroupRows:
     lanes: tuple[RowLane, ...]
 
     def lanes_of(self, kind: int, first: int, stop: int) -> tuple[Lanes, ...]:
-        """The bytes ``first`` to ``stop - 1`` of rows, as lanes to a slot that holds them: group ``kind``."""
+        """Lanes for bytes ``first`` to ``stop - 1`` of rows, to a slot of these bytes, as group ``kind``."""
         cut = [
             flat_lane(kind, self.num_blocks, address + begin - offset, stride, end - begin, begin - first)
             for address, stride, length, offset in self.lanes
@@ -156,13 +157,13 @@ class GroupRows:
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """The rows of all cache groups of a worker, by group index."""
+    """The row layouts of all cache groups of a worker, by group index."""
 
     groups: Mapping[int, GroupRows]
 
     @classmethod
     def build(cls, table: RegionTable) -> RowLayout:
-        """The rows of a table's blocks. A group that has no layer on this worker has rows without content."""
+        """The layout for a table's blocks. A group without layers on this worker has rows without content."""
         ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in table.groups}
         most = max(region.num_blocks // ratios[region.group] for region in table.regions)
         regions: dict[int, list[Region]] = {group: [] for group in ratios}
@@ -174,7 +175,7 @@ class RowLayout:
 
     @property
     def row_bytes(self) -> dict[int, int]:
-        """Bytes of a row by group index."""
+        """Bytes of a row, padding included, by group index."""
         return {group: rows.row_bytes for group, rows in self.groups.items()}
 
 
@@ -196,10 +197,10 @@ def _group_rows(group: int, regions: Sequence[Region], ratio: int, num_blocks: i
 
 @dataclass(frozen=True)
 class RowPages:
-    """The kernel pages of a group's rows by number, none of which is 0.
+    """The numbers of the kernel pages in a group's rows; none is 0.
 
-    Row ``r`` has its first at ``(r + 1) * row_step``, and each of the ``ratio`` in a block ``page_step``
-    after the one before.
+    The first page of row ``r`` is number ``(r + 1) * row_step``; each of the block's ``ratio`` pages is
+    ``page_step`` after the one before.
     """
 
     content_bytes: int
@@ -208,18 +209,19 @@ class RowPages:
     ratio: int
 
     def ids(self, rows: Column) -> Column:
-        """Of each row its pages, in the order of their tokens."""
+        """The page numbers of each row in token order, of shape (rows, ``ratio``)."""
         ids: Column = np.add.outer((rows + 1) * self.row_step, np.arange(self.ratio) * self.page_step)
         return ids
 
 
 def row_table(table: RegionTable, arena: RowArena) -> tuple[RegionTable, dict[int, RowPages]]:
-    """Rows as the blocks of a region table, for a packer that reads them, and their numbers by group.
+    """A region table over rows, for a packer that reads rows, and the numbers of their pages by group.
 
-    A row has the kernel pages of each region side by side, so that they and the rows are steps of one stride:
-    blocks of the table are kernel blocks, and overlap where the stride is less than a page. Block 0, at the
-    row before the first, is none, and never read. Raises ``LayoutError``: pages of a group that is split into
-    kernel blocks differ in length.
+    The blocks of the table are kernel blocks. A row has the kernel pages of a region side by side, so one
+    stride divides both pages and rows; blocks overlap where the stride is less than a page. Block 0 lies in
+    the row before the first, and is never read.
+
+    Raises ``LayoutError``: a group is split into kernel blocks, and its regions' pages differ in length.
     """
     regions, groups, pages = [], [], {}
     for geometry in table.groups:
@@ -249,10 +251,10 @@ def row_table(table: RegionTable, arena: RowArena) -> tuple[RegionTable, dict[in
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Parts that are in staging memory at one time, in the order of their addresses in host memory.
+    """Parts that share one span of staging memory, in the order of their addresses in host memory.
 
-    ``numbers`` are the kernel's, whose places count from the beginning of a span of ``total_bytes``.
-    ``copies`` are host address, place and length of what must be copied.
+    ``numbers`` are the kernel's columns, whose places are offsets in the span of ``total_bytes``. ``copies``
+    are columns of host address, offset in the span, and length in bytes.
     """
 
     numbers: Mapping[PageRange, Column]
@@ -261,10 +263,10 @@ class Piece:
 
 
 class RowParts:
-    """The rows of an arena in parts of at most ``part_bytes``, a multiple of 64; 0 for rows as they are.
+    """The rows of an arena in parts of at most ``part_bytes``, a multiple of 64; 0 for undivided rows.
 
-    A *part* is what of a row travels as one. A *kind* is the parts of a group's rows that have the same bytes
-    of theirs: it stands for the cache group in the lanes and page ranges of the kernels.
+    A *part* is a range of a row that is copied as one. A *kind* is the same range in all rows of a group; in
+    the kernels' lanes and page ranges it takes the place of the cache group.
 
     Attributes:
         lanes_of: the lanes of each kind.
@@ -284,7 +286,7 @@ class RowParts:
             self.lanes_of += [rows.lanes_of(*cut) for cut in cuts]
 
     def moves(self, pages: Sequence[PageRange]) -> tuple[Move, ...]:
-        """How parts are moved: so many of each kind."""
+        """The kernel's moves for page ranges, in which a kind is the group, and parts are counted."""
         return tuple(
             Move(lanes, slice(None), lanes.wire_offset, some, 0, some.count)
             for some in pages
@@ -292,10 +294,10 @@ class RowParts:
         )
 
     def columns(self, copies: Sequence[RowCopies]) -> Column:
-        """Kind, block, host address and length of all parts of some orders.
+        """Columns of kind, block, host address and length of all parts of some copies, of shape (4, parts).
 
         Raises:
-            LocalError: blocks and rows are not pairs, one does not exist, or a block is the null block.
+            LocalError: blocks and rows differ in number, one does not exist, or a block is the null block.
         """
         found = [self._columns(one) for one in copies]
         return np.concatenate(found, axis=1) if found else np.empty((4, 0), dtype=np.int64)
@@ -319,7 +321,7 @@ class RowParts:
         return columns.reshape(4, -1)
 
     def pieces(self, copies: Sequence[RowCopies], most_bytes: int) -> list[Piece]:
-        """Orders in pieces of at most ``most_bytes``, or of one part where that has more.
+        """Divide copies into pieces of at most ``most_bytes``, or of one part if that is longer.
 
         Raises:
             LocalError: as for ``columns``.
@@ -347,9 +349,9 @@ class RowParts:
     def _copies(
         self, address: Column, begin: Column, length: Column, firsts: Sequence[int]
     ) -> tuple[Column, Column, Column]:
-        """Host address, place and length of stretches that lie side by side in both memories.
+        """Columns of host address, offset and length of ranges that are contiguous in both memories.
 
-        None reaches across a border of the arena, or from one piece into the next.
+        No range crosses a border of the arena, or extends into the next piece.
         """
         new = np.ones(len(begin), dtype=bool)
         np.not_equal(address[1:], address[:-1] + length[:-1], out=new[1:])
@@ -369,7 +371,7 @@ class RowParts:
 
 
 def page_numbers(kind: Column, block: Column, place: Column) -> dict[PageRange, Column]:
-    """The numbers of parts by kind, as movers of placed pages read them: blocks, and then places."""
+    """The number columns of parts by kind, as movers of placed pages read them: blocks, then places."""
     numbers = {}
     for one, count in enumerate(np.bincount(kind).tolist()):
         if count:

@@ -1,1 +1,1 @@
-"""A tier on disk: a file for each row under a hard bound, found after a crash, and verified."""
+"""The disk tier: one file for each row, under a hard bound, verified when read, recovered after a crash."""

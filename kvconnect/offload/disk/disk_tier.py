@@ -1,4 +1,4 @@
-"""The tier on disk: a file for each row, written by one thread and read by several."""
+"""The disk tier's jobs and threads: one thread writes rows, several read. ``row_files`` owns the files."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class IoThreads:
-    """A few threads for work that waits for a disk. Work is done in the order it came, several at once.
+    """A few daemon threads for disk I/O, which take work in the order of its submission.
 
-    An executor of the standard library would keep the process from ending while a disk hangs.
+    An executor of the standard library would keep the process from exiting while a disk hangs.
     """
 
     def __init__(self, name: str, count: int, on_error: Callable[[Exception], object]) -> None:
@@ -49,7 +49,7 @@ class IoThreads:
             thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Have this done by one of the threads; by the caller, once they were closed."""
+        """Run work on one of the threads, or on the calling thread once they were closed."""
         with self._lock:
             if not self._is_closed:
                 self._queue.put(work)
@@ -57,7 +57,7 @@ class IoThreads:
         self._do(work)
 
     def close(self, deadline_s: float) -> bool:
-        """Let them finish what was submitted, until a moment of ``time.monotonic``; whether all ended."""
+        """Let the threads finish until ``deadline_s`` (``time.monotonic``); returns whether all ended."""
         with self._lock:
             self._is_closed = True
             for _ in self._threads:
@@ -69,7 +69,7 @@ class IoThreads:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             self._do(work)
-            # What was done may hold the memory of rows, and the next piece may be long in coming.
+            # Work may hold the memory of rows, and the next piece may be long in coming.
             del work
 
     def _do(self, work: Callable[[], None]) -> None:
@@ -88,12 +88,12 @@ _FOOTERS_AT_ONCE = 256
 def open_disk_tier(
     config: OffloadConfig, namespace: Namespace, rank: int, world_size: int, *, reads_footers: bool = False
 ) -> DiskTier:
-    """The disk tier of one rank, as configured. What was kept before is found in the background.
+    """The disk tier of one rank, as configured. It recovers rows from before its start in the background.
 
-    Raises ``ConfigError``: the path cannot be a folder of ours, or another process uses it.
+    Raises ``ConfigError``: the path is no folder of this user, or another process uses it.
     """
     facts = json.loads(namespace.text)["facts"]
-    # Who may look at a folder need not know what it takes to find something in it.
+    # Finding rows takes the salt: a reader of the folder must not learn it.
     facts.pop("salt", None)
     owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts, namespace.label)
     return DiskTier(
@@ -108,16 +108,16 @@ def open_disk_tier(
 class DiskTier(LowerTier):
     """Rows in files of one folder, ``path/<namespace>-rank<rank>``.
 
-    A folder that cannot be used now is tried again when something shall be written, ever more seldom.
+    If the folder cannot be used, the tier tries again when it is to write, with growing pauses.
 
     Args:
-        path: under which every rank and namespace has its folder.
-        owner: of the rows.
-        limit_bytes: most bytes on the disk, of everything that the tier keeps there.
+        path: the parent of the folders of all ranks and namespaces.
+        owner: the rank and namespace of the rows.
+        limit_bytes: most bytes that the tier takes on the disk.
         max_queued_bytes: most bytes of rows that wait to be written.
-        reads_footers: whether what was kept before is reported with its footers, a part at a time.
-        retry_s: how long it leaves a disk alone that refused to be written, the first time and at most.
-        open_folder: how a folder is opened.
+        reads_footers: whether recovered rows are reported with their footers, a part at a time.
+        retry_s: first and longest pause after a failed write, doubled each time.
+        open_folder: opens a folder; for tests.
     """
 
     name = "disk"
@@ -139,7 +139,7 @@ class DiskTier(LowerTier):
         self.tracker = CompletionTracker()
         self.tracker.is_recovering = True
         self._catalog = Catalog(self.tracker, waits=reads_footers)
-        # A disk that refused to be written is left alone, twice as long each time.
+        # After a failed write the disk is left alone, twice as long each time.
         self._retry_s = retry_s
         self._pause_s = self._retry_at = 0.0
         self._paused_by = ""
@@ -154,10 +154,10 @@ class DiskTier(LowerTier):
         self._readers = IoThreads("kvconnect-disk-reader", READ_THREADS, self._note)
         self._writer.submit(self._recover)
 
-    # ---- what its owner calls
+    # ---- for the owner's thread
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to write rows, as many as there is room for in the queue; the others fail at once."""
+        """Begin to write rows, as many as the queue has room for; the others fail at once."""
         self.tracker.open("write", job, len(rows))
         is_closed = self._rows.is_closing
         count = length_bytes = 0
@@ -194,7 +194,7 @@ class DiskTier(LowerTier):
         self._catalog.pin(pins)
 
     def clear(self) -> None:
-        """Forget everything; the files go in the background."""
+        """Forget all contents; the files are removed in the background."""
         self._catalog.clear()
         self._writer.submit(self._rows.remove_cleared)
 
@@ -211,7 +211,7 @@ class DiskTier(LowerTier):
         }
 
     def close(self) -> bool:
-        """Stop; what was written stays, for the next to open the folder."""
+        """Stop. Written rows stay for the next process that opens the folder."""
         self._rows.is_closing = True
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
         has_ended = self._writer.close(deadline_s)
@@ -236,13 +236,13 @@ class DiskTier(LowerTier):
             self.recovered.set()
 
     def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
-        """Write rows that are not there yet, and settle all of them, written or failed."""
+        """Write rows that the folder does not have, and settle all of them, written or failed."""
         paused = 0
         contents = [row.content for row in rows]
-        # What is there is used: it does not make room for the rest.
+        # Mark contents that are there as used: they must not be evicted for the rest.
         self._catalog.has(contents, is_use=True)
         self._catalog.confirm(contents)
-        # Of a sequence the end is written first, so that it makes room first, also after a restart.
+        # The end of a sequence is written first, so that it is evicted first, also after a restart.
         for row in reversed(rows):
             if self._rows.is_closing or epoch != self._catalog.epoch:
                 break
@@ -253,7 +253,7 @@ class DiskTier(LowerTier):
             else:
                 self._try_to_write(row, epoch)
         self.tracker.fail("disk_paused", self.path, times=paused)
-        # Where all was cleared meanwhile, no row is there.
+        # If the tier was cleared meanwhile, none of the rows is there.
         there = self._catalog.has(contents)
         failed = [content for content, is_there in zip(contents, there, strict=True) if not is_there]
         with self._lock:
@@ -281,7 +281,7 @@ class DiskTier(LowerTier):
     # ---- on a reader's thread
 
     def _report_found(self) -> None:
-        """Report what was kept before, with what it stands for, unless that was not wanted."""
+        """Report recovered contents with their footers, if the tier reads footers."""
         while not self._rows.is_closing and (found := self._catalog.unreported(_FOOTERS_AT_ONCE)):
             self._catalog.report({content: self._footer(content) for content in found})
         self.tracker.recovered()
@@ -290,7 +290,7 @@ class DiskTier(LowerTier):
         try:
             return self._rows.read_footer(content)
         except OSError:
-            # One that cannot be read is no worse than one that is not there.
+            # An unreadable footer is no worse than a missing one.
             return b""
         except Exception as error:
             self._note(error)
@@ -311,27 +311,27 @@ class DiskTier(LowerTier):
         self.tracker.settle("read", job, len(rows), missing)
 
     def _read_row(self, row: TierRow, kept: KeptFile, wrong: dict[Content, KeptFile]) -> bool:
-        """Whether a row was read; adds it to ``wrong`` if it never will be."""
+        """Read a row; returns whether it is intact. Adds it to ``wrong`` if another try would fail too."""
         try:
             reason = self._rows.read(row)
         except Exception as error:
-            # One that cannot be opened now may be later.
+            # A file that cannot be opened now may be readable later.
             self._note(error)
             return False
         if not reason:
             return True
-        # A row that made room meanwhile is no fault of the disk.
+        # A row that was evicted meanwhile is no fault of the disk.
         if self._catalog.has([row.content])[0] is kept:
             self.tracker.fail(reason, f"{self.path}: group {row.group}, hash {row.hash.hex()} cannot be read")
         wrong[row.content] = kept
         return False
 
     def _note(self, error: Exception) -> str:
-        """Count what went wrong, and log it; what it is counted as."""
+        """Count an error, and log it; returns the reason that it counts as."""
         reason = reason_of(error)
         if reason == INTERNAL:
             logger.error("%s: the disk tier goes on after an error", self.path, exc_info=error)
-        # What was begun when the tier was closed goes on with the next process.
+        # Work that closing the tier cut short is no failure: the next process goes on with it.
         if reason != CLOSED:
             self.tracker.fail(reason, f"{self.path}: {error}")
         return reason

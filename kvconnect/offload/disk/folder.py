@@ -1,4 +1,4 @@
-"""The folder of one rank and namespace: its lock, description and files, and what operators see of it."""
+"""The folder of one rank and namespace: lock, description and row files, and operators' commands on it."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from kvconnect.offload.record import HEADER_BYTES, RecordFormat, namespace_of, o
 from kvconnect.offload.tier import Content
 
 OVERHEAD_BYTES = 64 << 10
-"""What a folder takes beside its rows, at most."""
+"""The most bytes that a folder takes beside its rows."""
 
 UNFINISHED = "new.kv.unfinished"
-"""The file of the row that is being written; it gets the row's name once it is whole."""
+"""The file of a row that is being written; it is renamed to the row's name once it is whole."""
 
 _LOCK, _FACTS = "lock", "facts.json"
 _CLEARED = "cleared"
-"""While this file is there, all rows in the folder are void."""
+"""While a file of this name exists, all rows in the folder are void."""
 
 _MAX_FACT_BYTES = 12 << 10
 MAX_LABEL = 200
 _FILE_SYSTEM_BLOCK_BYTES = 4096
 _FOLDER_NAME = re.compile(r"([0-9a-f]{16,64})-rank([0-9]{1,6})")
 _ROW_NAME = re.compile(r"([0-9a-f]{1,8})-((?:[0-9a-f]{2}){1,64})\.kv")
-# Beginnings of rows, and segments as former versions wrote them.
+# Unfinished rows, and segments of former versions.
 _REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished|[0-9]{12}\.kv")
 
 
 @dataclass(frozen=True)
 class FolderOwner:
-    """Whose rows a folder holds: those of one rank of ``world_size``, in a namespace.
+    """The owner of a folder's rows: one rank of ``world_size``, in one namespace.
 
-    ``namespace`` is a digest in hexadecimal; ``facts`` and ``label`` describe it to operators.
+    ``namespace`` is the digest in hexadecimal; ``facts`` and ``label`` describe it to operators.
     """
 
     namespace: str
@@ -57,7 +57,7 @@ class FolderOwner:
 
 
 class RowFile(NamedTuple):
-    """A file in a folder; without ``content`` it is none of a whole row. It was used last at ``used_s``."""
+    """A file in a folder, last used at ``used_s`` (Unix time). Without ``content`` it is not a whole row."""
 
     name: str
     content: Content | None
@@ -74,15 +74,15 @@ class FolderHeld(ConfigError):
 
 
 class DiskFolder:
-    """An open and locked folder, closed with its last reference: others may read from it when it is lost.
+    """An open and locked folder, closed with its last reference, since threads may still read from it.
 
-    Each system call on its files is a method of its own, so that a test can make it fail. It is made where it
-    is not there, if ``is_made``.
+    Each system call on its files is a method of its own, so that a test can make it fail. With ``is_made`` a
+    missing folder is created.
 
     Raises:
-        FolderHeld: another process, or another tier of this one, uses it.
-        ConfigError: the path names no folder, or one of another user.
-        OSError: it cannot be made, opened or locked.
+        FolderHeld: another process, or another tier of this process, uses the folder.
+        ConfigError: the path is no folder, or a folder of another user.
+        OSError: the folder cannot be created, opened or locked.
     """
 
     def __init__(self, path: Path, *, is_made: bool = True) -> None:
@@ -111,7 +111,7 @@ class DiskFolder:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            # A disk that takes nothing any more can still give back what is on it.
+            # A read-only disk can still be read.
             self._lock = self.open(_LOCK, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,17 +120,17 @@ class DiskFolder:
                 f"disk_path: {self.path} is used by process {holder_of(self.path) or 'unknown'}; accepted: a "
                 "folder that no other process uses"
             ) from error
-        # The owner of the lock may remove the folder: what was locked may be gone.
+        # The former owner of the lock may have removed the folder that was locked here.
         if not self.is_there:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        # On a disk that is full or read-only it goes without.
+        # A full or read-only disk cannot record the process id.
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     @property
     def is_there(self) -> bool:
-        """Whether it is still in its place, and its lock in it."""
+        """Whether the path still leads to this folder, and the folder has this lock."""
         try:
             lock = os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False)
             return os.path.samestat(os.stat(self.path), os.fstat(self._folder)) and os.path.samestat(
@@ -160,10 +160,10 @@ class DiskFolder:
     def listing(self) -> list[RowFile]:
         return list_files(self._folder)
 
-    # ---- what they are for
+    # ---- operations made of them
 
     def write_row(self, name: str, buffers: Sequence[Any]) -> None:
-        """Write the file of a row: under its name it is whole, or not there."""
+        """Write a row's file under another name, then rename it to ``name``, where all files are whole."""
         file = self.open(UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             if _move_all(self.write, file, buffers) < sum(map(len, buffers)):
@@ -173,12 +173,12 @@ class DiskFolder:
         self.rename(UNFINISHED, name)
 
     def read_row(self, file: int, buffers: Sequence[Any]) -> int:
-        """Fill buffers from the beginning of an open file, as far as it goes; how many bytes that were."""
+        """Fill buffers from the start of an open file; returns the number of bytes read."""
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
         return _move_all(self.read, file, buffers)
 
     def mark_cleared(self, is_cleared: bool) -> None:
-        """Note that all rows in it are void, also for the next process; or that none of them is left."""
+        """Mark all rows in the folder as void, also for the next process; or remove that mark."""
         if is_cleared:
             os.close(self.open(_CLEARED, os.O_WRONLY | os.O_CREAT))
         else:
@@ -186,7 +186,7 @@ class DiskFolder:
         self.is_cleared = is_cleared
 
     def describe(self, owner: FolderOwner) -> None:
-        """Write the owner into the folder, for operators, with those of its facts that are short."""
+        """Write the owner, with its short facts, into the folder for operators."""
         facts = {key: fact for key, fact in owner.facts.items() if len(json.dumps(fact)) <= _MAX_FACT_BYTES}
         described = {"namespace": owner.namespace, "label": owner.label[:MAX_LABEL], "rank": owner.rank}
         text = json.dumps({**described, "facts": facts})
@@ -197,7 +197,7 @@ class DiskFolder:
             os.close(file)
 
     def delete(self) -> None:
-        """Remove the folder and all that is ours in it. Raises ``OSError``: something else is in it."""
+        """Remove the folder and its files. Raises ``OSError``: a file of another kind is in it."""
         for file in self.listing():
             self.remove(file.name)
         for name in (_FACTS, _CLEARED, _LOCK):
@@ -205,7 +205,7 @@ class DiskFolder:
         os.rmdir(self.path)
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Close and unlock the folder."""
         for file in (self._lock, self._folder):
             if file >= 0:
                 os.close(file)
@@ -218,7 +218,7 @@ OpenFolder = Callable[..., DiskFolder]
 
 
 def parse_folder_name(name: str) -> tuple[str, int] | None:
-    """The beginning of the namespace, and the rank, of a folder; None if it is none of ours."""
+    """The namespace's first digits and the rank in a folder's name; None for any other name."""
     match = _FOLDER_NAME.fullmatch(name)
     return (match[1], int(match[2])) if match else None
 
@@ -228,12 +228,12 @@ def row_name(content: Content) -> str:
 
 
 def bytes_on_disk(length_bytes: int) -> int:
-    """What a file of this length takes on a disk at most: whole blocks, and some for its name and place."""
+    """The most bytes that a file of this length takes on disk: whole blocks, and one block of metadata."""
     return (div_ceil(length_bytes, _FILE_SYSTEM_BLOCK_BYTES) + 1) * _FILE_SYSTEM_BLOCK_BYTES
 
 
 def list_files(folder: int | Path) -> list[RowFile]:
-    """The files of rows in a folder, whole and otherwise, least recently used first. Raises ``OSError``."""
+    """The row files in a folder, whole or not, least recently used first. Raises ``OSError``."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -249,7 +249,7 @@ def list_files(folder: int | Path) -> list[RowFile]:
 
 
 def holder_of(path: Path) -> str:
-    """The process that uses a folder; empty if none does."""
+    """The id of the process that uses a folder; empty if none does, ``unknown`` if it is not recorded."""
     with contextlib.suppress(OSError), open(path / _LOCK, errors="replace") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -260,7 +260,7 @@ def holder_of(path: Path) -> str:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The owner as ``describe`` wrote it into a folder; empty if that is missing or unreadable."""
+    """The owner that ``describe`` wrote into a folder; empty if missing or unreadable."""
     with contextlib.suppress(OSError, ValueError), open(path / _FACTS, "rb") as file:
         found = json.loads(file.read(OVERHEAD_BYTES))
         return found if isinstance(found, dict) else {}
@@ -289,7 +289,7 @@ def _move_all(move: Callable[[int, Sequence[Any], int], int], file: int, buffers
 
 
 def cache_folders(path: Path) -> list[Path]:
-    """The folders of the disk tier below a path. Raises ``ConfigError``: it is no folder that can be read."""
+    """The folders of disk tiers in ``path``. Raises ``ConfigError``: the path is no readable folder."""
     try:
         return sorted(one for one in path.iterdir() if parse_folder_name(one.name) and one.is_dir())
     except OSError as error:
@@ -297,10 +297,10 @@ def cache_folders(path: Path) -> list[Path]:
 
 
 def look(path: Path) -> dict[str, Any]:
-    """What is in a folder, by its description and its files. Raises ``ConfigError``: it cannot be read.
+    """A summary of a folder for operators. Raises ``ConfigError``: the folder cannot be read.
 
-    ``holder`` is the process that uses it, empty if none does; ``newest_s`` and ``oldest_s`` are when its
-    rows were used last.
+    ``holder`` is the process that uses the folder, empty for none. ``oldest_s`` and ``newest_s`` are the last
+    uses of its least and most recently used rows, in Unix time.
     """
     parsed = parse_folder_name(path.name)
     assert parsed is not None
@@ -320,7 +320,7 @@ def look(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> Iterator[tuple[str, int, str]]:
-    """Read every row of a folder: the name and length of each file, and what is wrong with it, if anything.
+    """Read every row of a folder: yields each file's name, length in bytes, and flaw (empty for none).
 
     Raises ``ConfigError``: the folder cannot be read.
     """
@@ -329,7 +329,7 @@ def verify(path: Path) -> Iterator[tuple[str, int, str]]:
         try:
             text = _flaw(path.name, file.content, memoryview((path / file.name).read_bytes()))
         except FileNotFoundError:
-            # It made room.
+            # The row was evicted meanwhile.
             continue
         except OSError as error:
             text = str(error)
@@ -337,9 +337,9 @@ def verify(path: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def remove(paths: list[Path]) -> None:
-    """Remove folders and all that is in them. Raises ``ConfigError``: a process uses one, or it cannot go.
+    """Remove folders with their files; none of them if a process uses one.
 
-    If a process uses one of them, none is removed.
+    Raises ``ConfigError``: a process uses a folder, or a folder cannot be removed.
     """
     with contextlib.ExitStack() as opened:
         path = None

@@ -1,8 +1,8 @@
-"""The rows of one folder: which there are, how they are written and read, what makes room, what goes wrong.
+"""The rows of one folder: their catalog, reads and writes, eviction under the byte bound, and error reasons.
 
-Folders of other namespaces that no process uses, as they are left after a change of the model, count within
-the bound of the rank that took their place, and make room before anything else does: a disk does not hold two
-caches.
+Abandoned folders are those of other namespaces that no process uses, for example after a change of the model.
+They count within the bound of the rank that replaced them, and are evicted first: a disk does not hold two
+caches. The module knows neither jobs nor threads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _REASONS = {
 
 
 def reason_of(error: Exception) -> str:
-    """What an error is counted as."""
+    """The reason that an error counts as."""
     if isinstance(error, OSError):
         return _REASONS.get(error.errno or 0, "disk_io")
     if isinstance(error, ConfigError):
@@ -70,21 +70,21 @@ def reason_of(error: Exception) -> str:
 
 
 _ADOPTED_AT_ONCE = 1024
-"""About a millisecond on the lock, for which questions wait."""
+"""Files adopted under one hold of the lock: about a millisecond, in which lookups wait."""
 
 
 @dataclass(eq=False)
 class KeptFile:
-    """A row that was written: another one if it is written again."""
+    """A written row. The identity of the object tells a row from one written again for the same content."""
 
     disk_bytes: int
 
 
 class Catalog:
-    """Contents and what their files take, least recently used first. Changes are reported to a tracker.
+    """Contents and the bytes of their files in LRU order. Reports changes to a tracker. Thread-safe.
 
-    ``taken_bytes`` is what all files take at most; ``epoch`` is another number after every ``clear``. If it
-    ``waits``, what was there before is reported when its footers are read.
+    ``taken_bytes`` is the most that all files take on disk. ``epoch`` grows with every ``clear``. With
+    ``waits``, recovered contents are reported by ``report``, once their footers are read.
     """
 
     def __init__(self, tracker: CompletionTracker, *, waits: bool = False) -> None:
@@ -95,29 +95,29 @@ class Catalog:
         self._lock = threading.Lock()
         self._rows: OrderedDict[Content, KeptFile] = OrderedDict()
         self._pinned: set[Content] = set()
-        # Files that are of no content any more, and still take room: by name how many bytes.
+        # Doomed files, to be removed: they belong to no content, and still take these bytes on disk.
         self._doomed: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[KeptFile | None]:
-        """Those of these that are there; if they are used, these make room last."""
+        """The rows of contents, None for absent ones. With ``is_use`` they become the most recently used."""
         with self._lock:
-            # The end of a sequence makes room before the beginning, without which it is useless.
+            # The end of a sequence is evicted first: no hit can use it without the beginning.
             for content in reversed(contents) if is_use else ():
                 if content in self._rows:
                     self._rows.move_to_end(content)
             return [self._rows.get(content) for content in contents]
 
     def begin(self, length_bytes: int) -> None:
-        """A row is about to be written: from now on its file takes room, and belongs to no content."""
+        """A row is about to be written: its file takes room from now on, and belongs to no content yet."""
         with self._lock:
             self.taken_bytes += length_bytes - self._doomed.get(UNFINISHED, 0)
             self._doomed[UNFINISHED] = length_bytes
 
     def add(self, content: Content, epoch: int) -> None:
-        """The row that was begun is whole; its file is to go if all was cleared since ``epoch``."""
+        """The row that was begun is whole; its file is doomed if the catalog was cleared since ``epoch``."""
         name = row_name(content)
         with self._lock:
             length_bytes = self._doomed.pop(UNFINISHED)
@@ -130,7 +130,7 @@ class Catalog:
             self._tracker.add([content])
 
     def adopt(self, files: Sequence[RowFile], epoch: int) -> None:
-        """Files that were there before, least recently used first; all are to go if all was cleared since."""
+        """Add files found in the folder, least recently used first; all are doomed if ``epoch`` is over."""
         for first in range(0, len(files), _ADOPTED_AT_ONCE):
             some = files[first : first + _ADOPTED_AT_ONCE]
             rows = {file.content: KeptFile(file.disk_bytes) for file in some if file.content is not None}
@@ -145,24 +145,24 @@ class Catalog:
                     self._tracker.add(list(rows))
 
     def unreported(self, most: int) -> list[Content]:
-        """The next of what was there before and was not reported: once, and most recently used first."""
+        """Take up to ``most`` recovered contents that were not reported yet, most recently used first."""
         with self._lock:
             taken = self._unreported[-most:]
             del self._unreported[-most:]
         return taken[::-1]
 
     def report(self, footers: Mapping[Content, bytes]) -> None:
-        """Report contents that were there before, with what they stand for, unless they are gone."""
+        """Report recovered contents with their footers, unless they are gone."""
         with self._lock:
             self._tracker.add([content for content in footers if content in self._rows], footers)
 
     def confirm(self, contents: Sequence[Content]) -> None:
-        """Report those that are there anew: where another rank missed one, it is dropped for all of them."""
+        """Report contents that are there again: the scheduler half forgets those that any rank missed."""
         with self._lock:
             self._tracker.add([content for content in contents if content in self._rows])
 
     def forget(self, missing: Sequence[Content], wrong: Mapping[Content, KeptFile]) -> None:
-        """Report contents that are not there, or whose rows are wrong, unless they were written again."""
+        """Doom the rows in ``wrong``, and report ``missing`` contents as removed, unless written again."""
         with self._lock:
             for content, kept in wrong.items():
                 if self._rows.get(content) is kept:
@@ -170,7 +170,7 @@ class Catalog:
             self._tracker.remove([content for content in missing if content not in self._rows])
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
-        """Contents that are pinned make no room from now on, there or not; the others may again."""
+        """Pin or unpin contents, there or not; pinned ones are not evicted."""
         with self._lock:
             self._pinned.update((group, hash_) for group, hash_, is_pinned in pins if is_pinned)
             self._pinned.difference_update(
@@ -178,7 +178,7 @@ class Catalog:
             )
 
     def doom_oldest(self, length_bytes: int) -> bool:
-        """Forget what was used least recently, so many bytes; its files go next. False: nothing may go."""
+        """Doom the least recently used rows, ``length_bytes`` in all. False: no row may be evicted."""
         doomed = []
         with self._lock:
             for _ in range(len(self._rows)):
@@ -186,7 +186,7 @@ class Catalog:
                     break
                 oldest = next(iter(self._rows))
                 if oldest in self._pinned:
-                    # Not looked at again before the others were.
+                    # Consider all others before this one again.
                     self._rows.move_to_end(oldest)
                     continue
                 doomed.append(oldest)
@@ -199,17 +199,17 @@ class Catalog:
         self._doomed[row_name(content)] = self._rows.pop(content).disk_bytes
 
     def doomed(self) -> list[str]:
-        """The files that are to go."""
+        """The names of the doomed files."""
         with self._lock:
             return list(self._doomed)
 
     def gone(self, name: str) -> None:
-        """A doomed file takes no room any more."""
+        """A doomed file was removed from the disk."""
         with self._lock:
             self.taken_bytes -= self._doomed.pop(name, 0)
 
     def clear(self) -> None:
-        """Forget everything: all files are to go."""
+        """Forget all contents and pins; all files are doomed."""
         with self._lock:
             self.epoch += 1
             self._doomed.update((row_name(content), kept.disk_bytes) for content, kept in self._rows.items())
@@ -219,7 +219,7 @@ class Catalog:
             self._tracker.forget_changes()
 
     def lose(self) -> None:
-        """All files are gone."""
+        """All files are gone, with the folder."""
         with self._lock:
             self._tracker.remove(list(self._rows))
             self._rows.clear()
@@ -230,20 +230,18 @@ class Catalog:
 _HELD_WAIT_S = 1.0
 _HELD_PAUSE_S = 0.05
 _NO_EPOCH = -1
-# What is removed of another folder at once: its lock is taken for it.
+# The least bytes removed from an abandoned folder at once, since that takes its lock.
 _LEAST_BYTES = 16 << 20
-# What is freed on a disk that is full before the bound is reached, as a part of what is there: room for the
-# rows that come next, which would find it full too.
+# If the disk is full below the bound, one in so many bytes is evicted, so that the next rows find room too.
 _FULL_DISK_PART = 16
 
 
 class RowFiles:
-    """Files of rows. One thread opens the folder, writes and removes; others may read meanwhile.
+    """The files of rows. One thread opens the folder, writes and removes; others may read meanwhile.
 
-    A process that is killed leaves whole rows, and at most one file that the next one removes. Before a row
-    is written there is room for it, and what makes room leaves the disk first: so ``limit_bytes`` holds at
-    every moment for all that is in the folder, and for what others left beside it. ``on_error`` is called
-    with what went wrong and is over.
+    A killed process leaves whole rows, and at most one unfinished file that the next process removes. Evicted
+    files are removed before a row is written, so ``limit_bytes`` holds at every moment for the folder and the
+    abandoned folders together. ``on_error`` receives errors that were handled.
     """
 
     def __init__(
@@ -256,7 +254,7 @@ class RowFiles:
         on_error: Callable[[Exception], object],
     ) -> None:
         self.limit_bytes = limit_bytes - OVERHEAD_BYTES
-        # Set from outside, for ever: what takes long is left to the next to open the folder.
+        # Set by the owner, never reset: long work is left to the next process that opens the folder.
         self.is_closing = False
         self._path, self._owner = path, owner
         self._format = RecordFormat(owner.namespace)
@@ -264,38 +262,38 @@ class RowFiles:
         self._open_folder = open_folder
         self._on_error = on_error
         self._folder: DiskFolder | None = None
-        # By folder that was left by others its files, most recently used first.
+        # By abandoned folder its files, most recently used first.
         self._abandoned: dict[Path, list[RowFile]] = {}
         self._abandoned_bytes = 0
-        # What was written before this epoch is not in the folder any more.
+        # The folder has no files from before this epoch.
         self._epoch = catalog.epoch
 
     # ---- the folder
 
     def open(self) -> None:
-        """Take the folder. Raises ``ConfigError`` and ``OSError`` as ``DiskFolder``."""
+        """Open and lock the folder. Raises ``ConfigError`` and ``OSError`` as ``DiskFolder``."""
         deadline_s = time.monotonic() + _HELD_WAIT_S
         while self._folder is None:
             try:
                 self._folder = self._open_folder(self._path)
             except (FolderHeld, FileNotFoundError):
-                # Another rank that makes room holds what was abandoned for a moment, or has removed it.
+                # Another rank may lock an abandoned folder for a moment, to evict rows or to remove it.
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(_HELD_PAUSE_S)
-        # A disk may be full of what can be read.
+        # A full disk cannot take the description, but its rows can be read.
         with contextlib.suppress(OSError):
             self._folder.describe(self._owner)
 
     def recover(self) -> int:
-        """Find what is in the folder and beside it; how many rows were not whole. Raises ``OSError``."""
+        """Find rows here and in abandoned folders; returns the number of torn ones. Raises ``OSError``."""
         folder = self._folder
         if folder is None:
             return 0
         try:
             files = folder.listing()
         except OSError:
-            # What is in it is not known, so that nothing may be written: it is opened anew.
+            # Without a listing the taken bytes are unknown, so nothing may be written until it is reopened.
             self._folder = None
             folder.close()
             raise
@@ -304,7 +302,7 @@ class RowFiles:
         return sum(file.name.endswith(".unfinished") for file in files)
 
     def reopen(self) -> bool:
-        """See that the folder is in its place; if not, or if it could not be opened before, open it anew."""
+        """Open the folder again if it is not open, or not in its place any more; whether it was opened."""
         if self._folder is not None and not self._folder.is_there:
             self._on_error(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path)))
             self._folder = None
@@ -317,7 +315,7 @@ class RowFiles:
         return True
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Close and unlock the folder."""
         if self._folder is not None:
             self._folder.close()
         self._folder = None
@@ -325,7 +323,12 @@ class RowFiles:
     # ---- rows
 
     def write(self, row: TierRow, epoch: int) -> None:
-        """Write a row of an epoch of the catalog. Raises ``LocalError``: never; ``OSError``: not now."""
+        """Write a row, for an epoch of the catalog.
+
+        Raises:
+            LocalError: the row cannot be kept at all.
+            OSError: the row cannot be written now, or is longer than ``limit_bytes``.
+        """
         header = self._format.header(row.content, row.memory)
         parts = (header, row.memory, sealed(header, row.footer))
         length_bytes = bytes_on_disk(sum(map(len, parts)))
@@ -348,14 +351,14 @@ class RowFiles:
         try:
             self._folder.write_row(row_name(content), parts)
         except OSError:
-            # If not now, what was written of it is removed before anything else is written.
+            # If the unfinished file cannot be removed now, that happens before the next write.
             with contextlib.suppress(OSError):
                 self._remove_doomed()
             raise
         self._catalog.add(content, epoch)
 
     def read_footer(self, content: Content) -> bytes:
-        """What the content of a row stands for; empty if it was not kept with it. Raises ``OSError``."""
+        """The footer of a content's row; empty if it has none. Raises ``OSError``."""
         folder = self._folder
         if folder is None:
             return b""
@@ -369,7 +372,7 @@ class RowFiles:
         return opened(header, footer)
 
     def read(self, row: TierRow) -> str:
-        """Read a row into its memory; what is wrong with it, if anything. Raises ``OSError``: not now."""
+        """Read a row into its memory; returns the reason if it is bad. Raises ``OSError``: not now."""
         folder, header = self._folder, bytearray(HEADER_BYTES)
         if folder is None:
             return GONE
@@ -391,14 +394,14 @@ class RowFiles:
     # ---- room
 
     def remove_cleared(self) -> None:
-        """Take what was cleared from the disk; where that is cut short, the next process goes on."""
+        """Remove the files of cleared contents; if that is cut short, the next process goes on."""
         with contextlib.suppress(OSError):
             if self._folder is not None:
                 self._folder.mark_cleared(True)
         self._remove_doomed()
 
     def _remove_doomed(self) -> None:
-        """Take the files from the disk that are of no content any more."""
+        """Remove all doomed files."""
         if self._folder is None:
             return
         epoch = self._catalog.epoch
@@ -412,9 +415,9 @@ class RowFiles:
         self._epoch = epoch
 
     def make_room(self, length_bytes: int) -> None:
-        """See that so many bytes can be written within the bound, and that no doomed file is left."""
+        """Remove doomed files, and evict until ``length_bytes`` more fit in the bound. Raises ``OSError``."""
         while True:
-            # In every round: rows may be cleared meanwhile, and take room until their files are gone.
+            # In every round: rows that are cleared meanwhile take room until their files are removed.
             self._remove_doomed()
             taken_bytes = self._catalog.taken_bytes + self._abandoned_bytes
             over_bytes = taken_bytes + length_bytes - self.limit_bytes
@@ -425,12 +428,12 @@ class RowFiles:
                 raise OSError(errno.ENOSPC, "nothing is left that could make room")
 
     def _find_abandoned(self) -> None:
-        """Look for folders that others left. None is locked meanwhile: a process may begin to use it."""
+        """List the abandoned folders, without locking them: a process may begin to use one."""
         self._abandoned, self._abandoned_bytes = {}, 0
         with contextlib.suppress(OSError):
             for path in sorted(self._path.parent.iterdir()):
                 parsed, ranks = parse_folder_name(path.name), self._owner.world_size
-                # Those of a rank that is not there any more are taken over too.
+                # Folders of ranks beyond the world size are divided among the ranks.
                 if parsed is None or path == self._path or (parsed[1] - self._owner.rank) % ranks:
                     continue
                 with contextlib.suppress(OSError):
@@ -439,9 +442,9 @@ class RowFiles:
                         self._abandoned_bytes += _taken_bytes(self._abandoned[path])
 
     def _remove_abandoned(self, length_bytes: int) -> bool:
-        """Remove what was used least recently of a folder that others left; False: none is there.
+        """Remove the least recently used rows of an abandoned folder; False: there is no such folder.
 
-        A folder that is used again, is empty or cannot be removed is not looked at again.
+        A folder that is used again, is empty or cannot be removed is not considered again.
         """
         if not self._abandoned:
             return False

@@ -1,1 +1,1 @@
-"""Which contents are in which rows of host memory, and what makes room."""
+"""The index of host memory: which row holds which content, eviction, budgets and session pins."""

@@ -1,7 +1,7 @@
-"""How the host memory for blocks is divided: rows of a few sizes, and how many each cache group may take.
+"""The plan of the host memory for blocks: rows of a few lengths, and how many rows each cache group may take.
 
-A row holds one logical block of one cache group, in all its layers. Groups whose rows are equally long share
-a class, so that one can use what another leaves idle. Both halves of a connector work out the same plan.
+A row holds one logical block of one cache group, in all its layers. Groups whose rows have the same length
+share a class, so that one can use rows that another leaves idle. Both halves compute the same plan.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError, LocalError
 
 ROW_ALIGN_BYTES = 64
-# What a prompt is taken to be where no setting has the shares of the groups: long enough that the part which
-# grows with its length counts, short enough that windows and states still do.
+# The prompt length from which default shares are computed: long enough that groups which grow with the prompt
+# count, short enough that windows and states still do.
 USUAL_PROMPT_TOKENS = 16384
 _SETTING = "kv_connector_extra_config.offload"
 
 
 class RowClass(msgspec.Struct, frozen=True):
-    """Rows of one length, side by side from ``offset_bytes`` of the arena on.
+    """Rows of one length, contiguous from ``offset_bytes`` of the arena on.
 
-    No order names the ``num_lent`` behind the others: a worker reads into them what peers want of its disk.
+    The last ``num_lent`` rows are lent: no order of the scheduler half names them. A worker reads contents
+    from its disk into them when peers fetch these contents.
     """
 
     row_bytes: int
@@ -45,10 +46,10 @@ class RowClass(msgspec.Struct, frozen=True):
 
 
 class ArenaPlan(msgspec.Struct, frozen=True):
-    """``class_of`` is the index into ``classes`` by cache group.
+    """The classes of rows in an arena of ``length_bytes``, and the rows of each cache group.
 
-    ``limits`` are the rows that a group can always have; those of a class add up to its rows; a group may
-    take more of its class while no other group wants them.
+    ``class_of`` maps a cache group to an index in ``classes``. ``limits`` maps it to the number of rows that
+    the group adds to its class: they add up to ``num_rows``. Groups of a class share all of its rows.
     """
 
     classes: tuple[RowClass, ...]
@@ -61,7 +62,7 @@ class ArenaPlan(msgspec.Struct, frozen=True):
         return tuple(sorted(self.class_of))
 
     def row_class(self, group: int) -> RowClass:
-        """The class of a group's rows. Raises ``LocalError``: the group has none."""
+        """The class of a group's rows. Raises ``LocalError``: the group has no rows."""
         return self.classes[self.class_index(group)]
 
     def class_index(self, group: int) -> int:
@@ -73,7 +74,7 @@ class ArenaPlan(msgspec.Struct, frozen=True):
         return tuple(group for group in self.groups if self.class_of[group] == index)
 
     def offset_bytes(self, group: int, row: int) -> int:
-        """Where a row begins in the arena. Raises ``LocalError``: there is no such row."""
+        """The offset of a row in the arena, in bytes. Raises ``LocalError``: there is no such row."""
         rows = self.row_class(group)
         if not 0 <= row < rows.num_all:
             raise LocalError(f"cache group {group} has rows 0 to {rows.num_all - 1}, row {row} was asked for")
@@ -91,14 +92,14 @@ def plan_arena(
     least_rows: Mapping[int, int] = MappingProxyType({}),
     lent_share: float = 0.0,
 ) -> ArenaPlan:
-    """Divide ``cpu_bytes`` among cache groups, in whole rows of what one block holds.
+    """Divide ``cpu_bytes`` among cache groups, in whole rows of one block, by ``shares`` of at most 1 in all.
 
-    Of every group's memory ``lent_share`` is lent. Shares that add up to more than 1 are scaled down.
-    ``least_rows`` are those without which a group is useless, 1 for a group that is left out.
+    Larger shares are scaled down. ``row_bytes``, those of a block, are aligned to ``ROW_ALIGN_BYTES``. The
+    shortest hit needs ``least_rows``, by default 1. ``lent_share`` of each group's memory is lent rows.
 
     Raises:
-        ConfigError: a group would get fewer; the message states what suffices.
-        LocalError: no group is given, or the shares are of other groups.
+        ConfigError: a group would get fewer than ``least_rows``; the message states the bytes that suffice.
+        LocalError: there is no group, or ``shares`` and ``row_bytes`` have different groups.
     """
     if not row_bytes or set(row_bytes) != set(shares):
         raise LocalError(f"rows are given for cache groups {sorted(row_bytes)}, shares for {sorted(shares)}")
@@ -138,7 +139,7 @@ def plan_for(
     row_bytes: Mapping[int, int],
     least_rows: Mapping[int, int] = MappingProxyType({}),
 ) -> ArenaPlan:
-    """As ``plan_arena``, of a configuration. Raises ``ConfigError`` also: the shares are not one a group."""
+    """``plan_arena`` for a configuration. Raises ``ConfigError`` also if ``shares`` has not one per group."""
     if not config.shares:
         shares = usual_shares(groups, row_bytes, config.checkpoint_tokens)
     elif len(config.shares) != len(groups):
@@ -157,8 +158,8 @@ def usual_shares(
     checkpoint_tokens: int,
     prompt_tokens: int = USUAL_PROMPT_TOKENS,
 ) -> dict[int, float]:
-    """Shares by the bytes that a prompt of usual length leaves in each group of ``row_bytes``."""
-    # Windows and states are kept at the end of a prompt and of an answer, and at checkpoints in between.
+    """Default shares by group, which add up to 1: the bytes that ``prompt_tokens`` leave in each group."""
+    # Windows and states are kept at the ends of prompt and answer, and at checkpoints of the prompt.
     ends = 2 + (prompt_tokens // checkpoint_tokens if checkpoint_tokens else 0)
     left: dict[int, int] = {}
     for group, length in row_bytes.items():

@@ -1,7 +1,7 @@
-"""What sessions have pinned, until when, and how much of each tier a tenant may pin.
+"""Session pins: the prefixes that sessions pin, their deadlines, and each tenant's quota in each tier.
 
-A pin holds one prefix. What it holds does not make room, in host memory or on disk, before its time. Pure
-bookkeeping: no clock, and a call takes time for the contents that it is given.
+A pin holds the contents of one prefix: host memory and disk do not evict them before the pin's deadline. Pure
+bookkeeping: no clock and no I/O; a call costs time in proportion to its contents.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.tier import DISK, HOST, Content
 
 MOST_PINNED = 0.75
-"""Which part of a tier all tenants together may pin: the rest is for what is in use."""
+"""The part of a tier that all tenants together may pin; the rest stays free for running requests."""
 MOST_SESSIONS = 4096
-"""Sessions with pins, a quarter of them of one tenant: what sessions share counts once for the quota."""
+"""The most sessions with pins, a quarter of them of one tenant: contents that sessions share count once."""
 _MOST_BRANCHES = 16
-"""Pins of one session; a new one takes the place of the one that ends first."""
+"""The most pins of one session; a further pin replaces the one with the earliest deadline."""
 
 _OVER = -math.inf
 
 Place = tuple[str, int]
-"""A tier and a cache group: each has a quota of its own, so that none is short of what a hit needs."""
+"""A tier and a cache group. Each pair has its own quota, so that a hit finds its blocks in every group."""
 
 
 class Ledger:
-    """What tenants have pinned in one place. A content counts once for each tenant that has it.
+    """The contents that tenants have pinned in one place, of whose ``limit`` contents each may pin ``share``.
 
-    ``all`` are the contents, each with how many tenants have it.
+    A content counts once for each tenant that pins it; ``all`` has the number of these tenants by content.
     """
 
     def __init__(self, limit: float, share: float) -> None:
@@ -43,11 +43,11 @@ class Ledger:
         self.all: Counter[bytes] = Counter()
 
     def room(self, tenant: str) -> int:
-        """How many contents more a tenant may have that none has."""
+        """The number of contents that a tenant may still pin, if no tenant has pinned them yet."""
         return min(self._quota - len(self._by_tenant.get(tenant, ())), self._most - len(self.all))
 
     def add(self, tenant: str, names: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """A pin gets these, from the first on, as far as there is room: how many, and what none had."""
+        """Count a pin's contents, from the first on, up to the quota: how many, and those no tenant had."""
         own = self._by_tenant.get(tenant, Counter())
         new = [name for name in names if name not in own]
         fresh = [name for name in new if name not in self.all]
@@ -60,7 +60,7 @@ class Ledger:
         return len(names), fresh
 
     def remove(self, tenant: str, names: Sequence[bytes]) -> list[bytes]:
-        """A pin has these no more; what none has now."""
+        """Discount contents of a pin of a tenant; returns those that no tenant has pinned any more."""
         own = self._by_tenant[tenant]
         free = _discount(self.all, _discount(own, names))
         if not own:
@@ -69,9 +69,9 @@ class Ledger:
 
 
 def _discount(counts: Counter[bytes], names: Sequence[bytes]) -> list[bytes]:
-    """Those that are not counted any more."""
+    """Subtract one from the count of each name; returns the names whose count is 0 now."""
     gone = [name for name in names if counts[name] == 1]
-    # Faster than to subtract them one by one.
+    # One update is faster than a subtraction for each name.
     dict.update(counts, {name: counts[name] - 1 for name in names})
     for name in gone:
         del counts[name]
@@ -80,11 +80,14 @@ def _discount(counts: Counter[bytes], names: Sequence[bytes]) -> list[bytes]:
 
 @dataclass(eq=False)
 class Pin:
-    """One prefix of a session, until ``deadline``; while a request runs that continues it that is never.
+    """One pinned prefix of a session.
 
-    ``until`` is what it was before that request.
-    ``held`` are contents by place, in their order. It stands for ``num_tokens``, and a prompt continues it
-    whose first ``end[0]`` names end with ``end[1]``.
+    Attributes:
+        deadline: when the pin ends, in the caller's seconds; infinite while a request runs that continues it.
+        until: the deadline before that request.
+        held: the pinned contents by place, in the order of the sequence.
+        num_tokens: the length of the prefix.
+        end: a count of names, and the last of them; a prompt with that name there continues the prefix.
     """
 
     tenant: str
@@ -97,9 +100,9 @@ class Pin:
 
 
 class SessionPins:
-    """All pins. Of what host memory and disk have for a cache group a tenant may pin ``share``.
+    """All pins. A tenant may pin ``share`` of each cache group's part of host memory, and of the disk.
 
-    The ``disk_bytes`` count as divided like host memory.
+    The quota divides ``disk_bytes`` among the cache groups as ``plan`` divides host memory.
     """
 
     def __init__(self, index: TierIndex, plan: ArenaPlan, share: float, disk_bytes: int = 0) -> None:
@@ -119,14 +122,14 @@ class SessionPins:
         self._ends: list[tuple[float, int, Pin]] = []
         self._numbers = itertools.count()
         self.disk_changes: dict[Content, bool] = {}
-        """What is pinned on disk, or not any more, since that was taken last."""
+        """Contents pinned on disk (True) or unpinned (False) since the owner last took these changes."""
 
     def counts(self) -> dict[Place, int]:
-        """How many contents are pinned."""
+        """The number of pinned contents by place."""
         return {place: len(ledger.all) for place, ledger in self._ledgers.items()}
 
     def pinned_bytes(self) -> tuple[tuple[str, int], ...]:
-        """By tier."""
+        """The pinned bytes of each tier."""
         found = dict.fromkeys((HOST, DISK), 0)
         for place, count in self.counts().items():
             found[place[0]] += count * self._bytes_of[place]
@@ -136,12 +139,12 @@ class SessionPins:
         return tuple(self._sessions.get((tenant, session), ()))
 
     def admits(self, tenant: str, session: str) -> bool:
-        """Whether a session may have a pin: it has one, or there are not too many that have."""
+        """Whether a session may have a pin: it has one, or the bounds of ``MOST_SESSIONS`` allow one more."""
         few = len(self._sessions) < MOST_SESSIONS and self._counts[tenant] < MOST_SESSIONS // 4
         return few or (tenant, session) in self._sessions
 
     def begin(self, tenant: str, session: str, names: Sequence[bytes]) -> Pin:
-        """A request runs whose prompt has these names: the session's pin that it continues, or a new one."""
+        """The session's longest idle pin that a prompt of these names continues, or a new one."""
         if (pins := self._sessions.get((tenant, session))) is None:
             pins = self._sessions[tenant, session] = []
             self._counts[tenant] += 1
@@ -156,9 +159,9 @@ class SessionPins:
         return pin
 
     def add(self, pin: Pin, place: Place, names: Sequence[bytes]) -> int:
-        """Pin contents, from the first on, as far as the quota goes; in host memory, as they are there.
+        """Pin contents, from the first on, up to the quota, and in host memory up to the first absent one.
 
-        Returns how many, from the first on, are pinned now. To a pin that was released nothing is added.
+        Returns how many, from the first on, are pinned now; 0 if the pin was released before.
         """
         if pin.deadline == _OVER:
             return 0
@@ -172,17 +175,17 @@ class SessionPins:
         return len(names) if count == len(new) else names.index(new[count])
 
     def room(self, pin: Pin, place: Place) -> int:
-        """How many contents more a pin may have there that none has."""
+        """The number of contents that a pin may still add in a place, if no tenant has pinned them yet."""
         return self._ledgers[place].room(pin.tenant)
 
     def let_go(self, pin: Pin, place: Place, names: Sequence[bytes]) -> None:
-        """A pin holds these no more; those that it does not are skipped."""
+        """Remove contents from a pin; those that it does not hold are skipped."""
         own = pin.held.get(place, {})
         if gone := [name for name in names if own.pop(name, names) is None]:
             self._apply(place, self._ledgers[place].remove(pin.tenant, gone), False)
 
     def end(self, pin: Pin, deadline: float) -> None:
-        """Its request has ended: from now on it is until ``deadline``."""
+        """The pin's request has ended: set its deadline, or release the pin if it holds nothing."""
         if deadline == _OVER or not any(pin.held.values()):
             self.release(pin)
         elif pin.deadline != _OVER:
@@ -190,13 +193,13 @@ class SessionPins:
             heapq.heappush(self._ends, (deadline, next(self._numbers), pin))
 
     def expire(self, now: float) -> None:
-        """Release what had its time, which a turn of its session may have put off."""
+        """Release pins whose deadline has passed. A request since may have moved a deadline."""
         while self._ends and self._ends[0][0] <= now:
             if (pin := heapq.heappop(self._ends)[2]).deadline <= now:
                 self.release(pin)
 
     def release(self, pin: Pin) -> None:
-        """It holds nothing any more, and is over, also if its request runs yet."""
+        """Unpin all contents of a pin and end it, even while its request runs."""
         pin.deadline = _OVER
         for place, own in pin.held.items():
             self.let_go(pin, place, list(own))
@@ -209,11 +212,11 @@ class SessionPins:
                 del self._counts[pin.tenant]
 
     def begin_anew(self, pin: Pin) -> None:
-        """What it stood for before its request is released; it is that of the request alone."""
+        """Forget the prefix from before the running request: the pin is that request's alone."""
         pin.until, pin.num_tokens, pin.end = _OVER, 0, (0, b"")
 
     def clear(self) -> None:
-        """Release all, and order nothing of the disk, which is cleared too."""
+        """Release all pins. The disk gets no orders for that, since it is cleared too."""
         for pins in list(self._sessions.values()):
             for pin in list(pins):
                 self.release(pin)
@@ -227,9 +230,9 @@ class SessionPins:
             self.disk_changes.update({(group, name): is_pinned for name in names})
 
     def _lost(self, group: int, names: Sequence[bytes]) -> None:
-        """Contents of host memory are dropped: they could not be stored, or restored."""
+        """Host memory drops contents: remove them from all pins."""
         place = (HOST, group)
-        # Of thousands of sessions, for a name that none has, that would take its time.
+        # The loop over thousands of sessions is slow, so skip names that no session has pinned.
         names = [name for name in names if name in self._ledgers[place].all]
         for pins in self._sessions.values() if names else ():
             for pin in pins:

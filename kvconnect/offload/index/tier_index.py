@@ -1,7 +1,7 @@
-"""Which contents host memory holds, in which rows, and which of them make room for others.
+"""The index of host memory: which contents are in which rows, and in which order they are evicted.
 
-Pure bookkeeping: no memory, no clock. A call takes time for the contents that it is given, never for all that
-the index holds.
+Pure bookkeeping: it touches no row's memory and no clock. A call costs time in proportion to its contents,
+not to the size of the index.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NOWHERE = -1
 
 
 class AgeOrder:
-    """Some of the rows 0 to ``num_rows - 1``, least recently used first.
+    """An LRU order of some of the rows 0 to ``num_rows - 1``, least recently used first.
 
-    The order is a log: a row that is used again gets a new entry, and its old one is void, skipped once,
-    or dropped when the log is full. A use of thousands of rows is a few operations on arrays.
+    The order is a log: a row that is used again gets a new entry, which makes its old one void. Void entries
+    are skipped, and dropped when the log is full. Using thousands of rows is a few operations on arrays.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -41,21 +41,21 @@ class AgeOrder:
         self._place: Rows = np.full(num_rows, _NOWHERE, dtype=np.intp)
 
     def append(self, rows: Rows) -> None:
-        """Rows were used now, the last of them last."""
+        """Mark rows as used now, the last one most recently."""
         if self._end + len(rows) > len(self._log):
             self._compact(len(rows))
         end = self._end + len(rows)
         self._log[self._end : end] = rows
-        # Of a row that is given twice the later entry stays.
+        # For a row given twice the later entry is valid.
         self._place[rows] = np.arange(self._end, end)
         self._end = end
 
     def remove(self, rows: Rows) -> None:
-        """Rows have no age; those that have none already are skipped."""
+        """Remove rows from the order; rows that are not in it are skipped."""
         self._place[rows] = _NOWHERE
 
     def take(self, count: int) -> Rows:
-        """Remove the ``count`` oldest rows, or all."""
+        """Remove and return the ``count`` oldest rows, or all if there are fewer."""
         taken = [np.empty(0, dtype=np.intp)]
         look = max(_FIRST_LOOK, 2 * count)
         while count and self._first < self._end:
@@ -70,14 +70,14 @@ class AgeOrder:
         return rows
 
     def rows(self) -> Rows:
-        """Those that have an age, oldest first."""
+        """All rows in the order, oldest first."""
         return self._log[self._valid(self._first, self._end)]
 
     def _valid(self, first: int, end: int) -> Rows:
         return first + np.flatnonzero(self._place[self._log[first:end]] == np.arange(first, end))
 
     def _compact(self, room: int) -> None:
-        """Drop the void entries, and see that so many more have room."""
+        """Drop void entries, and make the log hold ``room`` more entries."""
         rows = self.rows()
         if len(rows) + room > len(self._log):
             self._log = np.empty(2 * (len(rows) + room), dtype=np.intp)
@@ -93,7 +93,7 @@ class ContentState(enum.IntEnum):
 
 
 ABSENT, PENDING, READY = (int(state) for state in ContentState)
-# Dropped while it was pinned: absent, but its row is still read.
+# A content that was dropped while pinned: it counts as absent, but a job still reads its row.
 DOOMED = 3
 _FEW = 24
 _SHORTEST_STRETCH, _LONGEST_STRETCH = 8, 2048
@@ -101,17 +101,17 @@ _MOST_SINGLES = 128
 
 
 class ClassRows:
-    """What each row holds. Only what is ready and not pinned, by jobs or by a session, has an age.
+    """The rows of one class, and the content of each. ``ages`` has only ready rows without any pin.
 
-    ``hash`` of a free row is what it held before: to forget it takes longer than to free the row, and is done
-    when the row is taken again. The last element of ``state``, ``pins`` and ``is_session_pinned`` stands for
-    unknown contents.
+    The ``hash`` of a free row is that of its former content, and is forgotten when the row is taken again:
+    freeing must be fast. The last element of ``state``, ``pins`` and ``is_session_pinned`` belongs to unknown
+    contents, whose row is -1.
     """
 
     def __init__(self, num_rows: int, groups: Iterable[int]) -> None:
         self.num_rows = num_rows
         self.row_of: dict[int, dict[bytes, int]] = {group: {} for group in groups}
-        # The rows freed last are taken first.
+        # A stack: the rows freed last are taken first.
         self.free = list(range(num_rows - 1, -1, -1))
         self.ages = AgeOrder(num_rows)
         self.state: NDArray[np.uint8] = np.zeros(num_rows + 1, dtype=np.uint8)
@@ -121,20 +121,20 @@ class ClassRows:
         self.hash: list[bytes] = [b""] * num_rows
 
     def take(self, count: int) -> list[int]:
-        """So many free rows, or all there are, in rising order."""
+        """Take ``count`` free rows, or all if there are fewer; returns them in rising order."""
         first = max(0, len(self.free) - count)
         rows = sorted(self.free[first:])
         del self.free[first:]
         return rows
 
     def evict(self, count: int) -> Rows:
-        """So many of the least recently used contents, or all, lose their rows; those rows."""
+        """Evict the ``count`` least recently used contents, or all; returns their rows."""
         rows = self.ages.take(count)
         self.let_go(rows)
         return rows
 
     def may_go(self, rows: Rows) -> NDArray[np.bool_]:
-        """Of each row whether what it holds may make room."""
+        """For each row whether its content may be evicted."""
         is_kept: NDArray[np.bool_] = (self.pins[rows] > 0) | self.is_session_pinned[rows]
         may_go: NDArray[np.bool_] = (self.state[rows] == READY) & ~is_kept
         return may_go
@@ -145,7 +145,7 @@ class ClassRows:
         self.free += rows.tolist()
 
     def contents(self, rows: Rows) -> dict[int, list[bytes]]:
-        """What rows hold, by group."""
+        """The hashes in rows, by group."""
         if len(self.row_of) == 1:
             return {group: [self.hash[row] for row in rows.tolist()] for group in self.row_of}
         by_group: dict[int, list[bytes]] = {}
@@ -154,13 +154,13 @@ class ClassRows:
         return by_group
 
     def find(self, group: int, hashes: Sequence[bytes]) -> Rows:
-        """The row of each content, -1 for those that are not known; rows that are free are no content's."""
+        """The row of each content, -1 for unknown ones. A returned row is free if its state is ABSENT."""
         row_of = self.row_of[group]
         if len(hashes) < _FEW:
             return np.fromiter(map(row_of.get, hashes, repeat(-1)), np.intp, len(hashes))
         hashes = list(hashes)
         found = _find_stretches(row_of, self.hash, hashes)
-        # A row keeps the hash of what it held, and another group may hold the same hash beside ours.
+        # A free row keeps its former hash, and another group may hold the same hash in this class.
         is_doubtful = (self.state[found] == ABSENT) | (self.group[found] != group)
         is_doubtful &= found >= 0
         for place in np.flatnonzero(is_doubtful).tolist():
@@ -168,7 +168,7 @@ class ClassRows:
         return found
 
     def put(self, group: int, hashes: list[bytes], taken: list[int]) -> None:
-        """Contents are pending in rows that were free; what these held before is forgotten."""
+        """Assign free rows to contents, which are pending now, and forget the rows' former contents."""
         row_of = self.row_of[group]
         rows = np.array(taken, dtype=np.intp)
         for content, row, former in zip(hashes, taken, self.group[rows].tolist(), strict=True):
@@ -182,10 +182,10 @@ class ClassRows:
 
 
 def _find_stretches(row_of: dict[bytes, int], hash_of: list[bytes], hashes: list[bytes]) -> Rows:
-    """The row of each content, or one that held it before; -1 where neither is known.
+    """The row of each content, or a row that held it before; -1 if there is neither.
 
-    What follows one another in a sequence lies in neighbouring rows, as a rule. To compare stretches of
-    hashes takes a third of the time that it takes to look them up one by one.
+    Consecutive blocks of a sequence mostly lie in neighbouring rows. Comparing stretches of hashes takes a
+    third of the time of single lookups.
     """
     found = np.empty(len(hashes), dtype=np.intp)
     place, singles, stretch = 0, 1, _SHORTEST_STRETCH
@@ -202,19 +202,19 @@ def _find_stretches(row_of: dict[bytes, int], hash_of: list[bytes], hashes: list
             found[place : place + same] = np.arange(row, row + same)
             place, row, length = place + same, row + same, length + same
             stretch = min(2 * stretch, _LONGEST_STRETCH) if same == stretch else 0
-        # Where there are no stretches, more are looked up one by one before another try.
+        # Without a stretch, try the next one only after more single lookups.
         singles = 1 if length else min(2 * singles, _MOST_SINGLES)
         stretch = min(max(_SHORTEST_STRETCH, length), _LONGEST_STRETCH)
     return found
 
 
-# Of what was dropped while it was pinned the state is that of absent contents.
+# DOOMED contents count as absent.
 _STATES = (*ContentState, ContentState.ABSENT)
 
 
 @dataclass(eq=False)
 class GroupCounts:
-    """Rows of a cache group; ``held`` are those of what is ready, pending, or was dropped while pinned."""
+    """Numbers of rows of a cache group; ``held`` counts ready, pending and doomed (dropped while pinned)."""
 
     held: int
     ready: int
@@ -225,24 +225,24 @@ class GroupCounts:
 class TierIndex:
     """The contents of host memory: absent, pending (a row is reserved and being filled), or ready.
 
-    The least recently used makes room, from any group, among those whose rows are equally long. All
-    methods take hashes of one group, in the order of the sequence where there is one: its beginning is kept
-    longer than its end, which is void without it.
+    When no row is free, the least recently used content of the class is evicted, whichever its group. All
+    methods take hashes of one group, in the order of the sequence where there is one: a sequence is evicted
+    from its end, because no hit can use the end without the beginning.
     """
 
     def __init__(self, plan: ArenaPlan) -> None:
         self._plan = plan
-        # Of each class of the plan its rows.
+        # By class of the plan.
         self.classes = [
             ClassRows(rows.num_rows, plan.groups_of(index)) for index, rows in enumerate(plan.classes)
         ]
         self.events: TierEvents | None = None
-        """Where it is noted what is ready, and what is so no more, if events are published."""
+        """Receives contents that become ready or are dropped; None if no events are published."""
         self.session_pins_lost: Callable[[int, Sequence[bytes]], None] = lambda group, hashes: None
-        """Called with contents that sessions have pinned and that are about to be dropped: it unpins them."""
+        """Called with session-pinned contents that are about to be dropped; the callee unpins them."""
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> int:
-        """How many of the hashes, from the first on, are ready."""
+        """The number of ready contents from the first hash on, up to the first one that is not ready."""
         rows = self._rows(group)
         first, length = 0, 16
         while first < len(hashes):
@@ -259,23 +259,23 @@ class TierIndex:
         return [_STATES[state] for state in rows.state[rows.find(group, hashes)].tolist()]
 
     def has(self, group: int, hashes: Sequence[bytes]) -> list[bool]:
-        """Of each content whether it is ready or pending."""
+        """For each content whether it is ready or pending."""
         rows = self._rows(group)
         state = rows.state[rows.find(group, hashes)]
         has: list[bool] = ((state == READY) | (state == PENDING)).tolist()
         return has
 
     def rows_of(self, group: int, hashes: Sequence[bytes]) -> list[int]:
-        """The rows of contents that are ready. Raises ``LocalError``: one of them is not."""
+        """The rows of ready contents. Raises ``LocalError``: one of them is not ready."""
         found: list[int] = self._find_in(group, hashes, READY).tolist()
         return found
 
     def reserve(self, group: int, hashes: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
-        """Take rows for those of the contents that are absent; they are pending from now on.
+        """Take rows for the absent contents, which become pending, and mark the ready ones as used.
 
-        Returns the contents that got a row, in order, and their rows. Those that are there already count as
-        used. Where there is no room the last ones get nothing, and what was dropped while it was pinned gets
-        nothing until it is unpinned. Nothing that is pinned, pending or among ``hashes`` makes room.
+        Returns the contents that got a row, in order, and their rows. If rows are short the last contents get
+        none. A content that was dropped while pinned gets none until it is unpinned. No content that is
+        pinned, pending or in ``hashes`` is evicted.
         """
         rows = self._rows(group)
         found = rows.find(group, hashes)
@@ -285,7 +285,7 @@ class TierIndex:
         absent = list(dict.fromkeys(compress(hashes, (states == ABSENT).tolist())))
         if len(absent) > len(rows.free):
             evicted = rows.evict(len(absent) - len(rows.free))
-            # Before the rows hold something else.
+            # Before the rows get other contents.
             self._lost(rows, evicted)
         taken = rows.take(len(absent))
         del absent[len(taken) :]
@@ -294,7 +294,7 @@ class TierIndex:
         return absent, taken
 
     def commit(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Pending contents are ready. Raises ``LocalError``: one is not pending; none is changed then."""
+        """Make pending contents ready. Raises ``LocalError``: one is not pending; none is changed then."""
         rows, hashes = self._rows(group), list(dict.fromkeys(hashes))
         found = self._find_in(group, hashes, PENDING)
         rows.state[found] = READY
@@ -303,9 +303,9 @@ class TierIndex:
             self.events.stored(HOST, group, hashes)
 
     def drop(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Forget contents: pending ones that failed, ready ones that are useless. Absent ones are skipped.
+        """Forget ready and pending contents; absent ones are skipped.
 
-        A pinned one is absent at once, but its row is taken until it is unpinned.
+        A pinned content is absent at once, but its row stays taken until the content is unpinned.
         """
         rows = self._rows(group)
         found = rows.find(group, list(dict.fromkeys(hashes)))
@@ -315,27 +315,27 @@ class TierIndex:
         rows.let_go(pending)
 
     def drop_unused(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Forget those that are ready and not pinned."""
+        """Forget contents that are ready and not pinned."""
         rows = self._rows(group)
         found = rows.find(group, list(dict.fromkeys(hashes)))
         self._drop(group, found[rows.may_go(found)])
 
     def clear(self) -> None:
-        """Forget all that is ready; pinned rows become free when they are unpinned. Pending contents stay."""
+        """Forget all ready contents; pinned rows become free when unpinned. Pending contents stay."""
         for group in self._plan.groups:
             rows = self._rows(group)
             self._drop(group, np.flatnonzero((rows.state[:-1] == READY) & (rows.group == group)))
 
     def pin(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Keep ready contents until they are unpinned as often. Raises ``LocalError``: one is not ready."""
+        """Add a pin to each content: while it has one it stays. Raises ``LocalError``: one is not ready."""
         rows = self._rows(group)
         found = self._find_in(group, hashes, READY)
         rows.ages.remove(found)
-        # A number of the array's own type: any other takes twenty times as long.
+        # A scalar of the array's type is twenty times faster than any other.
         np.add.at(rows.pins, found, np.int32(1))
 
     def unpin(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Take back a pin of each, as a use. Raises ``LocalError``: one is not pinned; none is changed."""
+        """Remove a pin of each content, as a use. Raises ``LocalError``: one has no pin; none is changed."""
         rows = self._rows(group)
         found = rows.find(group, hashes)
         np.subtract.at(rows.pins, found, np.int32(1))
@@ -349,9 +349,9 @@ class TierIndex:
             rows.let_go(np.unique(doomed))
 
     def set_session_pins(self, group: int, hashes: Sequence[bytes], is_pinned: bool) -> None:
-        """Whether a session pins contents, ready or pending: then they make room for nothing.
+        """Set or remove the session pin of contents, ready or pending: pinned ones are not evicted.
 
-        No count is kept. The end of it is a use, and what is dropped is pinned no more.
+        The pin is a flag, not a count. Removing it is a use of the content.
         """
         rows = self._rows(group)
         found = rows.find(group, hashes)
@@ -360,13 +360,13 @@ class TierIndex:
         rows.ages.append(found[rows.may_go(found)][::-1])
 
     def touch(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Contents were used. The first of them is kept longest; what is not ready is skipped."""
+        """Mark contents as used, the first one most recently; contents that are not ready are skipped."""
         rows = self._rows(group)
         found = rows.find(group, hashes)
         rows.ages.append(found[rows.may_go(found)][::-1])
 
     def counts(self) -> dict[int, GroupCounts]:
-        """Rows by cache group. It takes time for all that the index holds."""
+        """Rows by cache group. Costs time in proportion to the size of the index."""
         counts = {}
         for group in self._plan.groups:
             rows = self._rows(group)
@@ -377,7 +377,7 @@ class TierIndex:
         return counts
 
     def held_rows(self) -> tuple[int, ...]:
-        """Rows that are not free, by class."""
+        """The number of rows that are not free, by class."""
         return tuple(rows.num_rows - len(rows.free) for rows in self.classes)
 
     def _rows(self, group: int) -> ClassRows:
@@ -395,7 +395,7 @@ class TierIndex:
         return found
 
     def _drop(self, group: int, ready: Rows) -> None:
-        """Forget what is ready in these rows of a group."""
+        """Forget the ready contents in these rows of a group."""
         rows = self._rows(group)
         self._lost(rows, ready)
         self._lose_session_pins(group, ready)

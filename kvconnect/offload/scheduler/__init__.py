@@ -1,1 +1,1 @@
-"""The half of the offload that lives with the request scheduler."""
+"""The scheduler half of the offload, beside the request scheduler."""

@@ -1,7 +1,8 @@
-"""Which blocks a hit of a certain length needs, and from that which blocks are worth keeping.
+"""Hit requirements: the blocks that a hit of a given length needs, hence the blocks that are worth keeping.
 
-A hit ends at a boundary: a multiple of ``align_tokens``. Up to there it needs every block of a group that
-sees the whole sequence, the tail of a window, and of a recurrent state the one after its last token.
+A hit, a prompt prefix to restore, ends at a boundary: a multiple of ``align_tokens``. It needs every block
+of a full-attention group, the tail of a window, and the recurrent state after its last token. The module
+knows neither requests nor where blocks are kept.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ _FIRST_LOOK, _GROWTH = 16, 8
 
 @dataclass(frozen=True)
 class HitGroup:
-    """What a hit needs of one cache group. A draft layer's block is known by the name of the one after it.
+    """The blocks of one cache group that a hit needs, and their names.
 
-    What such a layer keeps of a token depends on the token after it, which that name covers.
+    A draft layer's KV of a token depends on the next token too, so a draft group names each block by the hash
+    of the next block, which covers that token.
     """
 
     group: int
@@ -41,27 +43,27 @@ class HitGroup:
         return self.retention.ahead > 0
 
     def needed(self, num_tokens: int, start_tokens: int = 0) -> tuple[range, ...]:
-        """The positions of blocks that token ``num_tokens`` reads; the first ``start_tokens`` are at hand."""
+        """Positions of blocks that token ``num_tokens`` reads, without those before ``start_tokens``."""
         first, parts = start_tokens // self.block_tokens, self.retention.blocks(num_tokens, self.block_tokens)
         return tuple(range(max(first, part.start), part.stop) for part in parts if part.stop > first)
 
     def held(self, num_tokens: int) -> tuple[range, ...]:
-        """The positions whose blocks are a running request's, of which so many tokens are computed."""
+        """Positions whose blocks a running request still holds once ``num_tokens`` are computed."""
         return (*self.needed(num_tokens), range(num_tokens // self.block_tokens, _NO_END))
 
     def num_named(self, num_tokens: int) -> int:
-        """How many positions have a name once ``num_tokens`` tokens are known."""
+        """The number of positions that have a name once ``num_tokens`` tokens are known."""
         return max(0, num_tokens // self.block_tokens - self.is_draft)
 
     def names(self, hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
-        """What the blocks at ``first`` to ``end - 1`` are known by, as far as ``hashes`` of blocks go."""
+        """The names of the blocks ``first`` to ``end - 1``, fewer if ``hashes`` ends before."""
         return hashes[first + self.is_draft : max(0, end + self.is_draft)]
 
 
 class HitRequirements:
-    """What hits of ``groups`` need, and what is kept for them.
+    """The hit requirements of ``groups``, and the boundaries at which windows and states are kept.
 
-    Raises ``ConfigError``: there is no group, or blocks of one do not fit in ``align_tokens``.
+    Raises ``ConfigError``: there is no group, or a group's block size does not divide ``align_tokens``.
     """
 
     def __init__(self, groups: Sequence[HitGroup], align_tokens: int) -> None:
@@ -80,7 +82,7 @@ class HitRequirements:
         self.groups = tuple(groups)
         self.align_tokens = align_tokens
         self.ahead_tokens = max((group.block_tokens for group in groups if group.is_draft), default=0)
-        """How far beyond a boundary tokens must be known, for the names of draft groups."""
+        """The tokens that must be known beyond a boundary, for the names of draft groups."""
         self.whole = tuple(group for group in groups if group.is_whole)
         self.partial = tuple(group for group in groups if not group.is_whole)
 
@@ -92,24 +94,24 @@ class HitRequirements:
         align_tokens: int,
         draft_groups: Collection[int] = (),
     ) -> HitRequirements:
-        """Those of the groups that are ``kept``; ``draft_groups`` have layers that read one token ahead."""
+        """The requirements of the ``kept`` indexes of ``groups``; ``draft_groups`` hold draft layers."""
         made = []
         for index in sorted(kept):
             rule = groups[index].retention
-            # A state is known by the hash at its token count.
+            # A state is named by the hash of the tokens that it covers.
             block_tokens = groups[index].block_size if rule.by_position else align_tokens
             made.append(HitGroup(index, block_tokens, Draft(rule) if index in draft_groups else rule))
         return cls(made, align_tokens)
 
     def last_boundary(self, num_tokens: int) -> int:
-        """The last boundary that a hit can end at when so many tokens are known; 0 for none."""
+        """The last boundary at which a hit can end when ``num_tokens`` tokens are known; 0 for none."""
         return max(0, num_tokens - self.ahead_tokens) // self.align_tokens * self.align_tokens
 
     def boundaries(self, num_tokens: int, checkpoint_tokens: int) -> tuple[int, ...]:
-        """Where windows and states are kept of a prompt, in order.
+        """The boundaries at which windows and states of a prompt are kept, in order.
 
-        Its last boundaries, for the same prompt (whose last token must be computed) and for a longer one,
-        and every ``checkpoint_tokens`` before; 0 for none of these.
+        They are the last boundary for the same prompt (whose last token must be computed), the last one for a
+        longer prompt, and one every ``checkpoint_tokens`` before; 0 for none of the latter.
         """
         found = {self.last_boundary(num_tokens - 1), self.last_boundary(num_tokens)}
         if checkpoint_tokens:
@@ -118,14 +120,14 @@ class HitRequirements:
         return tuple(sorted(found - {0}))
 
     def kept(self, boundaries: Sequence[int]) -> dict[int, tuple[range, ...]]:
-        """By group with a window or a state what hits at these boundaries need; ranges in order and apart."""
+        """By window or state group the positions that hits at these boundaries need, as disjoint ranges."""
         return {
             group.group: joined(part for boundary in boundaries for part in group.needed(boundary))
             for group in self.partial
         }
 
     def lasts(self, group: HitGroup, position: int) -> bool:
-        """Whether a block is still needed at the first boundary after it."""
+        """Whether a hit at the first boundary after a block needs the block."""
         boundary = div_ceil((position + 1) * group.block_tokens, self.align_tokens) * self.align_tokens
         return any(position in part for part in group.needed(boundary))
 
@@ -136,11 +138,11 @@ class HitRequirements:
         known: Callable[[HitGroup, int, int], Sequence[bool]],
         run: Callable[[HitGroup, int, int], int] | None = None,
     ) -> tuple[int, int]:
-        """The longest hit, and how long it could be if all windows and states were known.
+        """The longest hit, and its length if all windows and states were known; both in tokens.
 
-        At most ``max_tokens``, of which ``start_tokens`` are at hand. ``known`` reports of a group, from one
-        position to before another, which blocks are known, and ``run`` how many are, from the first on, where
-        that is found faster.
+        At most ``max_tokens``; ``start_tokens``, which the request has already, stand for no hit.
+        ``known(group, first, end)`` returns a flag for each position; ``run``, optional and faster, the
+        number of known blocks from the first one on.
         """
         limit = self.last_boundary(max_tokens)
         for group in self.whole:
@@ -160,16 +162,16 @@ class HitRequirements:
             token = next((token for token in missing if token is not None), None)
             if token is None:
                 return longest, limit
-            # What is seen from here is seen from every boundary after it.
+            # Every longer hit, up to the one just tried, needs the missing block too.
             longest = token // self.align_tokens * self.align_tokens
         return start_tokens, limit
 
     def _first_missing(
         self, group: HitGroup, start_tokens: int, end: int, flags: Mapping[int, bytes]
     ) -> int | None:
-        """Where a block begins that is not known, and that all hits from there to ``end`` need.
+        """The first token of an unknown block that all hits from there to ``end`` need; None for none.
 
-        ``flags`` are 1 for each position that is known, from that of ``start_tokens`` on.
+        ``flags`` has a byte for each position from that of ``start_tokens`` on: 1 if the block is known.
         """
         offset, known = start_tokens // group.block_tokens, flags[group.group]
         last = end // group.block_tokens - offset
@@ -182,7 +184,7 @@ class HitRequirements:
         return None
 
     def least_rows(self, min_tokens: int = 1) -> dict[int, int]:
-        """By group the rows without which there can be no hit at all, of at least ``min_tokens``."""
+        """By group the rows that the shortest hit of at least ``min_tokens`` needs."""
         shortest = div_ceil(max(1, min_tokens), self.align_tokens) * self.align_tokens
         return {
             group.group: max(1, group.retention.most_blocks_at_end(shortest, group.block_tokens))
@@ -190,13 +192,13 @@ class HitRequirements:
         }
 
     def most_tokens(self, limits: Mapping[int, int]) -> int:
-        """The longest hit that can be kept with so many rows by group."""
+        """The longest hit, in tokens, that ``limits`` rows by group can hold."""
         most = [limits[group.group] * group.block_tokens for group in self.whole]
         return min(most) // self.align_tokens * self.align_tokens if most else 1 << 62
 
 
 def _run(known: Callable[[HitGroup, int, int], Sequence[bool]], group: HitGroup, first: int, end: int) -> int:
-    """How many blocks are known, looked at in stretches that grow: most prompts are new."""
+    """The number of known blocks from ``first`` on, in growing stretches, since most prompts are new."""
     at, stride = first, _FIRST_LOOK
     while at < end:
         flags = known(group, at, min(at + stride, end))

@@ -1,7 +1,8 @@
-"""What the scheduler half knows of requests, of host memory and lower tiers, and of the jobs that ranks have.
+"""The records of the scheduler half: requests, the index of lower tiers, and the jobs that ranks work on.
 
-A job is over when every rank has reported it, in any order; what failed on one rank failed. One that is not
-over in time is overdue: no request waits for it any more, and its rows stay out of use until it is over.
+A job is over when every rank has reported it, in any order; a content that failed on one rank failed. A job
+that is late is overdue: no request waits for it any more, and its rows stay out of use until it is over. The
+module does not decide what is stored, restored or fetched.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class LowerIndex:
-    """Contents by tier and cache group, and on which ranks they are.
+    """The contents of lower tiers by tier and cache group, each with the ranks that have it.
 
-    Those of rank 0 are noted as ``events``, if events are published: all ranks are given the same orders.
+    If events are published, ``events`` receives the changes of rank 0, since all ranks get the same orders.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        # A rank is a bit: a rank that reports the same twice changes nothing.
+        # One bit for each rank: a repeated report changes nothing.
         self._all = (1 << num_ranks) - 1
         self._ranks: dict[tuple[str, int], dict[bytes, int]] = {}
         self.events: TierEvents | None = None
 
     def update(self, rank: int, changes: Iterable[TierChange]) -> None:
-        """What a rank's tiers have got, or have no more. What is both added and removed is removed."""
+        """Apply a rank's changes. A content that is both added and removed is removed."""
         bit = 1 << rank
         for change in changes:
             if self.events is not None and not rank:
@@ -50,19 +51,19 @@ class LowerIndex:
                     ranks[content] = left
 
     def has(self, tier: str, group: int, hashes: Sequence[bytes]) -> list[bool]:
-        """Of each hash, whether every rank has it in a tier."""
+        """For each hash whether every rank has it in the tier."""
         ranks, every = self._ranks.get((tier, group), {}), self._all
         return [known == every for known in map(ranks.get, hashes, repeat(0))]
 
     def drop(self, tier: str, group: int, hashes: Sequence[bytes]) -> None:
-        """Contents that turned out not to be there, on some rank: forgotten for all, until reported anew."""
+        """Forget contents that some rank missed, for all ranks, until a rank reports them anew."""
         ranks = self._ranks.get((tier, group), {})
         self._lose(tier, group, hashes)
         for content in hashes:
             ranks.pop(content, None)
 
     def _note(self, events: TierEvents, change: TierChange) -> None:
-        """Before a change of rank 0 is made."""
+        """Send a change of rank 0 to ``events``, before it is applied."""
         tier, group = change.tier, change.group
         ranks = self._ranks.get((tier, group), {})
         gone = set(change.removed)
@@ -84,7 +85,7 @@ class LowerIndex:
         self._ranks.clear()
 
     def counts(self) -> dict[str, dict[int, int]]:
-        """Contents that every rank has, by tier and cache group. It takes time for all that there are."""
+        """The number of contents that every rank has, by tier and group. Costs time for all contents."""
         found: dict[str, dict[int, int]] = {}
         for (tier, group), ranks in self._ranks.items():
             found.setdefault(tier, {})[group] = list(ranks.values()).count(self._all)
@@ -100,14 +101,17 @@ Pins = dict[int, list[bytes]]
 
 @dataclass(eq=False)
 class Lookup:
-    """What a request waits for before it is promised anything, and then what it is promised.
+    """The prefix lookup of one request: first the contents that it waits for, then the tokens promised to it.
 
-    ``waits_for`` are contents under way to host memory, each with the tier that brings it, or none where
-    another request stores it. ``asked`` are jobs that ask tiers, ``found`` the answers by tier. ``lost``
-    could not be brought, and is not tried again. ``brought`` are the contents that came from each tier.
-
-    Once it ``is_answered``, ``length`` tokens beyond ``start_tokens`` are promised; 0 was true at
-    ``looked_at``. ``pins`` are what is promised, or here while it waits.
+    Attributes:
+        waits_for: contents under way to host memory, with their tier; empty if another request stores it.
+        asked, was_asked: open seek jobs, each with its tier; whether tiers were asked once.
+        found, brought: contents that seek jobs found, and contents that were fetched, by tier.
+        lost: contents that could not be fetched, and are not tried again.
+        is_settled: the lookup waits for nothing more, and looks in host memory alone.
+        pins: contents pinned in host memory: those promised, or those already here while it waits.
+        is_answered: ``length`` tokens beyond ``start_tokens`` are promised, for a request of ``num_tokens``.
+        looked_at, version: when the answer was found, and the version of host memory then.
     """
 
     deadline: float
@@ -133,16 +137,20 @@ class Lookup:
 
 @dataclass(eq=False)
 class OffloadRequest:
-    """``reads``: it may be promised something. ``most_tokens`` of it may be kept.
+    """The offload's record of one request.
 
-    ``known_tokens`` are those that it had when it was admitted last, and which need no sampling;
-    ``computed_tokens`` those that the device was given since, ``computed_before`` the same a step earlier.
-    ``boundaries`` are where windows and states are kept of the known tokens; one is at ``junction``, where
-    other prompts begin to differ. ``next_position`` is by group the first one that was not considered for a
-    store. ``trail`` is, by group, what was kept while decoding, and is superseded as the answer grows.
-    Of windows nothing is kept that begins in the first ``ragged_tokens``: a peer may not have filled it.
-    ``is_admitted``: it had blocks at some time. ``is_offered``: it was promised what is kept, of which lower
-    tiers brought ``sources``. What is kept of it is held by ``pin``, if that was asked for.
+    Attributes:
+        reads, most_tokens: whether it may get restored tokens; how many of its tokens may be kept.
+        known_tokens: its tokens when it was last admitted, which need no sampling.
+        computed_tokens, computed_before: its computed tokens as of the last step, and of the step before.
+        boundaries, kept: where windows and states of the known tokens are kept, and positions kept for that.
+        junction: a boundary where other prompts begin to differ; 0 for none.
+        next_position: by group the first position that was not considered for a store yet.
+        trail: by group the position and name of contents kept while decoding, until the answer outgrows them.
+        ragged_tokens: no window block that begins before this is kept: a peer may not have filled it.
+        is_admitted: it has had blocks at some time.
+        is_offered, sources: it was promised restored tokens; how many of them each lower tier brought.
+        pin: its session's pin, which holds its kept contents, if a hint asked for that.
     """
 
     view: RequestView
@@ -167,7 +175,7 @@ class OffloadRequest:
 
     @property
     def last_boundary(self) -> int:
-        """Where what is kept of the known tokens ends, and of an answer begins."""
+        """The last boundary in the known tokens; windows and states kept after it belong to the answer."""
         return self.boundaries[-1] if self.boundaries else 0
 
     def lay_out(self, requirements: HitRequirements, checkpoint_tokens: int) -> None:
@@ -179,7 +187,7 @@ class OffloadRequest:
         self.kept = requirements.kept(self.boundaries)
 
     def checkpoints(self, requirements: HitRequirements) -> tuple[int, ...]:
-        """Where its state is useful: its boundaries, and those that an answer can make one."""
+        """Token counts at which its state is worth storing: boundaries, and those that the answer may add."""
         align, last = requirements.align_tokens, requirements.last_boundary(self.known_tokens)
         if self.boundaries and self.boundaries[-1] < last:
             return self.boundaries
@@ -193,7 +201,7 @@ class OffloadRequest:
     def computed(
         self, num_tokens: int, groups: Sequence[HitGroup], new_block_ids: Sequence[Sequence[int]] | None
     ) -> None:
-        """The device was given so many of its tokens, and it has got these blocks."""
+        """A step was launched: ``num_tokens`` are computed, and the request has new blocks, by group."""
         self.computed_before, self.computed_tokens = self.computed_tokens, num_tokens
         if new_block_ids is None:
             return
@@ -202,27 +210,27 @@ class OffloadRequest:
                 self.block_ids.setdefault(group.group, []).extend(ids)
 
     def valid_tokens(self) -> int:
-        """How many of its tokens have KV that is final and under way at least."""
-        # What was sampled counts once the token after it is known: drafts may have been in its place.
+        """The number of its tokens whose KV is final, and computed or being computed."""
+        # A sampled token counts once the next token is known: until then a draft may have been in its place.
         return min(self.computed_tokens, max(self.known_tokens, self.view.num_tokens - 1))
 
     def final_tokens(self) -> int:
-        """The same when it has ended. The last token has no KV yet."""
+        """``valid_tokens`` when the request has ended. The last sampled token has no KV."""
         if self.view.num_tokens > self.known_tokens > 0:
-            # Something was sampled since it was admitted, after all that it had was computed.
+            # A token was sampled since the request was admitted, so all tokens before are computed.
             return self.view.num_tokens - 1
         return self.valid_tokens()
 
     def held(self, group: HitGroup) -> tuple[range, ...]:
-        """The positions of a group whose blocks were still the request's in the last ``computed`` step."""
-        # While decoding not every step is reported; a step computes at least one token.
+        """The positions of a group whose blocks the request still held in the last ``computed`` step."""
+        # While decoding not every step is reported; each step computes at least one token.
         is_prefill = self.computed_before < self.known_tokens
         return group.held(max(0, self.computed_before if is_prefill else self.computed_tokens - 1))
 
     def worth_keeping(
         self, requirements: HitRequirements, group: HitGroup, positions: range, *, decoded: bool
     ) -> list[int]:
-        """Those positions of a group with a window that are to be kept."""
+        """The positions of a window group that are to be kept."""
         found: list[int] = []
         for span in self.kept.get(group.group, ()):
             found.extend(range(max(positions.start, span.start), min(positions.stop, span.stop)))
@@ -233,7 +241,7 @@ class OffloadRequest:
 
 
 Hashes = Callable[[RequestView, int], Sequence[bytes]]
-"""The hashes of a request's full blocks of so many tokens, each of everything up to the block's end."""
+"""The chain hashes of a request's full blocks; the second argument is the block size in tokens."""
 
 REASONS = {
     "offload_rows_short": "host memory had no row for a block: all are pinned, or being filled",
@@ -248,14 +256,14 @@ REASONS = {
     "offload_overdue": "workers have not reported a job in time; its rows are out of use until they do",
     "offload_unknown_rank": "a report came from a rank that does not exist",
 }
-"""By reason what it means, for the log."""
+"""The log text of each counted reason."""
 
 _TIMEOUT_S = 60.0
 _LONGEST_STEP_S = 1.0
 
 
 class JobKind(enum.Enum):
-    """What a job does with its contents, which are of one group; the value is where reports have it."""
+    """What a job does with its contents of one group; the value is the field of ``OffloadReport`` for it."""
 
     STORE = "stored"
     FETCH = "fetched"
@@ -264,10 +272,12 @@ class JobKind(enum.Enum):
 
 @dataclass(eq=False)
 class Job:
-    """``unreported`` and ``unkept`` are bits of the ranks that have not reported it done, and kept; ``named``
-    the contents that ranks have reported, and how many did. Of a store that all have done, ``failed`` are
-    those that are not right, and ``pinned`` those that must stay until it was kept. ``stale``: everything was
-    cleared since it was ordered.
+    """One order to all ranks that they have not all finished.
+
+    ``unreported`` and ``unkept`` have a bit for each rank that has yet to report the job done, and kept.
+    ``named`` counts, for each content, the ranks that named it in their reports. For a store that all ranks
+    have done, ``failed`` are the failed contents, and ``pinned`` those pinned until lower tiers have written
+    them. ``stale``: everything was cleared since the order.
     """
 
     number: int
@@ -286,7 +296,7 @@ class Job:
 
 
 class Jobs:
-    """All jobs that are not over. Each of ``num_ranks`` reports each of them."""
+    """All jobs that are not over. Each of ``num_ranks`` ranks reports each job."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -295,13 +305,13 @@ class Jobs:
         self._serial = 0
         self._now = self._ticked_at = 0.0
         self.num_awaited = 0
-        """Jobs that a request may wait for: not done, and not overdue."""
+        """The number of jobs that a request may wait for: not done, and not overdue."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def tick(self, now: float) -> list[Job]:
-        """A step begins: the jobs that are overdue now. Without steps no time passes, as no reports come."""
+        """A step begins: jobs that are overdue now. Time counts only in steps, which bring reports."""
         self._now += min(now - self._ticked_at, _LONGEST_STEP_S)
         self._ticked_at = now
         found = []
@@ -326,7 +336,7 @@ class Jobs:
         return job
 
     def report(self, report: OffloadReport) -> tuple[Job, ...]:
-        """The jobs that all ranks have done, or kept, with this report. Repetitions are ignored."""
+        """The jobs that all ranks have done, or kept, as of this report. Repeated reports are ignored."""
         bit, ended = 1 << report.rank, {}
         for kind in JobKind:
             for number, named in getattr(report, kind.value).items():
@@ -347,13 +357,13 @@ class Jobs:
         return tuple(ended.values())
 
     def being_kept(self, group: int) -> set[bytes]:
-        """Contents that are on their way to lower tiers."""
+        """Contents of a group that lower tiers are still to write."""
         jobs = [job for job in self._jobs.values() if job.group == group and job.unkept]
         return {name for job in jobs for name in job.hashes}
 
     @property
     def are_due(self) -> bool:
-        """Whether any that is not overdue is to be reported yet, as kept if by nothing else."""
+        """Whether a job that is not overdue lacks a report, if only the one that it was kept."""
         return any(not job.overdue for job in self._jobs.values())
 
     def is_open(self, job: Job) -> bool:
@@ -363,15 +373,15 @@ class Jobs:
         del self._jobs[job.number]
 
     def invalidate(self) -> None:
-        """Everything was cleared: what is under way arrives for nothing."""
+        """Everything was cleared: mark all jobs as stale, so that their contents are discarded."""
         for job in self._jobs.values():
             job.stale = True
 
 
 class Host:
-    """What hits need, what is here, what every rank has below, and what was ordered.
+    """The state that the scheduler half's modules share: hit requirements, host and lower index, pins, jobs.
 
-    Failures are logged once by their reason, and counted always: by a worker, since this half has no metrics.
+    The first failure of each reason is logged, and all are counted: by a worker, as this half has no metrics.
     """
 
     def __init__(
@@ -389,12 +399,12 @@ class Host:
         self._untaken: list[str] = []
 
     def forget_names(self, group: int, names: Iterable[bytes]) -> None:
-        """What was described is stored nowhere, or everywhere."""
+        """Drop the event origins of contents that no tier will store any more."""
         if self.events is not None:
             self.events.forget(group, names)
 
     def names(self, view: RequestView, group: HitGroup, parts: Iterable[range]) -> list[bytes]:
-        """What the blocks of a request at these positions are known by, as far as its hashes go."""
+        """The names of a request's blocks at these positions, fewer if its hashes end before."""
         hashes = self.hashes(view, group.block_tokens)
         return [name for part in parts for name in group.names(hashes, part.start, part.stop)]
 

@@ -1,7 +1,7 @@
-"""The scheduler half of the offload: it owns the index of host memory, and decides what is in it.
+"""The scheduler half of the offload: it owns the index of host memory, and decides which contents are in it.
 
-Worker ranks carry that out and report. For one thread; no I/O, no wait, no clock of its own. Hooks raise
-nothing over what a client or a worker sends.
+Worker ranks carry out its orders and report. One thread; no I/O, no blocking, no clock of its own. No hook
+raises because of a client's parameters or a worker's report.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.transfer.orders import OffloadOrders, OffloadReport, Results
 from kvconnect.transfer.stack import RequestView, Step
 
-# So many restores may fail one after the other before none is promised for a while.
+# After so many failed restores in a row, no restore is promised for a while.
 _MOST_FAILURES, _PAUSE_S = 3, 30.0
 _MOST_OFFLOAD_TOKENS = "max_offload_tokens"
 
 
 class OffloadScheduler:
-    """Keeps blocks of requests in host memory, and promises them to later requests of the same prefix.
+    """Keeps blocks of requests in host memory, and promises them to later requests with the same prefix.
 
-    Hooks with a name of ``halves.scheduler_half.SchedulerHalf`` keep its contract. ``requirements`` and
-    ``row_bytes`` are of the groups that are kept. ``hashes`` are asked for often, so a view rather than a new
-    list: for the block sizes of groups, and for ``align_tokens`` where a group keeps states.
+    Hooks named as in ``halves.scheduler_half.SchedulerHalf`` keep its contract.
+
+    Args:
+        requirements, row_bytes: of the cache groups that are kept.
+        hashes: called often, so it should return a view rather than a new list; for the block sizes of
+            groups, and for ``align_tokens`` where a group keeps states.
+        clock: the time in seconds.
 
     Raises:
-        ConfigError: the memory does not suffice for a single hit.
+        ConfigError: the host memory does not suffice for a single hit.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class OffloadScheduler:
         return self._stores.due
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        # What was promised stays in host memory until the request is admitted, or ends.
+        # Promised contents stay pinned in host memory until the request is admitted, or ends.
         record, now = self._record(request), self._clock()
         if not record.reads or request.request_id in self._lookup.restoring or now < self._resumes_at:
             return 0, False
@@ -101,7 +105,7 @@ class OffloadScheduler:
         return count, bool(count)
 
     def withdraw(self, request_id: str) -> None:
-        """A request gets its blocks from elsewhere."""
+        """Take back the promise to a request, which gets its KV from elsewhere."""
         if (record := self._requests.get(request_id)) is not None:
             self._lookup.release(record)
             record.is_offered = False
@@ -117,7 +121,7 @@ class OffloadScheduler:
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
-        # Of a state group only the last block counts: it is the one that the state is restored to.
+        # In a state group only the last block counts: the state is restored into it.
         record = self._record(request)
         record.is_admitted = True
         record.lose_blocks()
@@ -138,7 +142,7 @@ class OffloadScheduler:
             record, group = self._requests.get(state.request_id), self._state_groups.get(state.group)
             if record is not None and group is not None:
                 self._stores.collect_state(record, group, state)
-        # Taken together: the index is much faster with many contents at once.
+        # One call for many requests: the index is much faster with many contents at once.
         grown: dict[str, OffloadRequest] = {}
         for request_id, num_tokens, new_block_ids in step.computed:
             record = self._requests.get(request_id)
@@ -154,7 +158,7 @@ class OffloadScheduler:
             self._stores.collect(grown.values())
 
     def preempted(self, request_id: str) -> None:
-        # The blocks of earlier steps may still be read until the next orders are carried out.
+        # Workers may read the blocks of earlier steps until they carry out the next orders.
         record = self._requests.get(request_id)
         if record is not None:
             record.lose_blocks()
@@ -162,8 +166,8 @@ class OffloadScheduler:
             self._stores.due[request_id] = 0
 
     def request_finished(self, request: RequestView, block_ids: BlockIdsByGroup) -> dict[str, Any] | None:
-        """Returns what came of its hints, if it had any."""
-        # The blocks may be read until the next orders are carried out.
+        """Returns the outcomes of the request's session hints; None if it had none."""
+        # Workers may read the blocks until they carry out the next orders.
         record = self._requests.pop(request.request_id, None)
         if record is None:
             return None
@@ -177,7 +181,7 @@ class OffloadScheduler:
         self._stores.overwritten(block_ids)
 
     def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
-        """Of so many tokens that a request takes, how many came from which tier."""
+        """By tier, how many of a request's ``num_external_tokens`` restored tokens came from it."""
         record = self._requests.get(request_id)
         found: dict[str, int] = {}
         left = num_external_tokens
@@ -188,7 +192,7 @@ class OffloadScheduler:
         return {**found, HOST: left} if left > 0 else found
 
     def build_orders(self) -> OffloadOrders:
-        # No request waits any more for what is overdue; its rows stay out of use.
+        # No request waits for overdue jobs any more; their rows stay out of use.
         for job in self.host.jobs.tick(self._clock()):
             self._lookup.overdue(job)
         restores, fetches, seeks = self._lookup.take()
@@ -212,7 +216,7 @@ class OffloadScheduler:
                     self._restore_failed(request_id)
 
     def _settle(self, report: OffloadReport) -> None:
-        """A rank has reported. Jobs that are not known are over already, or were never ordered."""
+        """Apply a rank's report. Unknown jobs are over already, or were never ordered."""
         if not 0 <= report.rank < self.host.jobs.num_ranks:
             self.host.count("offload_unknown_rank")
             return
@@ -221,18 +225,18 @@ class OffloadScheduler:
             JobKind.FETCH: self._lookup.fetched,
             JobKind.SEEK: self._lookup.found,
         }
-        # What was under way here when all was cleared is there no more. What one rank has read is dropped
-        # after that if another one missed it.
+        # Changes from before the last order to clear are void. The others come before the jobs: a fetch may
+        # drop contents again that this rank has read and another rank missed.
         if report.cleared == self._num_clears and not self._clear:
             self.host.lower.update(report.rank, report.changes)
         for job in self.host.jobs.report(report):
             ends[job.kind](job)
             if job.kind is not JobKind.SEEK and not self.host.jobs.is_open(job):
-                # It brings nothing any more, nowhere.
+                # No tier will store its contents any more.
                 self.host.forget_names(job.group, job.hashes)
 
     def _restore_failed(self, request_id: str) -> None:
-        """What was to be restored has been dropped: no request is promised it any more, this one nothing."""
+        """A failed restore dropped its contents: withdraw all promises, and promise this request no more."""
         self.host.count("offload_restore_failed")
         for record in self._requests.values():
             self._lookup.withdraw(record)
@@ -243,8 +247,8 @@ class OffloadScheduler:
             self._resumes_at = self._clock() + _PAUSE_S
 
     def reset(self) -> None:
-        # Lower tiers forget it too. Nothing is kept of requests that have blocks now; what is under way to a
-        # request arrives there.
+        # Lower tiers are cleared too. Requests that have blocks now store none of them. Restores under way
+        # still reach their requests.
         self._clear = True
         self._stores.clear()
         for record in self._requests.values():
@@ -257,18 +261,18 @@ class OffloadScheduler:
         self.host.lower.clear()
 
     def announce(self, events: TierEvents) -> None:
-        """Note from now on what tiers get and lose. Before there is anything."""
+        """Send changes of all tiers to ``events`` from now on. Call it before the first request."""
         self.host.events = self.host.index.events = self.host.lower.events = events
         if DISK in lower_tier_names(self._config):
             self._stores.footers = events.footers
 
     def take_events(self) -> Sequence[Any]:
-        """What the tiers have got and lost since the last call, as much as suits a step."""
+        """Events of contents that tiers stored or removed, as many as suit one step; the rest stays."""
         return () if self.host.events is None else self.host.events.take()
 
     @property
     def pending(self) -> bool:
-        """Whether a request or an event waits for what workers are to report, or events are left."""
+        """Whether orders or events are left, or a request or an event waits for reports of workers."""
         waits = self._lookup.restoring or self.host.jobs.num_awaited or len(self._stores) or self._clear
         is_heard = self.host.events is not None and (self.host.events or self.host.jobs.are_due)
         return bool(waits or is_heard)
@@ -296,7 +300,7 @@ class OffloadScheduler:
             self.new_request(request)
         record = self._requests[request.request_id]
         if not record.prompt_tokens:
-            # Looked at for the first time: its prompt is what it will be.
+            # First lookup: the prompt is final now.
             record.prompt_tokens = request.num_tokens
             record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
             record.pin = self._sessions.begin(request, is_kept=record.most_tokens > 0)

@@ -1,7 +1,7 @@
-"""What of a prompt can come back from host memory, and what lower tiers have to bring there first.
+"""The prefix lookup: the tokens of a prompt that host memory can restore, after fetches from lower tiers.
 
-A hit is promised only once all of it is in host memory, and stays there from then on: a failing lower
-tier only shortens the hit. Questions that are asked again cost nothing until something has changed.
+A hit is promised only once all its contents are in host memory, where they stay pinned: a failing lower tier
+only shortens the hit. Repeated lookups cost nothing until something has changed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvconnect.offload.tier import SOUGHT, Content, lower_tier_names
 from kvconnect.transfer.orders import Restore, RowCopies, Seek, TierFetch
 
 _NEGATIVE_TTL_S = 0.05
-"""How long a lookup without a hit is not repeated, while other requests store what might help."""
+"""How long a lookup without a hit is not repeated, although other requests store contents meanwhile."""
 _REST_WAITS = 10
-"""For how many times ``wait_s`` a tier that did not answer within one is not asked, unless it does."""
+"""A tier that does not answer within ``wait_s`` is not asked for so many ``wait_s``, unless it answers."""
 
 
 class PrefixLookup:
-    """Looks for hits, and has them brought to host memory."""
+    """Finds hits, and orders fetches of their missing contents from lower tiers to host memory."""
 
     def __init__(self, host: Host, config: OffloadConfig) -> None:
         self._host, self._tiers = host, lower_tier_names(config)
@@ -33,19 +33,19 @@ class PrefixLookup:
         self._stuck: set[Content] = set()
         self._resting: dict[str, float] = {}
         self.restoring: dict[str, Pins] = {}
-        """What stays in host memory, by request whose restore is under way."""
+        """By request whose restore is under way, the contents pinned for it."""
         self._restores: list[Restore] = []
         self._fetches: list[TierFetch] = []
         self._seeks: list[Seek] = []
-        self._version = 0  # Grows with what is in host memory.
+        self._version = 0  # Grows whenever contents arrive in host memory.
 
     def __len__(self) -> int:
         return len(self._waiters) + len(self._seekers)
 
-    # What the requests ask
+    # Lookups of requests
 
     def find(self, request: OffloadRequest, start_tokens: int, now: float) -> int | None:
-        """Tokens beyond ``start_tokens`` that can be restored; None: ask again."""
+        """The tokens beyond ``start_tokens`` that can be restored; None: fetches are under way, ask again."""
         num_tokens, lookup = request.view.num_tokens, request.lookup
         if lookup is None:
             lookup = request.lookup = Lookup(now + self._wait_s)
@@ -81,7 +81,7 @@ class PrefixLookup:
         return length
 
     def withdraw(self, request: OffloadRequest) -> None:
-        """What was promised to a request may be there no more."""
+        """Take back a promise: its contents may be gone."""
         if request.lookup is not None and request.lookup.is_answered:
             self._host.unpin(request.lookup.pins)
             request.lookup.is_answered, request.lookup.length = False, 0
@@ -95,7 +95,7 @@ class PrefixLookup:
     # Restores
 
     def restore(self, request: OffloadRequest, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Restore the first ``num_tokens`` of what was promised. What cannot be is reported failed."""
+        """Order the restore of the first ``num_tokens`` promised, or have it reported as failed."""
         request_id, lookup = request.view.request_id, request.lookup
         pins = self.restoring[request_id] = {}
         try:
@@ -111,7 +111,7 @@ class PrefixLookup:
             self._restores.append(Restore(request_id, (), f"it cannot be restored: {error}"))
             return
         if num_tokens == lookup.length:
-            # They stay pinned as they are.
+            # The promised contents stay pinned as they are.
             pins.update(lookup.pins)
             lookup.pins = {}
         else:
@@ -121,7 +121,7 @@ class PrefixLookup:
         self._restores.append(Restore(request_id, tuple(copies for _, copies in wanted if copies.rows)))
 
     def restored(self, request_id: str, *, failed: bool) -> bool:
-        """A request was reported, whose load may be a restore. Whether it was."""
+        """A load of a request ended; returns whether it was a restore. A failed one drops its contents."""
         pins = self.restoring.pop(request_id, None)
         if pins is None:
             return False
@@ -139,7 +139,7 @@ class PrefixLookup:
     def _copies(
         self, request: OffloadRequest, group: HitGroup, ids: Sequence[int], start: int, end: int
     ) -> tuple[list[bytes], RowCopies]:
-        """The names and copies that bring a group from ``start`` to ``end`` tokens. Raises ``LocalError``."""
+        """A group's names and copies for tokens ``start`` to ``end``. Raises ``LocalError``: no such copy."""
         if group.is_state and end % group.block_tokens:
             raise LocalError(f"no state is kept after {end} tokens")
         parts = group.needed(end, start)
@@ -155,10 +155,10 @@ class PrefixLookup:
         ids = tuple(block_id for block_id in ids if block_id)
         return names, RowCopies(group.group, ids, tuple(self._host.index.rows_of(group.group, names)))
 
-    # What becomes of the jobs
+    # Ends of jobs
 
     def arrived(self, group: int, names: Iterable[bytes], tier: str = "") -> None:
-        """Contents are in host memory now, brought from ``tier`` if by one."""
+        """Contents are in host memory now: read from ``tier``, or stored from the device if it is empty."""
         self._version += 1
         self._resting.pop(tier, None)
         for lookup, (index, name) in self._ended(group, names):
@@ -180,17 +180,17 @@ class PrefixLookup:
                 yield lookup, content
 
     def overdue(self, job: Job) -> None:
-        """No request waits for a job any more."""
+        """A job is overdue: no request waits for it any more."""
         self._host.count("offload_overdue")
         if job.kind is JobKind.SEEK:
-            # It has no rows: a late answer changes nothing.
+            # A seek has no rows, so its late answer can be ignored.
             self.found(job)
         elif job.unreported:
             self.lost(job.group, job.hashes)
             self._stuck.update((job.group, name) for name in job.hashes)
 
     def fetched(self, job: Job) -> None:
-        """All ranks have read what they could into the rows of a job."""
+        """All ranks have finished a fetch: contents that every rank has read are ready, others dropped."""
         missing = [name for name in job.hashes if job.stale or name in job.named]
         if job.named:
             self._host.count("offload_fetch_missed")
@@ -204,7 +204,7 @@ class PrefixLookup:
         self._host.jobs.close(job)
 
     def found(self, job: Job) -> None:
-        """A tier was asked what it has. What all ranks have counts; from an overdue job, nothing."""
+        """A seek job ended: contents that all ranks found count; those of an overdue job do not."""
         self._host.jobs.close(job)
         if not job.unreported:
             self._resting.pop(job.tier, None)
@@ -218,7 +218,7 @@ class PrefixLookup:
             lookup.found.setdefault(job.tier, set()).update(found)
 
     def _abandon(self, lookup: Lookup) -> None:
-        """Wait for nothing any more, and look for nothing more than what is there."""
+        """Stop waiting: from now on the lookup counts only contents in host memory."""
         for content in lookup.waits_for:
             left = self._waiters[content]
             left.remove(lookup)
@@ -233,7 +233,7 @@ class PrefixLookup:
     # The search
 
     def _search(self, request: OffloadRequest, lookup: Lookup, start_tokens: int, now: float) -> int | None:
-        """How long a hit is here; None if more is being brought, where that makes a longer one."""
+        """The end of the hit in host memory, in tokens; None while seeks or fetches may make it longer."""
         limit = self._host.requirements.last_boundary(request.view.num_tokens - 1)
         here, _ = self._longest(request, start_tokens, None)
         if here >= limit or lookup.is_settled or now >= lookup.deadline:
@@ -246,22 +246,22 @@ class PrefixLookup:
                 return None
         best, junction = self._longest(request, start_tokens, lookup)
         if junction > max(best, start_tokens):
-            # Others share this much: keep what the next of them needs to begin there.
+            # Other prompts share this prefix: keep windows and states here for the next one.
             request.junction = junction
         at_least = here if here - start_tokens >= self._min_tokens else start_tokens
         if best - at_least >= self._min_tokens:
             self._bring(request, lookup, start_tokens, best)
             if lookup.is_waiting:
                 return None
-            # There was no row at all. What is here now may be less than it was.
+            # No row was free. The hit in host memory may be shorter than before.
             here, _ = self._longest(request, start_tokens, None)
         lookup.is_settled = True
         return here
 
     def _longest(self, request: OffloadRequest, start_tokens: int, lookup: Lookup | None) -> tuple[int, int]:
-        """The longest hit, and how long it could be if all windows and states were there.
+        """The longest hit, and its length if all windows and states were there, in tokens.
 
-        With ``lookup`` what is under way, and what lower tiers have, counts as there.
+        With ``lookup``, contents under way to host memory and contents of lower tiers count as there.
         """
 
         def names(group: HitGroup, first: int, end: int) -> Sequence[bytes]:
@@ -292,7 +292,7 @@ class PrefixLookup:
         return known
 
     def _tiers_of(self, group: int, names: Sequence[bytes], lookup: Lookup) -> list[str]:
-        # The nearest; empty where none has it.
+        # The nearest tier that has each content; empty for none.
         found = [""] * len(names)
         for tier in self._tiers if names else ():
             if tier in SOUGHT:
@@ -308,7 +308,7 @@ class PrefixLookup:
     def _needed(
         self, request: OffloadRequest, start_tokens: int, boundary: int
     ) -> Iterator[tuple[HitGroup, tuple[range, ...], list[bytes]]]:
-        """By group the positions that a hit needs beyond those that are at hand, and their names."""
+        """By group the positions from ``start_tokens`` on that a hit needs, and their names."""
         for group in self._host.requirements.groups:
             parts = group.needed(boundary, start_tokens)
             yield group, parts, self._host.names(request.view, group, parts)
@@ -322,7 +322,7 @@ class PrefixLookup:
             by_state: dict[ContentState, list[bytes]] = {state: [] for state in ContentState}
             for name, state in zip(names, self._host.index.states(index, names), strict=True):
                 by_state[state].append(name)
-            # Before any row is taken: what is here must not make room for what is not.
+            # Pin ready contents before any row is taken: they must not be evicted for missing ones.
             lookup.pins[index] = by_state[ContentState.READY]
             self._host.index.pin(index, lookup.pins[index])
             self._await(lookup, index, by_state[ContentState.PENDING])
@@ -344,7 +344,7 @@ class PrefixLookup:
                 self._host.events.describe(group, each, frozenset(coming.get(group.group, ())))
 
     def fetch(self, group: int, tier: str, names: Sequence[bytes]) -> list[bytes]:
-        """Have a tier bring contents that are absent; those that there are rows for."""
+        """Order a tier to read absent contents into host memory; returns those that got a row."""
         taken, rows = self._host.index.reserve(group, names)
         if taken:
             job = self._host.jobs.open(JobKind.FETCH, group, tuple(taken), tier=tier)
@@ -357,7 +357,7 @@ class PrefixLookup:
             self._waiters.setdefault((group, name), []).append(lookup)
 
     def _seek(self, request: OffloadRequest, lookup: Lookup, start_tokens: int) -> bool:
-        # For what is neither here nor known to be elsewhere.
+        # Ask only for contents that are neither in host memory nor known in a tier with an index.
         limit = self._host.requirements.last_boundary(request.view.num_tokens - 1)
         for tier in [tier for tier in self._tiers if tier in SOUGHT and tier not in self._resting]:
             for group in self._host.requirements.groups:
@@ -373,7 +373,7 @@ class PrefixLookup:
         return bool(lookup.asked)
 
     def _sources(self, lookup: Lookup) -> dict[str, int]:
-        """How many of the promised tokens came from which tier, as the first group has them."""
+        """By tier the promised tokens that it brought, counted in the first group."""
         group = (self._host.requirements.whole or self._host.requirements.partial)[0]
         found: dict[str, int] = {}
         for tier, contents in lookup.brought.items():

@@ -1,7 +1,7 @@
-"""What requests ask to be done with the KV of their session: hints, carried out and answered.
+"""Session hints: actions on a session's KV (pin, release, prefetch, demote) that a request asks for.
 
-They come in the envelope of vLLM's ``kv_hints``. Nothing here raises: what cannot be read or done is an
-outcome, and the request runs all the same.
+Hints come in the envelope of vLLM's ``kv_hints``. No hint raises: an invalid or impossible action gets an
+outcome that states so, and the request runs all the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Outcome = dict[str, Any]
 
 
 class _Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of any action: whose session it is about, how long a pin lasts, and a tier."""
+    """The parameters of an action: tenant and session, a pin's lifetime in seconds, and a target tier."""
 
     tenant: _Text
     session_id: Annotated[_Text, msgspec.Meta(min_length=1)]
@@ -61,7 +61,7 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class _Ask:
-    """An action of a request; with its ``answer`` it is done."""
+    """An action that a request asks for; it is done once it has an ``answer``."""
 
     kind: str
     action_id: str
@@ -71,7 +71,7 @@ class _Ask:
 
 @dataclass(eq=False)
 class _Turn:
-    """What one request asks for. ``pin`` has its own prompt and answer."""
+    """The actions of one request. ``pin`` holds the request's own prompt and answer."""
 
     view: RequestView
     answer: Outcome
@@ -80,12 +80,12 @@ class _Turn:
 
 
 class Sessions:
-    """Pins of sessions, and what is done with them."""
+    """Carries out the actions of all requests on the pins of their sessions."""
 
     def __init__(self, host: Host, lookup: PrefixLookup, config: OffloadConfig) -> None:
         self._host, self._lookup, self._config, self._pins = host, lookup, config, host.pins
         self._groups = [group.group for group in host.requirements.groups]
-        # By which prompts are compared, and tokens counted.
+        # The group by whose names prompts are compared, and by whose blocks tokens are counted.
         self._first = (host.requirements.whole or host.requirements.partial)[0]
         self._turns: dict[str, _Turn] = {}
         self._counted: Counter[tuple[str, str]] = Counter()
@@ -98,7 +98,7 @@ class Sessions:
         self._pinned = self._pins.pinned_bytes()
 
     def arrive(self, view: RequestView) -> None:
-        """A request has come, maybe with hints. Prefetches begin."""
+        """A request has arrived: read its hints, if any, and begin its prefetches."""
         params = transfer_params(view)
         given = getattr(view, HINTS_KEY, None) or params.get(HINTS_KEY)
         if given is None:
@@ -125,7 +125,7 @@ class Sessions:
                 ask.answer = _rejected(str(error))
 
     def begin(self, view: RequestView, *, is_kept: bool) -> Pin | None:
-        """The prompt of a request is known: what it is to pin is kept from now on."""
+        """The prompt of a request is known: returns the pin that holds its contents from now on, if any."""
         if (turn := self._turns.get(view.request_id)) is None:
             return None
         for ask in turn.asks:
@@ -141,7 +141,7 @@ class Sessions:
         return turn.pin
 
     def finished(self, request_id: str, num_tokens: int, now: float) -> Outcome | None:
-        """A request has ended, with so many tokens that host memory was given. What came of its hints."""
+        """A request ended with ``num_tokens`` tokens of KV; returns the outcomes of its hints, if any."""
         turn = self._turns.pop(request_id, None)
         if turn is None:
             return None
@@ -153,7 +153,7 @@ class Sessions:
         return {**turn.answer, "actions": actions}
 
     def orders(self, now: float) -> dict[str, Any]:
-        """A step begins: what is over ends. What is ordered then, as fields of ``OffloadOrders``."""
+        """A step begins: release expired pins; returns fields of ``OffloadOrders``."""
         self._pins.expire(now)
         changes = tuple((*content, is_pinned) for content, is_pinned in self._pins.disk_changes.items())
         counted = tuple((*key, times) for key, times in self._counted.items())
@@ -167,7 +167,7 @@ class Sessions:
         return self._host.names(turn.view, group, (range(first, end),))
 
     def _pin(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
-        """Hold what a hit of the whole request needs, or the longest that is here and within the quota."""
+        """Pin the contents for a hit of the whole request, or of the part in host memory and the quota."""
         pin, requirements = turn.pin, self._host.requirements
         if pin is None or pin not in self._pins.of(*ask.payload.session):
             return _EXPIRED
@@ -182,8 +182,8 @@ class Sessions:
         full, ttl_s = requirements.last_boundary(num_tokens), min(ask.payload.ttl_s, MOST_TTL_S)
         reason = f"of {full} tokens the quota or host memory has room for {length}, at most {MOST_TTL_S:g} s"
         if length < max(1, pin.num_tokens) or not self._keep(turn, pin, length):
-            # It ended early, or a window or a state is beyond the quota, without which the rest is useless.
-            # What the session had before stays for its time.
+            # The request ended early, or a window or state that the hit needs is beyond the quota. The pin
+            # keeps the prefix from before the request, until its former deadline.
             self._keep(turn, pin, pin.num_tokens)
             self._pins.end(pin, pin.until)
             return _rejected(reason)
@@ -194,7 +194,7 @@ class Sessions:
         return {**_done(is_whole, HOST, length, reason), "ttl_s": ttl_s}
 
     def _keep(self, turn: _Turn, pin: Pin, num_tokens: int) -> bool:
-        """Hold in host memory what a hit of so many tokens needs, and nothing else. False: not all of it."""
+        """Pin in host memory the contents for a hit of ``num_tokens``, and unpin others; whether all fit."""
         is_whole, requirements = True, self._host.requirements
         for group in (*requirements.partial, *requirements.whole):
             place, names = (HOST, group.group), self._host.names(turn.view, group, group.needed(num_tokens))
@@ -204,7 +204,7 @@ class Sessions:
         return is_whole
 
     def _release(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
-        """Let go of what the session had, and of what this request has pinned, unless it does so later."""
+        """Release the session's pins, but keep this request's contents if a later action pins them."""
         later = turn.asks[turn.asks.index(ask) + 1 :]
         own = turn.pin if any(one.kind == "pin" and not one.answer for one in later) else None
         pins = [pin for pin in self._pins.of(*ask.payload.session) if pin is not own or pin.num_tokens]
@@ -217,7 +217,7 @@ class Sessions:
         return _done(True, HOST, num_tokens) if pins else _EXPIRED
 
     def _demote(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
-        """Let host memory go of what is on disk, or on its way there, and pin it on disk instead."""
+        """Move pins from host memory to disk, for contents that are on disk or on their way there."""
         if ask.payload.to not in ("", DISK) or not self._config.disk_path:
             return _rejected("it is in host memory in any case; accepted: to disk, where there is one")
         index, is_whole = self._host.index, True
@@ -234,13 +234,14 @@ class Sessions:
         return self._moved(pins, DISK, is_whole, "the rest is not on disk, or beyond the quota: it stays")
 
     def _prefetch(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
-        """Bring what is pinned on disk to host memory, and pin it there too."""
+        """Fetch contents pinned on disk to host memory, and pin them there too."""
         if ask.payload.to == DISK:
             return _rejected("accepted: to host, and device as far as that")
         is_whole, reason = ask.payload.to != "device", "the device gets it with the session's next request"
         for pin, group in product(pins := self._pins.of(*ask.payload.session), self._groups):
             place, names = (HOST, group), list(pin.held.get((DISK, group), ()))
-            # What is here must not make room for what is not, nor what is others' for more than the quota.
+            # Pin contents in host memory first, so that the fetch does not evict them. Fetch within the
+            # quota, so that contents of others are not evicted for a pin that is refused.
             count = self._pins.add(pin, place, names) + self._pins.room(pin, place)
             self._lookup.fetch(group, DISK, names[:count])
             if self._pins.add(pin, place, names) < len(names):
@@ -248,7 +249,7 @@ class Sessions:
         return self._moved(pins, HOST, is_whole, reason)
 
     def _moved(self, pins: Sequence[Pin], tier: str, is_whole: bool, reason: str) -> Outcome:
-        """What came of pins, by the tokens that are in a tier now or on their way."""
+        """The outcome of moved pins: the tokens of the longest that are in a tier or on their way there."""
         counts = [len(pin.held.get((tier, self._first.group), ())) for pin in pins]
         return _done(is_whole, tier, max(counts) * self._first.block_tokens, reason) if pins else _EXPIRED
 

@@ -1,6 +1,7 @@
-"""Which blocks of running requests go to host memory: what a later hit can use, once, as soon as it is final.
+"""Stores: the blocks of running requests that go to host memory, each once and as soon as its KV is final.
 
-Nothing waits: where rows are short, blocks are passed over and counted.
+Only blocks that a later hit can use are stored. No request waits: if rows are short, blocks are skipped, and
+the shortage is counted.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from kvconnect.transfer.orders import RowCopies, Store
 from kvconnect.transfer.stack import StateBlock
 
 MOST_AT_ONCE = 1024
-"""Blocks of one group that one call looks at; of a long prefix that was there before the rest comes later."""
+"""The most blocks of one request and group that a call considers; later calls consider the rest."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Positions of a request in one group, from ``first`` on, useless without the contents ``before``."""
+    """Blocks of a request in one group, from position ``first`` on; useless without the names ``before``."""
 
     request: OffloadRequest
     hashes: Sequence[bytes]
@@ -37,7 +38,10 @@ class _Part:
 
 
 class Stores:
-    """What the next orders store. Contents beyond ``most_tokens`` can be part of no hit, for want of rows."""
+    """Collects the blocks that the next orders store, up to ``most_tokens``: the longest hit in host memory.
+
+    ``decoded``: blocks of answers are stored too. ``keep``: lower tiers write the stored rows.
+    """
 
     def __init__(
         self, host: Host, lookup: PrefixLookup, *, most_tokens: int, decoded: bool, keep: bool
@@ -46,18 +50,18 @@ class Stores:
         self._most_tokens, self._decoded, self._keep = most_tokens, decoded, keep
         self._windows = tuple(group for group in host.requirements.partial if not group.is_state)
         self._batches: dict[int, dict[bytes, tuple[int, int]]] = {}
-        """By group and content the block and the row of what is stored with the next orders."""
+        """By group and name the block and the row of each content that the next orders store."""
         self.due: dict[str, int] = {}
-        """By request the token count at which there is more to take, for those that are in here."""
+        """By request the token count from which there is more to collect; the owner adds and removes keys."""
         self.footers: Callable[[int, Sequence[bytes]], tuple[bytes, ...]] | None = None
-        """What the disk keeps with rows, for events of it after a restart, if events are published."""
+        """Makes footers by group and names, for events after a restart; None without events or a disk."""
 
     def __len__(self) -> int:
         return sum(map(len, self._batches.values()))
 
     def collect(self, requests: Collection[OffloadRequest]) -> None:
         each = [(request, request.valid_tokens()) for request in requests]
-        # Where rows are short a request gets them in all groups, rather than all requests in one.
+        # If rows are short, one request gets rows in all groups, rather than all requests in one group.
         at_once = len(each) if len(self._host.requirements.groups) == 1 else 1
         for first in range(0, len(each), at_once):
             self._collect(each[first : first + at_once], is_last=False)
@@ -70,7 +74,7 @@ class Stores:
         }
         self._collect([(request, request.final_tokens())], is_last=True)
         for group in self._host.requirements.whole:
-            # So that the end of a prompt makes room first: without the beginning it would be useless.
+            # So that the end of a prompt is evicted first: no hit can use it without the beginning.
             end = request.next_position.get(group.group, 0)
             self._host.index.touch(group.group, self._host.names(request.view, group, (range(end),)))
 
@@ -120,10 +124,10 @@ class Stores:
         return tuple(stores)
 
     def settle(self, job: Job) -> None:
-        """All ranks have stored what they could, or have kept it, or both.
+        """All ranks have reported a job as stored, as kept, or both.
 
-        A content is there once every rank has it. A row is not reused until no rank reads or writes it any
-        more, even if its content failed.
+        A content is ready once every rank has stored it. Its row is not reused until no rank reads or writes
+        it any more, even if the content failed.
         """
         if job.unreported:
             return
@@ -176,7 +180,7 @@ class Stores:
                 self.due[request.view.request_id] = 0 if request.view.request_id in behind else due
 
     def _collect_partial(self, request: OffloadRequest, valid: int, is_last: bool) -> int:
-        """Take what groups with windows have. When there is more to take of any group."""
+        """Collect blocks of window groups; returns the token count from which there is more to collect."""
         boundary = self._host.requirements.last_boundary(valid)
         due = boundary + self._host.requirements.align_tokens + self._host.requirements.ahead_tokens
         for group in self._windows:
@@ -198,7 +202,7 @@ class Stores:
         return _Part(request, hashes, first, before, names[: len(block_ids)], block_ids)
 
     def _collect_whole(self, group: HitGroup, parts: Sequence[_Part]) -> None:
-        """Take of each request the positions of its part; those after a missing one are useless."""
+        """Collect each request's part up to the first block without a row: no hit can use blocks after it."""
         every = [name for part in parts for name in (*part.before, *part.names)]
         states = self._host.index.states(group.group, every)
         wanted: list[_Part] = []
@@ -207,7 +211,7 @@ class Stores:
             first, at = at + len(part.before), at + len(part.before) + len(part.names)
             absent = states[first:at].count(ContentState.ABSENT)
             if ContentState.ABSENT in states[first - len(part.before) : first]:
-                # The contents before the part have made room for others, so the part is useless.
+                # Contents before the part were evicted, so no hit can use the part.
                 self._host.count("offload_rows_short")
                 part.request.next_position[group.group] = part.first
                 continue
@@ -233,7 +237,7 @@ class Stores:
                 part.request.next_position[group.group] = part.first + states.index(ContentState.ABSENT)
 
     def _collect_window(self, request: OffloadRequest, group: HitGroup, end: int, is_last: bool) -> None:
-        # Of a draft's window no wider than a block nothing is kept: blocks leave it before they have a name.
+        # A draft group's window of at most one block is never kept: blocks leave it before they have a name.
         ragged = div_ceil(request.ragged_tokens, group.block_tokens)
         first = max(request.next_position.get(group.group, 0), ragged)
         block_ids = request.block_ids.get(group.group, [])
@@ -265,7 +269,7 @@ class Stores:
                 trail.append((at, hashes[at + group.is_draft]))
 
     def _reserve(self, group: HitGroup, names: Sequence[bytes], block_ids: Sequence[int]) -> int:
-        """Take rows for those that have none. How many got one: the first of those that are absent."""
+        """Take rows for absent contents; returns how many got one, from the first absent one on."""
         taken, rows = self._host.index.reserve(group.group, names)
         if taken:
             if len(taken) < len(names):
@@ -276,17 +280,17 @@ class Stores:
         return len(taken)
 
     def _hold(self, request: OffloadRequest, group: HitGroup, names: Sequence[bytes]) -> None:
-        """Keep what is here of a request for its session, if that was asked for."""
+        """Pin contents of a request for its session, if a hint asked for that."""
         if request.pin is not None:
             self._host.pins.add(request.pin, (HOST, group.group), names)
 
     def _describe(self, group: HitGroup, parts: Iterable[Part]) -> None:
-        """Note what those of these blocks are that are stored next, if events are published."""
+        """Note the origins of those blocks that the next orders store, if events are published."""
         if self._host.events is not None:
             self._host.events.describe(group, parts, self._batches.get(group.group, ()))
 
     def _supersede(self, request: OffloadRequest, boundary: int) -> None:
-        """Forget what was kept of an answer for boundaries that are well behind its end."""
+        """Drop windows and states of an answer that were kept for boundaries well before its end."""
         for group in self._host.requirements.partial:
             trail = request.trail.get(group.group)
             held = group.held(max(0, boundary - self._host.requirements.align_tokens))

@@ -1,11 +1,11 @@
-"""The shared tier: a Mooncake Store, in which nodes find what other nodes keep.
+"""The shared tier: a Mooncake Store, in which a node finds KV that other nodes keep.
 
-Values are records as on disk: a header that names what they belong to, with checksums, and the bytes of a
-row. The store keeps no index here: it must be asked. Its library lives in a process of its own, and values go
-through memory that is shared with it, so nothing that the library does late can reach a row.
+Values are records as on disk: a header with names and checksums, then the bytes of a row. This node has no
+index of the store: a seek asks it. The store's library runs in a process of its own, and values pass through
+memory shared with it, so that no late write of the library can reach a row.
 
-A store that cannot be reached, or does not answer in time, is one that has nothing. It is tried again when
-something is asked of it, ever more seldom while that fails.
+A store that is unreachable or late counts as empty. The next job tries to reach it again, with growing pauses
+while that fails.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvconnect.offload.tier import MAX_HASH_BYTES, CompletionTracker, Content, K
 logger = logging.getLogger(__name__)
 
 MOST = 1 << 17
-"""Of more, those that were used least recently are taken back: a router then knows less than there is."""
+"""The most contents announced to routers; of more, the least recently used are reported as removed."""
 
 
 class Announced(CompletionTracker):
-    """Reports as changes the ``most`` contents that were written or read last; with 0, none."""
+    """Reports the ``most`` contents written or read last as changes, for events; with 0, none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Announced(CompletionTracker):
         self._seen: OrderedDict[Content, None] = OrderedDict()
 
     def there(self, contents: Iterable[Content]) -> None:
-        """The store has these, known ones too: where another rank missed one, it is known no more."""
+        """The store has contents. Report known ones too: the scheduler half forgets what any rank missed."""
         if not self.most:
             return
         with self._seen_lock:
@@ -57,7 +57,7 @@ class Announced(CompletionTracker):
             self.remove([self._seen.popitem(last=False)[0] for _ in range(over)])
 
     def gone(self, contents: Iterable[Content]) -> None:
-        """The store was asked for these, and has them not."""
+        """The store answered that it does not have these contents."""
         with self._seen_lock:
             known = [content for content in contents if content in self._seen]
             for content in known:
@@ -65,27 +65,27 @@ class Announced(CompletionTracker):
             self.remove(known)
 
     def lost(self, reason: str) -> None:
-        """The store cannot be reached: nothing of it can be had."""
+        """The store cannot be reached: report all announced contents as removed."""
         with self._seen_lock:
             self.remove(list(self._seen))
             self._seen.clear()
         self.fail(reason)
 
     def forget_changes(self) -> None:
-        """All was cleared, as the owner knows."""
+        """The owner cleared the store: forget announced contents, and report none as removed."""
         with self._seen_lock:
             super().forget_changes()
             self._seen.clear()
 
 
 UNREACHABLE_CODES = range(-999, -899)
-"""What the library returns where its master does not answer."""
+"""Codes of the library for a master that does not answer."""
 _GOODBYE_S = 3.0
 _LONGEST_WAIT_S = 5.0
 
 
 class LinkState(enum.Enum):
-    """Whether a store can be asked."""
+    """The state of the store's process; only in ``UP`` it takes orders."""
 
     STARTING = "starting"
     UP = "up"
@@ -94,11 +94,11 @@ class LinkState(enum.Enum):
 
 
 class StoreLink:
-    """Starts the process, and starts it again. ``changed`` guards it and what its owner adds.
+    """Starts the store's process, and restarts it after a failure.
 
     Args:
         start: makes a process; called on the link's thread, which ends last. Raises ``EngineError``.
-        changed: notified whenever ``state`` changes.
+        changed: guards the link's state and its owner's; notified whenever ``state`` changes.
         on_failure: called with a reason when the process was lost, on any thread.
         call_timeout_s, retry_s, says_goodbye: see ``StoreTier``.
     """
@@ -125,13 +125,13 @@ class StoreLink:
         self._thread.start()
 
     def want(self) -> None:
-        """Something is asked of the store: try again, unless that was just done. With ``changed`` held."""
+        """A job needs the store: restart its process if it is down. The caller holds ``changed``."""
         if self.state is LinkState.DOWN and not self._is_wanted:
             self._is_wanted = True
             self._changed.notify_all()
 
     def ask(self, lane: int, order: Order) -> Sequence[int] | None:
-        """Give the process an order and wait; None: it is lost, and so is what was ordered."""
+        """Send the process an order and wait for its codes; None: process and order are lost."""
         with self._changed:
             process = self._process
             if self.state is not LinkState.UP or process is None:
@@ -146,7 +146,7 @@ class StoreLink:
             trouble = str(error)
         finally:
             if trouble:
-                # Dead before the rows of this order are given up: then it can write no shared memory.
+                # Kill the process before this order's memory is reused, so that no late write can reach it.
                 process.kill()
             with self._changed:
                 self._num_asking -= 1
@@ -158,13 +158,13 @@ class StoreLink:
         return None if trouble else codes
 
     def lose(self, why: str) -> None:
-        """Use the process no more: something about the store is wrong."""
+        """Stop using the process, because the store failed."""
         with self._changed:
             if self.state is LinkState.UP:
                 self._lose(why)
 
     def close(self, timeout_s: float) -> bool:
-        """End the process. Whether it has ended, and with it all use of what it shared."""
+        """End the process; returns whether it has ended, so that its shared memory is quiescent."""
         with self._changed:
             self.state = LinkState.CLOSED
             self._changed.notify_all()
@@ -196,13 +196,13 @@ class StoreLink:
                     self._changed.wait_for(lambda: not self._num_asking, _GOODBYE_S)
             if process is not None:
                 if is_closed and self._says_goodbye and not self._num_asking:
-                    # The store takes note of memory that goes; it need not find that out by itself.
+                    # Let the store unregister this process's memory, rather than detect the loss.
                     with contextlib.suppress(KVConnectError):
                         process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
                 process.close()
 
     def _must_act(self) -> bool:
-        """It is closed, or the next process is due, and no thread is in the middle of an order."""
+        """Whether the link is closed, or the next process is due and no order is under way."""
         if self.state is LinkState.CLOSED:
             return True
         is_due = self.state is LinkState.DOWN and self._is_wanted and time.monotonic() >= self._retry_at
@@ -242,14 +242,14 @@ _RETRY_S = (1.0, 60.0)
 
 _NOT_THERE = -704
 _REASONS = {-200: "store_full", -600: "store_wrong_size"}
-"""What the library's codes are counted as."""
+"""The reasons that the library's codes count as."""
 
 LANES: tuple[Kind, ...] = ("write", "read", "seek")
-"""A lane has a thread here and one in the store's process, and is named for its jobs."""
+"""Each lane has a thread here and one in the store's process, and the name of its jobs' kind."""
 
 
 class _Item(NamedTuple):
-    """One content of a job; without memory of a row it is only looked for."""
+    """One content of a job; ``memory`` is the row's, and empty for a seek."""
 
     job: int
     epoch: int
@@ -258,22 +258,22 @@ class _Item(NamedTuple):
 
     @property
     def record_bytes(self) -> int:
-        """What it takes in shared memory."""
+        """The bytes of the record in shared memory; 0 for a seek."""
         return _record_bytes(len(self.memory)) if self.memory else 0
 
 
 class StoreTier(LowerTier):
-    """Rows in a store that is shared with others.
+    """Rows in a store that nodes share.
 
-    Three threads, one each for writing, reading and asking; a fourth starts the store's process.
+    Three threads write, read and seek; a fourth starts the store's process.
 
     Args:
         start: makes the process that uses the store, with a lane for each of ``LANES``.
-        namespace: the digest of what the rows depend on beside their content, in hexadecimal.
+        namespace: the namespace's digest in hexadecimal.
         max_queued_bytes: most bytes of rows that wait to be written.
-        batch_bytes: most bytes of values that are under way each way; a longer one is not kept.
-        call_timeout_s: how long the store may take for a batch; then its process is killed.
-        retry_s: how long it is left alone once it could not be used, the first time and at most.
+        batch_bytes: most bytes of records under way in each direction; a longer record is not kept.
+        call_timeout_s: how long the store may take for a batch; after that its process is killed.
+        retry_s: first and longest pause before the process is started again, doubled each time.
         says_goodbye: whether the store is notified when the process ends, which takes a second.
     """
 
@@ -315,10 +315,10 @@ class StoreTier(LowerTier):
         for thread in self._threads:
             thread.start()
 
-    # ---- what its owner calls
+    # ---- for the owner's thread
 
     def announce(self) -> None:
-        """Report what it is seen to have, and to have no more. Before anything is asked of it."""
+        """Report contents that jobs find or miss in the store as changes. Call it before the first job."""
         self.tracker.most = MOST
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
@@ -354,7 +354,7 @@ class StoreTier(LowerTier):
         self._submit("seek", [_Item(job, self._epoch, content) for content in contents])
 
     def clear(self) -> None:
-        """Forget what this namespace has in the store, by whichever node it was written. Later jobs wait."""
+        """Remove this namespace's contents from the store, whichever node wrote them. Later jobs wait."""
         with self._changed:
             self._epoch += 1
             self.tracker.forget_changes()
@@ -362,14 +362,14 @@ class StoreTier(LowerTier):
             self._changed.notify_all()
 
     def close(self) -> bool:
-        """Stop. What was written stays, as far as it is not in memory of ours."""
+        """Stop. Written records stay in the store, except those in memory that this rank gave to it."""
         is_over = self._link.close(_CLOSE_TIMEOUT_S)
         for thread in self._threads:
             thread.join(_CLOSE_TIMEOUT_S)
         is_quiescent = not any(thread.is_alive() for thread in self._threads)
         if is_over and is_quiescent:
             self._memory.close()
-        # A process that is left behind has the shared memory, and no row.
+        # A process that is left behind can reach the shared memory, but no row.
         return is_quiescent
 
     def state(self) -> dict[str, Any]:
@@ -389,13 +389,13 @@ class StoreTier(LowerTier):
                 self._link.want()
                 self._changed.notify_all()
         if is_closed:
-            # The threads end once nothing waits.
+            # The threads may have ended, so fail the items here.
             self._settle(lane, items, [])
 
     # ---- the threads
 
     def _run(self, lane: Kind) -> None:
-        """Do what waits in a lane, until it is closed and nothing waits any more."""
+        """Process the items of a lane until the tier is closed and the lane is empty."""
         work = {"write": self._write, "read": self._read, "seek": self._ask}[lane]
         while (found := self._next(lane)) is not None:
             batch, is_lost = found
@@ -416,7 +416,7 @@ class StoreTier(LowerTier):
                     self._changed.notify_all()
 
     def _next(self, lane: Kind) -> tuple[list[_Item], bool] | None:
-        """A batch, and whether it is lost without being tried. An empty one is to clear; None is the end."""
+        """The next batch, and whether it fails untried; an empty batch means to clear, None to end."""
         with self._changed:
             while True:
                 waiting, state = self._waiting[lane], self._link.state
@@ -435,7 +435,7 @@ class StoreTier(LowerTier):
                 self._changed.wait()
 
     def _take(self, waiting: deque[_Item], last_epoch: int) -> list[_Item]:
-        """The next of them, up to an epoch, that fit in one batch."""
+        """Take the next items, up to an epoch, that fit in one batch."""
         batch: list[_Item] = []
         left_bytes = self._batch_bytes
         while waiting and len(batch) < _BATCH_KEYS and waiting[0].epoch <= last_epoch:
@@ -452,7 +452,7 @@ class StoreTier(LowerTier):
             start = offset + HEADER_BYTES
             row = view[start : start + len(item.memory)]
             row[:] = item.memory
-            # Over the copied bytes: the record stays consistent if the row changes meanwhile.
+            # The checksum is of the copied bytes: the record stays consistent if the row changes meanwhile.
             view[offset:start] = self._format.header(item.content, row)
         codes = self._link.ask(0, Order(Verb.PUT, self._keys(batch), offsets, lengths))
         for code in codes or ():
@@ -478,7 +478,7 @@ class StoreTier(LowerTier):
                 self.tracker.fail("store_foreign" if flaw is Flaw.FOREIGN else "store_corrupt")
                 spoilt.append(item)
         if spoilt:
-            # So that another request can write it anew.
+            # Remove bad records, so that a later store can write them again.
             self._link.ask(1, Order(Verb.REMOVE, self._keys(spoilt)))
         return good
 
@@ -493,7 +493,7 @@ class StoreTier(LowerTier):
             return
         if any(code < 0 for code in codes):
             self.tracker.fail("store_not_cleared")
-            # What should be gone must not be found: as if the store were not there, until it can be cleared.
+            # No job may find cleared contents, so the store counts as unreachable until it can be cleared.
             self._link.lose(f"it could not be cleared: code {min(codes)}")
             return
         with self._changed:
@@ -501,7 +501,7 @@ class StoreTier(LowerTier):
             self._changed.notify_all()
 
     def _announce(self, lane: Kind, batch: Sequence[_Item], good: Sequence[_Item]) -> None:
-        # Before the job is reported: until then it is known what a content stands for, of one sought never.
+        # Before the job is reported, which drops event origins of its contents. Contents of a seek have none.
         done = set(map(id, good))
         with self._changed:
             if self._link.state is LinkState.UP:
@@ -512,7 +512,7 @@ class StoreTier(LowerTier):
                     self.tracker.gone(item.content for item in current if id(item) not in done)
 
     def _settle(self, lane: Kind, batch: Sequence[_Item], good: Sequence[_Item]) -> None:
-        """These are dealt with. No thread touches their rows any more."""
+        """Settle the items of a batch, whose rows are quiescent now."""
         done = set(map(id, good))
         if lane == "write":
             with self._changed:
@@ -521,12 +521,12 @@ class StoreTier(LowerTier):
         for item in batch:
             by_job.setdefault(item.job, []).append(item)
         for job, items in by_job.items():
-            # Writing and reading report what failed, asking what was found.
+            # Writes and reads name the failed contents, seeks the found ones.
             named = [item.content for item in items if (id(item) in done) == (lane == "seek")]
             self.tracker.settle(lane, job, len(items), named)
 
     def _fail_code(self, code: int) -> None:
-        """Count one of the library's codes. What is not there is not wrong."""
+        """Count one of the library's codes as a failure, unless it means that a key is absent."""
         if code != _NOT_THERE:
             self.tracker.fail(
                 _REASONS.get(code, "store_wrong_size" if code >= 0 else "store_io"), f"code {code}"
@@ -541,7 +541,7 @@ def _record_bytes(row_bytes: int) -> int:
 
 
 def _places(batch: Sequence[_Item], start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the records of a batch are in shared memory, and how long they are."""
+    """The offsets of a batch's records in shared memory, from ``start`` on, and their lengths in bytes."""
     offsets, lengths = [], []
     for item in batch:
         offsets.append(start)
@@ -577,6 +577,6 @@ def open_store_tier(
         max_queued_bytes=config.max_queued_bytes,
         batch_bytes=max(_BATCH_BYTES, _record_bytes(most_row_bytes)),
         call_timeout_s=call_timeout_s,
-        # Memory that the store has from us is to be taken out of it; else others go on looking there.
+        # The store must unregister memory that this rank gave to it; else other nodes go on reading there.
         says_goodbye=config.store_bytes > 0,
     )

@@ -1,1 +1,1 @@
-"""The half of the offload that lives with the tensors."""
+"""The worker half of the offload, beside the tensors of a rank."""

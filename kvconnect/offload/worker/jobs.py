@@ -1,8 +1,8 @@
-"""The jobs of one rank: what each still owes the scheduler half, and rows that may be touched after a job.
+"""The jobs of one rank: the reports that each owes the scheduler half, and rows still in use after a job.
 
-A job is opened in the call that orders it and owes one report, a store that is kept two. Each report is sent
-once, at the first end that the job comes to, and later ends change nothing. So every job comes back, even if
-the thread that works on it has died.
+A job is opened by the call that orders it. It owes one report, or two if it is a store for lower tiers too.
+Each report is sent once, for the first result; later results change nothing. So every job is reported, even
+if the thread that works on it has died. The module performs no copy and calls no tier.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HostRow = tuple[int, int]
-"""A row of host memory: its class, and its number there."""
+"""A row of host memory: its class, and its number in the class."""
 
 _HASH_BYTES = 32
-"""What one counts as whose number is bounded."""
+"""The bytes of footers that count as one change, where reports bound the number of changes."""
 
 NO_COPIES = RowCopies(0, (), ())
 
 
 class Report(enum.Enum):
-    """What a job can owe; the value is the label of its metric."""
+    """A report that a job can owe; the value is its label in metrics."""
 
     STORED = "store"
     KEPT = "keep"
@@ -44,16 +44,19 @@ class Report(enum.Enum):
 
 
 _FILLS = (Report.STORED, Report.FETCHED)
-"""With these the rows of a job hold its contents, but for those that the report names."""
+"""After these reports a job's rows hold its contents, except contents that the report names."""
 
 
 @dataclass(eq=False)
 class RankJob:
-    """``key`` is the scheduler half's name of it: a number, or the request of a restore; None where that half
-    has not ordered it. ``hashes`` are its contents, ``owed`` the reports to come, in order. ``named`` are the
-    contents of ``copies``: all but those ``refused``, whose row a job that was given up may still touch.
-    Where everything was cleared since, ``is_void`` is set. ``num_writing`` tiers are to answer yet that they
-    do not read its rows any more. ``footers`` are those of contents, if any.
+    """One job of this rank.
+
+    Attributes:
+        key: its number in orders, or the request of a restore; None for a read from disk for peers.
+        owed: the reports to come, in order.
+        named, refused: the contents of ``copies``, and those whose rows a given-up job may still touch.
+        is_void: everything was cleared since the order.
+        num_writing: how many tiers may still read its rows.
     """
 
     number: int
@@ -70,21 +73,21 @@ class RankJob:
 
     @property
     def rows(self) -> list[HostRow]:
-        """Its rows, whichever group of their class uses them."""
+        """Its rows, by class, since groups of a class share rows."""
         return [(self.row_class, row) for row in self.copies.rows]
 
 
 class RankJobs:
-    """All jobs of one rank that owe something, and reports that were not taken yet. For any thread."""
+    """All jobs of one rank that owe a report, and reports that were not taken yet. Thread-safe."""
 
     def __init__(self, rank: int) -> None:
         self.class_of: Mapping[int, int] = {}
-        """Classes of rows by cache group, once they are known."""
+        """The class of rows by cache group; set when caches are registered."""
         self.held: Counter[HostRow] = Counter()
-        """Rows that a tier or a copy may still touch although their job was given up, so that the scheduler
-        half uses them for something else: until they are released, all orders for them fail."""
+        """Rows that a tier or a copy may still touch although their job was given up. The scheduler half may
+        reuse them already, so orders for these rows fail until they are released."""
         self.names: NamedRows | None = None
-        """What rows hold, where peers ask for that."""
+        """The names of rows, if peers may fetch KV by name."""
         self._rank = rank
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -92,7 +95,7 @@ class RankJobs:
         self._changes: deque[TierChange] = deque()
         self._num_cleared = 0
         self.is_recovering = False
-        """Whether a tier has more to report of what it had before its start."""
+        """Whether a tier has yet to report contents from before its start."""
         self._wake: Callable[[], None] = lambda: None
         self._start_anew()
 
@@ -107,7 +110,10 @@ class RankJobs:
     def open(
         self, key: int | str | None, hashes: tuple[bytes, ...], *owed: Report, copies: RowCopies = NO_COPIES
     ) -> RankJob:
-        """A job begins. Rows are held before the job that had them is reported: held ones are seen here."""
+        """Open a job that owes the reports ``owed``; contents whose rows are held are ``refused``.
+
+        A given-up job holds its rows before it is reported, so orders that reuse these rows find them held.
+        """
         job = RankJob(
             next(self._numbers), key, hashes, owed, copies, self.class_of.get(copies.group, -1), hashes
         )
@@ -125,7 +131,7 @@ class RankJobs:
         return job
 
     def end(self, job: RankJob, report: Report, named: Iterable[bytes] = ()) -> None:
-        """A job has come to what it owes next, and names these contents, unless it was given up before."""
+        """Send a job's next report, with the contents ``named``; ignored if it is not the next one owed."""
         named = tuple(named)
         if self.names is not None and report in _FILLS and job.owed[:1] == (report,):
             self.names.fill(job, named)
@@ -137,7 +143,7 @@ class RankJobs:
             self._notify()
 
     def fail(self, job: RankJob, error: str) -> None:
-        """Nothing comes of what a job owes yet."""
+        """Send all reports that a job still owes, as failed."""
         if self.names is not None and job.key is None:
             self.names.fill(job, job.hashes)
         with self._lock:
@@ -166,7 +172,7 @@ class RankJobs:
             del self._open[job.number]
 
     def hold(self, job: RankJob) -> None:
-        """The rows of a job may be touched until ``release``, which is due as often."""
+        """Hold a job's rows, which a tier or a copy may still touch; each hold needs one ``release``."""
         with self._lock:
             self.held.update(job.rows)
 
@@ -176,7 +182,7 @@ class RankJobs:
             self.held = +self.held
 
     def change(self, changes: Iterable[TierChange]) -> None:
-        """A tier has got contents, or has them no more: at most ``CHANGES_AT_ONCE`` in each change."""
+        """Report contents that a tier gained or lost: at most ``CHANGES_AT_ONCE`` in each change."""
         with self._lock:
             self._changes += changes
         self._notify()
@@ -186,17 +192,17 @@ class RankJobs:
             self._changes.clear()
 
     def forget_names(self, *, only_lent: bool = False) -> None:
-        """Of what rows hold, or will once a job under way is done, nothing is named to peers any more."""
+        """Hide the contents of all rows from peers, and those of jobs under way; or of lent rows only."""
         if self.names is not None:
             self.names.forget(only_lent=only_lent)
 
     def cleared(self) -> None:
-        """An order to clear was carried out: what changes from now on belongs to what came after it."""
+        """An order to clear was carried out: later changes are of contents from after it."""
         with self._lock:
             self._num_cleared += 1
 
     def take(self) -> Results:
-        """What was not reported yet; of what tiers have got and lost no more than suits one step."""
+        """All new reports, and as many changes of tiers as suit one step."""
         with self._lock:
             named, received, failed = self._named, self._received, self._failed
             self._start_anew()
@@ -206,7 +212,7 @@ class RankJobs:
                 change = changes[-1]
                 left -= len(change.added) + len(change.removed) + sum(map(len, change.footers)) // _HASH_BYTES
             if self._changes:
-                # A job that was kept is over: what its tiers got with it must be known before.
+                # The report that a job was kept ends it, so the changes of its tiers must come first.
                 self._named[Report.KEPT] = named.pop(Report.KEPT)
             is_more, num_cleared, is_recovering = bool(self._changes), self._num_cleared, self.is_recovering
         if is_more:
@@ -224,7 +230,7 @@ class RankJobs:
         return Results(received=tuple(received), failed=failed, offload=(report,) if report else ())
 
     def counts(self) -> dict[str, int]:
-        """Reports that are owed, by their labels."""
+        """The number of owed reports by label."""
         with self._lock:
             found = Counter(report for job in self._open.values() for report in job.owed)
         return {report.value: found[report] for report in Report}

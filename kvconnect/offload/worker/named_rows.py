@@ -1,9 +1,9 @@
-"""Which content lies in which row of one rank, for peers that ask for it by name.
+"""The rows of one rank by name, for peers that fetch KV by name.
 
-A row holds what the job that took it last has put there, once that job succeeded: from the moment it is
-taken until then it has no name, even if a late write reaches it. Nothing is locked. The thread that gives
-the device its steps notes which job has a row, that of the tiers what rows hold, and who reads compares
-the two. Of the lent rows, into which disk is read for peers, the thread that serves these notes both.
+A row has the name of the content that its last job put there. From the moment a job takes the row until that
+job succeeds, the row has no name, even if a late write reaches it. There are no locks: the thread that
+launches steps notes which job took a row, the tiers' thread notes a row's content, and a reader compares the
+two. For lent rows, into which disk contents are read for peers, the thread that serves peers notes both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvconnect.offload.worker.tier_loop import TierLoop
 
 _Place = tuple[int, int]
-"""A row of a group's class, and the number of the job that put a content there."""
+"""A row in a group's class, and the number of the job that put a content there."""
 _NOWHERE = -1, -1
 _Needed = tuple[HitGroup, tuple[range, ...], list[bytes]]
 _Lent = tuple[int, tuple[bytes, ...], tuple[int, ...]]
@@ -40,15 +40,15 @@ _PROBE_ROWS = 8
 
 
 class NamedRows:
-    """The rows of an arena by name: a ``KeptByName``. What is evicted is kept until its row is taken.
+    """The rows of an arena by name, as ``KeptByName``. Evicted contents keep names until rows are reused.
 
     Args:
-        table: the blocks on the device that the rows are copies of.
-        loop: reads from disk, where rows are lent for that.
+        table: the device's region table, whose blocks the rows are copies of.
+        loop: reads contents from disk into lent rows; None if peers get nothing from disk.
 
     Raises:
-        LayoutError: rows of this cache are no region table.
-        ConfigError: a block is no whole number of names.
+        LayoutError: rows of this cache cannot be expressed as a region table.
+        ConfigError: a group's block size is no multiple of the tokens of a name.
     """
 
     def __init__(
@@ -73,33 +73,33 @@ class NamedRows:
         plan = arena.plan
         self._plan, self._jobs, self._loop = plan, jobs, loop
         self._reading: dict[int, RankJob] = {}
-        # What fetches have: no longer than they have it.
+        # Rows that fetches of peers read; an entry goes when its fetch drops it.
         self._kept: WeakSet[Kept] = WeakSet()
-        # By class the job that took each row last, and what that row was named; by group, where each name is.
+        # By class and row the last job that took it, and its last content; by group the place of each name.
         self._taken = [np.zeros(rows.num_all, dtype=np.int64) for rows in plan.classes]
         self._contents: list[list[Content | None]] = [[None] * rows.num_all for rows in plan.classes]
         self._places: dict[int, dict[bytes, _Place]] = {group: {} for group in plan.groups}
 
-    # What happens to rows
+    # Changes of rows
 
     def take(self, job: RankJob) -> None:
-        """A job is about to write its rows. Before any byte changes."""
+        """Note that a job takes its rows. Call it before any byte of them changes."""
         if job.copies.rows:
-            # An order for a row that does not exist fails where it is copied.
+            # An order for a row that does not exist fails in the copy.
             np.put(self._taken[job.row_class], job.copies.rows, job.number, mode="clip")
 
     def forget(self, *, only_lent: bool = False) -> None:
-        """No row, or none that is lent, has a name any more, nor will what was taken before."""
+        """Remove the names of all rows, or of lent rows only; jobs that took rows before name none either."""
         for taken, rows in zip(self._taken, self._plan.classes, strict=True):
             taken[rows.num_rows * only_lent :] = 0
 
     def fill(self, job: RankJob, failed: Collection[bytes] = ()) -> None:
-        """The rows of a job hold what it names, or are about to, but for what ``failed``."""
+        """Name the rows of a job by its contents, except ``failed`` ones; a disk read may be under way."""
         contents, taken = self._contents[job.row_class], self._taken[job.row_class]
         group, wrong = job.copies.group, set(failed)
         for name, row in zip(job.named, job.copies.rows, strict=True):
             if name in wrong:
-                # Who counts on a row that was to be read sees it.
+                # Lets ``Kept.is_intact`` detect that the row was not read.
                 taken[row] *= taken[row] != job.number
                 continue
             former = contents[row]
@@ -111,7 +111,7 @@ class NamedRows:
             contents[row] = group, name
             self._places[group][name] = row, job.number
 
-    # What peers ask, by the thread that serves them
+    # For the thread that serves peers
 
     def find(self, prefix: Prefix, max_tokens: int) -> Stock:
         """See ``KeptByName``."""
@@ -119,7 +119,7 @@ class NamedRows:
         found = here, self._length_bytes(self._needed(prefix, here)), 0, 0, 0.0
         if loop is None:
             return found
-        # Beyond what is here, as much as there is room for; groups that share rows have equal parts of it.
+        # Beyond the hit in host memory, as much as lent rows hold; groups of a class get equal parts of them.
         sharing = ((group, plan.class_of[group.group]) for group in self._requirements.whole)
         room = (
             plan.classes[index].num_lent // len(plan.groups_of(index)) * group.block_tokens
@@ -132,7 +132,7 @@ class NamedRows:
         if there <= here or lent is None:
             return found
         if not (rate := loop.disk_bytes_per_s):
-            # A little of it shows how fast the rest is read.
+            # Read a few rows, to measure how fast the disk is.
             if not any(job.owed for job in self._reading.values()):
                 self._read(lent, _PROBE_ROWS)
             return found
@@ -165,7 +165,7 @@ class NamedRows:
         return kept if is_intact() else None
 
     def _hit(self, prefix: Prefix, max_tokens: int, *, from_disk: bool = False) -> int:
-        """The longest hit, 0 for none."""
+        """The longest hit in tokens, 0 for none; with ``from_disk`` contents on disk count too."""
         needs, start_tokens = self._requirements, prefix.start_tokens
         if prefix.naming != self.naming:
             return 0
@@ -180,13 +180,13 @@ class NamedRows:
         return num_tokens if num_tokens > start_tokens else 0
 
     def _find(self, group: int, names: Sequence[bytes]) -> tuple[Column, Column]:
-        """Of each content the row that has it, or had it, and the job that put it there."""
+        """For each content the row that has or had it, and the job that put it there; -1 for unknown ones."""
         places = chain.from_iterable(map(self._places[group].get, names, repeat(_NOWHERE)))
         rows, numbers = np.fromiter(places, dtype=np.int64, count=2 * len(names)).reshape(-1, 2).T
         return rows, numbers
 
     def _known(self, group: int, names: Sequence[bytes], *, from_disk: bool = False) -> Column:
-        """Of each content whether a row has it, or is about to; with ``from_disk`` whether that has it."""
+        """For each content whether a row has it or is to get it; with ``from_disk`` the disk counts too."""
         rows, numbers = self._find(group, names)
         known: Column = self._taken[self._plan.class_of[group]][rows] == numbers
         (absent,) = np.nonzero(~known)
@@ -195,7 +195,7 @@ class NamedRows:
         return known
 
     def _needed(self, prefix: Prefix, num_tokens: int) -> list[_Needed]:
-        """By group the positions that a hit needs, and their names as far as there are any."""
+        """By group the positions that a hit needs, and their names; fewer names if the prefix ends before."""
         found = []
         for group in self._requirements.groups:
             parts = group.needed(num_tokens, prefix.start_tokens) if num_tokens else ()
@@ -210,9 +210,9 @@ class NamedRows:
         )
 
     def _lend(self, needed: Sequence[_Needed]) -> list[_Lent] | None:
-        """By group the contents that no row has, and lent rows for them; None: too few are free.
+        """By group the contents that no row has, and free lent rows for them; None: too few are free.
 
-        Nothing writes to these rows, and no fetch reads them; they are those that were taken longest ago.
+        No job writes to a free lent row, and no fetch reads it. The rows taken longest ago come first.
         """
         is_free = [np.arange(rows.num_all) >= rows.num_rows for rows in self._plan.classes]
         writing = [row for job in self._reading.values() if job.owed for row in job.rows]
@@ -236,7 +236,7 @@ class NamedRows:
         return lent
 
     def _read(self, lent: Sequence[_Lent], most: int | None = None) -> None:
-        """Have contents read into these rows, the first ``most`` of each group."""
+        """Order reads from disk into lent rows, at most ``most`` in each group."""
         self._reading = {number: job for number, job in self._reading.items() if job.owed}
         for group, names, rows in lent:
             if names and self._loop is not None:
@@ -251,7 +251,7 @@ class NamedRows:
         return group.names(prefix.names[step - 1 :: step], part.start, part.stop)
 
     def _blocks(self, group: HitGroup, parts: Sequence[range], rows: Column) -> GroupBlocks:
-        """The blocks of rows that hold the positions of these parts, as ``table`` counts them."""
+        """The kernel blocks, in the numbers of ``table``, of rows that hold the positions ``parts``."""
         pages = self._pages[group.group].ids(rows)
         if group.is_state or not parts:
             return GroupBlocks(group.group, 0, tuple(pages.ravel().tolist()))

@@ -1,7 +1,8 @@
 """The worker half of the offload: a rank's rows in host memory, its copies, and its lower tiers.
 
-The thread that gives the device its steps hands over orders and takes results; it waits for nothing but, on a
-CPU, the copies themselves. A thread of our own waits for the device, drives the lower tiers, and restores.
+The thread that launches steps passes orders in and takes results; it blocks for nothing except, on a CPU, the
+snapshots themselves. The thread of ``TierLoop`` waits for the device, drives the lower tiers, and restores.
+This half does not decide which contents are kept.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadWorker:
-    """Every order is reported exactly once through ``results``, as done or failed.
+    """Carries out orders on one rank; ``results`` reports each order exactly once, as done or failed.
 
-    Only groups that are in ``kernel_block_sizes`` are kept. ``identity`` is what the bytes of blocks depend
-    on that only the serving stack knows; ``label`` is how people call the model, and no part of any name.
+    ``kernel_block_sizes`` are tokens, for the cache groups that are kept. ``identity`` has the serving
+    stack's facts for the namespace; ``label``, the model's name for operators, is no fact.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class OffloadWorker:
         self._copier: Copier | None = None
         self._loop: TierLoop | None = None
         self.announces = False
-        """Whether what lower tiers have is announced. Set before caches are registered."""
+        """Whether contents of lower tiers are published as events. Set it before caches are registered."""
 
-    # These, and the hooks that take orders, raise ``LocalError`` before ``register_kv_caches``.
+    # The next two, and the hooks that take orders, raise ``LocalError`` before ``register_kv_caches``.
 
     @property
     def row_bytes(self) -> dict[int, int]:
@@ -89,16 +90,16 @@ class OffloadWorker:
         reserved_bytes: int = 0,
         least_rows: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Describe the caches, take the host memory, open the lower tiers, and begin to take orders.
+        """Describe the caches, allocate host memory, open the lower tiers, and begin to accept orders.
 
-        On a GPU, called with the stream current that runs the model's steps. ``heads`` and ``scales`` as for
-        ``RegionTable.build``; ``reserved_bytes`` of the GPU's free memory are the serving stack's. With fewer
-        than ``least_rows`` of a group there would never be a hit.
+        On a GPU, the caller makes the stream of the model's steps current. ``tensors``, ``heads`` and
+        ``scales`` are as for ``RegionTable.build``; ``reserved_bytes`` of free GPU memory are left to the
+        serving stack; ``least_rows`` are the rows by group that the shortest hit needs.
 
         Raises:
-            LayoutError: a cache cannot be expressed.
+            LayoutError: a cache cannot be expressed as a region table.
             ConfigError: the memory does not suffice, or a lower tier cannot be used.
-            LocalError: it was done before.
+            LocalError: the method was called before.
         """
         if self._copier is not None:
             raise LocalError("register_kv_caches was called twice")
@@ -112,7 +113,7 @@ class OffloadWorker:
         plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes, least_rows)
         self.namespace = self._name()
         with ExitStack() as undo:
-            # Tiers first: what is wrong with a folder is found before memory is taken.
+            # Tiers first: a bad folder is detected before memory is allocated.
             tiers = self._make_tiers(self.namespace, plan)
             for tier in tiers:
                 undo.callback(tier.close)
@@ -141,11 +142,11 @@ class OffloadWorker:
 
     @property
     def names(self) -> NamedRows | None:
-        """What peers may ask for by name; None for nothing."""
+        """The rows that peers may fetch by name; None if they get none."""
         return self._jobs.names
 
     def name_rows(self, naming: Naming, requirements: HitRequirements) -> None:
-        """Have rows found by name, where rows of this cache can be sent to peers. Before any orders."""
+        """Offer rows to peers by name, if rows of this cache can be sent. Call it before any orders."""
         _, loop = self._registered()
         try:
             if not self._arena.is_mapped:
@@ -155,9 +156,9 @@ class OffloadWorker:
             logger.warning("nothing is sent to peers that ask by name: %s", error)
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
-        """Move all tiers to the namespace of the weights that the model runs with from now on.
+        """Move all tiers to the namespace of new weights.
 
-        After the scheduler half was reset, and before the first orders for KV of the new weights.
+        Call it after the scheduler half was reset, and before the first orders for KV of the new weights.
         """
         _, loop = self._registered()
         self._jobs.forget_names()
@@ -167,7 +168,7 @@ class OffloadWorker:
         loop.replace(lambda: self._make_tiers(namespace, self.plan))
 
     def _make_tiers(self, namespace: Namespace, plan: ArenaPlan) -> Sequence[LowerTier]:
-        """The lower tiers, nearest first. Raises ``ConfigError``: one cannot be used as it is configured."""
+        """Open the lower tiers, nearest first. Raises ``ConfigError``: one cannot be used as configured."""
         config, made = self._config, list[LowerTier]()
         with ExitStack() as undo:
             if config.disk_path:
@@ -190,10 +191,10 @@ class OffloadWorker:
             undo.pop_all()
         return made
 
-    # The thread that gives the device its steps
+    # For the thread that launches steps
 
     def before_step(self, orders: OffloadOrders) -> None:
-        """Read the blocks that are to be stored, before the step of these orders is launched."""
+        """Begin the snapshots of these orders, before their step is launched and overwrites blocks."""
         if not orders:
             return
         (copier, loop), now = self._registered(), time.monotonic()
@@ -217,20 +218,20 @@ class OffloadWorker:
         ticket = copier.snapshot([job.copies for job in jobs])
         begun = [(ticket, jobs)]
         if ticket.done and ticket.error is not None and len(jobs) > 1:
-            # One order that cannot be carried out must not fail the others.
+            # One invalid order must not fail the others.
             begun = [(copier.snapshot([job.copies]), [job]) for job in jobs]
         for ticket, jobs in begun:
             loop.order(loop.begun, ticket, jobs, now)
 
     def start(self, orders: OffloadOrders) -> None:
-        """Begin what was ordered. What the device was given so far may use the blocks that are restored."""
+        """Begin fetches, seeks and restores. Restores wait for all work launched on the device so far."""
         if not (orders.restores or orders.fetches or orders.seeks):
             return
         (copier, loop), now, opened = self._registered(), time.monotonic(), self._jobs.open
         last_use = copier.mark() if orders.restores else None
         turn = self._metrics.wait_seconds.labels("turn")
         loop.order(lambda later: turn.inc(later - now))
-        # What a request waits for to find more comes before the copies, which keep the thread busy.
+        # Fetches and seeks first: requests wait for them, and copies keep the thread busy.
         for fetch in orders.fetches:
             rows = RowCopies(fetch.group, (), fetch.rows)
             job = opened(fetch.job, fetch.hashes, Report.FETCHED, copies=rows)
@@ -246,19 +247,19 @@ class OffloadWorker:
                 loop.order(loop.restore, job, restore.copies, last_use, now, job=job)
 
     def count_failures(self, reasons: Sequence[str]) -> None:
-        # The scheduler half has no numbers of its own.
+        # The scheduler half has no metrics.
         def count(_: float) -> None:
             for reason in reasons:
                 self._metrics.failures.labels(reason).inc()
 
         if self._rank == 0:
-            # Only the thread writes the numbers, once it runs.
+            # Once the thread runs, it alone writes metrics.
             self._loop.order(count) if self._loop is not None else count(0.0)
 
     def results(self) -> Results:
-        """What ended since the last call: ``received`` and ``failed`` restores, and this rank's report."""
+        """Results since the last call: ``received`` and ``failed`` restores, and this rank's report."""
         if self._loop is not None and not self._loop.is_alive:
-            # The thread would, were it alive.
+            # A dead thread cannot fail its jobs itself.
             self._jobs.fail_all("the thread of the tiers has ended")
         return self._jobs.take()
 
@@ -287,11 +288,11 @@ class OffloadWorker:
         }
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """What each tier holds, host memory first, for any thread: see ``LowerTier.state``."""
+        """The state of each tier, host memory first: see ``LowerTier.state``. Thread-safe."""
         return {} if self._loop is None else self._loop.tier_states()
 
     def close(self) -> None:
-        """Stop the thread, close the tiers, and fail what is open. Idempotent; results may still be taken."""
+        """Stop the thread, close the tiers, and fail open jobs. Idempotent; ``results`` still works."""
         if self._loop is not None:
             self._loop.close()
         self._jobs.fail_all("the worker was closed")

@@ -1,8 +1,8 @@
-"""The thread of a worker's tiers, and the work on rows that is under way there.
+"""The thread of a worker's tiers, and the calls to device and tiers that are under way.
 
-It carries out orders, waits for copies of the device, and drives the tiers below host memory. What does not
-end in time is reported failed, and its rows stay held until it ends: a device or a tier that reads or writes
-late can then harm no other job.
+The thread carries out orders, waits for copies of the device, and drives the tiers below host memory. A late
+call is reported failed, but its rows stay held until it ends, so that late reads or writes of a device or
+tier harm no other job. The module does not decide which contents are kept.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUTS_S = {"store": 60.0, "restore": 60.0, "write": 60.0, "read": 20.0, "seek": 20.0}
-"""By verb: copies from the device and to it; a tier writes rows, reads them, and reports which it has."""
+"""Timeouts by verb: copies from the device (store) and to it (restore); writes, reads, seeks of a tier."""
 
 CPU = "cpu"
-"""What metrics call host memory."""
+"""The name of host memory in metrics."""
 
 _MEMORY = 0.8
-"""What a read counts for once another has ended, where it is measured how fast the disk is."""
+"""The decay, per read, of older reads in the measured disk speed."""
 _DEVICE = "offload"
-"""The owner of copies, as failures are counted."""
+"""The owner of copies in failure counts."""
 
 _LONGEST_SLEEP_S = 1.0
 _SHORT_NAP_S = 200e-6
@@ -49,12 +49,12 @@ _LAST_COPIES_S = 5.0
 _CLOSE_TIMEOUT_S = 20.0
 
 _Key = tuple[str, str, int]
-"""A call: whose it is (a tier's name, or ``_DEVICE``), the verb, and the number of its first job."""
+"""A call: its owner (a tier's name, or ``_DEVICE``), its verb, and the number of its first job."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """What the device or one tier was asked to do for these jobs; for a restore these copies."""
+    """A call to the device or to one tier for some jobs; ``restored`` has the copies of a restore."""
 
     jobs: Sequence[RankJob]
     began_s: float
@@ -64,9 +64,9 @@ class _Call:
 
 
 class TierLoop:
-    """All calls under way, ended by one thread, which alone writes ``metrics``.
+    """All calls under way, and the thread that ends them and alone writes ``metrics``.
 
-    ``tiers`` are in the order in which they are written. At its end it closes them, the copier and the arena.
+    ``tiers`` are nearest first, and written in this order. The thread's end closes them, copier and arena.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class TierLoop:
         self.tiers = tiers
         self._copier, self._arena, self._jobs, self._metrics = copier, arena, jobs, metrics
         self.held_rows: Sequence[int] = ()
-        """Of host memory, by class, as the scheduler half reported them last."""
+        """Rows in use in host memory, by class, as stated in the scheduler half's last orders."""
         self.timeouts_s = dict(TIMEOUTS_S)
         self.calls: dict[_Key, _Call] = {}
-        """Calls that have not ended, those given up included."""
+        """Calls that have not ended, including those given up."""
         self.tickets: dict[_Key, CopyTicket] = {}
-        """Of those that are the device's."""
+        """The tickets of the device's calls."""
         self.next_deadline_s = math.inf
         self._logged: set[tuple[str, str]] = set()
         self.disk_bytes_per_s = 0.0
-        """How fast the disk was read lately; 0 before that is known."""
+        """The recent read speed of the disk; 0 until measured."""
         self._read_lately, self._read_until_s = (0.0, 0.0), -math.inf
         self._orders: deque[tuple[Callable[[float], None], RankJob | None]] = deque()
         self._wake = threading.Event()
@@ -114,12 +114,12 @@ class TierLoop:
         self._wake.set()
 
     def order(self, call: Callable[..., None], *given: Any, job: RankJob | None = None) -> None:
-        """Have something run on the thread, with the time then; if it raises, the job fails."""
+        """Have the thread run ``call(*given, now)``; if the call raises, ``job`` fails. Thread-safe."""
         self._orders.append((partial(call, *given), job))
         self.wake()
 
     def replace(self, make: Callable[[], Sequence[LowerTier]]) -> None:
-        """Have everything forgotten, the lower tiers closed, and those used in their place that are made."""
+        """Have the thread close the lower tiers, clear everything, and use the tiers from ``make``."""
 
         def replace(now: float) -> None:
             self.close_tiers(now, with_changes=False)
@@ -134,7 +134,7 @@ class TierLoop:
         self.order(replace)
 
     def tier_states(self) -> dict[str, dict[str, Any]]:
-        """What each tier holds, nearest first: see ``LowerTier.state``."""
+        """The state of each tier, nearest first: see ``LowerTier.state``."""
         held = list(zip(self._arena.plan.classes, self.held_rows, strict=False))
         host = {
             "records": sum(count for _, count in held),
@@ -144,7 +144,7 @@ class TierLoop:
         return {HOST: host} | {tier.name: tier.state() for tier in self.tiers}
 
     def on_disk(self, contents: Sequence[Content]) -> Sequence[bool]:
-        """Of each content whether this rank has it on disk now."""
+        """For each content whether this rank has it on disk now."""
         disk = next((tier for tier in self.tiers if tier.name == DISK), None)
         return [False] * len(contents) if disk is None else disk.has(contents)
 
@@ -159,13 +159,13 @@ class TierLoop:
     def _listen(self) -> None:
         for tier in self.tiers:
             tier.on_update(self.wake)
-        # Until the thread has asked them.
+        # Assume so until the thread has polled the tiers.
         self._jobs.is_recovering = bool(self.tiers)
 
     # The thread itself
 
     def step(self, now: float) -> float:
-        """Do what can be done now. Returns how long in seconds to sleep if nothing happens."""
+        """Carry out orders and end calls. Returns how many seconds to sleep unless woken."""
         progress = bool(self._orders)
         while self._orders:
             carry_out, job = self._orders.popleft()
@@ -193,7 +193,7 @@ class TierLoop:
             sleep_s = self._step()
             if sleep_s > 0 and self._wake.wait(sleep_s):
                 self._wake.clear()
-        # The last of the thread: copies end, tiers are closed, and what is open then fails.
+        # Shutdown: wait for copies, close tiers, and fail jobs that are still open.
         give_up_s = time.monotonic() + _LAST_COPIES_S
         self._step()
         while self.tickets and time.monotonic() < give_up_s:
@@ -209,7 +209,7 @@ class TierLoop:
         try:
             return self.step(time.monotonic())
         except Exception:
-            # Nothing that goes wrong in a tier raises here. Jobs end by their deadlines.
+            # A bug of ours: failures of tiers do not raise. Jobs end by their deadlines.
             self._count_bug()
             return 0.1
 
@@ -229,7 +229,7 @@ class TierLoop:
     # Orders
 
     def begun(self, ticket: CopyTicket, jobs: Sequence[RankJob], began_s: float, _: float) -> None:
-        """The blocks of these jobs are being copied to their rows."""
+        """A snapshot of the blocks of these jobs to their rows has begun."""
         self.tickets[self._open(_DEVICE, "store", jobs, began_s)] = ticket
 
     def restore(
@@ -240,7 +240,7 @@ class TierLoop:
         self.tickets[self._open(_DEVICE, "restore", [job], began_s, copies)] = ticket
 
     def fetch(self, job: RankJob, name: str, now: float) -> None:
-        """Read contents into rows; the job ends once the tier does not write them any more."""
+        """Have a tier read contents into rows; the job ends once the tier writes the rows no more."""
         tier = self._tier(job, name)
         if tier is not None and not job.named:
             self._jobs.end(job, Report.FETCHED, job.refused)
@@ -248,38 +248,38 @@ class TierLoop:
             self._begin(tier, "read", job, self._memory(job), now)
 
     def seek(self, job: RankJob, name: str, now: float) -> None:
-        """Ask a tier what it has; the job ends with its answer."""
+        """Ask a tier which of a job's contents it has; the job ends with the answer."""
         tier = self._tier(job, name)
         if tier is not None:
             self._begin(tier, "seek", job, [(job.copies.group, hash_) for hash_ in job.hashes], now)
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]], _: float) -> None:
-        """Have tiers that can keep contents keep these, or not any more."""
+        """Pin or unpin contents in all tiers."""
         for tier in self.tiers:
             self._safely(tier, "pin", partial(tier.pin, pins))
 
     def count(self, orders: OffloadOrders, _: float) -> None:
-        """What was asked for sessions, what came of it, and how many bytes of a tier they hold now."""
+        """Count session actions by outcome, and set the bytes that sessions pin in each tier."""
         for action, outcome, times in orders.actions:
             self._metrics.session_actions.labels(action, outcome).inc(times)
         for tier, total_bytes in orders.pinned:
             self._metrics.pinned[tier].set(total_bytes)
 
     def clear(self, now: float) -> None:
-        """Forget everything that was kept, or ordered to be kept, before."""
+        """Clear the tiers, and keep them from getting the snapshots under way."""
         for key in self.tickets:
             for job in self.calls[key].jobs:
                 job.is_void = True
-        # What peers had read since the order to clear was given belongs to what is cleared now.
+        # Disk reads for peers since the order to clear was given have contents that are cleared now.
         self._jobs.forget_names(only_lent=True)
         for tier in self.tiers:
             self._safely(tier, "clear", tier.clear)
-            # What was added before is gone, as the scheduler half knows.
+            # Changes from before are void: the scheduler half knows that all contents are gone.
             self._take(tier, self._poll(tier), now, with_changes=False)
         self._jobs.forget_changes()
 
     def close_tiers(self, now: float, *, with_changes: bool = True) -> None:
-        """Close all tiers, and have none. Calls that they did not finish fail."""
+        """Close and drop all tiers. Their unfinished calls fail."""
         for tier in self.tiers:
             is_quiescent = self._safely(tier, "close", tier.close) is True
             self._take(tier, self._poll(tier), now, with_changes=with_changes)
@@ -293,8 +293,8 @@ class TierLoop:
     # Ends
 
     def advance(self, now: float) -> bool:
-        """Take what has ended, and give up what is late. Whether there was anything."""
-        # Copies first: what they end is written to the tiers in the same step.
+        """Process calls that ended, and give up late ones; returns whether there were any."""
+        # Copies first: rows that they fill are written to the tiers in the same step.
         done = [key for key, ticket in self.tickets.items() if ticket.done]
         for key in done:
             self._copied(key, now)
@@ -306,7 +306,7 @@ class TierLoop:
             if update:
                 progress = True
                 self._take(tier, update, now)
-        # Once its last changes are there.
+        # Only after the last changes were taken.
         self._jobs.is_recovering = is_recovering
         if now >= self.next_deadline_s:
             progress = True
@@ -337,7 +337,7 @@ class TierLoop:
                     self._moved("restored", CPU, copied, now - call.began_s)
                     self._jobs.end(job, Report.RECEIVED)
             except Exception as error:
-                # What the job has reported before this stands.
+                # Reports that the job sent before this stand.
                 self._fail_copy(job, "internal", f"an error of our own: {error}")
 
     def _stored(self, job: RankJob, now: float) -> None:
@@ -356,7 +356,7 @@ class TierLoop:
     def _take(self, tier: LowerTier, update: TierUpdate, now: float, *, with_changes: bool = True) -> None:
         for reason, times in update.failures.items():
             self._metrics.failures.labels(reason).inc(times)
-        # Before the answers, which may end jobs: until then it is known what their contents stand for.
+        # Changes before answers, which may end jobs: event origins of contents are dropped with their job.
         if with_changes and (update.added or update.removed):
             self._jobs.change(_changes(tier.name, update))
         for verb, answers in update.done.items():
@@ -408,17 +408,17 @@ class TierLoop:
         try:
             getattr(tier, verb)(job.number, given)
         except Exception:
-            # It may have begun: the rows are held until it answers or is closed.
+            # The tier may have begun the call: hold the rows until it answers or is closed.
             self._log(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
             self._give_up(key, "refused")
 
     def _give_up(self, key: _Key, why: str) -> None:
-        """End a call as failed. Its rows are held before that is reported."""
+        """Fail a call. Its rows are held before the failure is reported."""
         call, (owner, verb, _) = self.calls[key], key
         call.deadline_s = math.inf
         if call.given_up:
             return
-        # Blocks of a late restore may still be written, so it has not ended for the scheduler half.
+        # The device may still write the blocks of a late restore, so its job stays open.
         call.given_up = verb != "restore"
         self._metrics.failures.labels(f"{owner}_{verb}_{why}").inc(len(call.jobs))
         for job in call.jobs if call.given_up else ():
@@ -445,7 +445,7 @@ class TierLoop:
         self._metrics.moved(move, name, sum(count for _, count in counts), length_bytes, took_s)
 
     def _measure(self, group: int, num_rows: int, began_s: float, now: float) -> None:
-        """Rows were read from disk. Reads wait for each other: one took the time since the end of another."""
+        """Update the disk's speed. Reads queue, so one counts from the end of the one before."""
         total_bytes, seconds = (_MEMORY * before for before in self._read_lately)
         total_bytes += num_rows * self._arena.plan.row_class(group).row_bytes
         seconds += now - max(began_s, self._read_until_s)
@@ -457,7 +457,7 @@ class TierLoop:
         return TierUpdate() if update is None else update
 
     def _safely(self, tier: LowerTier, verb: str, call: Callable[[], T]) -> T | None:
-        """What a call of a tier returns. If it raises, that is its bug, logged once and counted."""
+        """The result of a tier's method; None if it raises, which is a bug, logged once and counted."""
         try:
             return call()
         except Exception:
@@ -475,7 +475,7 @@ class TierLoop:
         return None
 
     def _log(self, name: str, kind: str, text: str, *about: object, exc_info: bool = False) -> None:
-        """Log once of each owner and kind what went wrong there; the count has the others."""
+        """Log an error, once for each owner and kind; later ones are only counted."""
         if (name, kind) not in self._logged:
             self._logged.add((name, kind))
             logger.error("%s: " + text, name, *about, exc_info=exc_info)
@@ -489,7 +489,7 @@ class TierLoop:
 
 
 def _changes(name: str, update: TierUpdate) -> Iterator[TierChange]:
-    """What a tier has lost and got, by group, in pieces that each fit in a report."""
+    """The contents that a tier lost and gained, by group, in pieces that fit in a report."""
     for contents, is_added in ((update.removed, False), (update.added, True)):
         by_group: dict[int, list[bytes]] = {}
         for group, hash_ in contents:
