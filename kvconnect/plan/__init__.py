@@ -1,1 +1,1 @@
-"""Pure: which bytes of one request go where."""
+"""Pure functions and values: the plan of which bytes of a request go where. No I/O and no clock."""

@@ -1,4 +1,4 @@
-"""A region table as a peer gets to know it, and whether it can be one."""
+"""The card of a region table, which peers exchange, and the check that a peer's card is plausible."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvconnect.errors import LayoutError
 
 
 class TableCard(msgspec.Struct, frozen=True, array_like=True):
-    """A region table as a peer gets to know it."""
+    """A region table as it is sent to peers."""
 
     regions: tuple[Region, ...]
     groups: tuple[GroupGeometry, ...]
 
     @classmethod
     def of(cls, table: RegionTable) -> TableCard:
-        """The card of a table: all but what only its owner needs."""
+        """The card of a table: its regions and group geometries, without its storages."""
         return cls(table.regions, table.groups)
 
     def geometry(self) -> dict[int, GroupGeometry]:
@@ -32,10 +32,10 @@ _MOST_BYTES = 2**48
 
 
 def card_refusal(card: TableCard) -> str | None:
-    """Why a peer's table cannot be a cache, or None if it can.
+    """Why no cache can have a peer's table, or None if one can.
 
-    A peer may lie about its addresses, which are its own to be written to. It must not be able to make
-    us compute with numbers that no cache has.
+    A false address harms only the peer, whose own memory is written there. Sizes and counts are bounded,
+    so that a peer cannot make this node compute with numbers that no cache has.
     """
     groups = card.geometry()
     if len(card.regions) > _MOST_REGIONS or len(groups) != len(card.groups):

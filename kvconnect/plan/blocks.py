@@ -1,7 +1,7 @@
-"""Which block of one side belongs to which block of the other: by the tokens they hold.
+"""Matches blocks of the source with blocks of the target, by the tokens that they hold.
 
-Block ids never mean anything to the other side; positions in the sequence do. Everything is in
-kernel blocks, so that logical sizes may differ.
+A block id means nothing to the other side, so blocks are matched by their position in the sequence.
+Positions count kernel blocks, so that the logical block sizes of the two sides may differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvconnect.cache.specs import div_ceil
 
 BlockIds = NDArray[np.int64]
 
-# Bounds of what a peer may send. They hold where a message is read; our own values are within them.
+# Bounds of numbers in a peer's message, checked when the message is decoded.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 
@@ -31,8 +31,9 @@ BlockIdsByGroup = Sequence[Sequence[int]]
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     """The logical blocks of one request in one cache group, by position in the sequence.
 
-    ``block_ids[i]`` holds the tokens from ``(first_block + i) * block_size``; 0 is the null block, of a
-    position that is not kept or not wanted. A state group has one id, of the state after the last token.
+    ``block_ids[i]`` holds the ``block_size`` tokens from ``(first_block + i) * block_size`` on. Id 0, the
+    null block, marks a position that is not kept or not requested. A state group has one id: the block of
+    the state after the last token.
     """
 
     group: Index
@@ -44,10 +45,11 @@ NULL_BLOCK = 0
 
 
 class Share(NamedTuple):
-    """What two ranks both keep of a request, seen from one: its blocks are numbered anew for their plans.
+    """The tokens of a request that two ranks both keep, seen from one of them, ``side``.
 
-    Of a side that keeps other ``tokens`` between these, each unit of them is a block. The cache groups
-    ``elsewhere`` are shared with other ranks.
+    Plans number the blocks of these ``tokens`` consecutively. Where ``side`` also keeps tokens that the other
+    rank does not keep, its blocks are as long as the unit of ``tokens``. The cache groups ``elsewhere``
+    are left out, since this rank shares them with other ranks.
     """
 
     tokens: SharedTokens
@@ -56,15 +58,15 @@ class Share(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Both keep all tokens."""
+        """True if both ranks keep all tokens."""
         return self.tokens.period == 1
 
     def count(self, num_tokens: int) -> int:
-        """How many of the first ``num_tokens`` both keep."""
+        """The number of tokens among the first ``num_tokens`` that both ranks keep."""
         return num_tokens if self is WHOLE else self.tokens.count(num_tokens)
 
     def of(self, groups: tuple[GroupBlocks, ...]) -> tuple[GroupBlocks, ...]:
-        """The blocks of a side that hold what both keep."""
+        """The blocks of ``side`` that hold shared tokens, without the groups ``elsewhere``."""
         if self is WHOLE:
             return groups
         start, step = self.tokens.stride(self.side)
@@ -82,9 +84,9 @@ WHOLE = Share(SharedTokens(1, 0, 1), Residue())
 
 
 def first_needed(positions: BlockIds, geometry: GroupGeometry, num_tokens: int) -> int | None:
-    """The first of these positions of kernel blocks that the next token, or a later one, reads.
+    """The first of these kernel block positions that the next token or a later token reads; None for none.
 
-    The next token is the last of the ``num_tokens``, where the target computes it again.
+    The target computes the last of the ``num_tokens`` again, so that this token is the next one.
     """
     if not len(positions):
         return None
@@ -104,20 +106,20 @@ def expand_block_ids(block_ids: Sequence[int] | BlockIds, blocks_per_kv_block: i
 
 
 def kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int, BlockIds]:
-    """The first kernel position and the kernel ids from there on; 0 where there is no block."""
+    """The first kernel position of the blocks and their kernel block ids, int64 ``(n,)``; 0 for no block."""
     ratio = geometry.blocks_per_kv_block
     logical = np.asarray(blocks.block_ids, dtype=np.int64)
     kernel = expand_block_ids(logical, ratio)
     if ratio > 1:
-        # The null block's kernel blocks are 0..r-1; all of them stand for nothing.
+        # The kernel blocks 0..r-1 of the null block are all null.
         kernel = np.where(np.repeat(logical == NULL_BLOCK, ratio), NULL_BLOCK, kernel)
     return blocks.first_block * ratio, kernel
 
 
 def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: int) -> BlockIds:
-    """The kernel blocks at ``count`` kernel positions from ``first`` on; 0 where there is none."""
+    """Kernel block ids, int64 ``(count,)``, of the kernel positions from ``first`` on; 0 for no block."""
     if geometry.blocks_per_kv_block == 1:
-        # A chunk of a long request converts its own blocks, not all of them; a state has one, the first.
+        # Only the chunk's blocks are converted, not all of a long request. A state's block is the first.
         at = first - blocks.first_block
         if 0 <= at <= len(blocks.block_ids) - count:
             return np.array(blocks.block_ids[at : at + count], dtype=np.int64)

@@ -1,7 +1,7 @@
-"""How a request is cut into chunks that fit a slot, and where each byte of a chunk lies.
+"""Cuts a request into chunks that fit a slot, and places each row of a chunk in the slot.
 
-Where a byte lies is arithmetic: stream after stream, each from a multiple of ``ALIGN_BYTES`` on, row
-after row. Both sides work it out from the wire and the chunk alone.
+A slot holds one stream after another, each at a multiple of ``ALIGN_BYTES``, and in a stream one row after
+another. Both sides compute the same places from the wire and the chunk alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvconnect.plan.blocks import NULL_BLOCK, BlockIds, Count, GroupBlocks, Inde
 from kvconnect.plan.wire import Wire
 
 SECONDS_PER_CHUNK = 400e-6
-"""What a chunk of any size costs: a launch, a post and a message on either side."""
+"""Fixed cost of a chunk: a kernel launch, a post to the engine and a message, on both sides together."""
 
 _MOST_CHUNKS = 16
 ALIGN_BYTES = 16
@@ -45,10 +45,10 @@ class TokenSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """What travels in one slot: the streams ``first_stream..stop_stream - 1``, each as far as its span.
+    """The content of one slot: the rows of the streams ``first_stream..stop_stream - 1`` within ``spans``.
 
-    A stream whose group has no span has no bytes. A row that stands for several tokens belongs to a
-    span that touches any of them.
+    A stream whose group has no span has no bytes in the chunk. A row that stands for several tokens is
+    included if the span has any of these tokens.
     """
 
     first_stream: Count
@@ -58,10 +58,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a chunk's rows lie: int64 columns, one entry a stream of the chunk. They must not be changed.
+    """The places of a chunk's rows in its slot: int64 columns with one entry per stream. Read only: cached.
 
-    Stream ``first_stream + i`` has ``rows[i]`` rows from ``first_row[i]`` of the sequence on, and they
-    begin ``base[i]`` bytes into the slot.
+    Stream ``first_stream + i`` has ``rows[i]`` rows, the first of which is row ``first_row[i]`` of the
+    sequence and begins ``base[i]`` bytes into the slot.
     """
 
     first_row: Column
@@ -71,7 +71,7 @@ class Placement:
 
 
 class Chunker:
-    """The chunks of one wire. Holds the wire's streams as columns, and nothing of any request."""
+    """Cuts and places chunks of one wire. Holds the wire's streams as columns, and no state of a request."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -82,17 +82,17 @@ class Chunker:
         self._group = np.array([self._groups[stream.target_group][0] for stream in wire.streams])
         self._row_tokens = np.array([stream.row_tokens for stream in wire.streams], dtype=np.int64)
         self._width = np.array([stream.width_bytes for stream in wire.streams], dtype=np.int64)
-        # A chunk is placed where it is cut and where it is staged, and others like it follow.
+        # Cached: a chunk is placed twice, when cut and when staged, and other requests have the same chunk.
         self._placed = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
         self._bytes_of = functools.lru_cache(_MOST_SIZES)(self._measure)
 
     @property
     def num_groups(self) -> int:
-        """Cache groups of the target that the wire's streams are of."""
+        """The number of the target's cache groups that have streams on the wire."""
         return len(self._groups)
 
     def place(self, chunk: Chunk) -> Placement:
-        """Where the rows of a chunk lie in its slot. Raises ``LayoutError``: it is none of this wire's."""
+        """Place the rows of a chunk in its slot. Raises ``LayoutError``: the chunk does not fit the wire."""
         return self._placed(chunk)
 
     def _check_and_place(self, chunk: Chunk) -> Placement:
@@ -115,11 +115,11 @@ class Chunker:
         return self._place(chunk.first_stream, chunk.stop_stream, chunk.spans)
 
     def cut(self, spans: Sequence[TokenSpan], slot_bytes: int, align_tokens: int = 1) -> tuple[Chunk, ...]:
-        """Cut a request into chunks that fit a slot: by tokens, and by streams only where that is not enough.
+        """Cut a request into chunks that fit a slot: by tokens, and by streams if one step does not fit.
 
-        Each chunk takes as many tokens as fit, up to a multiple of ``align_tokens``: with a block's tokens,
-        no page is cut. States come last, with the last tokens if they fit.
-        Raises ``LayoutError``: a slot cannot hold the fewest rows of a stream that can travel alone.
+        A chunk takes as many tokens as fit and ends at a multiple of ``align_tokens``; with the tokens of a
+        block there, no page is cut. States travel in the last chunk with tokens if they fit, else after it.
+        Raises ``LayoutError``: a slot cannot hold one step of one stream, the least that can be sent.
         """
         everything = (0, len(self.wire.streams))
         whole = self.place(Chunk(*everything, tuple(spans))).total_bytes
@@ -160,7 +160,7 @@ class Chunker:
         return Placement(first_row, rows, ends - sizes, int(ends[-1]))
 
     def _parts(self, spans: tuple[TokenSpan, ...], slot_bytes: int) -> list[tuple[int, int]]:
-        """Ranges of streams of which these spans fit a slot; as few as possible."""
+        """The fewest ranges of streams such that the spans of each range fit a slot."""
         placed = self._place(0, len(self.wire.streams), spans)
         if placed.total_bytes <= slot_bytes:
             return [(0, len(self.wire.streams))]
@@ -182,14 +182,14 @@ class Chunker:
     def _by_tokens(
         self, first: int, stop: int, spans: tuple[TokenSpan, ...], step: int, slot_bytes: int
     ) -> Iterator[Chunk]:
-        """Chunks of whole steps of tokens; one step always fits."""
+        """Chunks of whole steps of tokens. One step always fits: see ``_parts``."""
         groups = {stream.target_group for stream in self.wire.streams[first:stop]}
         spans = tuple(span for span in spans if span.group in groups)
         at = min(span.start for span in spans) // step
         end = div_ceil(max(span.stop for span in spans), step)
         least = self._at_least(first, stop, step, slot_bytes)
         while at < end:
-            # From what fits for sure on: a few looks, however many steps.
+            # A binary search that starts at the number of steps that is certain to fit.
             ends, begin = range(min(at + least, end), end + 1), at
             bytes_to = functools.partial(self._steps_bytes, first, stop, spans, step, begin)
             at = ends[max(0, bisect_right(ends, slot_bytes, key=bytes_to) - 1)]
@@ -200,7 +200,7 @@ class Chunker:
     def _steps_bytes(
         self, first: int, stop: int, spans: Iterable[TokenSpan], step: int, start_step: int, stop_step: int
     ) -> int:
-        """Bytes of some steps of tokens. Where they begin makes no difference: rows divide a step."""
+        """Bytes of a range of steps. Cached by length, not by start: a step is a whole number of rows."""
         start = start_step * step
         clipped = _clip(spans, start, stop_step * step)
         moved = tuple(TokenSpan(span.group, span.start - start, span.stop - start) for span in clipped)
@@ -210,7 +210,7 @@ class Chunker:
         return self._place(first, stop, spans).total_bytes
 
     def _at_least(self, first: int, stop: int, step: int, slot_bytes: int) -> int:
-        """Steps that fit for sure, and one does: a step takes at most so much of every stream."""
+        """A lower bound of the steps that fit, at least 1: a step takes ``width`` bytes plus padding."""
         width = int((self._width[first:stop] * (step // self._row_tokens[first:stop])).sum())
         return max(1, (slot_bytes - ALIGN_BYTES * (stop - first)) // width)
 
@@ -223,9 +223,9 @@ def _clip(spans: Iterable[TokenSpan], start: int, stop: int) -> tuple[TokenSpan,
 def wanted_spans(
     geometry: Iterable[GroupGeometry], wanted: Sequence[GroupBlocks], num_tokens: int
 ) -> tuple[TokenSpan, ...]:
-    """The span of every group that the target wants: from its first real block to ``num_tokens``.
+    """The span of every requested group: from its first to its last real block, at most to ``num_tokens``.
 
-    Raises ``LayoutError``: it wants a group that it does not have.
+    Raises ``LayoutError``: ``wanted`` names a group that ``geometry`` does not have.
     """
     by_group = {group.group: group for group in geometry}
     spans = []
@@ -249,12 +249,12 @@ def wanted_spans(
 
 
 def _first_real(block_ids: Iterable[int]) -> int | None:
-    # Almost always the very first: no column is made of them for that.
+    # No numpy array is made, since the first id is almost always real.
     return next((index for index, block in enumerate(block_ids) if block != NULL_BLOCK), None)
 
 
 def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: int) -> None:
-    """Raises ``LayoutError``: of ``ids``, from ``first`` on, one is missing that a later token can see."""
+    """Raises ``LayoutError``: ``ids``, from position ``first`` on, lack a block that a later token sees."""
     if np.count_nonzero(ids) == len(ids):
         return
     missing = first + np.flatnonzero(ids == NULL_BLOCK)
@@ -268,11 +268,11 @@ def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: i
 
 
 DEFAULT_PACK_BYTES_PER_S = 100e9
-"""Of a GPU, where packing was not timed."""
+"""The rate assumed for a GPU on which packing was not timed."""
 
 
 class RequestCutter:
-    """Cuts what a target wants of a source into chunks that fit a slot."""
+    """Cuts the blocks that a target requests from a source into chunks that fit a slot."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class RequestCutter:
         self._geometry = target.groups
         self._slot_bytes = slot_bytes
         self._pack_bytes_per_s = pack_bytes_per_s
-        # The larger of both sides' blocks: no page is cut.
+        # The largest logical block of either side, so that no page is cut.
         self._align_tokens = max(
             (
                 group.block_tokens * group.blocks_per_kv_block
@@ -296,7 +296,7 @@ class RequestCutter:
             default=1,
         )
         wired = {stream.target_group for stream in chunker.wire.streams}
-        # What chunks grow by, in every group.
+        # Bytes of one step of ``align_tokens`` over all groups: chunks grow by such steps.
         self._step_bytes = self._bytes_of(
             tuple(
                 TokenSpan(group.group, 0, 1 if group.is_state else self._align_tokens)
@@ -306,14 +306,14 @@ class RequestCutter:
         )
 
     def cut(self, wanted: Sequence[GroupBlocks], num_tokens: int) -> tuple[Chunk, ...]:
-        """Chunks that fit a slot, several where there is enough to move. Raises as ``Chunker.cut``."""
+        """Chunks that fit a slot, several if the request is large enough. Raises as ``Chunker.cut``."""
         spans = wanted_spans(self._geometry, wanted, num_tokens)
         total_bytes = self._bytes_of(spans)
         chunk_bytes = div_ceil(total_bytes, chunks_in_turn(total_bytes, self._pack_bytes_per_s))
         for budget in (min(self._slot_bytes, chunk_bytes + self._step_bytes), self._slot_bytes):
             with suppress(LayoutError):
                 return self._chunker.cut(spans, budget, self._align_tokens)
-        # No slot holds a whole block: blocks are cut where they must be.
+        # A slot cannot hold a whole block, so blocks are cut.
         return self._chunker.cut(spans, self._slot_bytes)
 
     def _bytes_of(self, spans: tuple[TokenSpan, ...]) -> int:
@@ -321,10 +321,10 @@ class RequestCutter:
 
 
 def chunks_in_turn(total_bytes: int, pack_bytes_per_s: float) -> int:
-    """Into how many chunks a transfer is best cut, slots aside.
+    """The best number of chunks for a transfer, apart from the size of slots.
 
-    While one chunk is on its way the next is packed and the last unpacked, so that only the packing of the
-    first and the unpacking of the last cost time: less with more chunks, each of which costs its own.
+    Packing, sending and unpacking overlap, so that only the packing of the first chunk and the unpacking of
+    the last one add time. More chunks shorten these two, but each chunk costs ``SECONDS_PER_CHUNK``.
     """
     best = math.sqrt(2 * total_bytes / (pack_bytes_per_s * SECONDS_PER_CHUNK))
     return max(1, min(_MOST_CHUNKS, round(best)))

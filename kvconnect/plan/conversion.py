@@ -1,8 +1,8 @@
-"""Caches that keep the same values in another type: which types are converted, and what of it travels.
+"""Dtype conversion between two caches: which types can be converted, and which type travels.
 
-A cache of ``float8_e4m3fn`` keeps ``x / scale``, rounded to the nearest value, ties to even, and held
-within +-448; reading it gives ``value * scale``. K and V of a layer have a scale each. Of the two types
-the narrower one travels, so that the side with the wider one converts: with the other side's scales.
+A ``float8_e4m3fn`` cache stores ``x / scale``, rounded to nearest, ties to even, and clamped to +-448;
+a read gives ``value * scale``. K and V of a layer have one scale each. The narrower type travels, so
+the side with the wider type converts, with the scales of the other side.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import msgspec
 from kvconnect.cache.region_table import UNSCALED, Scales
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-"""The types that are converted into each other, with the bytes of a value."""
+"""The types that can be converted into each other, with the bytes of a value."""
 SCALED = "float8_e4m3fn"
-"""The one whose values stand for ``value * scale``."""
+"""The one of these types that has scales: a stored value stands for ``value * scale``."""
 
 
 class Conversion(msgspec.Struct, frozen=True, array_like=True):
-    """How the values of a layer differ from side to side.
+    """The dtypes of a layer on both sides and on the wire.
 
-    ``key_values`` of a head's values on the wire, from the first on, are K's. ``scales`` are those of the
-    side that has any.
+    The first ``key_values`` values of a head on the wire belong to K, the others to V. ``scales`` are the fp8
+    side's, or ``UNSCALED`` if neither side is fp8.
     """
 
     source_dtype: str
@@ -31,21 +31,21 @@ class Conversion(msgspec.Struct, frozen=True, array_like=True):
     scales: Scales
 
     def dtype_of(self, side: str) -> str:
-        """The type on a side, which is ``"source"`` or ``"target"``."""
+        """The dtype on ``side``, which is ``"source"`` or ``"target"``."""
         return self.source_dtype if side == "source" else self.target_dtype
 
 
 def is_convertible(source_dtype: str, target_dtype: str) -> bool:
-    """Whether values of one type can be asked to become those of the other."""
+    """Whether the two dtypes differ and can be converted into each other."""
     return source_dtype != target_dtype and {source_dtype, target_dtype} <= ITEM_BYTES.keys()
 
 
 def make_conversion(
     source_dtype: str, target_dtype: str, source_side: tuple[Scales, int], target_side: tuple[Scales, int]
 ) -> Conversion:
-    """The conversion of a layer; a side is its scales, and the bytes of a head that are K's.
+    """The conversion of a layer. A side is a pair: its scales, and the bytes of K in a head's row.
 
-    Of types that are equally wide the source's travels: the side that waits does the work.
+    Of two equally wide types the source's travels, so that the target, which waits for the bytes, converts.
     """
     narrower = ITEM_BYTES[target_dtype] < ITEM_BYTES[source_dtype]
     scales, key_bytes = target_side if target_dtype == SCALED else source_side

@@ -1,10 +1,10 @@
-"""What the bytes of a packed transfer mean, for any pages that they come from and go to.
+"""The wire: the format of the bytes of a packed transfer, independent of the page layout of either side.
 
-Either side of a pair of workers makes the same wire, a list of streams. In the order ``rows`` a stream is a
-layer: rows by token, of the heads that both sides keep, and for each head K before V. Block sizes, kernel
-splits and the order of axes do not show. In the order ``pages`` a stream is a region and a row is a whole
-page, as it is; both sides must have equal pages. Where that was asked for, a layer's values may be of
-another type on either side, in the order ``rows``: see ``conversion.py``.
+Both workers of a pair compute the same wire, a list of streams, in one of two orders. In the order ``rows`` a
+stream is a layer: one row per token, with the heads that both sides keep, and for each head K before V. The
+wire is then independent of block sizes, kernel splits and the order of axes. In the order ``pages`` a stream
+is a region and a row is a whole page, unchanged; both sides must have equal pages. In the order ``rows`` the
+two sides may keep a layer in different dtypes if the configuration permits: see ``conversion.py``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class WireStream(msgspec.Struct, frozen=True, array_like=True):
     """The rows of one layer on the wire; in the order ``pages``, the pages of one region.
 
     A row stands for ``row_tokens`` tokens and has ``width_bytes``: ``head_bytes`` for each of ``heads``,
-    or, where pages cannot be divided by head, all of what is kept. A state's one row stands for the
+    or all bytes of the row where pages cannot be divided by head. A state has one row for the whole
     request. ``first_plane`` distinguishes regions in the order ``pages``. ``word_bytes`` is the largest
     power of two up to 8 that divides every run of bytes on either side; digests are made of such words.
-    With a ``conversion`` all of these count bytes of the type that travels.
+    With a ``conversion`` all sizes count bytes of the type that travels.
     """
 
     layer: str
@@ -54,10 +54,11 @@ class Wire(msgspec.Struct, frozen=True, array_like=True):
 
 
 def align_wire(source: TableCard, target: TableCard, order: str | None = None, convert: bool = False) -> Wire:
-    """The wire of two workers; left open, the order is ``pages`` where pages are equal, else ``rows``.
+    """The wire of two workers. With ``order`` None it is ``pages`` where pages are equal, else ``rows``.
 
-    With ``convert`` token rows of unlike types are converted where that is possible, in the order
-    ``rows``. Both sides must pass the same. Raises ``LayoutError`` that lists why layers cannot be matched.
+    With ``convert`` token rows of different dtypes are converted where possible, in the order ``rows``. Both
+    sides must pass the same arguments. Raises ``LayoutError``, which lists why layers cannot be matched, and
+    ``LocalError``: ``order`` is unknown.
     """
     if order not in (None, *ORDERS):
         raise LocalError(f"wire order is {order!r}; accepted: {', '.join(ORDERS)}")
@@ -73,7 +74,7 @@ def align_wire(source: TableCard, target: TableCard, order: str | None = None, c
 
 
 def _page_wire(source: TableCard, target: TableCard) -> Wire | None:
-    """Region by region; None where both sides' pages are not equal but for the gaps between them."""
+    """A stream per region; None unless both sides' pages are equal. The gaps between pages may differ."""
     ours = {(region.layer, region.first_plane, region.heads): region for region in source.regions}
     source_groups, target_groups = source.geometry(), target.geometry()
     streams = []
@@ -111,7 +112,7 @@ def _page_wire(source: TableCard, target: TableCard) -> Wire | None:
 
 @dataclass(frozen=True)
 class _LayerRows:
-    """One side of a layer, without what the wire does not show."""
+    """One side of a layer, with only the properties that matter to the wire."""
 
     group: int
     dtype: str
@@ -155,7 +156,7 @@ def _layer_rows(card: TableCard) -> dict[str, _LayerRows]:
 
 
 def _row_wire(source: TableCard, target: TableCard, convert: bool, refusals: list[str]) -> Wire:
-    """Layer by layer, in the target's order."""
+    """A stream per layer, in the target's order."""
     ours = _layer_rows(source)
     streams = []
     for layer, theirs in _layer_rows(target).items():
@@ -221,7 +222,7 @@ def _row_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
 
 
 def _bytes_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
-    """Why rows cannot travel as they are."""
+    """Why rows cannot travel without conversion; None if they can."""
     for what, ours, theirs in (
         ("dtype", source.dtype, target.dtype),
         ("scales of K and V", source.scales, target.scales),
@@ -237,7 +238,7 @@ def _bytes_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
 
 
 def _conversion_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
-    """Why the values of rows cannot be converted one by one."""
+    """Why the values of rows cannot be converted one by one; None if they can."""
     if not is_convertible(source.dtype, target.dtype):
         return (
             f"dtype differ, source {source.dtype}, target {target.dtype}; accepted: two of "
