@@ -1,1 +1,1 @@
-"""What bytes exist: specs, region tables, shards, which tokens are still needed, and what KV depends on."""
+"""The cache of a worker: specs, region tables, shards, token retention, and the identity of KV."""

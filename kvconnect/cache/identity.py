@@ -1,8 +1,8 @@
-"""What the KV bytes of a token depend on beside the tokens before it.
+"""The identity of KV: everything but the tokens that KV bytes depend on.
 
-``ENTRIES`` is the one list. A serving stack states a value for each entry, and all that decides whether KV
-fits reads them: the greeting of peers, fetches by name, handles, and the namespaces of disk and store. An
-entry that a peer states and the list does not have counts as one that must be equal.
+``ENTRIES`` is the one list of it. A serving stack states a value for each entry. Every check whether KV is
+compatible compares these values: the greeting of peers, fetches by name, handles, and the namespaces of disk
+and store. An entry that a peer states and that is not in the list must be equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 MARK_BYTES = 3
-"""Of each entry in a handle: enough to name what differs, where the greeting compares the whole."""
+"""Digest bytes per entry in a handle: enough to name an entry that differs; the greeting compares all."""
 _LONGEST_TEXT, _SHOWN_TEXT, _MOST_SHOWN = 160, 96, 6
 _DEFAULT, _NOTE = "default ", "\x1f"
 
@@ -34,7 +34,7 @@ class Rule(enum.Enum):
 
 
 class Entry(NamedTuple):
-    """``what`` tells people what the entry is, and how it is digested or bridged."""
+    """An entry of the identity. ``what`` describes its content for people, and how it is bridged."""
 
     name: str
     rule: Rule
@@ -79,33 +79,33 @@ _MARKED = tuple(entry.name for entry in ENTRIES if entry.rule is Rule.EQUAL and 
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """By entry of ``ENTRIES`` its fields as text; an entry of one value has it under an empty name.
+    """The fields of each entry of ``ENTRIES`` as text; an entry with a single value has it under ``""``.
 
-    A value that is only the default of its field is written ``default VALUE``: a release that does not have
-    the field agrees with it.
+    A value that is the default of its field is written ``default VALUE``: it equals a missing field, so that
+    a release without the field is compatible.
     """
 
     entries: Annotated[dict[Name, Fields], msgspec.Meta(max_length=64)] = {}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Identity:
-        """The identity with these values of JSON by entry: mappings of fields, or one value."""
+        """The identity with these JSON values by entry: each a mapping of fields, or a single value."""
         return cls({name: _fields(value) for name, value in values.items()})
 
     def replace(self, **values: Any) -> Identity:
-        """The same with other values of some entries."""
+        """A copy with new values for some entries."""
         return Identity({**self.entries, **Identity.of(values).entries})
 
     @property
     def weights(self) -> Mapping[str, str]:
-        """The names of the weights by how they were found; see ``weights_differ``."""
+        """The names of the weights by the way they were made, such as ``files``; see ``weights_differ``."""
         return self.entries.get(WEIGHTS, {})
 
     @property
     def marks(self) -> bytes:
-        """``MARK_BYTES`` of each entry that must be equal, but for the weights, which may be replaced.
+        """A digest of ``MARK_BYTES`` per entry that must be equal; empty if there are no entries.
 
-        Empty where nothing is stated.
+        The weights are left out, since they may be replaced while a handle is valid.
         """
         return b"".join(self._mark(name) for name in _MARKED) if self.entries else b""
 
@@ -118,7 +118,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def facts(self) -> dict[str, dict[str, str]]:
-        """Every value, as what outlives a process or is shared is filed under; weights by their best name."""
+        """Every value as in the namespaces of disk and store; weights with ``files`` omit ``tensors``."""
         facts = {
             name: {field: _compared(text) for field, text in fields.items()}
             for name, fields in self.entries.items()
@@ -136,7 +136,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
 
 def marks_differ(ours: bytes, theirs: bytes) -> list[str]:
-    """The entries in which two ``marks`` differ; none where one side states nothing."""
+    """The names of the entries in which two ``marks`` differ; none if one of them is empty."""
     if not ours or not theirs:
         return []
     at = {name: slice(MARK_BYTES * number, MARK_BYTES * (number + 1)) for number, name in enumerate(_MARKED)}
@@ -144,25 +144,25 @@ def marks_differ(ours: bytes, theirs: bytes) -> list[str]:
 
 
 def differences(prefill: Identity, decode: Identity) -> list[str]:
-    """Everything in which a prefill and a decode node differ that must be equal, with both values."""
+    """The fields that must be equal and differ between a prefill and a decode node, with both values."""
     names = [*_RULES, *prefill.entries, *decode.entries]
     equal = (name for name in dict.fromkeys(names) if _RULES.get(name, Rule.EQUAL) is Rule.EQUAL)
     return [found for name in equal for found in entry_differs(name, prefill, decode)]
 
 
 def entry_differs(name: str, prefill: Identity, decode: Identity) -> list[str]:
-    """In what the fields of one entry differ, with both values."""
+    """The fields of one entry that differ, with both values."""
     if name == WEIGHTS:
         return weights_differ(prefill.weights, decode.weights)
     return _fields_differ(name, prefill.entries.get(name, {}), decode.entries.get(name, {}))
 
 
 def weights_differ(prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:
-    """In what two names of weights differ.
+    """The names of the weights that differ between two nodes, with both values.
 
-    ``files`` is the name of a checkpoint, ``tensors`` that of what is in memory, which also depends on how
-    weights are kept there: it counts where one side has no files that are its weights. ``embeddings`` are
-    compared where both keep them in one dtype, the first word.
+    ``files`` names a checkpoint. ``tensors`` names the weights in memory, which also depends on their layout
+    there; it is compared only where a side has no ``files``. ``embeddings`` are compared where both sides
+    keep them in the same dtype, which is the first word of the name.
     """
     sides = prefill, decode
     by_tensors = any(side.get("tensors") for side in sides) and not all(side.get("files") for side in sides)
@@ -174,19 +174,19 @@ def weights_differ(prefill: Mapping[str, str], decode: Mapping[str, str]) -> lis
 
 
 def shown(found: Iterable[str]) -> str:
-    """Differences in one line, the first few of them."""
+    """The first few differences, in one line."""
     listed = list(found)
     more = f"; and {len(listed) - _MOST_SHOWN} more" if len(listed) > _MOST_SHOWN else ""
     return "; ".join(listed[:_MOST_SHOWN]) + more
 
 
 def default(value: Any) -> str:
-    """The text of a value that is only the default of its field."""
+    """The text of a value that is the default of its field; see ``Identity``."""
     return _cut(_DEFAULT + _text(value))
 
 
 def noted(value: str, note: str) -> str:
-    """A value with a note for people, by which it is not compared."""
+    """A value with a note for people, which comparisons ignore."""
     return f"{value}{_NOTE}{note}"
 
 
@@ -231,16 +231,16 @@ def _text(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """The text, or its beginning and a digest of all of it."""
+    """The text, or if it is too long, its beginning and a digest of the whole."""
     if len(text) <= _LONGEST_TEXT:
         return text
     return f"{text[:_SHOWN_TEXT]}... ({hashlib.blake2b(text.encode(), digest_size=16).hexdigest()})"
 
 
 class Naming(msgspec.Struct, frozen=True, array_like=True):
-    """How names of KV are made: ``hashing`` by what function and seed, one for every so many ``tokens``.
+    """How a node names KV: ``hashing`` is the hash function and seed, with one name per ``tokens`` tokens.
 
-    Names compare only where both are equal.
+    Names of two nodes can be compared only if both fields are equal.
     """
 
     hashing: Annotated[str, msgspec.Meta(max_length=256)]
@@ -248,13 +248,13 @@ class Naming(msgspec.Struct, frozen=True, array_like=True):
 
 
 MAX_NAMES = 1 << 16
-"""Most names of one prefix: a million tokens in blocks of 16."""
+"""The most names of one prefix: a million tokens in blocks of 16."""
 
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True):
-    """The first tokens of a prompt by name: ``names[i]`` covers all up to ``(i + 1) * naming.tokens``.
+    """The first tokens of a prompt by name: ``names[i]`` covers the first ``(i + 1) * naming.tokens`` tokens.
 
-    The first ``start_tokens``, at the end of a name, are not wanted.
+    The first ``start_tokens``, a whole number of names, are not requested.
     """
 
     naming: Naming

@@ -1,8 +1,8 @@
-"""The one table of what bytes exist: every cache tensor as regions of equal pages.
+"""The region table: every cache tensor of a worker, described as regions of equal pages.
 
-Everything below a model's attention is bytes at ``address + block * block_stride``. A region is one
-contiguous stretch of such pages: a whole cache tensor, or one plane or head of it where the layout
-puts those outside the block. What the table holds is proven when it is built.
+The page of a block lies at ``address + block * block_stride``. A region is one contiguous stretch of such
+pages: a whole cache tensor, or one plane or head of it where the layout puts these outside the block. The
+sizes, bounds and overlaps of all regions are checked when the table is built. It knows nothing of requests.
 
 Blocks here are *kernel* blocks. A logical block is ``blocks_per_kv_block`` of them, side by side.
 """
@@ -27,17 +27,17 @@ AXES = ("plane", "block", "head", "token", "content")
 _SPLIT_AXES = ("plane", "head")
 
 Scales = tuple[float, float]
-"""Of K and of V. A quantised cache's value stands for ``value * scale``."""
+"""The scales of K and of V. A value in a quantised cache stands for ``value * scale``."""
 UNSCALED: Scales = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """A layer's cache as its owner sees it.
+    """The cache tensor of one layer, with names for its dimensions.
 
-    ``axes`` names every dimension of ``tensor``, in order, out of ``plane`` (K and V kept apart),
-    ``block`` (kernel blocks), ``head``, ``token`` and ``content`` (the values of one head and token,
-    K and V together where they are concatenated; or all of an opaque page).
+    ``axes`` names every dimension of ``tensor`` in order: ``plane`` (K and V apart), ``block`` (kernel
+    blocks), ``head``, ``token``, and ``content`` (the values of one head and token, K and V together
+    where they are concatenated; or a whole opaque page).
     """
 
     tensor: torch.Tensor
@@ -48,14 +48,14 @@ SCALE_RANGE = "finite numbers above 0 that a float32 keeps"
 
 
 def are_scales(scales: Scales) -> bool:
-    """Whether these can be the scales of a layer: see ``SCALE_RANGE``."""
+    """Whether both scales are within ``SCALE_RANGE``."""
     return all(math.isfinite(scale) and 2.0**-126 <= scale < 2.0**127 for scale in scales)
 
 
 class PageAxes(msgspec.Struct, frozen=True, array_like=True):
-    """The inner structure of a page: counts, and strides in bytes.
+    """The structure of a page: counts of its axes, and their strides in bytes.
 
-    The page is dense: its rows of ``row_bytes`` fill it exactly. An opaque page is one row.
+    The page is dense: its rows of ``row_bytes`` fill it without gaps. An opaque page is one row.
     """
 
     planes: int
@@ -68,18 +68,18 @@ class PageAxes(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the page."""
+        """Bytes of a page."""
         return self.planes * self.heads * self.tokens * self.row_bytes
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """One contiguous stretch of equal pages. All sizes are in bytes, all counts in kernel blocks.
+    """One contiguous stretch of equal pages. Sizes and strides are in bytes; blocks are kernel blocks.
 
-    ``heads`` is the interval of the model's heads (of a state's section, of its units) that a page holds, or
-    None where a page cannot be divided (latent rows, whole states). ``first_plane`` is the first of the
-    planes that a page holds; only a region split by plane starts above 0. ``scales`` are those of the
-    layer's quantised values. ``key_bytes`` of each row, from its start on, are K's where K and V share
-    rows; None where a row holds one kind.
+    ``heads`` is the interval of the model's heads that a page holds (of units, in a section of a state), or
+    None where a page cannot be divided (latent rows, whole states). ``first_plane`` is the number of the
+    page's first plane; only a region split by plane has one above 0. ``scales`` are the scales of the layer's
+    quantised values. The first ``key_bytes`` of each row belong to K where K and V share rows; None where
+    a row holds only one of them.
     """
 
     layer: str
@@ -102,15 +102,15 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """The address after the last page."""
+        """The address of the first byte after the last page."""
         return self.address + self.length_bytes
 
 
 class GroupGeometry(msgspec.Struct, frozen=True, array_like=True):
-    """What two sides must know of a cache group to line up its blocks by token.
+    """The block sizes of a cache group, by which two sides match its blocks by token.
 
-    ``block_tokens`` is the kernel block in tokens, ``blocks_per_kv_block`` how many of them make a
-    logical block. ``retention`` is the text of the rule of what its layers see.
+    ``block_tokens`` are the tokens of a kernel block, ``blocks_per_kv_block`` the kernel blocks of a
+    logical block. ``retention`` is ``Retention.text`` of the group's layers.
     """
 
     group: int
@@ -125,13 +125,13 @@ class GroupGeometry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_state(self) -> bool:
-        """One block per request, of any length."""
+        """True if the group has one block per request, however long the request is."""
         return not self.rule.by_position
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A stretch of memory that holds pages, to be registered with an engine once."""
+    """A stretch of memory that holds pages. An engine registers each stretch once."""
 
     address: int
     length_bytes: int
@@ -140,7 +140,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class RegionTable:
-    """All regions of one worker, proven not to overlap where they must not."""
+    """All regions of one worker. ``build`` checks their bounds and overlaps."""
 
     regions: tuple[Region, ...]
     groups: tuple[GroupGeometry, ...]
@@ -157,11 +157,11 @@ class RegionTable:
     ) -> RegionTable:
         """Describe the cache of this worker.
 
-        ``kernel_block_sizes`` are tokens by group index. ``tensors`` may lack layers that live on
-        other ranks. ``heads`` states which heads of the model a layer's tensor holds, where that is not
-        all of them from 0. ``scales`` are those of K and of V by layer, 1 where none are given; they mean
-        nothing to layers whose values are wider than a byte, and are not kept for them. Raises
-        ``LayoutError``: a tensor does not match its spec or cannot be expressed.
+        ``kernel_block_sizes`` are tokens by group index. ``tensors`` may lack layers of other ranks.
+        ``heads`` are the model's heads that a layer's tensor holds; by default its head axis counts from
+        head 0. ``scales`` are the scales of K and V by layer, 1 by default; they are ignored for layers
+        whose values are wider than a byte. Raises ``LayoutError``: a tensor does not match its spec, or
+        its layout cannot be expressed as regions.
         """
         regions: list[Region] = []
         extents: dict[tuple[int, str], list[tuple[int, int]]] = {}
@@ -197,8 +197,8 @@ class RegionTable:
             if index in kernel_block_sizes
         )
         ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in geometries}
-        # Pages of one group never share a byte, those of different groups only under one logical block id,
-        # because a block id belongs to one group at a time.
+        # Pages of one group never share a byte. Pages of two groups may, but only under the same logical
+        # block id, since a block id belongs to one group at a time.
         _check_pages_apart(regions)
         _check_overlays(regions, ratios)
         storages = tuple(
@@ -209,7 +209,7 @@ class RegionTable:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers of the table, in the order they were given."""
+        """The names of the layers, in the order of ``tensors``."""
         return tuple(dict.fromkeys(region.layer for region in self.regions))
 
     def geometry_of(self, group: int) -> GroupGeometry:
@@ -221,7 +221,7 @@ class RegionTable:
 
 
 class _TensorView:
-    """One cache tensor with named dimensions, and how it falls apart into regions."""
+    """One cache tensor with named dimensions, and its division into regions."""
 
     def __init__(self, layer: str, cache: CacheTensor) -> None:
         tensor, names = cache.tensor, cache.axes.split()
@@ -246,7 +246,7 @@ class _TensorView:
         self.row_bytes = self.size["content"] * item
 
     def scales(self, spec: LayerSpec, given: Scales) -> Scales:
-        """The scales of this tensor's values. Raises ``LayoutError``."""
+        """The scales of this tensor's values. Raises ``LayoutError``: they are out of range or ambiguous."""
         if not are_scales(given):
             raise LayoutError(f"layer {self.layer!r}: scales of K and V are {given}; accepted: {SCALE_RANGE}")
         if self.tensor.element_size() > 1:
@@ -260,7 +260,7 @@ class _TensorView:
         return given
 
     def key_bytes(self, spec: LayerSpec) -> int | None:
-        """Bytes of a row that are K's, where it holds the K and then the V of one head and token."""
+        """Bytes of K in a row, if a row holds K and then V of one head and token; else None."""
         if not isinstance(spec, FullAttentionSpec) or spec.head_size_v == 0:
             return None
         key, item = spec.head_size, spec.dtype.itemsize
@@ -278,7 +278,7 @@ class _TensorView:
             )
         inner, outer = self._dense_suffix()
         divisible = "head" in self.size and not isinstance(spec, MLASpec)
-        # Of a state only what is declared is divided.
+        # A state can be divided only where its units are declared in ``heads``.
         divisible = divisible and (heads is not None or not isinstance(spec, StateSpec))
         interval = heads or HeadInterval(0, self.size.get("head", 0))
         if divisible and len(interval) != self.size["head"]:
@@ -310,7 +310,7 @@ class _TensorView:
         return made
 
     def _dense_suffix(self) -> tuple[list[str], list[str]]:
-        """The axes that fill a page without gaps, innermost first, and those outside of it."""
+        """The axes that fill a page without gaps, innermost first, and the axes outside the page."""
         names = [name for name in self.size if name not in ("block", "content") and self.size[name] > 1]
         names.sort(key=lambda name: self.stride[name])
         limit = self.stride["block"] if self.size["block"] > 1 else None
@@ -348,7 +348,7 @@ class _TensorView:
         return self.stride["block"]
 
     def check_inside_storage(self, made: Sequence[Region]) -> None:
-        """Every page lies inside the tensor's storage."""
+        """Raises ``LayoutError``: a page is not inside the tensor's storage."""
         storage = self.tensor.untyped_storage()
         low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         for region in made:
@@ -360,7 +360,7 @@ class _TensorView:
 
 
 def _check_page(layer: str, spec: LayerSpec, ratio: int, made: Sequence[Region]) -> None:
-    """The tensor's pages hold what the spec states, and a split into kernel blocks is true in bytes."""
+    """Raises ``LayoutError``: page sizes contradict the spec, or kernel blocks have gaps between them."""
     found = sum(region.page_bytes for region in made) * ratio
     if found != spec.content_bytes:
         raise LayoutError(
@@ -368,7 +368,7 @@ def _check_page(layer: str, spec: LayerSpec, ratio: int, made: Sequence[Region])
             f"{spec.block_size} tokens has {spec.content_bytes}"
         )
     if ratio > 1 and any(region.block_stride != region.page_bytes for region in made):
-        # With gaps between its kernel blocks, two sides could disagree on what lies in them.
+        # With gaps between kernel blocks, two sides could disagree on the content of the gaps.
         raise LayoutError(
             f"layer {layer!r}: a block of {spec.block_size} tokens cannot be split into {ratio} kernel "
             f"blocks, because its pages are {made[0].block_stride} bytes apart and hold {made[0].page_bytes}"
@@ -391,7 +391,7 @@ def _check_pages_apart(regions: Sequence[Region]) -> None:
 
 
 def _check_cluster(cluster: Sequence[Region]) -> None:
-    """Regions whose stretches interleave, such as layers packed inside a block: compare every page."""
+    """Compare every page of regions that interleave, such as layers packed inside a block."""
     if len(cluster) < 2:
         return
     starts = np.concatenate([r.address + np.arange(r.num_blocks) * r.block_stride for r in cluster])
@@ -422,7 +422,7 @@ def _check_overlays(regions: Sequence[Region], blocks_per_kv_block: Mapping[int,
 def _check_overlay(first: Region, second: Region, blocks_per_kv_block: Mapping[int, int]) -> None:
     a, b = (_logical_pages(region, blocks_per_kv_block[region.group]) for region in (first, second))
     if a[1] != b[1]:
-        # With two strides, some block of one meets a differently numbered block of the other.
+        # With two strides, some block of one layer overlaps a block of another id of the other layer.
         raise LayoutError(
             f"layers {first.layer!r} and {second.layer!r} of cache groups {first.group} and {second.group} "
             f"share memory, but their logical blocks are {a[1]} and {b[1]} bytes apart; they must be equal"

@@ -1,14 +1,14 @@
-"""Which earlier tokens a token sees, and hence which blocks a cache group must keep.
+"""Retention: which earlier tokens a token sees, and hence which blocks a cache group must keep.
 
-Plan, streaming, offload and block managers ask this module, and compute with no window of their own. A new
+The only place with window arithmetic: plan, streaming, offload and block managers call this module. A new
 kind of attention is a subclass of ``Retention`` with one method, and a spec whose ``retention`` it is.
 
-Positions count from 0. With ``num_tokens`` computed, the next token to be computed is at position
-``num_tokens``. What it sees is kept, and what it does not see no later token does: so vLLM frees blocks of a
-running request (``get_num_skipped_tokens`` of ``single_type_kv_cache_manager.py``). A window of W tokens
-counts the token itself, so that after n tokens ``n - W + 1`` is the first that is kept. Where the last token
-of a prompt is computed again, as a decode node does whose peer computed all of it, the next position is
-n - 1, and the first that is kept is ``n - W``: that is ``replay=1`` below.
+Positions count from 0. With ``num_tokens`` computed, the next token to compute is at position ``num_tokens``.
+Tokens that it sees are kept. A token that it does not see is seen by no later token either; vLLM frees blocks
+of a running request by the same rule (``get_num_skipped_tokens`` of ``single_type_kv_cache_manager.py``). A
+window of W tokens includes the token itself, so that after n tokens the first kept token is ``n - W + 1``.
+Where D computes the last token of a prompt again although P computed the whole prompt, the next position is
+n - 1 and the first kept token is ``n - W``: this is ``replay=1`` below.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dataclasses import astuple, dataclass, fields
 from kvconnect.errors import LayoutError
 
 _MOST = 2**31
-"""Sizes in a rule are below this: a peer must not make us compute with what no cache has."""
+"""Exclusive bound of sizes in a rule: a peer must not make this node compute with impossible sizes."""
 
 
 class Retention(ABC):
-    """What the layers of one cache group see. A frozen dataclass of positive whole numbers of tokens.
+    """The rule of which tokens a cache group's layers see: a frozen dataclass of positive numbers of tokens.
 
     ``seen`` is monotone: a token that is seen from a position is seen from every position between the two.
 
     Attributes:
-        sees_all: no token is ever out of sight.
-        sees_previous: every token sees the one before it; False where that is not so, or not known.
-        by_position: blocks hold tokens by position. False: one block holds what is left of all tokens.
-        ahead: how many tokens after a position what is kept for it depends on.
+        sees_all: every token sees all tokens before it.
+        sees_previous: every token sees the token before it; False also if this is unknown.
+        by_position: blocks hold tokens by position. False: one block holds the state after all tokens.
+        ahead: the KV of a position also depends on this many tokens after the position.
     """
 
     sees_all: bool = False
@@ -43,35 +43,35 @@ class Retention(ABC):
 
     @abstractmethod
     def seen(self, position: int) -> tuple[range, ...]:
-        """The tokens before ``position`` that the token there reads: ranges in order, not empty, apart."""
+        """The tokens before ``position`` that the token there reads: ordered, disjoint, non-empty ranges."""
 
     def widest(self, num_tokens: int) -> int:
-        """A position up to ``num_tokens`` from which most tokens are seen."""
+        """A position, at most ``num_tokens``, from which the most tokens are seen."""
         return num_tokens
 
     def kept(self, num_tokens: int, replay: int = 0) -> tuple[range, ...]:
-        """The first ``num_tokens`` tokens, as far as the next one computed, or a later one, reads them.
+        """The tokens among the first ``num_tokens`` that the next computed token or a later one reads.
 
-        The last ``replay`` of them are computed again: the next one computed is that much earlier.
+        The last ``replay`` of them are computed again, so the next computed position is that much earlier.
         """
         begin = max(0, num_tokens - replay)
         return joined((*self.seen(begin), range(begin, num_tokens)))
 
     def blocks(self, num_tokens: int, block_tokens: int, replay: int = 0) -> tuple[range, ...]:
-        """The positions of blocks that hold something of ``kept``."""
+        """The positions of the blocks that hold a token of ``kept``, as ranges."""
         kept = self.kept(num_tokens, replay) if replay else self.seen(num_tokens)
         made = [range(part.start // block_tokens, -(-part.stop // block_tokens)) for part in kept]
         return tuple(made) if len(made) < 2 else joined(made)
 
     def num_freed(self, num_tokens: int, block_tokens: int) -> int:
-        """How many blocks at the beginning the next token and all later ones have no use for."""
+        """The number of leading blocks that neither the next token nor a later one reads."""
         parts = self.seen(num_tokens)
         return (parts[0].start if parts else num_tokens) // block_tokens
 
     def only_kept(
         self, block_ids: Sequence[int], first: int, num_tokens: int, block_tokens: int, replay: int = 0
     ) -> Sequence[int]:
-        """Block ids from position ``first`` on, with 0 for those of which nothing is in ``kept``."""
+        """The block ids, from position ``first`` on, with 0 for blocks that hold no token of ``kept``."""
         if self.sees_all or not self.by_position:
             return block_ids
         made = [0] * len(block_ids)
@@ -81,32 +81,32 @@ class Retention(ABC):
         return made
 
     def most_blocks(self, num_tokens: int, block_tokens: int, step_tokens: int = 0) -> int:
-        """Blocks that a sequence of ``num_tokens`` can hold at once, ``step_tokens`` of it computed in one
-        step: what is out of sight is freed before a step, and not while it runs."""
+        """The most blocks that a sequence of ``num_tokens`` holds at once, with ``step_tokens`` computed per
+        step. Blocks that are no longer seen are freed before a step, not while it runs."""
         counts = []
-        # At the end too: what is seen may lie apart from the step there, as sinks without a window do.
+        # The end is checked too: the seen tokens may be apart from the step there, as with sinks.
         for position in (self.widest(num_tokens), num_tokens):
             parts, step = [*self.seen(position)], range(position, position + step_tokens)
             if parts and parts[-1].stop == position:
                 step = range(parts.pop().start, step.stop)
-            # Plus one: what is seen may begin inside a block.
+            # Plus one: the seen tokens may begin inside a block.
             counts.append(sum(-(-len(part) // block_tokens) + 1 for part in (*parts, step) if part))
         return min(max(counts), -(-num_tokens // block_tokens))
 
     def most_blocks_at_end(self, num_tokens: int, block_tokens: int) -> int:
-        """The most blocks that are seen from the end of a block; where all are, from ``num_tokens``."""
+        """The most blocks seen from the end of any block; from ``num_tokens`` if the rule sees all tokens."""
         position = num_tokens if self.sees_all else self.widest(_MOST)
         return sum(-(-len(part) // block_tokens) for part in self.seen(position))
 
     @property
     def text(self) -> str:
-        """The rule as peers and namespaces know it; ``parse`` reads it."""
+        """The rule as text for peers and namespaces; ``parse`` reads it."""
         return " ".join((type(self).__name__, *map(str, astuple(self))))  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
 class Full(Retention):
-    """Every token sees all before it."""
+    """A token sees all tokens before it."""
 
     sees_all = sees_previous = True
 
@@ -119,7 +119,7 @@ FULL = Full()
 
 @dataclass(frozen=True)
 class Window(Retention):
-    """A token sees the last ``tokens``, itself among them."""
+    """A token sees the last ``tokens`` tokens, itself included."""
 
     tokens: int
 
@@ -132,7 +132,7 @@ class Window(Retention):
 
 @dataclass(frozen=True)
 class Chunked(Retention):
-    """The sequence is cut into chunks of ``tokens``; a token sees its own chunk as far as itself."""
+    """The sequence is cut into chunks of ``tokens``; a token sees its own chunk up to itself."""
 
     tokens: int
 
@@ -145,7 +145,7 @@ class Chunked(Retention):
 
 @dataclass(frozen=True)
 class State(Retention):
-    """A recurrent state: of all tokens the one before matters, with which the state was updated last."""
+    """A recurrent state. It was last updated with the previous token, the only token that counts as seen."""
 
     sees_previous = True
     by_position = False
@@ -156,7 +156,7 @@ class State(Retention):
 
 @dataclass(frozen=True)
 class Draft(Retention):
-    """A draft model's layers (Eagle): they see as ``of``, and are fed with the token after each position."""
+    """A draft model's layers (Eagle). They see as ``of`` does; their KV also depends on the next token."""
 
     of: Retention
     ahead = 1
@@ -174,7 +174,7 @@ class Draft(Retention):
 
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> Retention:
-    """The rule that a text stands for, by the name of its subclass. Raises ``LayoutError``."""
+    """The rule of a ``text``. Raises ``LayoutError``: no rule has this name, or its sizes are invalid."""
     name, *sizes = text.split(" ")
     kinds = {kind.__name__: kind for kind in Retention.__subclasses__() if kind is not Draft}
     kind = kinds.get(name)
@@ -188,7 +188,7 @@ def parse(text: str) -> Retention:
 
 
 def _is_size(text: str) -> bool:
-    # As we write it ourselves: no other digits, no leading zeros.
+    # Only the form that ``text`` writes: no other digits, no leading zeros.
     return text.isdecimal() and len(text) < 11 and text == str(int(text)) and 0 < int(text) < _MOST
 
 
@@ -198,7 +198,7 @@ def _span(start: int, stop: int) -> tuple[range, ...]:
 
 
 def joined(parts: Iterable[range]) -> tuple[range, ...]:
-    """Ranges in order, those that overlap or touch as one, and none that is empty."""
+    """The ranges in order; ranges that overlap or touch are merged, and empty ones dropped."""
     made: list[range] = []
     for part in sorted(parts, key=lambda part: part.start):
         if made and part.start <= made[-1].stop:

@@ -1,6 +1,6 @@
-"""What a rank owns, as intervals of layers and of heads and a residue of tokens, and who serves whom.
+"""Shards: the layers, heads and tokens that a rank owns; and which ranks of two nodes exchange KV.
 
-Replication is a shard owned by several ranks; one of them is chosen.
+Replicas are ranks that own the same shard; a fetching rank chooses one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HeadInterval(msgspec.Struct, frozen=True, array_like=True, order=True):
         return max(0, self.stop - self.start)
 
     def intersect(self, other: HeadInterval) -> HeadInterval:
-        """The heads that are in both. Empty intervals have length 0."""
+        """The heads that are in both intervals; an interval of length 0 if there are none."""
         start = max(self.start, other.start)
         return HeadInterval(start, max(start, min(self.stop, other.stop)))
 
@@ -41,31 +41,32 @@ class Residue(NamedTuple):
 
 
 class SharedTokens(NamedTuple):
-    """The tokens of two residues: of every ``period`` units of ``unit`` tokens the one that is ``first``."""
+    """The tokens of two residues: in every ``period`` units of ``unit`` tokens, unit number ``first``."""
 
     unit: int
     first: int
     period: int
 
     def count(self, num_tokens: int) -> int:
-        """How many they are among the first ``num_tokens``."""
+        """The number of shared tokens among the first ``num_tokens``."""
         units, rest = divmod(num_tokens, self.unit)
         whole = max(0, -(-(units - self.first) // self.period))
         is_cut = units >= self.first and (units - self.first) % self.period == 0
         return whole * self.unit + rest * is_cut
 
     def stride(self, side: Residue) -> tuple[int, int]:
-        """The first of them among the units that a side keeps, and how many units of it each takes."""
+        """Start and step of the shared units, counted in the units that ``side`` keeps."""
         return (self.first - side.rank) // side.context, self.period // side.context
 
 
 def shared_tokens(one: Residue, other: Residue) -> SharedTokens | None:
-    """The tokens that are in both; None for none. Where both are divided, it is by equal ``interleave``."""
+    """The tokens in both residues; None if there are none. Residues that are both divided must have equal
+    ``interleave``."""
     unit = max((side.interleave for side in (one, other) if side.context > 1), default=1)
     gap, common = other.rank - one.rank, math.gcd(one.context, other.context)
     if gap % common:
         return None
-    # The first unit whose number has both remainders.
+    # The Chinese remainder theorem: the first unit that is in both residues.
     rest = other.context // common
     turns = gap // common * pow(one.context // common, -1, rest) % rest
     return SharedTokens(unit, one.rank + one.context * turns, one.context * rest)
@@ -79,7 +80,7 @@ class Shard(NamedTuple):
     tokens: Residue = Residue()
 
     def shares(self, other: Shard) -> bool:
-        """Some bytes are in both."""
+        """Whether some bytes are in both shards."""
         if shared_tokens(self.tokens, other.tokens) is None:
             return False
         layers = range(max(self.layers.start, other.layers.start), min(self.layers.stop, other.layers.stop))
@@ -89,9 +90,9 @@ class Shard(NamedTuple):
 class Topology(NamedTuple):
     """How a node divides its cache over its ranks, which are numbered pipeline rank by pipeline rank.
 
-    ``stages`` is the first layer of each pipeline rank; the last one owns all from there on, those of a draft
-    model too. Within a pipeline rank heads are divided over ``tensor`` ranks; of those with the same heads
-    ``context`` keep tokens in turns of ``interleave``.
+    ``stages`` has the first layer of each pipeline rank; the last rank owns all layers from there on, also a
+    draft model's. Within a pipeline rank, heads are divided over ``tensor`` ranks. Of the ranks with the
+    same heads, ``context`` ranks keep tokens in turns of ``interleave`` tokens.
     """
 
     tensor: int = 1
@@ -101,11 +102,11 @@ class Topology(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return len(self.stages) * self.tensor
 
     def refusal(self, rank: int, num_heads: int | None) -> str | None:
-        """Why no node can be divided like that and have this rank; None if it can."""
+        """Why no node can have this topology and this rank; None if one can."""
         if self.context > 1 and self.tensor % (self.context * (num_heads or 1)):
             return (
                 f"{self.tensor} tensor-parallel ranks with {num_heads or 1} heads do not have {self.context} "
@@ -127,7 +128,7 @@ class Topology(NamedTuple):
         return range(self.stages[stage], [*self.stages[1:], _MOST_LAYERS][stage])
 
     def shard(self, rank: int, num_heads: int | None) -> Shard:
-        """What a rank owns. Without ``num_heads`` all of a pipeline rank keep the same bytes (MLA)."""
+        """The shard of a rank. With ``num_heads`` None, tensor-parallel ranks keep the same bytes (MLA)."""
         heads = shard_heads(num_heads or 1, rank % self.tensor, self.tensor)
         return Shard(self.layers(rank), heads, self.tokens(rank))
 
@@ -136,13 +137,13 @@ class Topology(NamedTuple):
         return Residue(self.context, rank % self.tensor % self.context, self.interleave)
 
     def owns(self, rank: int, layer: str) -> bool:
-        """Whether a rank keeps a layer of this name; any that has one keeps a layer without a number."""
+        """Whether a rank owns a layer, by the number in its name; all ranks own a layer without a number."""
         number = layer_number(layer)
         return number is None or number in self.layers(rank)
 
 
 def layer_number(layer: str) -> int | None:
-    """The number of a layer, by the first in its name; those of a draft model come after all others."""
+    """The first number in a layer's name, or None; the last possible number for a draft model's layer."""
     parts = layer.split(".")
     if "draft" in layer or "mtp" in parts:
         return _MOST_LAYERS - 1
@@ -152,8 +153,8 @@ def layer_number(layer: str) -> int | None:
 def shard_heads(num_heads: int, rank: int, world_size: int) -> HeadInterval:
     """The heads that tensor-parallel ``rank`` keeps.
 
-    With more ranks than heads every head is kept by several ranks. With fewer, the heads are spread
-    as evenly as possible. Raises ``LayoutError`` for a rank that is not in the world.
+    With more ranks than heads, several ranks keep each head. With fewer, the heads are spread as evenly
+    as possible. Raises ``LayoutError`` for a rank that is not in the world.
     """
     if not 0 <= rank < world_size:
         raise LayoutError(f"rank {rank} is not in a world of {world_size}")
@@ -165,7 +166,7 @@ def shard_heads(num_heads: int, rank: int, world_size: int) -> HeadInterval:
 
 @functools.lru_cache(64)
 def _owners(topology: Topology, num_heads: int | None) -> dict[Shard, list[int]]:
-    """The ranks of a node by what they own."""
+    """The ranks of a node by their shard."""
     owners: dict[Shard, list[int]] = {}
     for rank in range(topology.size):
         owners.setdefault(topology.shard(rank, num_heads), []).append(rank)
@@ -173,10 +174,10 @@ def _owners(topology: Topology, num_heads: int | None) -> dict[Shard, list[int]]
 
 
 def partner_ranks(rank: int, ours: Topology, theirs: Topology, num_heads: int | None) -> list[int]:
-    """The ranks of a peer that ``rank`` fetches from: each byte that it owns from exactly one of them.
+    """The ranks of a peer that ``rank`` fetches from, each byte of its shard from exactly one of them.
 
     ``num_heads`` counts the model's KV heads; None means that tensor-parallel ranks keep the same (MLA).
-    Replicas are spread over the ranks that fetch. Raises ``LayoutError``: the rank is not in the world.
+    Fetching ranks are spread over replicas. Raises ``LayoutError``: the rank is not in the world.
     """
     wanted = ours.shard(rank, num_heads)
     owners = _owners(theirs, num_heads).items()
@@ -184,7 +185,7 @@ def partner_ranks(rank: int, ours: Topology, theirs: Topology, num_heads: int | 
 
 
 def consumer_ranks(ours: Topology, theirs: Topology, num_heads: int | None) -> list[list[int]]:
-    """For every rank of a peer, our ranks that fetch from it: the inverse of ``partner_ranks``."""
+    """For every rank of the peer, the ranks of this node that fetch from it: inverse of ``partner_ranks``."""
     consumers: list[list[int]] = [[] for _ in range(theirs.size)]
     for rank in range(ours.size):
         for partner in partner_ranks(rank, ours, theirs, num_heads):

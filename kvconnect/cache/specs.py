@@ -1,7 +1,7 @@
-"""What a logical block of one layer's cache holds, and which layers share block ids.
+"""Specs: the content of a logical block in a layer's cache, and the groups of layers that share block ids.
 
-``KVCacheConfig.num_blocks`` is the only source of the block count: with padded pages, kernel blocks or heads
-in front, the shape of a tensor states something else.
+``KVCacheConfig.num_blocks`` is the only source of the block count. A tensor's shape may state another number:
+with padded pages, with kernel blocks, or where heads come before blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvconnect.errors import LayoutError
 
 
 def div_exact(dividend: int, divisor: int) -> int:
-    """``dividend / divisor``. Raises ``ValueError`` where there is a remainder, which would be a bug."""
+    """``dividend / divisor``. Raises ``ValueError``: there is a remainder, which is a bug of the caller."""
     quotient, remainder = divmod(dividend, divisor)
     if remainder:
         raise ValueError(f"{dividend} is not a multiple of {divisor}")
@@ -37,8 +37,8 @@ def _positive(owner: str, **fields: int) -> None:
 
 
 class _PagedSpec:
-    """What all layers that keep a cache have. Their pages may be padded to ``page_size_padded`` bytes, and
-    a block may store another number of rows (``stored_block_size``) than its tokens."""
+    """The base of all specs of layers that keep a cache. Pages may be padded to ``page_size_padded`` bytes.
+    A block has ``block_size`` tokens and may store another number of rows, ``stored_block_size``."""
 
     block_size: int
     page_size_padded: int | None
@@ -55,26 +55,26 @@ class _PagedSpec:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of a page that mean something."""
+        """Bytes of a page, without padding."""
         raise NotImplementedError
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of a page, padding included."""
+        """Bytes of a page, with padding."""
         return self.content_bytes if self.page_size_padded is None else self.page_size_padded
 
     @property
     def rows_per_block(self) -> int:
-        """Rows that a block stores, for each head where rows have heads."""
+        """Rows that a block stores, per head where rows have heads."""
         return self.block_size if self.stored_block_size is None else self.stored_block_size
 
 
 @dataclass(frozen=True)
 class FullAttentionSpec(_PagedSpec):
-    """Keys and values of every token. ``num_kv_heads`` are those of this rank.
+    """Keys and values of every token. ``num_kv_heads`` counts the heads of this rank.
 
-    ``head_size_v`` defaults to ``head_size``. A backend may order a block's values in a way of its own, and
-    then has another ``stored_block_size``.
+    ``head_size`` and ``head_size_v``, by default the same, count values per head. A backend with its own
+    order of values in a block may need another ``stored_block_size``.
     """
 
     block_size: int
@@ -153,11 +153,11 @@ class MLASpec(_PagedSpec):
 
 @dataclass(frozen=True)
 class StateSpec(_PagedSpec):
-    """The state of a recurrent layer (Mamba, GDN): opaque bytes, one page and row per request.
+    """The state of a recurrent layer (Mamba, GDN): opaque bytes, one page and one row per request.
 
-    ``shapes`` and ``dtypes`` list the states that lie one after the other in the page.
-    ``block_size`` states how many tokens the request's block covers to the scheduler; the page does
-    not grow with it and is never split.
+    ``shapes`` and ``dtypes`` describe the states, which lie one after the other in the page. ``block_size``
+    is the number of tokens that the scheduler counts for the block; the page does not depend on it, and
+    is never split.
     """
 
     block_size: int
@@ -247,20 +247,20 @@ class KVCacheGroup:
 
     @functools.cached_property
     def is_state(self) -> bool:
-        """Every layer of the group keeps recurrent state."""
+        """True if the layers of the group keep recurrent state."""
         return not self.retention.by_position
 
     @functools.cached_property
     def has_cache(self) -> bool:
-        """False for encoder-only layers."""
+        """False for a group of encoder-only layers."""
         return not isinstance(self.spec, EncoderOnlySpec)
 
     def num_positions(self, num_tokens: int) -> int:
-        """How many positions a request of so many tokens has in its list of blocks."""
+        """The length of the block list of a request with ``num_tokens`` tokens."""
         return div_ceil(num_tokens, self.block_size) if self.retention.by_position else 1
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Blocks that a request of so many tokens can hold at once; see ``Retention.most_blocks``."""
+        """The most blocks that a request of ``num_tokens`` holds at once; see ``Retention.most_blocks``."""
         if not self.retention.by_position:
             return 1
         if self.retention.sees_all:
@@ -268,7 +268,7 @@ class KVCacheGroup:
         return self.retention.most_blocks(num_tokens, self.block_size, step_tokens)
 
     def spec_of(self, layer_name: str) -> LayerSpec:
-        """The spec of one layer. Raises ``LayoutError`` if the group has none that keeps a cache."""
+        """The spec of one layer. Raises ``LayoutError``: it is not in the group, or keeps no cache."""
         if layer_name not in self.layer_names or isinstance(self.spec, EncoderOnlySpec):
             raise LayoutError(f"no cached layer {layer_name!r} in the group of {sorted(self.layer_names)}")
         return self.spec.specs[layer_name] if isinstance(self.spec, UniformTypeSpec) else self.spec
@@ -282,10 +282,10 @@ class KVCacheGroup:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The whole cache of one worker: how many blocks, and which groups of layers use them.
+    """The whole cache of one worker: the number of logical blocks, and the groups of layers that use them.
 
-    Block ids index one pool that all groups share; block 0 is the null block, which stands for
-    positions that keep nothing.
+    Block ids index one pool that all groups share. Block 0 is the null block, which marks positions
+    whose tokens are not kept.
     """
 
     num_blocks: int
@@ -303,7 +303,7 @@ class KVCacheConfig:
         object.__setattr__(self, "_group_of", owner)
 
     def group_of(self, layer_name: str) -> int:
-        """The index of a layer's group. Raises ``LayoutError`` if no group has the layer."""
+        """The index of a layer's group. Raises ``LayoutError``: no group has the layer."""
         if layer_name not in self._group_of:
             raise LayoutError(f"no cache group has layer {layer_name!r}; known: {sorted(self._group_of)}")
         return self._group_of[layer_name]
