@@ -1,1 +1,1 @@
-"""Two workers talking: messages, a session without I/O, the side channel, keys, handles."""
+"""The protocol between two workers: messages, a session without I/O, the side channel, keys, handles."""

@@ -1,4 +1,7 @@
-"""What two workers must agree on before one's KV means anything to the other, and what one has of it."""
+"""The compatibility check of two workers at the greeting, and the share of a request that both keep.
+
+Pure: two introductions in, a reason or a share out. The wire checks the regions of the two tables later.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ _MOST_GROUPS = 256
 
 
 def disagreement(prefill: Introduction, decode: Introduction) -> Reason | None:
-    """Why two workers cannot work together, naming all that differs with both values; None if they can.
+    """Why two workers are incompatible, with the value of each side; None if they are compatible.
 
-    The tables themselves are compared when they are lined up.
+    The regions of the two tables are not compared here: see ``align_wire``.
     """
     if refusal := other_identity(prefill.meaning, decode.meaning):
         return refusal
@@ -44,7 +47,7 @@ def disagreement(prefill: Introduction, decode: Introduction) -> Reason | None:
 
 
 def other_identity(prefill: CacheMeaning, decode: CacheMeaning) -> Reason | None:
-    """Why KV of one side means nothing to the other; None if it means the same."""
+    """Why the identities, weights included, are incompatible; None if they are compatible."""
     found = differences(prefill.identity, decode.identity)
     if len(found) == len(weights_differ(prefill.identity.weights, decode.identity.weights)):
         return other_weights(prefill, decode)
@@ -52,18 +55,18 @@ def other_identity(prefill: CacheMeaning, decode: CacheMeaning) -> Reason | None
 
 
 def other_weights(prefill: CacheMeaning, decode: CacheMeaning) -> Reason | None:
-    """Why KV of one side's weights, which may be replaced, is useless to the other; None if it is not."""
+    """Why the weights, which a node may replace while it runs, are incompatible; None if they are not."""
     found = weights_differ(prefill.identity.weights, decode.identity.weights)
     return Cause.OTHER_WEIGHTS(f"peer has other weights: {shown(found)}") if found else None
 
 
 def rank_refusal(rank: Introduction) -> str | None:
-    """Why no node can have such a rank; None if one can."""
+    """Why no node can have this topology and this rank; None if one can."""
     return rank.meaning.topology.refusal(rank.rank, rank.meaning.num_heads)
 
 
 def _unnumbered(prefill: Introduction, decode: Introduction) -> str | None:
-    """A layer of which it is unknown whose it is, where one side divides layers over pipeline ranks."""
+    """Why layers cannot be assigned to pipeline ranks (a name has no number); None if they can."""
     stages = [len(side.meaning.topology.stages) for side in (prefill, decode)]
     for region in (*prefill.table.regions, *decode.table.regions) if max(stages) > 1 else ():
         if layer_number(region.layer) is None:
@@ -75,7 +78,7 @@ def _unnumbered(prefill: Introduction, decode: Introduction) -> str | None:
 
 
 def _unlike_turns(prefill: Introduction, decode: Introduction) -> str | None:
-    """Why blocks cannot be matched that ranks keep in turns, where the two sides differ in that."""
+    """Why blocks cannot be matched where the sides differ in context parallelism; None if they can."""
     sides = [side.meaning for side in (prefill, decode)]
     contexts = [[side.context, side.interleave] for side in sides]
     if contexts[0] == contexts[1]:
@@ -100,14 +103,14 @@ def _unlike_turns(prefill: Introduction, decode: Introduction) -> str | None:
 
 
 def source_share(source: Introduction, target: Introduction) -> Share:
-    """What a rank of P and one of D both keep, for that of P."""
+    """The share of a request that a rank of P and a rank of D both keep, seen from the rank of P."""
     own, theirs = (side.meaning.topology.tokens(side.rank) for side in (source, target))
     shared = shared_tokens(own, theirs)
     return WHOLE if shared is None or own.context == theirs.context == 1 else Share(shared, own)
 
 
 def target_share(source: Introduction, target: Introduction) -> Share:
-    """The same for that of D, which other ranks of P have other layers for, or other ranks of D."""
+    """The same share seen from the rank of D; cache groups without layers on P's rank are ``elsewhere``."""
     is_divided = len(target.meaning.topology.stages) > 1
     groups = range(_MOST_GROUPS) if is_divided else target.table.geometry()
     elsewhere = frozenset(groups) - {region.group for region in wanted_card(source, target).regions}
@@ -115,9 +118,10 @@ def target_share(source: Introduction, target: Introduction) -> Share:
 
 
 def wanted_card(source: Introduction, target: Introduction) -> TableCard:
-    """What a rank of D keeps of the layers that a rank of P owns.
+    """The table card of a rank of D, with only the regions of layers that a rank of P owns.
 
-    A draft model's layers are left out where P runs another one or none: what they guess is verified.
+    A draft model's layers are left out where P runs another draft model or none. Draft tokens are verified,
+    so that missing KV of a draft model cannot change the output.
     """
     topology, table = source.meaning.topology, target.table
     regions = tuple(region for region in table.regions if topology.owns(source.rank, region.layer))
@@ -128,7 +132,7 @@ def wanted_card(source: Introduction, target: Introduction) -> TableCard:
 
 
 def fills_windows(source: Introduction, target: Introduction) -> bool:
-    """Whether P has all of a block of D that a window begins in: that before the window, too."""
+    """Whether P can fill D's block in which a window begins completely, also before the window's start."""
     rules = [(group.rule, group.block_tokens * group.blocks_per_kv_block) for group in target.table.groups]
     cut = [tokens for rule, tokens in rules if rule.by_position and not rule.sees_all]
     theirs = [group.block_tokens * group.blocks_per_kv_block for group in source.table.groups]

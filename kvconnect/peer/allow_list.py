@@ -1,4 +1,4 @@
-"""Which addresses are meant: hosts, networks and ports, as an operator writes them."""
+"""Lists of addresses in an operator's notation: hosts, networks and ports. No name is looked up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 @dataclass(frozen=True)
 class _Entry:
-    """``network`` is None for a host name, which only equals itself: it is not looked up."""
+    """One listed address. ``network`` is None for a host name, which is compared as text, not looked up."""
 
     name: str
     network: _Network | None
@@ -37,7 +37,7 @@ class _Entry:
 
 
 class AllowList:
-    """Addresses as in ``ExtraConfig.allow_peers``. False where none are listed. Raises ``ConfigError``."""
+    """Addresses as in ``ExtraConfig.allow_peers``; False if empty. Raises ``ConfigError``: a wrong entry."""
 
     def __init__(self, entries: Iterable[str], field: str = "kv_connector_extra_config.allow_peers") -> None:
         self._entries = [_parse(entry, field) for entry in entries]
@@ -46,13 +46,13 @@ class AllowList:
         return bool(self._entries)
 
     def allows(self, host: str, port: int | None) -> bool:
-        """Whether an address is listed; with no port, whether any port of the host is."""
+        """Whether an address is listed; with ``port`` None, whether any port of the host is."""
         address = _network(host)
         return any(entry.matches(host, address, port) for entry in self._entries)
 
 
 def same_host(first: str, second: str) -> bool:
-    """Whether two texts are one address, or one name: of names only ``localhost`` is known."""
+    """Whether two texts are the same address or name. Loopback addresses and ``localhost`` are the same."""
     one, other = (_network("127.0.0.1" if host.lower() == "localhost" else host) for host in (first, second))
     if one is None or other is None:
         return first.lower() == second.lower()
@@ -85,7 +85,7 @@ def _split(text: str) -> tuple[str, str | None]:
 
 
 def _network(text: str) -> _Network | None:
-    """An address is a network of one. IPv4 addresses within IPv6 are IPv4 addresses."""
+    """The network of a text, or None. An address is a network of one; a mapped IPv4 address is IPv4."""
     try:
         found = ipaddress.ip_network(text, strict=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A question to a worker that serves, from a process that is none. It waits, and leaves nothing behind."""
+"""Sends a question to a serving worker from another process; blocks until the answer or a timeout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Reply:
-    """The data of an answer, and when by our wall clock the question left and the answer came."""
+    """The data of an answer, and the times in seconds of this process's wall clock around the exchange."""
 
     data: bytes
     asked_at: float
@@ -35,9 +35,9 @@ class Reply:
 def ask(
     extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int], topic: str, argument: str = ""
 ) -> Reply:
-    """Ask the worker at an address, and wait for its answer: ``peer_timeout_s`` at most.
+    """Send a question to the worker at ``address``, and wait ``peer_timeout_s`` at most for its answer.
 
-    Raises ``PeerError``, which names the cause: nothing answers, the keys differ, the worker cannot answer.
+    Raises ``PeerError``: nothing listens there, keys differ, the worker cannot answer, or the time is over.
     """
     channel = asking_channel(extra, keyring)
     try:
@@ -48,7 +48,7 @@ def ask(
 
 @dataclass(frozen=True)
 class TimedDescription:
-    """A worker's description, and between which times of our wall clock the worker made it."""
+    """A worker's description, made between the two times in seconds of this process's wall clock."""
 
     description: Description
     asked_at: float
@@ -56,13 +56,13 @@ class TimedDescription:
 
 
 def describe(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> TimedDescription:
-    """Ask the worker at an address what it is. Raises ``PeerError``."""
+    """Ask the worker at an address for its description. Raises ``PeerError`` as ``ask``."""
     reply = ask(extra, keyring, address, DESCRIPTION)
     return TimedDescription(read_answer(reply.data, Description), reply.asked_at, reply.answered_at)
 
 
 def asking_channel(extra: ExtraConfig, keyring: Keyring | None) -> Channel:
-    """A channel that connects to workers, and that no peer connects to."""
+    """A channel that only opens connections: it listens on the loopback interface, at a free port."""
     ours = msgspec.structs.replace(extra, host="127.0.0.1", bind="")
     return ZmqChannel(ours, 0, keyring, AllowList(extra.allow_peers))
 

@@ -1,7 +1,7 @@
-"""The one question that a router in Mooncake's mode asks a prefill node over HTTP, when it starts.
+"""The HTTP endpoint from which a router in Mooncake's mode learns of a prefill node at its start.
 
-``GET /query`` is answered with the same text each time, and anything else with an error. It owns a port and a
-thread, and knows nothing of what it answers. One client at a time, each with a deadline: there is one router.
+``GET /query`` returns the same body each time, any other request an error. The endpoint owns a port and a
+thread, and must not know the content of the body. It serves one client at a time, each with a deadline.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvconnect.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _CLIENT_S = 0.25
-"""Clients that connect and ask nothing hold up the router by so much each."""
+"""Deadline per client: a client that connects and sends no request delays the router by this much."""
 _MOST_BYTES = 8192
 _BACKLOG = 16
 
 
 class Bootstrap:
-    """Answers with ``body``, JSON, until it is closed. Raises ``ConfigError``: the port cannot be had."""
+    """Serves ``body``, JSON, until it is closed. Raises ``ConfigError``: the port cannot be bound."""
 
     def __init__(self, host: str, port: int, body: bytes) -> None:
         self._body = body
@@ -38,9 +38,9 @@ class Bootstrap:
         threading.Thread(target=self._serve, name="kvconnect-bootstrap", daemon=True).start()
 
     def close(self) -> None:
-        """Answer no client any more. Idempotent, from any thread."""
+        """Stop serving. Idempotent; may be called from any thread."""
         with contextlib.suppress(OSError):
-            # Wakes the thread, which ``close`` alone does not.
+            # Wakes the thread from ``accept``, which closing the socket alone does not.
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
@@ -51,7 +51,7 @@ class Bootstrap:
             except OSError:
                 if self._listening.fileno() < 0:
                     return
-                # Of a client that left again, or of too many open files.
+                # The client left before it was accepted, or this process has too many open files.
                 time.sleep(0.1)
                 continue
             with client, contextlib.suppress(OSError):

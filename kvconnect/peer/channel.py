@@ -1,4 +1,4 @@
-"""How frames travel between workers. A channel belongs to one thread, except for ``wake``."""
+"""The interface of the side channel, which carries opaque frames. One thread owns it, except for ``wake``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvconnect.peer.loss import PeerLoss
 
 @dataclass(frozen=True)
 class Frame:
-    """One message that came over a connection; over one that a peer opened, from ``host`` if known."""
+    """One received frame. ``host`` is the sender's address if the peer opened the connection, else empty."""
 
     link: str
     data: bytes
@@ -19,7 +19,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class LinkLost:
-    """A connection that we opened broke. ``reason`` is why it never was one, most likely, where known."""
+    """A connection that this worker opened is lost. ``reason``, if known, is why it was never established."""
 
     link: str
     loss: PeerLoss
@@ -30,29 +30,30 @@ Arrival = Frame | LinkLost
 
 
 class Channel(Protocol):
-    """A worker's side channel. Links are names: ours that we open, and the channel's for those that come."""
+    """A worker's side channel. A link is the name of a connection: chosen by the caller for connections that
+    it opens, by the channel for connections that peers open."""
 
     @property
     def port(self) -> int: ...
 
     def connect(self, link: str, host: str, port: int) -> None:
-        """Open a connection under a name of ours. Does not wait; frames sent meanwhile are kept."""
+        """Open a connection under the name ``link``. Does not wait; frames sent before it is up are kept."""
         ...
 
     def send(self, link: str, data: bytes) -> bool:
-        """Send a frame. False if it cannot be sent now and was dropped: the peer does not keep up."""
+        """Send a frame. False: it was dropped, because the peer does not keep up or the link is unknown."""
         ...
 
     def drop(self, link: str) -> None:
-        """Close a connection that we opened. Unknown names are ignored."""
+        """Close a connection that ``connect`` opened. Unknown names are ignored."""
         ...
 
     def receive(self) -> list[Arrival]:
-        """What arrived, at most a bounded number, in order per connection. Never waits."""
+        """A bounded number of received frames and lost connections, in order per connection. Never waits."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something arrives, ``wake`` is called, or the time is over."""
+        """Sleep until a frame arrives, a connection is lost, ``wake`` is called, or the time is over."""
         ...
 
     def wake(self) -> None:
@@ -60,5 +61,5 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close all connections. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""What a worker reports about itself: the answer to the topic ``description`` of a question."""
+"""The description of a worker: the answer to a question of the topic ``description``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that serves.
+    """A serving worker.
 
-    Read by other releases too: fields that they do not know are ignored, and the introduction is read only
-    where the protocol is the same. ``clock_s`` is the wall clock, by which handles expire. ``lane`` is how
-    the engine reaches its peers, in its own words. ``versions`` are those of the packages that matter.
+    Other releases read it too: they ignore unknown fields, and read the introduction only if the protocol
+    version is theirs. ``clock_s`` is the worker's wall clock, by which handles expire. ``lane`` is the
+    engine's own name for its transport. ``versions`` are package versions by name. ``introduced`` is the
+    encoded ``Introduction``.
     """
 
     release: str = __version__
@@ -36,7 +37,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def introduction(self) -> Introduction:
-        """What a greeting would bring. Raises ``PeerError``: another protocol, or it cannot be read."""
+        """The worker's introduction. Raises ``PeerError``: another protocol version, or unreadable."""
         if self.protocol != PROTOCOL_VERSION:
             raise PeerError(f"protocol version is {self.protocol}, accepted: {PROTOCOL_VERSION}")
         return read_answer(self.introduced, Introduction)
@@ -48,7 +49,7 @@ def introduced(introduction: Introduction) -> msgspec.Raw:
 
 
 def read_answer(data: bytes, kind: type[_Answer]) -> _Answer:
-    """What a worker answered to a question. Raises ``PeerError``: it is something else."""
+    """Decode the data of an answer. Raises ``PeerError``: it is not of this ``kind``."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Numbered messages for all subscribers that reach a port, as vLLM publishes its KV events.
+"""A publisher of numbered messages, and its reader, in the format in which vLLM publishes KV events.
 
-A message has a topic, a number of 8 bytes, and a payload. A subscriber that missed some asks by the number of
-the first.
+A message has a topic, a number of 8 bytes, and a payload. A subscriber that missed messages requests a replay
+from the number of the first one on. The feed must not know the content of payloads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _REPLAY_MS = 5000
 
 
 class Feed:
-    """Publishes on ``endpoint``. A thread answers on ``replay_endpoint``; neither waits for a subscriber.
+    """Publishes on ``endpoint``; a thread replays messages on ``replay_endpoint``. Neither waits for readers.
 
-    So many of the last messages are kept for subscribers that missed them, and as many wait for a slow one,
-    which misses the next ones. One thread publishes. Raises ``ConfigError``: an endpoint cannot be used.
+    The last ``kept`` messages can be replayed. Up to ``most`` messages are queued for a slow subscriber,
+    which misses further ones. One thread publishes. Raises ``ConfigError``: an endpoint cannot be used.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Feed:
         self._count = 0
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        # As vLLM: with a star it listens, else the subscriber does.
+        # As in vLLM: the publisher binds an endpoint with a star, and connects to any other one.
         listens = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
         self._socket = self._open(zmq.PUB, endpoint, listens=listens)
         if replay_endpoint is not None:
@@ -62,7 +62,7 @@ class Feed:
         return made
 
     def publish(self, payload: bytes) -> None:
-        """Send the next message to those who listen."""
+        """Send the next message to all subscribers."""
         with self._lock:
             number, self._count = self._count.to_bytes(8, "big"), self._count + 1
             self._last.append((number, payload))
@@ -77,14 +77,14 @@ class Feed:
                 continue
             with self._lock:
                 missed = [message for message in self._last if message[0] >= frames[2]]
-            # One that does not take what it asked for gets no more of it.
+            # The replay ends if the subscriber does not keep up with it.
             with contextlib.suppress(zmq.ZMQError):
                 for number, payload in missed:
                     replay.send_multipart((frames[0], b"", self._topic, number, payload), zmq.NOBLOCK)
                 replay.send_multipart((frames[0], b"", b"", _LAST, b""), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Stop publishing and replaying. Idempotent."""
         self._is_closed = True
         if self._thread is not None:
             self._thread.join(10 * _POLL_MS / 1000)
@@ -94,7 +94,7 @@ class Feed:
 class FeedReader:
     """Reads one publisher's messages, in an event loop, within a ``with`` block.
 
-    With a ``replay_endpoint`` those that were missed can be asked for.
+    With a ``replay_endpoint``, missed messages can be requested.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str = "") -> None:
@@ -103,7 +103,7 @@ class FeedReader:
     def __enter__(self) -> FeedReader:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
-        # A slow reader has a backlog, and does not miss what it could not ask for.
+        # Unbounded: without a replay endpoint a slow reader could not get dropped messages again.
         self._socket.set_hwm(0)
         self._socket.connect(self._endpoint)
         self._socket.subscribe(b"")
@@ -119,7 +119,7 @@ class FeedReader:
         return int.from_bytes(frames[-2], "big"), frames[-1]
 
     async def missed(self, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        """The messages from a number on that the publisher still has."""
+        """The messages from number ``first`` on that the publisher still keeps."""
         if not self._replay_endpoint:
             return
         with self._context.socket(zmq.DEALER) as socket:

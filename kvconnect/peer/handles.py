@@ -1,8 +1,8 @@
-"""Handles: what P states about a request that it holds, so that no router or client can change it.
+"""Handles: P's claims about a request that it holds, protected against changes by routers and clients.
 
-A handle is text for ``kv_transfer_params``: a version, the claims, and a code over both. With a secret
-the code is HMAC-SHA256, and only who has the secret can make one; without it, it is a plain checksum.
-Pure: secret and time are arguments.
+A handle is text for ``kv_transfer_params``: a version, the claims, and a code over both. With a secret the
+code is HMAC-SHA256, so that only nodes with the secret can make handles; without a secret it is a checksum.
+Pure: secret and clock are arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvconnect.peer.messages import LONGEST_HANDLE
 PROMPT_BYTES = 16
 MOST_TOKENS = 2**31 - 1
 MOST_SKEW_S = 60.0
-"""How far the clocks of two nodes may be apart before a fresh handle counts as expired."""
+"""The tolerated difference between the clocks of two nodes when a handle's expiry is checked."""
 
 _SIGNED, _UNSIGNED = "s3.", "u3."
 _CODE_BYTES = 32
@@ -38,12 +38,12 @@ NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a handle states: under which name P holds how many tokens of a request, and where.
+    """The content of a handle: P, at ``host`` and ``port``, holds ``num_tokens`` tokens under ``name``.
 
-    ``epoch`` is that of P's scheduler, made at its start. ``name`` is random, made anew for each request, or
-    stands for the router's transfer id. ``prompt`` is the digest of those tokens: a handle opens one load of
-    one prompt. ``expires_at`` is in seconds of the wall clock. ``identity`` are the marks of what P's KV
-    depends on beside the prompt and the weights.
+    ``epoch`` names one run of P's scheduler and is made at its start. ``name`` is random for each request, or
+    stands for the router's transfer id. ``prompt`` is the digest of the tokens: a handle opens one load of
+    one prompt. ``expires_at`` is in seconds of the wall clock. ``identity`` is ``Identity.marks`` of P, which
+    leaves out the weights.
     """
 
     engine_id: str
@@ -62,19 +62,19 @@ _decoder = msgspec.msgpack.Decoder(Claims)
 
 
 class Handles:
-    """Makes and reads handles, with what all nodes of a cluster sign with, and the wall clock in seconds."""
+    """Makes and reads handles, with the cluster's signing ``secret`` and a wall ``clock`` in seconds."""
 
     def __init__(self, secret: bytes = b"", clock: Callable[[], float] = lambda: 0.0) -> None:
         self._secret, self.clock = secret, clock
         self.are_signed = bool(secret)
-        """Whether what they state is beyond doubt."""
+        """Whether claims are authenticated: made by a node that has the secret."""
 
     def expiry(self, lease_s: float) -> float:
-        """When a handle that is made now expires."""
+        """The expiry, in seconds of the wall clock, of a handle that is made now."""
         return self.clock() + lease_s
 
     def make(self, claims: Claims) -> str:
-        """The handle of some claims. Raises ``ConfigError``: engine id and host make it too long."""
+        """The handle for these claims. Raises ``ConfigError``: engine id and host make it too long."""
         version = _SIGNED if self._secret else _UNSIGNED
         payload = _encoder.encode(claims)
         text = base64.urlsafe_b64encode(self._code(version, payload) + payload).decode().rstrip("=")
@@ -87,14 +87,14 @@ class Handles:
         return handle
 
     def introduce(self, host: str, port: int) -> str:
-        """A handle that opens no load, and vouches for the address of any engine there."""
+        """A handle that opens no load; it only vouches for an address, for any engine there."""
         return self.make(Claims("", "", "introduction", 1, host, port, expires_at=0.0))
 
     def read(self, handle: str, *, even_expired: bool = False) -> Claims:
         """The claims of a handle that a node of this cluster made.
 
         Raises:
-            PeerError: it is none, was changed, is signed with another secret, or has expired.
+            PeerError: the text is no handle, was changed, is signed with another secret, or has expired.
         """
         version, data = _split(handle)
         if version != (_SIGNED if self._secret else _UNSIGNED):
@@ -121,12 +121,13 @@ class Handles:
 
 
 def new_handle() -> str:
-    """A handle that cannot be guessed."""
+    """A random text that cannot be guessed, for names of requests, epochs and secrets."""
     return secrets.token_urlsafe(24)
 
 
 class PeerTrust:
-    """Addresses that D may fetch from: those ``allowed``, or, if that is empty, what handles named last."""
+    """The addresses that D may connect to: those in ``allowed``, or, if it is empty, the ``max_named`` ones
+    that signed handles named last, and loopback addresses."""
 
     def __init__(self, allowed: AllowList, max_named: int) -> None:
         self._allowed = allowed if allowed else None
@@ -134,7 +135,7 @@ class PeerTrust:
         self._named: dict[tuple[str, int], None] = {}
 
     def refusal(self, host: str, port: int, *, vouched: bool) -> Reason | None:
-        """Why an address must not be connected to, or nothing. ``vouched``: by a signed handle, no client."""
+        """Why D must not connect to an address; None if it may. ``vouched``: a signed handle names it."""
         where = f"kv_transfer_params.remote_host and remote_port are {host}:{port}"
         if self._allowed is not None:
             if self._allowed.allows(host, port):
@@ -155,7 +156,7 @@ class PeerTrust:
 
 
 def epoch_of(handle: str) -> str:
-    """The epoch that a handle names; empty where it is none. Unchecked: good only to refuse a handle for."""
+    """The epoch in a handle; empty if the text is no handle. Not authenticated: use it only to refuse one."""
     try:
         return _decoder.decode(_split(handle)[1][_CODE_BYTES:]).epoch
     except (PeerError, msgspec.MsgspecError, ValueError):
@@ -163,7 +164,7 @@ def epoch_of(handle: str) -> str:
 
 
 def _split(handle: str) -> tuple[str, bytes]:
-    """Version and content of a handle, which has exactly one spelling: no second one passes for another."""
+    """Version and content of a handle. Only the canonical base64 text of the content is accepted."""
     version, text = handle[:3], handle[3:]
     if len(handle) > LONGEST_HANDLE or version not in (_SIGNED, _UNSIGNED):
         raise PeerError("it is no handle of kvconnect, or of another version")
@@ -177,21 +178,22 @@ def _split(handle: str) -> tuple[str, bytes]:
 
 
 def digest_prompt(token_ids: Sequence[int], keys: Iterable[Sequence[str | int | bytes]] = ()) -> bytes:
-    """The digest of tokens, and of what they are computed with besides: adapters, images, a salt.
+    """The digest of a prompt's tokens and ``keys``: adapters, images, a salt. 16 bytes.
 
-    Two prompts have the same one only if they have the same tokens and the same ``keys`` in the same order.
+    Two prompts have the same digest only if they have the same tokens and the same ``keys`` in order.
     """
     digest = hashlib.blake2b(struct.pack("<Q", len(token_ids)), digest_size=PROMPT_BYTES)
-    # Four bytes a token, the lowest first.
+    # Four bytes per token, little endian.
     packed = array("I")
     try:
-        # Less than half the time of ``struct.pack``, which makes a tuple of all tokens first.
+        # Takes less than half the time of ``struct.pack``, which needs a tuple of all tokens.
         packed.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
         if sys.byteorder == "big":
             packed.byteswap()
         digest.update(packed)
     except (OverflowError, TypeError):
-        # No vocabulary has such tokens, but a client may send them. Longer than as many that fit.
+        # No vocabulary has such tokens, but a client may send them. Padded to more bytes than the same
+        # number of valid tokens take, so that the two never collide.
         digest.update(repr(list(token_ids)).encode().ljust(4 * len(token_ids) + 1))
     for key in keys:
         digest.update(struct.pack("<I", len(key)))

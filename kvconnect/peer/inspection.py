@@ -1,4 +1,4 @@
-"""What a worker holds and does right now: the answer to the topic ``inspection`` of a question."""
+"""The current leases, loads, slots, peers and tiers of a worker: the answer to the topic ``inspection``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import msgspec
 
 TOPIC = "inspection"
 MOST_PER_PAGE = 256
-"""Of leases, and of loads, which take 1 ms of a transfer thread."""
+"""The most leases, and the most loads, in an answer; so many take 1 ms of a transfer thread."""
 OF_REQUEST = "request "
-"""What an argument begins with that names one request, in place of how many were seen."""
+"""Prefix of a question's argument that names one request, instead of the number of entries already seen."""
 MOST_TEXT = 256
-"""Characters that are kept of a name or a reason: a client or a peer may have chosen it."""
+"""Characters kept of a name or a reason, since a client or a peer may have chosen the text."""
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is held, or prefilled and streamed; then it has no times yet.
+    """A lease: a request that is held, or is still being prefilled; the latter has no times yet.
 
-    A handle opens a load: ``digest`` stands for it here, as in the timeline. ``renewed_by`` counts peers.
+    ``digest`` stands for the handle, as in the timeline: the handle itself would open a load. ``renewed_by``
+    counts peers.
     """
 
     digest: str
@@ -32,7 +33,7 @@ class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadView(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is fetched, over all ranks of its peer."""
+    """A load: a request that is being fetched, over all source ranks."""
 
     digest: str
     request_id: str
@@ -46,7 +47,7 @@ class LoadView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotsView(msgspec.Struct, frozen=True, kw_only=True):
-    """The slots of a direction: free, or used by our kernels, an engine or a peer."""
+    """Counts of the slots of a direction: free, in use by this worker, granted to peers, in quarantine."""
 
     direction: str
     slot_bytes: int
@@ -57,9 +58,9 @@ class SlotsView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerView(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that KV is ``received`` from or ``sent`` to. ``met`` is how; empty: it is not connected.
+    """A peer that KV is ``received`` from or ``sent`` to. ``met`` is how they met; empty: not connected.
 
-    ``refusal`` is why the breaker lets nothing be fetched now, ``retry_s`` until when. ``loss`` is the last.
+    ``refusal`` is why the breaker permits no fetch now, ``retry_s`` for how long. ``loss`` is the last one.
     """
 
     direction: str
@@ -76,7 +77,7 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordView(msgspec.Struct, frozen=True, kw_only=True):
-    """A record of the timeline, so long ago."""
+    """A record of the timeline, ``age_s`` seconds old."""
 
     age_s: float
     moment: str
@@ -86,12 +87,13 @@ class RecordView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as it is. Read by other releases too: fields that they do not know are ignored.
+    """The current state of a worker. Other releases read it too: they ignore unknown fields.
 
-    ``leases`` and ``loads`` are some of each, oldest first; ``counts`` has how many there are of these and of
-    others. ``tiers`` is by name what each tier reports of itself: ``records``, ``taken_bytes``,
-    ``limit_bytes`` where it has them. ``latest`` are the last records of the timeline, ``outcomes`` the
-    lines of the last loads that ended, newest first; where one request was asked about, only what is its own.
+    ``leases`` and ``loads`` are one page of each, oldest first; ``counts`` has the totals of these and of
+    other things. ``tiers`` has by name the report of each tier: ``records``, ``taken_bytes``,
+    ``limit_bytes`` where the tier has them. ``latest`` are the last records of the timeline, ``outcomes`` the
+    lines of the last loads that ended, newest first. If the question names a request, ``leases``, ``loads``
+    and ``outcomes`` are only those of the request.
     """
 
     engine_id: str

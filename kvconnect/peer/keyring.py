@@ -1,6 +1,6 @@
-"""Who a node is to its peers, and who they are to it: CURVE key pairs, and the secret of handles.
+"""The keys of a node: its CURVE key pair, the public keys of its peers, and the secret that signs handles.
 
-Files with secrets are read only where no other user can, and made so that no other user ever could.
+A file with a secret is refused if other users can read it, and is never readable for them while it is made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEY_BYTES = 32
 MIN_SECRET_CHARACTERS = 32
 _LONGEST = 4096
 _SETTLED_NS = 1_000_000_000
-"""File systems give changes that follow each other quickly the same time."""
+"""A folder changed more recently is read again: changes in quick succession may have the same mtime."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class KeyPair:
 
 
 class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a peer: its public key in hex, and where it listens if we fetch from it.
+    """A peer's public key in hex, and the addresses at which it listens if this node fetches from it.
 
-    ``addresses`` are written as in ``allow_peers``.
+    ``addresses`` are in the notation of ``allow_peers``.
     """
 
     public_key: str
@@ -60,9 +60,9 @@ class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedKeys:
-    """Keys that every node of a small cluster derives from one secret; ``source`` is its place, for people.
+    """Keys that every node of a small cluster derives from one secret. ``source`` names its place, for logs.
 
-    ``server`` is who a node is to those who connect to it, ``client`` to those that it connects to.
+    A node uses the pair ``server`` on connections that peers open, and ``client`` on those that it opens.
     """
 
     def __init__(self, secret: str, source: str) -> None:
@@ -72,7 +72,7 @@ class SharedKeys:
         self._source = source
 
     def server_key(self, host: str, port: int) -> bytes | None:
-        """The public key that a peer must have at an address; None if it is not known."""
+        """The public key that the peer at an address must have; None if it is not known."""
         return self.server.public
 
     def knows(self, public: bytes) -> bool:
@@ -80,17 +80,17 @@ class SharedKeys:
         return hmac.compare_digest(public, self.client.public)
 
     def describe(self) -> str:
-        """Which keys these are, without their secrets, for an operator who compares two nodes."""
+        """A text by which an operator compares the keys of two nodes; it has no secrets."""
         return f"shared key {fingerprint(self.server.public)} from {self._source}"
 
 
 class NodeKeys:
-    """A node's own key pair, and those of its peers, in a folder.
+    """A node's own key pair, and the public keys of its peers, in a folder.
 
-    The folder has ``node.key`` (secret, in hex), ``cluster.key`` (the secret that handles are signed
-    with, the same on all nodes) and ``peers/NAME.json`` (``PeerFile``). A peer without addresses is found
-    at the host that it is named after. Peers that are added, replaced or removed while the node runs
-    count from the next handshake on. Raises ``ConfigError``: a file is missing, wrong, or readable by others.
+    The folder has ``node.key`` (secret key, in hex), ``cluster.key`` (the secret that signs handles, the
+    same on all nodes) and ``peers/NAME.json`` (``PeerFile``). A peer without addresses listens at the host
+    NAME. Peers that are added, replaced or removed while the node runs take effect at the next handshake.
+    Raises ``ConfigError``: a file is missing, wrong, or readable by other users.
     """
 
     def __init__(self, folder: Path, field: str) -> None:
@@ -104,7 +104,7 @@ class NodeKeys:
         self._take(read_peers(folder))
 
     def server_key(self, host: str, port: int) -> bytes | None:
-        """That of the first peer, by name, that has this address."""
+        """The public key of the first peer, in order of names, that has this address; None if none has."""
         self._refresh()
         return next((public for addresses, public in self._servers if addresses.allows(host, port)), None)
 
@@ -125,7 +125,7 @@ class NodeKeys:
         ]
 
     def _state(self) -> int | None:
-        """What changes with the folder; None while it may change again without that being seen."""
+        """The folder's mtime in ns; None while another change might not alter it; 0 without a folder."""
         try:
             changed_at_ns = (self.folder / PEERS).stat().st_mtime_ns
         except OSError:
@@ -140,7 +140,7 @@ class NodeKeys:
         try:
             self._take(read_peers(self.folder))
         except ConfigError as error:
-            # The peers known before stay; it is looked at again when the folder changes.
+            # The peers read before stay. The folder is read again when it changes.
             logger.error("the peers' keys were not read again: %s", error)
 
 
@@ -148,14 +148,14 @@ Keyring = SharedKeys | NodeKeys
 
 
 def described(keyring: Keyring | None) -> str:
-    """A keyring as a line of text."""
+    """A keyring in one line, for people; None is the insecure mode."""
     return keyring.describe() if keyring else "insecure: neither authenticated nor encrypted"
 
 
 def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | None:
-    """The keys that are configured, or those of this user where only this machine can be meant.
+    """The configured keys, or this user's key if all configured addresses are on this machine.
 
-    None where the configuration sets ``insecure``. Raises ``ConfigError``: there are none, or they are wrong.
+    None if the configuration sets ``insecure``. Raises ``ConfigError``: keys are missing or wrong.
     """
     where = "kv_connector_extra_config"
     if extra.insecure:
@@ -186,7 +186,7 @@ def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | No
 
 
 def read_peers(folder: Path) -> dict[str, PeerFile]:
-    """The peers of a node, by name and in its order. Raises ``ConfigError``."""
+    """The peers of a node by name, sorted. Raises ``ConfigError``: a file is no peer file."""
     peers = {}
     for path in sorted((folder / PEERS).glob(f"*{PEER_SUFFIX}")):
         try:
@@ -211,7 +211,7 @@ def key_bytes(text: str, field: str) -> bytes:
 
 
 def key_pair(secret: bytes) -> KeyPair:
-    """The pair of a secret key of 32 bytes."""
+    """The key pair of a secret key of 32 bytes."""
     import zmq
     from zmq.utils import z85
 
@@ -220,7 +220,7 @@ def key_pair(secret: bytes) -> KeyPair:
 
 def new_key_pair() -> KeyPair:
     """A new random pair."""
-    # Here, as above: the command line reads this module for every command.
+    # Imported here, as above: the command line imports this module for every command.
     import zmq
     from zmq.utils import z85
 
@@ -245,7 +245,7 @@ def new_secret() -> str:
 
 
 def checked_secret(text: str, field: str) -> str:
-    """A secret without the white space around it. Raises ``ConfigError`` if it could be guessed."""
+    """A secret without surrounding white space. Raises ``ConfigError``: it is too short."""
     text = text.strip()
     if len(text) < MIN_SECRET_CHARACTERS:
         raise ConfigError(
@@ -256,9 +256,9 @@ def checked_secret(text: str, field: str) -> str:
 
 
 def read_secret(path: Path, field: str) -> str:
-    """The text of a file that only its owner can read. Raises ``ConfigError`` that names ``field``.
+    """The text of a file that only its owner can read. Raises ``ConfigError``, which names ``field``.
 
-    A group may read what belongs to root: so a service manager hands a secret to a service.
+    A file of root may be readable for its group: service managers hand secrets to services that way.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -282,7 +282,7 @@ def _check_owner_and_mode(status: os.stat_result, what: str) -> None:
 
 
 def write(path: Path, text: str, *, mode: int = 0o600, replace: bool = False) -> bool:
-    """Make a file with its whole content at once; False if there is one that is not to be replaced."""
+    """Create a file atomically. False: the file exists and ``replace`` is off. Raises ``ConfigError``."""
     made = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -304,7 +304,7 @@ def write(path: Path, text: str, *, mode: int = 0o600, replace: bool = False) ->
 
 
 def user_key_path(environ: Mapping[str, str]) -> Path:
-    """Where the key of this user lies, with which its own nodes on this machine know each other."""
+    """The path of this user's key, which the user's nodes on this machine share."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.access(runtime, os.W_OK | os.X_OK) and Path(runtime).stat().st_uid == os.geteuid():
         return Path(runtime) / "kvconnect" / "key"
@@ -313,9 +313,9 @@ def user_key_path(environ: Mapping[str, str]) -> Path:
 
 
 def user_key(environ: Mapping[str, str]) -> tuple[str, Path]:
-    """The key of this user, made if there is none, and where it lies. Raises ``ConfigError``.
+    """The key of this user, created if missing, and its path. Raises ``ConfigError``.
 
-    Two processes that make it at once end up with the same one.
+    Two processes that create the key at the same time get the same key.
     """
     path = user_key_path(environ)
     field = "the key of this user"

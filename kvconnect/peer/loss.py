@@ -1,6 +1,6 @@
-"""Losing a peer: the ways of it, what each of them means, and how long memory is left alone after it.
+"""Peer loss: its kinds, their consequences, and how long memory stays in quarantine afterwards.
 
-Only D notices it: what P holds ends with its lease, what it writes with the deadline of the fetch.
+Only D detects the loss of a peer. P needs no detection: a lease expires, and a fetch has a deadline.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 
 class PeerLoss(enum.Enum):
-    """How D lost one rank of a peer. ``LOSS_RULES`` has what follows for leases, loads and the breaker.
+    """How D lost one rank of a peer. ``LOSS_RULES`` has the consequences for leases, loads and the breaker.
 
-    Leases that are not void are kept, and renewed once the peer is met again. Slots that were lent stay in
-    quarantine until the writes are over; where that is not known, for the load's time and ``quarantine_s``.
+    Leases that are not void are kept, and renewed after the next greeting. Granted slots stay in quarantine
+    until the peer's writes are over; if that time is unknown, for the load's time and ``quarantine_s``.
     """
 
     PROCESS_GONE = "its port is closed: the process ended"
@@ -26,14 +26,14 @@ class PeerLoss(enum.Enum):
 
 @dataclass(frozen=True)
 class LossRule:
-    """What a loss does to what hangs on the lost rank.
+    """The consequences of a loss for the leases and fetches of the lost rank.
 
     Attributes:
-        is_out_of_reach: the breaker opens, and awaited leases are void. So it is in any case where the peer
-            was never met.
-        asks_again: a fetch that the peer had not answered is asked for again, once, and fails after that;
-            nothing of it can be written meanwhile. Otherwise it fails, and may be written.
-        writes_end_s: how long after the loss the peer's writes are over for sure; None: that is not known.
+        is_out_of_reach: the breaker opens, and awaited leases are void. Both also follow if D never
+            completed a greeting with the peer.
+        asks_again: D repeats a fetch that the peer had not answered, once, and then fails it; the peer writes
+            nothing for it in between. False: the fetch fails, and its slots may still be written.
+        writes_end_s: seconds after the loss by which the peer's writes have surely ended; None: unknown.
     """
 
     is_out_of_reach: bool = False
@@ -42,7 +42,7 @@ class LossRule:
 
 
 _GRACE_S = 1.0
-"""A process that is gone writes no more, but what it sent may still be on its way through our kernel."""
+"""A process that is gone sends no more, but its last bytes may still be in this node's kernel."""
 
 LOSS_RULES: dict[PeerLoss, LossRule] = {
     PeerLoss.PROCESS_GONE: LossRule(is_out_of_reach=True, writes_end_s=_GRACE_S),

@@ -1,4 +1,7 @@
-"""What two workers send each other: tagged, versioned, size-limited values. D asks, P has."""
+"""The messages between two workers: tagged, versioned and bounded values. D requests KV, P holds it.
+
+Owns the encoding and the bounds of each field. It must not know which message is legal when: see ``session``.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +41,23 @@ Chunks = Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
 
 class Side(enum.Enum):
-    """Which half of the protocol a worker speaks on a connection: D asks, P has."""
+    """The role of a worker on one connection: D requests KV, P holds it."""
 
     DECODE = "decode"
     PREFILL = "prefill"
 
 
 PROTOCOL_VERSION = 8
-"""Peers with another version are refused. Our own number, so that serving stacks may differ."""
+"""Peers with another version are refused. Independent of the serving stack, which may differ."""
 
 
 class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
-    """What the bytes of a worker's cache are, for peers.
+    """The meaning of the bytes in a worker's cache, for peers.
 
-    ``identity`` is what they depend on; it is the same on all ranks of a node. ``held_back`` are the last
-    tokens of a prompt that P leaves to D. What divides the cache over ranks need not be equal: see
-    ``Topology``. A draft model's layers are numbered from ``draft_from`` on; 0 without one.
+    ``identity`` is the same on all ranks of a node. ``held_back`` is the number of last prompt tokens that P
+    leaves to D. ``num_heads`` counts the model's KV heads; None where all ranks keep the same bytes (MLA).
+    Two nodes may have different topologies: see ``Topology``. A draft model's layers are numbered from
+    ``draft_from`` on; 0 without a draft model.
     """
 
     identity: Identity
@@ -67,24 +71,23 @@ class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def topology(self) -> Topology:
-        """How this side's cache is divided over its ranks."""
+        """How the node divides its cache over its ranks."""
         return Topology(self.tensor, self.stages, self.context, self.interleave)
 
     def with_weights(self, weights: Mapping[str, str]) -> CacheMeaning:
-        """The same of other weights."""
+        """A copy with other names of weights."""
         return msgspec.structs.replace(self, identity=self.identity.replace(weights=weights))
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
-    """Who a worker is and where its cache lies. Sent by both sides when they meet.
+    """A worker's name, cache meaning, region table and memory. Both sides send theirs in the greeting.
 
     ``incarnation`` changes with every start, also where an operator fixes the engine id.
-    ``engine_card`` is opaque to all but the engine called ``engine``. ``slot_bytes`` is the largest
-    chunk that this worker's slots take; 0 if it has none, as one that only offloads. Digests are of
-    one line in ``digest_sample``, the smaller of both sides'. The scratch memory may be written by any peer
-    at any time, to see how fast the link is; it is never read. ``naming`` is that of the KV which it keeps in
-    host memory for peers that ask by name; None for none. ``memory`` is where peers of the same machine find
-    its landing slots and scratch memory.
+    ``engine_card`` is opaque to all but the engine named ``engine``. ``slot_bytes`` is the largest chunk that
+    fits this worker's slots; 0 if it has no slots, as a worker that only offloads. Digests cover one line in
+    ``digest_sample``, the smaller of both sides' values. Any peer may write to the scratch memory at any time
+    to measure the link; it is never read. ``naming`` is how the worker names the KV that peers may pull; None
+    if they may not. ``memory`` lets peers of the same machine map its landing slots and scratch memory.
     """
 
     engine_id: str
@@ -103,16 +106,16 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """D to P, first on every connection."""
+    """D to P: the greeting, the first message on every connection."""
 
     version: int
     introduction: Introduction
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """P to D: the peers agree. ``directory`` is where P's other ranks listen.
+    """P to D: the two workers are compatible. ``directory`` has the addresses of P's ranks.
 
-    ``lease_s`` is how long P holds a request whose lease is not renewed, ``clock_s`` is P's clock.
+    ``lease_s`` is how long P holds a request without renewal. ``clock_s`` is P's clock: see ``Fetch``.
     """
 
     version: int
@@ -123,9 +126,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """P to D: they do not; ``text`` is for D's operator, ``cause`` the value of a ``Cause``.
+    """P to D: the two workers are incompatible, or P ends the session. ``text`` is for D's operator.
 
-    Of any protocol version: one before 8 sends no cause, and one after ours perhaps another.
+    ``cause`` is the value of a ``Cause``. Readable in every protocol version: versions before 8 send no
+    cause, and later ones may send a cause that this release does not have.
     """
 
     version: int
@@ -134,13 +138,13 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
     @property
     def reason(self) -> Reason:
-        """Why they do not agree."""
+        """The cause and the text; an unknown cause reads as ``Cause.OTHER_RELEASE``."""
         causes = (cause for cause in Cause if cause.value == self.cause)
         return next(causes, Cause.OTHER_RELEASE)(self.text)
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """A landing slot of D, for one chunk. ``generation`` is never used for another."""
+    """Credit for one write of one chunk to a landing slot of D. A ``generation`` is never used twice."""
 
     address: Address
     length_bytes: Bytes
@@ -151,18 +155,18 @@ Grants = Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
 
 LONGEST_HANDLE = 512
-"""Characters."""
+"""In characters."""
 Handle = Annotated[str, msgspec.Meta(max_length=LONGEST_HANDLE)]
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
-    """D to P: send me these blocks of a held request.
+    """D to P: send these chunks of a held request.
 
-    P writes ``chunks``, in any order, into granted slots. A fetch of nothing has none.
+    P writes ``chunks``, in any order, into granted slots. Without chunks nothing is sent.
 
-    ``consumers`` is how many ranks of D fetch from this rank; P frees after the last of them.
-    P starts no write later than ``timeout_s`` after it received this, nor from ``until_s`` of its clock on:
-    D's own time is not over then, however long this was under way.
+    ``consumers`` is the number of D's ranks that fetch from this rank; P frees the blocks after the last one.
+    P starts no write later than ``timeout_s`` after it received the message, nor from ``until_s`` of P's own
+    clock on. The latter bounds writes by D's deadline however long the message was on its way.
     """
 
     transfer_id: int
@@ -176,13 +180,14 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
 
 PIN_PREFIX = "pin:"
-"""What every handle begins with that D chooses, and none that P does."""
+"""Prefix of every handle that D chooses, and of no handle that P makes."""
 
 
 class PinPrefix(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
-    """D to P: hold what you keep under these names, for its first ``num_tokens``, under this handle of mine.
+    """D to P: pin the KV of these names, up to ``num_tokens`` of the prompt, under a ``handle`` that D chose.
 
-    A lease like any other, which a ``Fetch`` of the handle opens; where there is none, that is its answer.
+    It creates a lease like any other, and a ``Fetch`` of the handle opens it. There is no answer to this
+    message: if P could not pin, the fetch fails.
     """
 
     handle: Handle
@@ -191,16 +196,16 @@ class PinPrefix(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
 
 
 class CreditGrant(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
-    """D to P: more slots for the chunks of a fetch."""
+    """D to P: a credit grant, that is, more landing slots for the chunks of a fetch."""
 
     transfer_id: int
     grants: Grants
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
-    """P to D: a fetch has begun. What it sends belongs to the lease of this epoch, and to no other.
+    """P to D: a fetch has begun. Its chunks belong to the lease's ``epoch``.
 
-    Left out where chunks follow at once, which state the same.
+    Not sent if chunks follow at once, since ``Landed`` has the epoch too.
     """
 
     transfer_id: int
@@ -208,9 +213,10 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
 
 
 class CreditRequest(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
-    """P to D: so many chunks of a fetch, in all, can be packed by now, where not all could when it came.
+    """P to D: a credit request, sent if P could not pack all chunks when the fetch came.
 
-    The slots of ``spared`` were not written, and will not be.
+    P can pack ``chunks`` chunks of the fetch by now, in total. The slots with the generations ``spared`` were
+    not written, and will not be.
     """
 
     transfer_id: int
@@ -219,10 +225,10 @@ class CreditRequest(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
-    """P to D: a chunk lies in the slot of this generation, and P writes to it no more.
+    """P to D: a chunk is complete in the slot of this generation, and P writes there no more.
 
-    ``digest`` is that of its bytes as they were packed, with the generation as seed; None for none.
-    ``epoch`` is that of ``Accepted``, where that was not sent.
+    ``digest`` is the digest of the packed bytes with the generation as seed; None for none.
+    ``epoch`` is the lease's epoch, as in ``Accepted``, where that message was not sent.
     """
 
     transfer_id: int
@@ -236,11 +242,10 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
 class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     """P to D: the one answer to a fetch.
 
-    ``quiescent``: P will not write to D's blocks and slots any more on behalf of this fetch.
-    ``ok`` implies it, and that every byte was written under the lease of ``epoch``. ``again``: what was
-    sent came from blocks that the prefill has lost since; it is being computed anew, and D may fetch it anew.
-    ``unsettled``, where it is not quiescent, are the generations of the slots that may still be written; None
-    where P does not know them.
+    ``quiescent``: P will not write to D's memory any more on behalf of this fetch. ``ok`` implies that, and
+    that every byte was written under the lease's ``epoch``. ``again``: the prefill has lost the blocks that
+    were sent and computes them again, so D may repeat the fetch. ``unsettled``, if not quiescent, are the
+    generations of the slots that may still be written; None if P does not know them.
     """
 
     transfer_id: int
@@ -256,32 +261,32 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """D to P: stop a fetch. It is answered by ``Written``, also where P does not know it."""
+    """D to P: stop a fetch. P answers with ``Written``, also if it does not know the fetch."""
 
     transfer_id: int
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="let_go"):
-    """D to P: a rank that would have fetched this request will not. No answer."""
+    """D to P: one of the ``consumers`` ranks of D will not fetch this request. No answer."""
 
     handle: Handle
     consumers: Ranks
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """D to P: hold these requests on, I will still fetch them. Answered by ``Renewed``.
+    """D to P: renew the leases of these handles, since D will still fetch them. Answered by ``Renewed``.
 
-    A handle that is not held yet is remembered: D is notified when it is, or never will be.
+    P remembers a handle whose prefill is not done, and notifies D when its lease begins or cannot begin.
     """
 
     handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_HANDLES)]
 
 
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
-    """P to D: the leases that go on, each with its epoch, and those that are over, each with the reason.
+    """P to D: the renewed leases with their epochs, and the leases that are over with the reasons.
 
-    A handle that P does not know is in ``unknown``; one whose prefill is under way in none of them. Also
-    sent unasked, when a lease that D has renewed is over, or begins.
+    A handle that P does not know is in ``unknown``. A handle whose prefill is under way is in no field. P
+    also sends this message unasked when a lease that D has renewed begins or is over.
     """
 
     epochs: Annotated[tuple[tuple[str, Epoch], ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
@@ -290,9 +295,9 @@ class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
 
 
 class FindPrefix(msgspec.Struct, frozen=True, array_like=True, tag="find"):
-    """D to P: how many tokens of this prefix, at most ``max_tokens``, do you keep?
+    """D to P: how many tokens of this prefix, at most ``max_tokens``, does P keep?
 
-    Nothing is held by it. Answered by ``PrefixFound`` with the same number.
+    The question pins nothing. Answered by ``PrefixFound`` with the same ``number``.
     """
 
     number: Count
@@ -301,11 +306,11 @@ class FindPrefix(msgspec.Struct, frozen=True, array_like=True, tag="find"):
 
 
 class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="found"):
-    """P to D: so many tokens are in host memory, those not wanted included, or 0, perhaps with the reason.
+    """P to D: ``num_tokens`` of the prefix are in host memory, ``start_tokens`` included; 0 for none.
 
-    ``total_bytes`` are those of this rank that a fetch of them would move. ``disk_tokens`` and ``disk_bytes``
-    are the same with what is on disk, if that is more, and ``disk_s`` is how long that is read before.
-    ``is_busy``: the error concerns this question only, the next one may be answered.
+    ``total_bytes`` are the bytes that a fetch of these tokens from this rank would move. ``disk_tokens`` and
+    ``disk_bytes`` count host memory and disk together, where that is more; ``disk_s`` is the time to read
+    the disk first. ``is_busy``: the error concerns this question only, the next one may be answered.
     """
 
     number: Count
@@ -319,7 +324,7 @@ class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="found"):
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """D to P while it waits for an answer, and now and then when it does not: are you still there?"""
+    """D to P: a heartbeat, sent while D waits for an answer, and after ``heartbeat_s`` of silence."""
 
 
 class StillAlive(msgspec.Struct, frozen=True, array_like=True, tag="still_alive"):
@@ -327,9 +332,9 @@ class StillAlive(msgspec.Struct, frozen=True, array_like=True, tag="still_alive"
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
-    """To P, from any client that the channel admits, before a greeting too: what is known of a topic?
+    """To P, from any client that the channel admits, also before a greeting: a question about a topic.
 
-    Nothing changes by it. It is answered by ``Answer`` with the same number; ``argument`` is the topic's own.
+    It changes nothing on P. Answered by ``Answer`` with the same ``number``. The topic defines ``argument``.
     """
 
     number: Count
@@ -338,7 +343,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """From P: what P knows, in the encoding of the topic, or the error for which it cannot answer."""
+    """From P: the answer in the encoding of the topic, or the error that prevents an answer."""
 
     number: Count
     data: bytes
@@ -346,7 +351,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
-    """To the peer that sent a message which could not be used. Never answered."""
+    """To the sender of a message that was unreadable or illegal. Never answered."""
 
     reason: str
 
@@ -364,12 +369,12 @@ _decoders = {Side.DECODE: msgspec.msgpack.Decoder(ToDecode), Side.PREFILL: msgsp
 
 
 def encode(message: Message) -> bytes:
-    """The frame of a message."""
+    """Encode a message as one frame."""
     return _encoder.encode(message)
 
 
 def decode(side: Side, frame: bytes, max_bytes: int) -> ToPrefill | ToDecode:
-    """Read a frame. Raises ``PeerError``: it is too long, or no message that the other side sends."""
+    """Decode a frame received as ``side``. Raises ``PeerError``: too long, or no message for this side."""
     if len(frame) > max_bytes:
         raise PeerError(f"a message of {len(frame)} bytes, max_message_bytes is {max_bytes}")
     try:
@@ -383,7 +388,7 @@ def decode(side: Side, frame: bytes, max_bytes: int) -> ToPrefill | ToDecode:
 
 
 def _other_version(frame: bytes) -> int:
-    """The version of a greeting, or of its answer, that is not ours; 0 for any other frame."""
+    """The protocol version of a greeting or a welcome of another version; 0 for any other frame."""
     try:
         found = msgspec.msgpack.decode(frame, type=list[msgspec.Raw])
         tag = msgspec.msgpack.decode(found[0], type=str) if len(found) > 2 else ""

@@ -1,4 +1,4 @@
-"""Does a process still listen? Asked a few times without waiting, since it does not end at once."""
+"""A non-blocking probe whether a port is closed, which proves that its process has ended."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import socket
 _ATTEMPTS_S = (0.0, 0.03, 0.1, 0.25, 0.5)
 _GIVE_UP_S = 0.6
 PROBE_INTERVAL_S = 0.01
-"""How often a probe wants to be stepped."""
+"""The interval in seconds at which to call ``PortProbe.step``."""
 
 
 class PortProbe:
-    """Whether a port is closed: then its process ended, and nothing of it writes any more.
+    """Connects to a port a few times until the connection is refused: then its process has ended.
 
-    A killed process holds its port while its memory is taken down, so one look would often be too early.
+    A killed process holds its port while its memory is being freed, so that one attempt is often too early.
     """
 
     def __init__(self, host: str, port: int, now: float) -> None:
@@ -24,13 +24,13 @@ class PortProbe:
         self._attempts = list(_ATTEMPTS_S)
         self._socket: socket.socket | None = None
         try:
-            # A name may stand for many processes, and looking it up would take its time.
+            # A host name is not probed: it may stand for many processes, and a look-up would block.
             self._family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         except ValueError:
             self._attempts, self._began_at = [], now - _GIVE_UP_S
 
     def step(self, now: float) -> bool | None:
-        """True: it is closed. False: it cannot be proven. None: it is not known yet."""
+        """True: the port is closed. False: that cannot be proven. None: call again."""
         passed_s = now - self._began_at
         if self._socket is not None and self._is_refused(
             self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -52,7 +52,7 @@ class PortProbe:
         return False
 
     def close(self) -> None:
-        """Forget what is under way. Idempotent."""
+        """Close the connection attempt that is under way. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

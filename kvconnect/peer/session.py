@@ -1,7 +1,7 @@
-"""One connection between two workers, without any I/O: what may be sent when.
+"""The state machine of one connection between two workers, without any I/O.
 
-A session takes frames and the time, and gives events and frames to send. Legal moves are one table: an
-illegal message changes nothing, and is answered with a ``Bad`` that names state and message.
+A session takes frames and the time, and returns events and frames to send. ``TRANSITIONS`` lists all legal
+messages. An illegal message changes nothing, and is answered with a ``Bad`` that names state and message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvconnect.peer.messages import (
 
 
 class SessionState(enum.Enum):
-    """Where a conversation stands."""
+    """The state of a session."""
 
     NEW = "new"
     GREETED = "greeted"
@@ -60,12 +60,12 @@ TRANSITIONS: dict[tuple[Side, SessionState, type], SessionState] = {
         if kind not in (Refused, Answer)
     },
 }
-"""The state after a received message. What is not here is illegal."""
+"""The state after a received message, by side, state and message. Other messages are illegal."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The two sides agreed. ``peer`` is who the other one is; see ``Welcome`` for the others."""
+    """The greeting succeeded. ``peer`` is the other side's introduction; for the rest see ``Welcome``."""
 
     peer: Introduction
     directory: tuple[RankAddress, ...]
@@ -75,7 +75,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Ended:
-    """The conversation is over; ``reason`` is for the operator."""
+    """The session is over; ``reason`` is for the operator."""
 
     reason: Reason
     loss: PeerLoss = PeerLoss.UNUSABLE
@@ -90,7 +90,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Misused:
-    """The other side sent something that was dropped and answered; for the log and a counter."""
+    """A message was unreadable or illegal, and was dropped; for the log and a counter."""
 
     reason: Reason
 
@@ -99,7 +99,7 @@ Event = Ready | Ended | Received | Misused
 
 
 class Session:
-    """One side of one connection. ``directory`` is where our ranks listen, sent to D in ``Welcome``."""
+    """One side of one connection. ``directory`` has the addresses of this node's ranks, for ``Welcome``."""
 
     def __init__(
         self, side: Side, ours: Introduction, limits: ExtraConfig, directory: tuple[RankAddress, ...] = ()
@@ -123,7 +123,7 @@ class Session:
         return f"Session({self.side.value}, {self.state.value}, with {who})"
 
     def greet(self, now: float) -> None:
-        """D's first message. Raises ``LocalError``: it was sent before, or this is P's side."""
+        """Send D's greeting. Raises ``LocalError``: it was sent before, or this is P's side."""
         if self.side is not Side.DECODE or self.state is not SessionState.NEW:
             raise LocalError(f"{self!r} cannot greet")
         self.state = SessionState.GREETED
@@ -132,42 +132,42 @@ class Session:
         self._push(Hello(PROTOCOL_VERSION, self.ours))
 
     def greet_anew(self, ours: Introduction) -> None:
-        """D's introduction has changed: send it, if it greeted already."""
+        """Replace this side's introduction. D sends it to P, if D has greeted already."""
         self.ours = ours
         if self.side is Side.DECODE and self.state in (SessionState.GREETED, SessionState.READY):
             self._unanswered_greetings += 1
             self._push(Hello(PROTOCOL_VERSION, ours))
 
     def send(self, message: Message) -> None:
-        """Queue a message of the layer above. Raises ``LocalError``: the conversation is not ready."""
+        """Queue a message of the layer above. Raises ``LocalError``: the session is not ready."""
         if self.state is not SessionState.READY:
             raise LocalError(f"{self!r} cannot send {type(message).__name__}")
         self._push(message)
 
     def answer(self, answer: Answer) -> None:
-        """Queue the answer to a question, which may come before the greeting."""
+        """Queue the answer to a question. Questions are legal before the greeting."""
         if self.state is not SessionState.ENDED:
             self._push(answer)
 
     def owe(self, owed: bool, now: float) -> None:
-        """D states whether the peer owes it an answer; only then is silence a failure."""
+        """State whether P owes D an answer; while it does, ``peer_timeout_s`` of silence end the session."""
         if not owed:
             self._owed_since = None
         elif self._owed_since is None:
             self._owed_since = self._asked_at = now
 
     def refuse(self, reason: Reason) -> None:
-        """P ends the conversation, and sends D the reason."""
+        """End the session, and send D the reason."""
         self.state = SessionState.ENDED
         self._push(Refused(PROTOCOL_VERSION, reason.text, reason.cause.value))
 
     def outgoing(self) -> list[bytes]:
-        """The frames to send now, in order. Each is given out once."""
+        """Take the frames to send now, in order. Each is returned once."""
         frames, self._outgoing = self._outgoing, []
         return frames
 
     def receive(self, frame: bytes, now: float) -> list[Event]:
-        """Take one frame of the other side. Raises nothing, for any content."""
+        """Process one frame of the other side. Raises nothing, for any content."""
         if self.state is SessionState.ENDED:
             return []
         try:
@@ -187,7 +187,7 @@ class Session:
                 return self._welcome(message, after)
             case Refused() as refused:
                 self.state = after
-                # What was asked before we greeted anew may go on: the refusal is only of the new greeting.
+                # A refusal of a repeated greeting leaves earlier fetches running; their writes may go on.
                 is_of_greeting = self.peer is not None and self._unanswered_greetings > 0
                 loss = PeerLoss.UNUSABLE if is_of_greeting else PeerLoss.TOLD_TO_STOP
                 return [Ended(refused.reason.after("the peer refused: "), loss)]
@@ -201,7 +201,7 @@ class Session:
                 return [Received(message)]
 
     def tick(self, now: float) -> list[Event]:
-        """Let time pass: deadlines, and the questions that find out whether the peer lives."""
+        """Check the deadlines, and send heartbeats that are due."""
         ask_at, end_at = self._times()
         if now >= end_at:
             was_greeted = self.state is SessionState.GREETED
@@ -220,11 +220,11 @@ class Session:
         return []
 
     def next_tick(self) -> float:
-        """The time by which ``tick`` has something to do; endless for never."""
+        """The time at which ``tick`` must be called next; infinite for never."""
         return min(self._times())
 
     def _times(self) -> tuple[float, float]:
-        """When to ask the peer for a sign of life, and when it counts as silent. Only D waits for P."""
+        """When to send a heartbeat, and when the peer counts as silent. Only D watches P."""
         timeout_s = self._limits.peer_timeout_s
         if self.state is SessionState.GREETED:
             return math.inf, self._greeted_at + self._limits.handshake_timeout_s
@@ -259,7 +259,7 @@ class Session:
     def _illegal(self, message: Message) -> list[Event]:
         reason = Cause.PROTOCOL(f"{type(message).__name__} is not expected in state {self.state.value}")
         if self.side is Side.PREFILL and self.state is SessionState.NEW:
-            # We may have forgotten a peer that still believes in us: only ending it makes it greet anew.
+            # D may still be in a session that P has forgotten. Only a refusal makes D greet again.
             self.refuse(Cause.LOST(f"{reason}; the first message is Hello"))
             return [Misused(reason), Ended(reason)]
         return self._misused(reason)

@@ -1,4 +1,4 @@
-"""A worker's timeline, page by page: the answer to the topic ``timeline`` of a question."""
+"""A worker's timeline in pages: the answer to a question of the topic ``timeline``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from kvconnect.timeline import Record, Timeline
 
 TOPIC = "timeline"
 MOST_PER_PAGE = 4096
-"""Some 80 kB, which hold up a transfer thread for 10 to 16 ms."""
+"""Records per page: some 80 kB, which occupy a transfer thread for 10 to 16 ms."""
 _DIGEST_BYTES = 12
 
 _Row = tuple[float, int, int, int, int, int]
 
 
 class TimelinePage(msgspec.Struct, frozen=True, kw_only=True):
-    """Records of a worker, in the sequence of their times; the next page begins after the last of them.
+    """Records of a worker, ordered by time; the next page begins after the last one.
 
-    ``clock_s`` is the clock of its records as it answered. Texts are in ``names``, and rows have their places
-    there. A handle opens a load: a page has its digest, which is the same on both sides of the load.
+    ``clock_s`` is the records' clock at the time of the answer. Texts are in ``names``, and rows have indices
+    into it. A page has the digest of a handle instead of the handle itself, which would open a load; the
+    digest is the same on both sides of the load.
     """
 
     engine_id: str
@@ -35,7 +36,7 @@ class TimelinePage(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[_Row, ...]
 
     def records(self) -> list[Record]:
-        """The records, each with the digest of its handle as the handle. Raises ``PeerError``."""
+        """The records, with digests in place of handles. Raises ``PeerError``: a row has a wrong index."""
         names = self.names
         if any(not 0 <= place < len(names) for row in self.rows for place in row[1:4]):
             raise PeerError("its timeline refers to names that it does not contain")
@@ -46,9 +47,9 @@ class TimelinePage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_page(timeline: Timeline, engine_id: str, rank: int, argument: str) -> bytes:
-    """The answer of a worker; the question's ``argument`` is the time after which the page begins, if any.
+    """The worker's answer. ``argument`` is the time after which the page begins; empty for all records.
 
-    Two records of the same nanosecond may be parted by the end of a page, and one of them is lost then.
+    If a page ends between two records of the same time, the second one is in no page.
     """
     after_s = float(argument) if argument else float("-inf")
     found = timeline.records()
@@ -60,7 +61,7 @@ def write_page(timeline: Timeline, engine_id: str, rank: int, argument: str) -> 
 
     cached_digest = functools.cache(digest)
     rows = tuple(
-        # A number may be the answer to a question, yes or no.
+        # A record's number may be a bool.
         (
             at,
             place(moment),
@@ -83,5 +84,5 @@ def write_page(timeline: Timeline, engine_id: str, rank: int, argument: str) -> 
 
 
 def digest(handle: str) -> str:
-    """What stands for a handle in a page; empty for none."""
+    """The digest that stands for a handle in a page; empty for no handle."""
     return hashlib.blake2b(handle.encode(), digest_size=_DIGEST_BYTES).hexdigest() if handle else ""

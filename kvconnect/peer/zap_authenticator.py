@@ -1,7 +1,7 @@
-"""Who may come in: answers ZeroMQ's question about each client, bounds connections, counts the refused.
+"""The ZAP handler of a listening socket: authenticates clients, bounds connections, counts refused clients.
 
-Served by the thread that owns the channel, so there is no other one that could end. While no thread serves
-it no client is admitted.
+The thread that owns the channel serves it, so that no other thread can fail. While it is not served, no
+client is admitted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _ZAP_PARTS = 7
 _ZAP_ENVELOPE = 2
-"""Who asks, and an empty part. A REP socket would hide them, but could get out of step."""
+"""The requester's identity, and an empty part. A REP socket would hide them, but could get out of step."""
 _DOMAIN = b"kvconnect"
 _MOST_QUESTIONS = 256
 _MOST_EVENTS = 1024
@@ -76,15 +76,15 @@ class ZapAuthenticator:
         name = f"inproc://kvconnect-zap-{id(self)}"
         listener.monitor(name, _EVENTS)
         self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-        # With a bound ZeroMQ's own thread would wait for us, and nothing would move meanwhile.
+        # Unbounded: at a bound ZeroMQ's I/O thread would block until this socket is read.
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._monitor.connect(name)
-        # What becomes readable when ``serve`` has something to do.
+        # One of these becomes readable when ``serve`` must be called.
         self.sockets = (self._monitor,) if self._questions is None else (self._monitor, self._questions)
 
     def serve(self) -> None:
-        """Answer what was asked, and look at who came and went. Never waits, raises nothing."""
+        """Answer pending ZAP requests, and process connection events. Never waits, raises nothing."""
         try:
             if self._questions is not None:
                 self._answer(self._questions)
@@ -93,7 +93,7 @@ class ZapAuthenticator:
             logger.exception("side channel: the authenticator met an error of its own")
 
     def close(self) -> None:
-        """Admit no client any more."""
+        """Stop. No client is admitted after that."""
         self._listener.disable_monitor()
         self._monitor.close()
         if self._questions is not None:
@@ -136,7 +136,7 @@ class ZapAuthenticator:
                     "handshake_refused", "a client with another key for us than ours, or that is no kvconnect"
                 )
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                # A look at the port, or a client that noticed before us that its keys are others.
+                # A port scan, or a client that noticed first that the keys differ.
                 self.complain("handshake_incomplete", "a client that left during the handshake", logging.INFO)
 
     def _accepted(self, descriptor: int) -> None:
@@ -152,10 +152,10 @@ class ZapAuthenticator:
             self.complain("max_connections", f"a client beyond {self._max_connections} connections")
 
     def _is_ours(self, descriptor: int, shut: bool = False) -> bool:
-        """Whether a descriptor is a connection to our port; if it is and ``shut``, end it.
+        """Whether a descriptor is a connection to ``port``; if so, and with ``shut``, shut it down.
 
-        ZeroMQ owns it, sees its end and closes it. It may have done so since, and something else of this
-        process may have its number now.
+        ZeroMQ owns the descriptor, and closes it once it sees the shutdown. It may have closed it already,
+        and another file of this process may have the same number now.
         """
         try:
             duplicate = os.dup(descriptor)
@@ -177,7 +177,7 @@ class ZapAuthenticator:
         return False
 
     def complain(self, reason: str, who: str, level: int = logging.WARNING) -> None:
-        """Count what was refused, and log the first of its kind."""
+        """Count a refusal, and log the first one of each ``reason``."""
         self._count(reason)
         if reason not in self._said:
             self._said.add(reason)
@@ -190,6 +190,6 @@ class ZapAuthenticator:
 
 
 def _share_of_files() -> int:
-    """How many of the files that this process may open are connections at most."""
+    """The most connections: a quarter of the files that this process may open, and at least 64."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else max(64, soft // 4)

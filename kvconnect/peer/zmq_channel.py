@@ -1,8 +1,8 @@
 """The side channel over ZeroMQ, encrypted and authenticated with CURVE.
 
-One ROUTER socket takes what peers send; one DEALER per connection that we open. ZeroMQ reconnects by
-itself and would hide that a peer went away, so each DEALER is monitored: a lost connection is
-reported, with whether the peer's port is closed now, and why if that is known.
+One ROUTER socket serves the connections that peers open, and one DEALER each connection that this worker
+opens. ZeroMQ reconnects by itself, which would hide the loss of a peer. So each DEALER is monitored: a lost
+connection is reported, with whether the peer's port is closed now, and with the reason if it is known.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HIGH_WATER_MARK = 10_000
 _CONNECTIONS_PER_PEER = 4
 _HEARTBEAT_MS = 2_000
 _RECONNECT_MS = 100
-"""ZeroMQ connects anew by itself, no sooner; what comes then is another conversation, and is not read."""
+"""ZeroMQ reconnects no sooner than this. Frames after a reconnect belong to a new session and are dropped."""
 _HANDSHAKE_EVENTS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -46,14 +46,14 @@ _HANDSHAKE_EVENTS = {
 }
 _LOST_EVENTS = {zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_CLOSED, *_HANDSHAKE_EVENTS}
 _OTHER_MECHANISM = 0x11000002
-"""ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, which pyzmq has no name for in all its versions."""
+"""ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, a constant that some versions of pyzmq lack."""
 
 
 @dataclass
 class _Link:
-    """A connection that we opened. ``probe`` is set while it is lost and not reported yet.
+    """A connection that this worker opened. ``probe`` is set while it is lost and not reported yet.
 
-    ``doubtful`` are frames of which it is not known yet whether they came before the loss, or after it.
+    ``doubtful`` are frames that may have been sent before or after the loss.
     """
 
     dealer: zmq.Socket[bytes]
@@ -69,12 +69,12 @@ class ZmqChannel:
     """A ``Channel`` over TCP.
 
     Args:
-        extra: where to listen, and the limits. A connection is lost after ``peer_timeout_s`` of silence on
-            the TCP level, and closed where it is not ready a second after ``handshake_timeout_s``: the
-            session's message names better what did not come.
-        keyring: our keys and our peers'; None for neither authentication nor encryption.
-        allowed: what we connect to; empty for everything.
-        count: called with the reason whenever a peer is turned away, or a message is dropped.
+        extra: where to listen, and the limits. A connection is lost after ``peer_timeout_s`` without a ZeroMQ
+            heartbeat. It is closed if its handshake takes ``handshake_timeout_s`` and another second: the
+            session times out earlier, with the better message.
+        keyring: the keys of this node and its peers; None for neither authentication nor encryption.
+        allowed: the addresses to connect to; empty for all.
+        count: called with the reason whenever a peer is refused or a message is dropped.
 
     Raises ``ConfigError``: the address cannot be listened on.
     """
@@ -88,13 +88,13 @@ class ZmqChannel:
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._context = zmq.Context(io_threads=1)
-        # A monitored connection takes three; ZeroMQ's default would end at some 340 of them.
+        # A monitored connection takes three sockets; ZeroMQ's default permits some 340 connections.
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         self._limits = extra
         self._keyring = keyring
         self._allowed = allowed
         self._router = self._socket(zmq.ROUTER)
-        # A frame for a peer that left is an error to us, not silence.
+        # To send to a peer that has left is an error; by default ZeroMQ drops the frame silently.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._authenticator = ZapAuthenticator(
             self._context,
@@ -129,7 +129,7 @@ class ZmqChannel:
         self._wake_lock = threading.Lock()
 
     def connect(self, link: str, host: str, port: int) -> None:
-        """As ``Channel``. One that is not allowed, or to a peer without a known key, is reported as lost."""
+        """As ``Channel``. An address that is not allowed or has no known key is reported as lost."""
         self.drop(link)
         refusal = self._refusal(host, port)
         if refusal:
@@ -192,24 +192,24 @@ class ZmqChannel:
         self._stillborn.clear()
         now = time.monotonic()
         stood_still, self._received_at = now - self._received_at > _RECONNECT_MS / 2000, now
-        # Asked of all at once: asking each socket whether it has something costs more than all else here.
+        # One poll for all sockets: a poll per socket would take most of the time of this method.
         ready = {readable for readable, _ in self._poller.poll(0)}
         if not ready.isdisjoint(self._authenticator.sockets):
             self._authenticator.serve()
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 1 << 16)
-        # Answers to our own questions first, and with room of their own: no flood from outside delays them.
+        # Links that this worker opened come first, each with its own bound, so that no flood delays them.
         for name, link in list(self._links.items()):
             if link.dealer in ready:
-                # What a peer sends after a loss goes to a link that it does not know any more.
+                # Frames after a loss may belong to a new session of the peer: see ``_RECONNECT_MS``.
                 is_doubtful = link.probe is not None or (stood_still and link.monitor in ready)
                 self._drain_dealer(name, link, link.doubtful if is_doubtful else arrived)
                 del link.doubtful[_MOST_ARRIVALS:]
             if link.monitor in ready or link.probe is not None:
                 lost = self._lost(name, link)
                 if lost is not None:
-                    # A process that is gone sent all of it before: often that it has sent everything.
+                    # A process that is gone sent these frames before the loss: often its last ``Written``.
                     arrived += link.doubtful if lost.loss is PeerLoss.PROCESS_GONE else ()
                     arrived.append(lost)
                     link.doubtful.clear()
@@ -230,11 +230,11 @@ class ZmqChannel:
                 os.write(self._wake_write, b"w")
 
     def close(self) -> None:
-        """Close all sockets; frames not yet sent get a moment to leave."""
+        """Close all sockets; frames that are not sent yet get 200 ms."""
         if self._closed:
             return
         with self._wake_lock:
-            # From here on no other thread writes to a number that may soon be another file's.
+            # After this no other thread writes to the pipe, whose number may soon be another file's.
             self._closed = True
         for link in list(self._links):
             self.drop(link)
@@ -276,20 +276,20 @@ class ZmqChannel:
         with contextlib.suppress(zmq.Again):
             for _ in range(_MOST_ARRIVALS):
                 parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-                # Not one of ours: it gets no answer, since the sender may not even speak in frames.
+                # No answer: the sender is no kvconnect worker, and may not be able to read frames.
                 if len(parts) != 2:
                     self._authenticator.complain("peer_message", "a message of other than one part")
                     continue
                 try:
                     host = str(parts[1].get("Peer-Address"))
                 except zmq.ZMQError:
-                    # ZeroMQ notes nothing about a peer that speaks its protocol of before version 3.
+                    # ZeroMQ has no address of a peer whose ZMTP version is below 3.
                     self._authenticator.complain("peer_message", "a message of a peer without an address")
                     continue
                 arrived.append(Frame(f"in:{parts[0].bytes.hex()}", parts[1].bytes, host))
 
     def _lost(self, name: str, link: _Link) -> LinkLost | None:
-        """A connection that its monitor calls lost, once it is known whether the peer is gone."""
+        """The loss of a connection, once the probe has shown whether the process is gone; None before."""
         now = time.monotonic()
         while link.monitor.poll(0):
             message = recv_monitor_message(link.monitor)
@@ -308,7 +308,7 @@ class ZmqChannel:
         return LinkLost(name, PeerLoss.LINK_LOST, link.reason)
 
     def _cause(self, event: int, value: int) -> str:
-        """Why a handshake failed, most likely."""
+        """The most likely reason why a handshake failed."""
         ours = "this node is insecure" if self._keyring is None else f"ours is the {self._keyring.describe()}"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return f"the peer does not admit our public key ({ours})"
