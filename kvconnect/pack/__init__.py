@@ -1,1 +1,1 @@
-"""Kernels that gather pages into a slot and scatter them, and the memory of slots."""
+"""Packing: kernels that gather pages into a slot and scatter them from it, and the memory of slots."""

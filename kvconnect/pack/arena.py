@@ -1,4 +1,4 @@
-"""The memory of slots: one allocation, of what a serving stack has left free, registered with the engine."""
+"""The memory of slots: one allocation from memory that the serving stack leaves free. Knows no requests."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from kvconnect.pack.shared_memory import SharedMemory, SharedMemoryCard
 logger = logging.getLogger(__name__)
 
 ALIGN_BYTES = 4096
-# What was packed is still in the processor's cache when the engine reads it.
+# So small that a packed chunk is still in the processor's cache when the engine reads it.
 _AUTO_CPU_BYTES = 4 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 _MOST_CUDA_BYTES = 256 << 20
 _PART_OF_CUDA_MEMORY = 512
 LEAST_SLOTS = 4
 LEAST_SLOT_BYTES = 16 << 20
-# So much of a GPU is left free: kernels, links of the engine, and graphs larger than they were guessed.
+# This part of a GPU stays free: for kernels, links of the engine, and graphs larger than estimated.
 _MARGIN_PART = 256
 _UNCACHED_BYTES = 64 << 20
 _MOST_COPIES = 64
 _CUDA_SHARE = 0.85
 _CPU_SHARE = 0.6
-"""What packing reaches of a plain copy: see `python -m benchmarks pack`."""
+"""The rate of packing relative to a plain copy: see `python -m benchmarks pack`."""
 
 
 def auto_slot_bytes(device: torch.device | str) -> int:
-    """The default size of slots: large enough that a transfer's fixed cost counts little."""
+    """The default size of slots in bytes: large enough that the fixed cost of a transfer is small."""
     device = torch.device(device)
     if device.type != "cuda":
         return _AUTO_CPU_BYTES
@@ -45,7 +45,7 @@ def auto_slot_bytes(device: torch.device | str) -> int:
 
 
 def spare_bytes(device: torch.device, reserved_bytes: int = 0) -> int | None:
-    """What is free, less ``reserved_bytes`` that the serving stack is still to take; None: not bounded."""
+    """Free bytes of a GPU, less a margin and the serving stack's ``reserved_bytes``; None for a CPU."""
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -53,9 +53,10 @@ def spare_bytes(device: torch.device, reserved_bytes: int = 0) -> int | None:
 
 
 def fitted_slots(slot_bytes: int, count: int, arenas: int, spare: int) -> tuple[int, int]:
-    """Size and number of slots, of so many arenas and one more slot of scratch, that ``spare`` bytes hold.
+    """Size in bytes and number of slots per arena, such that ``spare`` bytes hold ``arenas`` arenas and one
+    more slot of scratch memory.
 
-    First there are fewer slots, then smaller ones. The least is returned even where it does not fit.
+    The number is reduced first, then the size. The least of both is returned even if it does not fit.
     """
     spare -= arenas * ALIGN_BYTES
     least = min(count, LEAST_SLOTS)
@@ -67,12 +68,12 @@ def fitted_slots(slot_bytes: int, count: int, arenas: int, spare: int) -> tuple[
 
 
 class Arena:
-    """Slots side by side on one device, and scratch memory after them.
+    """``count`` slots of ``slot_bytes`` side by side on one device, followed by scratch memory.
 
-    Peers of this machine can map those in CPU memory that are ``shared``, where the system has such memory;
-    they find it by ``card``.
+    With ``shared``, peers of this machine can map an arena in CPU memory, if the system has shared memory.
+    ``card`` names this memory to them; it is None otherwise.
 
-    Raises ``ConfigError``: the device has no room for them.
+    Raises ``ConfigError``: the device has not enough free memory.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Arena:
         if on_cpu:
             _use_huge_pages(self.address, self.length_bytes)
         self.scratch_address = self.address + slot_bytes * count
-        # It is written to peers as it is, and memory of this process was something else before.
+        # Scratch memory is sent to peers unchanged, and must not leak former content of this process.
         self.view(self.scratch_address, scratch_bytes).zero_()
         self.addresses = tuple(self.address + index * slot_bytes for index in range(count))
 
@@ -123,27 +124,27 @@ class Arena:
 
 
 def _use_huge_pages(address: int, length_bytes: int) -> None:
-    """Have the system back this memory with large pages: a copy to another process takes half the time."""
+    """Ask the system for huge pages: with them a copy to another process takes half the time."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        # Where the system has none, it answers with an error, and all is as it was.
+        # The result is ignored: without huge pages the memory works as well.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(length_bytes), advice)
 
 
 def pack_bytes_per_s(arena: Arena) -> float:
-    """About how fast pages are packed here: a plain copy, and the usual part of it."""
+    """An estimate of the packing rate: the usual part of the rate of a plain copy."""
     return copy_bytes_per_s(arena) * (_CUDA_SHARE if arena.device.type == "cuda" else _CPU_SHARE)
 
 
 def copy_bytes_per_s(arena: Arena) -> float:
-    """How fast a plain copy into a slot is."""
+    """The measured rate of a plain copy into a slot."""
     on_cuda = arena.device.type == "cuda"
     target: Any = arena.view(arena.addresses[0], arena.slot_bytes)
     sources: Any
     if not on_cuda:
-        # Pages lie in memory: what is in the processor's cache, as a slot is, is copied several times faster.
+        # Sources exceed the processor's cache, as pages do: a copy from the cache is several times faster.
         copies = max(1, min(_MOST_COPIES, _UNCACHED_BYTES // arena.slot_bytes))
-        # By numpy, as pages are packed: torch would take all cores.
+        # With numpy, as in packing: torch would use all cores.
         sources, target = np.ones((copies, arena.slot_bytes), dtype=np.uint8), target.numpy()
     elif len(arena.addresses) > 1:
         sources = arena.view(arena.addresses[1], arena.slot_bytes)[None]
@@ -151,7 +152,7 @@ def copy_bytes_per_s(arena: Arena) -> float:
         sources = arena.view(arena.scratch_address, min(arena.scratch_bytes, arena.slot_bytes))[None]
     seconds = math.inf
     for _ in range(3):
-        # The first copy is the first use of this memory, and slow.
+        # The best of three: the first copy is slow, since it touches the memory first.
         start = time.perf_counter()
         for source in sources:
             target[: len(source)] = source

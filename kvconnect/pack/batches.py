@@ -1,4 +1,4 @@
-"""A chunk of one request, or some rows of an offload, as moves of like lanes: what movers need."""
+"""The input of movers: a chunk of one request, or some rows of an offload, as moves of joined lanes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvconnect.plan.chunks import Chunk, Placement
 
 @dataclass(frozen=True)
 class PageRange:
-    """The kernel positions ``first .. first + count - 1`` of a group."""
+    """The kernel positions ``first .. first + count - 1`` of a cache group."""
 
     group: int
     first: int
@@ -32,10 +32,10 @@ Blocks = Mapping[PageRange, BlockIds]
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """What like lanes move in one chunk, of any request.
+    """The part of a chunk that joined lanes move, for any request.
 
-    Lane ``i`` of ``lanes[which]`` has its first row at ``wire[i]`` bytes into the slot. The first of the
-    pages begins ``-lead`` rows before the chunk, which has ``rows`` rows.
+    Lane ``i`` of ``lanes[which]`` has its first row ``wire[i]`` bytes into the slot. The first page begins
+    ``-lead`` rows before the chunk's first row; the chunk has ``rows`` rows of each lane.
     """
 
     lanes: Lanes
@@ -48,7 +48,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Launch:
-    """The moves of one access width. ``batches_at`` is where their fields begin among the numbers."""
+    """A kernel launch for all moves of one ``access``; their fields begin at index ``batches_at`` of the
+    layout's numbers."""
 
     access: Access
     batches_at: int
@@ -59,9 +60,10 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class ChunkLayout:
-    """What a chunk is on one side, for any request.
+    """The work for a chunk on one side, for any request.
 
-    For kernels it has launches and their ``numbers``, with room at ``places`` for those of each page range.
+    For the Triton kernel it has launches and their ``numbers``, int64, with room for the block ids of each
+    page range at the index in ``places``. ``streams`` are the parts of the slot that a digest covers.
     """
 
     total_bytes: int
@@ -74,10 +76,10 @@ class ChunkLayout:
 
 @dataclass(frozen=True, eq=False)
 class StagedChunk:
-    """A chunk with the kernel blocks of a request, 0 for none, ready to be moved as often as is wanted.
+    """A chunk with a request's kernel block ids, 0 for no block, ready to be moved any number of times.
 
-    Blocks whose pages are placed are followed by their places: bytes into the slot, multiples of 16.
-    A kernel reads ``tensor``, which lies in ``lent``.
+    With placed pages (see ``Launcher``), block ids are followed by places: bytes into the slot, multiples
+    of 16. The Triton kernel reads ``tensor``, which is a part of ``lent``.
     """
 
     layout: ChunkLayout
@@ -87,12 +89,12 @@ class StagedChunk:
 
     @property
     def total_bytes(self) -> int:
-        """What it has in a slot."""
+        """Bytes of the chunk in a slot."""
         return self.layout.total_bytes
 
 
 class PackTicket:
-    """A pack or unpack that was asked for. On a CPU, as here, it is ``done`` at once."""
+    """A submitted pack or unpack. This base class is for a CPU, where it is ``done`` at once."""
 
     def __init__(self, digest: int | None) -> None:
         self._digest = digest
@@ -103,20 +105,20 @@ class PackTicket:
 
     @property
     def digest(self) -> int | None:
-        """The 64-bit digest of the slot's bytes as they were moved; None where none was asked for.
+        """The 64-bit digest of the slot's bytes as they were moved; None if no digest was requested.
 
-        Raises ``LocalError``: it is not done yet.
+        Raises ``LocalError``: the pack or unpack is not done yet.
         """
         return self._digest
 
     def wait(self) -> None:
-        """Block the calling thread until it is done. For tests and benchmarks."""
+        """Block the calling thread until the work is done. For tests and benchmarks."""
 
 
 def make_move(lanes: Lanes, chunk: Chunk, placement: Placement) -> Move | None:
-    """What like lanes move in a chunk; None where they have no rows of it.
+    """The part of a chunk that joined lanes move; None if the chunk has no rows of them.
 
-    Raises ``LayoutError``: that is more pages than the cache has, whichever peer asked for them.
+    Raises ``LayoutError``: a peer's chunk has more pages than the cache.
     """
     start, stop = np.searchsorted(lanes.stream, (chunk.first_stream, chunk.stop_stream))
     if start == stop:
@@ -138,21 +140,21 @@ def make_move(lanes: Lanes, chunk: Chunk, placement: Placement) -> Move | None:
 
 
 class PlainMover:
-    """What movers without a kernel of their own have in common: nothing of a chunk is worked out before."""
+    """The base of movers without a kernel of their own: nothing is computed or copied ahead of ``move``."""
 
     def prepare(self, total_bytes: int, streams: Streams, moves: tuple[Move, ...]) -> ChunkLayout:
-        """See ``Launcher``."""
+        """See ``Launcher.prepare``."""
         return ChunkLayout(total_bytes, streams, moves)
 
     def stage(self, layouts: Sequence[ChunkLayout], blocks: Blocks) -> list[StagedChunk]:
-        """See ``TritonMover``."""
+        """See ``TritonMover.stage``."""
         return [StagedChunk(layout, blocks) for layout in layouts]
 
 
 class Part(NamedTuple):
-    """The pages ``first <= i < stop`` of a move, of each of which ``tokens`` rows travel after ``skipped``.
+    """The pages ``first <= i < stop`` of a move: of each page ``tokens`` rows travel, after ``skipped`` rows.
 
-    The first of these rows lies ``at`` bytes into those of its lane in the slot.
+    The first of these rows lies ``at`` bytes after the lane's first row in the slot.
     """
 
     first: int
@@ -163,7 +165,7 @@ class Part(NamedTuple):
 
 
 def parts(move: Move, count: int) -> Iterator[Part]:
-    """A move's pages: the whole ones, and the first and the last, of which less may travel."""
+    """Divide a move's ``count`` pages into whole pages, and a first and last page that may travel in part."""
     walk = move.lanes.walk
     head = 1 if move.lead < 0 else 0
     tail = max(head, count - 1 if move.lead + count * walk.tokens > move.rows else count)
@@ -178,7 +180,7 @@ def parts(move: Move, count: int) -> Iterator[Part]:
 def values_by_scale(
     lanes: Lanes, planes: int, run: int, scales: Sequence[float]
 ) -> Iterator[tuple[int, slice, float]]:
-    """Of the values of a head in each plane those of K, and those of V, with their scale."""
+    """For each plane, the range of K's values in a head's run of ``run`` values, and of V's, with scales."""
     for plane in range(planes):
         keys = min(max(lanes.key_values - plane * run, 0), run)
         for first, stop, scale in ((0, keys, scales[0]), (keys, run, scales[1])):

@@ -1,12 +1,12 @@
-"""Values cast between the type of a cache and the type that travels, as tables.
+"""Tables that cast values between the dtype of a cache and the dtype on the wire.
 
-A cast of at most 16 bits is one look-up. What the entries are is the contract of every kernel:
+A cast of at most 16 bits is one look-up. These rules bind every kernel:
 
     to float8_e4m3fn:   x / scale, in float32, then the nearest value, ties to even, held within +-448
     from float8_e4m3fn: value * scale, in float32, then the nearest value, ties to even
     bfloat16, float16:  the nearest value, ties to even; infinite where it is out of range
 
-What is no number stays none, and is always one pattern of bits: 0x7f, 0x7fc0 or 0x7e00.
+A NaN stays a NaN, and always has the same bits: 0x7f, 0x7fc0 or 0x7e00.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_TABLES = 512
 
 @dataclass(frozen=True)
 class Cast:
-    """The type of a side's values in memory, and on the wire, which is never wider."""
+    """The dtype of a side's values in memory, and the dtype on the wire, which is never wider."""
 
     memory: str
     wire: str
@@ -44,19 +44,19 @@ class Cast:
 
     @property
     def widening(self) -> int:
-        """Bytes of memory for one on the wire."""
+        """Bytes in memory per byte on the wire: 1 or 2."""
         return self.memory_bytes // self.wire_bytes
 
 
 @functools.lru_cache(maxsize=_MOST_TABLES)
 def cast_table(source: str, target: str, scale: float) -> NDArray[Any]:
-    """The bits that values have as ``target`` by those that they have as ``source``: uint8 or uint16."""
+    """Bits of values in dtype ``target`` by their bits in ``source``: uint8 or uint16, one per pattern."""
     item = ITEM_BYTES[source]
     bits = torch.arange(-(1 << 8 * item - 1), 1 << 8 * item - 1, dtype=_INTS[item]).roll(1 << 8 * item - 1)
     values = bits.view(getattr(torch, source)).float()
     factor = torch.tensor(scale, dtype=torch.float32)
     if target == SCALED:
-        # Some versions of torch make NaN of what is out of range.
+        # Some versions of torch convert values out of range to NaN.
         values = (values / factor).clamp(-_LARGEST, _LARGEST)
     elif source == SCALED:
         values = values * factor

@@ -1,17 +1,17 @@
-"""The digest of a packed chunk: 64 bits that distinguish a whole slot from a torn, late or foreign one.
+"""The digest of a packed chunk: 64 bits that distinguish an intact slot from a torn, late or foreign one.
 
-Every word of the wire is mixed with a seed and with its place, and the results are summed, in any order. A
-changed word always changes the sum, since the mix is one to one. It guards against accidents, not against an
-attacker, who knows the formula.
+Every word of the wire is mixed with a seed and its place, and the results are summed in any order. One
+changed word always changes the sum, since the mix is one to one. The digest detects accidents; an attacker,
+who knows the formula, can forge it.
 
     mix(x):  x ^= x >> 32;  x *= MULTIPLIER;  x ^= x >> 32        all modulo 2**64
     digest:  sum over words of mix(word + seed + STEP * place),   place = offset_bytes // word_bytes
 
-A stream's words have its ``word_bytes``, and are little endian. Bytes between streams do not count.
+A stream's words have its ``word_bytes``, and are little endian. Bytes between streams are not covered.
 
-On a CPU only the words of one line of ``LINE_BYTES`` in so many count: of lines that lie in one stream, and
-whose number in the slot, plus the seed, is a multiple of that. So all that is torn or stale over as many
-lines is still found for sure, and each generation of a slot looks at others.
+On a CPU the digest samples one line of ``LINE_BYTES`` in ``one_in``: the lines that lie wholly in one stream
+and whose number in the slot, plus the seed, is a multiple of ``one_in``. A run of ``one_in`` torn or stale
+lines always has a sampled line. Each generation of a slot samples other lines, since it is the seed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ MULTIPLIER = 0xBF58476D1CE4E5B9
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _AT_ONCE = 1 << 15
 
-# What a processor reads at once.
+# A cache line of the processor.
 LINE_BYTES = 64
-# A digest covers so many lines at least, or of all: a small chunk costs little.
+# A digest covers at least this many lines, or all lines of a small chunk.
 LEAST_LINES = 256
-# One line in so many, which is one in 16 KiB, costs some hundredths of what a transfer takes.
+# One line in 256, which is one per 16 KiB, costs a few per cent of a transfer.
 CPU_DIGEST_SAMPLE = 256
 
 Lines = NDArray[np.int64]
-# The streams of a chunk that have bytes: (offset, length, word), all in bytes.
+# The non-empty streams of a chunk: (offset in the slot, length, word size), all in bytes.
 Streams = tuple[tuple[int, int, int], ...]
 
 
 def digest_streams(slot: NDArray[np.uint8], streams: Streams, seed: int, one_in: int) -> int:
-    """The digest of the streams in a slot, of one line in so many."""
+    """The 64-bit digest of the streams in a slot, over about one line in ``one_in``."""
     num_lines = sum(length for _, length, _ in streams) // LINE_BYTES
     one_in = max(1, min(one_in, num_lines // LEAST_LINES))
     if one_in == 1:
@@ -51,7 +51,7 @@ def digest_streams(slot: NDArray[np.uint8], streams: Streams, seed: int, one_in:
 
 
 def _lines_by_word(streams: Streams) -> list[tuple[int, Lines, Lines]]:
-    """For each size of words the lines that lie in one stream of it: first and behind the last, by stream."""
+    """By word size, the lines wholly in one stream: the first, and the one after the last, of each stream."""
     columns = np.array(streams, dtype=np.int64)
     first, stop = -(-columns[:, 0] // LINE_BYTES), (columns[:, 0] + columns[:, 1]) // LINE_BYTES
     words = columns[:, 2]
@@ -63,7 +63,7 @@ def _digest_stream(slot: NDArray[np.uint8], offset: int, length: int, word: int,
     step = np.uint64(STEP)
     places = np.arange(min(_AT_ONCE, len(words)), dtype=np.uint64) * step
     total = 0
-    # A piece at a time stays in the processor's cache.
+    # In pieces that stay in the processor's cache.
     for at in range(0, len(words), _AT_ONCE):
         piece = words[at : at + _AT_ONCE]
         x = piece + places[: len(piece)]
@@ -74,14 +74,14 @@ def _digest_stream(slot: NDArray[np.uint8], offset: int, length: int, word: int,
 
 @functools.lru_cache(maxsize=4096)
 def _some_lines(streams: Streams, one_in: int, residue: int) -> list[tuple[int, Lines, NDArray[np.uint64]]]:
-    """For each size of words, the lines that count for seeds of this residue, and what places add there."""
+    """By word size, the sampled lines for seeds of this residue, and the place term of their first words."""
     return [_lines_that_count(*alike, one_in, residue) for alike in _lines_by_word(streams)]
 
 
 def _lines_that_count(
     word_bytes: int, first: Lines, stop: Lines, one_in: int, residue: int
 ) -> tuple[int, Lines, NDArray[np.uint64]]:
-    # The first line of each stream that counts, and how many do.
+    # The first sampled line of each stream, and the number of sampled lines.
     first = first + -(first + residue) % one_in
     count = np.maximum(0, -((first - stop) // one_in))
     before = np.cumsum(count) - count
@@ -92,7 +92,7 @@ def _lines_that_count(
 def _digest_lines(
     slot: NDArray[np.uint8], word_bytes: int, lines: Lines, begins: NDArray[np.uint64], seed: int
 ) -> int:
-    """The digest of these lines of a slot; ``begins`` is what the place of each one's first word adds."""
+    """The digest of some lines of a slot; ``begins`` is ``STEP * place`` of each line's first word."""
     line_words = LINE_BYTES // word_bytes
     whole = len(slot) // LINE_BYTES * LINE_BYTES
     x = slot[:whole].view(_WORDS[word_bytes]).reshape(-1, line_words)[lines].astype(np.uint64, copy=False)

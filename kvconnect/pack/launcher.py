@@ -1,7 +1,7 @@
-"""Launches of the kernel in ``move_triton.py``: how its work is cut, and the numbers that it reads.
+"""Launches of the kernel in ``move_triton.py``: divides its work into items, and writes its arguments.
 
-Lanes are of one launch if their accesses are equally wide, so that odd rows (the 132 bytes of an fp8 indexer)
-slow no other lanes down.
+One launch has the lanes with equal ``Access``, so that odd rows (the 132 bytes of an fp8 indexer) slow no
+other lanes down.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvconnect.pack.page_lanes import Access, Column, Lanes
 FIELDS = 20
 CAST_FIELDS = FIELDS + 1
 
-# Measured on an H200 (`python -m benchmarks pack`). Small tiles, which one program moves at a time, leave
-# registers for many programs; an item has many tiles, so that what is worked out once per item counts little.
+# Measured on an H200 (`python -m benchmarks pack`). A program moves one tile at a time: small tiles leave
+# registers for many programs. An item has many tiles, so that the set-up of an item costs little.
 _TILE_BYTES = 8 << 10
 _NUM_WARPS = 8
 _MOST_TURNS = 16
@@ -38,10 +38,10 @@ _LOADED_AT_ONCE = 1024
 
 
 class Launcher:
-    """Launches of the kernel over ``all_lanes`` that are ever moved, on the stream that is current.
+    """Launches the kernel on the current stream. ``all_lanes`` are all lanes that will ever be moved.
 
-    One thread prepares and stages; any may load and start, several at a time. With ``is_placed`` pages do not
-    lie one after the other in the slot, but each at a place of its own.
+    One thread prepares and stages; any number of threads may load and start. With ``is_placed`` each page
+    has a place of its own in the slot; without it, the pages of a lane follow each other.
     """
 
     def __init__(self, all_lanes: Sequence[Lanes], device: torch.device, *, is_placed: bool = False) -> None:
@@ -66,7 +66,7 @@ class Launcher:
         self.sums = torch.zeros(1, dtype=torch.int64, device=device)
 
     def compile(self, pack: bool) -> None:
-        """Compile the kernels that move one way without a digest now, not while a step waits for them."""
+        """Compile the kernels of one direction without digest, so that no model step waits for that later."""
         lent = self._pool.lend(FIELDS)
         lent.values[:FIELDS] = 0
         self.load(lent)
@@ -74,7 +74,7 @@ class Launcher:
         self.start(StagedChunk(layout, {}, lent.tensor, lent), 0, pack)
 
     def prepare(self, total_bytes: int, streams: Streams, moves: tuple[Move, ...]) -> ChunkLayout:
-        """What can be worked out of a chunk before the blocks are known."""
+        """Compute the layout of a chunk, which does not depend on block ids."""
         columns: list[Column] = []
 
         def put(column: Column) -> int:
@@ -95,8 +95,8 @@ class Launcher:
             fields, num_items = self._fields(access, alike, lanes_at, blocks_at)
             programs = min(num_items, self._programs)
             launches.append(Launch(access, put(fields), len(alike), num_items, programs))
-        # What is staged together lies side by side, each from a multiple of 16 bytes on, as the compiled
-        # kernel expects it.
+        # Padding: layouts that are staged together follow each other, and the compiled kernel expects each
+        # at a multiple of 16 bytes.
         put(np.zeros(2 - sum(map(len, columns)) % 2, dtype=np.int64))
         numbers = np.concatenate(columns)
         return ChunkLayout(total_bytes, streams, moves, tuple(launches), numbers, tuple(places.items()))
@@ -104,7 +104,7 @@ class Launcher:
     def stage(
         self, layouts: Sequence[ChunkLayout], of_pages: Sequence[Blocks]
     ) -> tuple[NumberBuffer, list[StagedChunk]]:
-        """Write the numbers of several, with those of their pages, to memory for ``load``."""
+        """Write the numbers of layouts, with block ids from ``of_pages``, to a host buffer for ``load``."""
         lent = self._pool.lend(sum(len(layout.numbers) for layout in layouts))
         staged, at = [], 0
         for layout, columns in zip(layouts, of_pages, strict=True):
@@ -119,7 +119,7 @@ class Launcher:
         return lent, staged
 
     def load(self, lent: NumberBuffer) -> None:
-        """Bring numbers to where the kernel reads them: by a kernel, as copy engines may be busy for long."""
+        """Copy a buffer's numbers to the device, by a kernel, since copy engines may be busy for long."""
         varying = (lent.tensor, lent.host_address, lent.count)
         grid = div_ceil(lent.count, _LOADED_AT_ONCE)
         if self._compiled_load is not None:
@@ -130,7 +130,7 @@ class Launcher:
             self._compiled_load = made
 
     def start(self, staged: StagedChunk, slot: int, pack: bool, seed: int | None = None) -> None:
-        """Launch what was loaded. With a ``seed`` the digest of what is in the slot is added to ``sums``."""
+        """Launch the kernels of a loaded chunk. With a ``seed`` they add the slot's digest to ``sums``."""
         signed = 0 if seed is None else (seed + 2**63) % 2**64 - 2**63
         for launch in staged.layout.launches:
             counts = launch.batches_at, launch.num_batches, launch.num_items
@@ -138,8 +138,8 @@ class Launcher:
             key = (launch.access, pack, seed is not None)
             compiled, constants = self._compiled.get(key, (None, ()))
             if compiled is not None:
-                # What Triton would find out anew at each launch takes longer than everything else that is
-                # done for a chunk: the types of all arguments, and which kernel that means.
+                # Called directly: Triton would look up the argument types and the kernel at each launch,
+                # which takes longer than all other work for a chunk.
                 compiled[(launch.programs, 1, 1)](*varying, *constants)
                 continue
             named = self._constants(*key)
@@ -171,14 +171,14 @@ class Launcher:
     def _fields(
         self, access: Access, moves: Sequence[Move], lanes_at: Sequence[int], blocks_at: Sequence[int]
     ) -> tuple[Column, int]:
-        """The moves' fields, and how many items they have together."""
+        """The fields of the moves, int64, and the total number of their items."""
         pages = self._pages_at_once(access)
         tiles = [div_ceil(move.lanes.walk.page_bytes // access.unit, self._units[access]) for move in moves]
         turns = [div_ceil(move.pages.count, pages) for move in moves]
         lanes = [len(move.wire) for move in moves]
         all_turns = sum(map(math.prod, zip(tiles, turns, lanes, strict=True)))
-        # Long items, a few for each program, so that all programs end at about the same time; where there is
-        # less to do, fewer programs rather than short items.
+        # A few long items per program, so that all programs end at about the same time. A small launch has
+        # fewer programs rather than shorter items.
         at_once = div_ceil(all_turns, _ITEMS_EACH * self._programs)
         at_once = max(at_once, min(_LEAST_TURNS, all_turns // max(1, self._programs // 4)))
         at_once = min(at_once, _MOST_TURNS)
@@ -188,8 +188,8 @@ class Launcher:
         for move, count, turn, *at in zip(moves, tiles, turns, lanes_at, blocks_at, strict=True):
             walk = move.lanes.walk
             turn = div_ceil(turn, at_once)
-            # Pages that are placed are moved one after the other, in all lanes: so programs that run at a
-            # time are near each other in the memory that pages are placed in.
+            # With placed pages the page is the outermost index, before lanes, so that concurrent programs
+            # access memory of the slot near each other.
             order = (count * len(move.wire), count) if self._is_placed else (count * turn, turn)
             sizes = move.pages.count, move.lead, move.rows, walk.tokens, walk.page_bytes // unit
             axes = walk.wire_token_stride // unit, walk.wire_run_bytes // unit, walk.planes, walk.heads
@@ -203,7 +203,7 @@ class Launcher:
 
 
 def _lane_numbers(move: Move) -> Column:
-    """For each lane its address and its place in the slot; with a cast also its scales, two to a number."""
+    """Per lane its address, and its place in the slot in units; with a cast also both scales as a number."""
     access = move.lanes.access
     columns = [move.lanes.address[move.which], move.wire // access.unit]
     if access.cast is not None:
@@ -212,9 +212,10 @@ def _lane_numbers(move: Move) -> Column:
 
 
 def units_at_once(pages: Sequence[tuple[int, int]], most: int) -> int:
-    """How many units of a page a tile takes: a power of two, as large as wastes little.
+    """The units of a page in one tile: a power of two up to ``most``, the largest one whose tiles cover at
+    most 15 % more units than the best size.
 
-    ``pages`` are the units of a page, and how many lanes have such pages.
+    ``pages`` has pairs: the units of a page, and the number of lanes with such pages.
     """
     most = max(1, 1 << (most.bit_length() - 1))
     sizes = [1 << bit for bit in range(most.bit_length())]

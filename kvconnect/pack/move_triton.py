@@ -1,14 +1,14 @@
-"""The kernel that moves pages to and from a slot.
+"""The Triton kernel that moves pages to and from a slot.
 
-It knows memory by absolute addresses. Its work is cut into items: some pages of one lane, and of these the
-same units of each page. Where the units of a page lie is worked out once per item; after that a page costs a
-block id and additions. Programs take items in turn, so that any number of programs can do all the work.
+It addresses memory by absolute addresses. Its work is divided into items. An item is some pages of one lane,
+and the same units of each of them. The offsets of the units in a page are computed once per item; after that
+a page costs a block id and additions. Programs take items in turn, so any number of programs can do the work.
 
-All numbers of a request's chunks are one int64 tensor: for each chunk a row of ``FIELDS`` per batch, an
+All numbers of a request's chunks are in one int64 tensor: for each chunk a row of ``FIELDS`` per batch, an
 address and a place in the slot per lane, and block ids. Lanes whose values are cast have a third number.
-Pages lie one after the other in a slot, or, if they are ``PLACED``, each where the numbers after its batch's
-block ids place it: so one kernel packs the chunks of a transfer and the rows of an offload.
-Casts are arithmetic on bits, since not every device has the types; ``casts.py`` defines them.
+The pages of a lane follow each other in a slot. If they are ``PLACED``, the numbers after the block ids are
+their places; so the same kernel packs the chunks of a transfer and the rows of an offload.
+Casts are arithmetic on bits, since not every device has the dtypes; ``casts.py`` defines them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STEP, _MULTIPLIER = tl.constexpr(STEP), tl.constexpr(MULTIPLIER)
 
 @triton.jit
 def word_pointer(address, BYTES: tl.constexpr):
-    """The words of so many bytes at these addresses: 8, 4, 2 or 1."""
-    # An interpreter takes an address below 2**31 for 32 bits, against any annotation.
+    """Pointers to words of ``BYTES`` bytes (8, 4, 2 or 1) at these addresses."""
+    # Triton's interpreter treats an address below 2**31 as 32 bits, in spite of annotations.
     address = address.to(tl.int64)
     if BYTES == 8:
         pointer = address.to(tl.pointer_type(tl.uint64))
@@ -46,13 +46,13 @@ def _mix(x):
 
 @triton.jit
 def _mixed_sum(words, live):
-    # The words of a unit lie in one thread: summing them here halves what is carried on.
+    # One thread has all words of a unit: summing them first halves the accumulated values.
     return tl.sum(tl.where(live, _mix(words), 0), axis=2)
 
 
 @triton.jit
 def _load_words(address, mask, WORD: tl.constexpr, MEMORY: tl.constexpr, UNIT: tl.constexpr):
-    """Words as uint64, put together from smaller ones where memory is not aligned to them."""
+    """Load words as uint64, from smaller pieces where memory is not aligned to words."""
     step: tl.constexpr = MEMORY if MEMORY < WORD else WORD
     lanes = tl.arange(0, UNIT // WORD)[None, None, :]
     if step == WORD:
@@ -83,7 +83,7 @@ def _store_words(address, words, mask, WORD: tl.constexpr, MEMORY: tl.constexpr,
 
 @triton.jit
 def _fields_of(item, table, num_batches, FIELDS: tl.constexpr):
-    """The row of the batch that an item belongs to."""
+    """Pointer to the fields of the batch that an item belongs to."""
     batch = 0
     for other in range(1, num_batches):
         batch += (item >= tl.load(table + other * FIELDS)).to(tl.int32)
@@ -92,7 +92,7 @@ def _fields_of(item, table, num_batches, FIELDS: tl.constexpr):
 
 @triton.jit
 def _item_of(item, fields, num_pages, PLACED: tl.constexpr):
-    """An item's lane in its batch, which units of its pages, its first page and the one behind it."""
+    """An item's lane in its batch, its tile of units, its first page, and the page after its last one."""
     place = item - tl.load(fields).to(tl.int32)
     outer = tl.load(fields + 1).to(tl.int32)
     inner = tl.load(fields + 2).to(tl.int32)
@@ -107,7 +107,7 @@ def _item_of(item, fields, num_pages, PLACED: tl.constexpr):
 
 @triton.jit
 def _sizes(fields):
-    """What a batch's pages have in common."""
+    """The fields that all pages of a batch share."""
     num_pages = tl.load(fields + 6).to(tl.int32)
     lead = tl.load(fields + 7).to(tl.int32)
     rows = tl.load(fields + 8).to(tl.int32)
@@ -120,9 +120,9 @@ def _sizes(fields):
 
 @triton.jit
 def _offsets(fields, unit, wire_token, FLAT: tl.constexpr, UNIT: tl.constexpr, MEMORY: tl.constexpr):
-    """Where each unit of a page is: its token, bytes into the page, units into its head and the page's rows.
+    """Offsets of each unit of a page: its token, bytes in the page, units in its head, units on the wire.
 
-    ``UNIT`` is its size in memory.
+    ``UNIT`` is the size of a unit in memory, in bytes.
     """
     if FLAT:
         token = tl.zeros_like(unit)
@@ -143,7 +143,7 @@ def _offsets(fields, unit, wire_token, FLAT: tl.constexpr, UNIT: tl.constexpr, M
         head_stride = tl.load(fields + 17).to(tl.int32)
         token_stride = tl.load(fields + 18).to(tl.int32)
         wire_head = tl.load(fields + 19).to(tl.int32)
-        # The strides of memory are counted in what it is aligned to, so that the compiler sees that.
+        # Strides count ``MEMORY`` bytes, the alignment, so that the compiler can see the alignment.
         memory_offset = plane * plane_stride + head * head_stride + token * token_stride
         memory_offset = memory_offset * MEMORY + within * UNIT
         wire_offset = (token * wire_token + head * wire_head) + (plane * run + within)
@@ -155,7 +155,7 @@ def _offsets(fields, unit, wire_token, FLAT: tl.constexpr, UNIT: tl.constexpr, M
 def _in_chunk(
     page, last, lead, rows, tokens, token, valid, wire_token, places, PLACED: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Which units of these pages travel, and where the pages' rows lie on the wire of their lane."""
+    """The mask of units that travel, and each page's offset on the wire of its lane, in units."""
     row = lead + page * tokens
     at_row = row[:, None] + token[None, :]
     live = (page < last)[:, None] & valid[None, :] & (at_row >= 0) & (at_row < rows)
@@ -168,7 +168,7 @@ def _in_chunk(
 
 @triton.jit
 def _from_bits(bits, TYPE: tl.constexpr):
-    """The float32 that bits of a type stand for."""
+    """The float32 values of bits of dtype ``TYPE``."""
     if TYPE == "bfloat16":
         value = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif TYPE == "float16":
@@ -176,7 +176,7 @@ def _from_bits(bits, TYPE: tl.constexpr):
     else:
         bits = bits.to(tl.uint32)
         size = bits & 0x7F
-        # Exponents count from 7 here and from 127 there; below the smallest normal value steps are 2**-9.
+        # The exponent bias is 7 in fp8 and 127 in float32. Subnormal fp8 values are multiples of 2**-9.
         normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
         signed = value.to(tl.uint32, bitcast=True) | ((bits & 0x80) << 24)
@@ -186,7 +186,7 @@ def _from_bits(bits, TYPE: tl.constexpr):
 
 @triton.jit
 def _to_bits(value, TYPE: tl.constexpr):
-    """The bits of a type that are nearest to a float32, as uint32."""
+    """The bits, as uint32, of the value of dtype ``TYPE`` that is nearest to a float32."""
     bits = value.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     if TYPE == "bfloat16":
@@ -197,7 +197,7 @@ def _to_bits(value, TYPE: tl.constexpr):
         made = tl.where(size > 0x7F800000, 0x7E00, nearest)
     else:
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # Next to 2**14 a float32 has steps of 2**-9, so that the addition rounds to those of small values.
+        # At 2**14 the steps of float32 are 2**-9, so the addition rounds as subnormal fp8 values need.
         raised = size.to(tl.float32, bitcast=True) + 16384.0
         small = raised.to(tl.uint32, bitcast=True) - 0x46800000
         nearest = tl.where(size < 0x3C800000, small, normal)
@@ -208,7 +208,7 @@ def _to_bits(value, TYPE: tl.constexpr):
 
 @triton.jit
 def _scale_of_values(lane, fields, in_head, UNIT: tl.constexpr, WIRE_TYPE: tl.constexpr):
-    """The scale of each value of each unit: K's or V's. Only fp8 has any."""
+    """The scale of K or V for each value of each unit; 1 if the wire is not fp8, which alone has scales."""
     if WIRE_TYPE == "float8_e4m3fn":
         both = tl.load(lane + 2).to(tl.uint64, bitcast=True)
         of_key = both.to(tl.uint32).to(tl.float32, bitcast=True)
@@ -235,7 +235,7 @@ def _move_words(
     MEMORY_TYPE: tl.constexpr,
     WIRE_TYPE: tl.constexpr,
 ):
-    """Move what is live; ``kept`` is that of which there is a page. The words are those in the slot."""
+    """Move the ``live`` units; only ``kept`` ones have a page. Returns the words of the slot as uint64."""
     if WIRE_TYPE is not None:
         memory_item: tl.constexpr = 1 if MEMORY_TYPE == "float8_e4m3fn" else 2
         item: tl.constexpr = 1 if WIRE_TYPE == "float8_e4m3fn" else 2
@@ -265,7 +265,7 @@ def _move_words(
     return words
 
 
-# Numbers that differ from chunk to chunk are not specialised on: a new value must not mean a new compile.
+# No specialisation on numbers that differ between chunks: a new value must not cause a compilation.
 @triton.jit(do_not_specialize=["batches_at", "num_batches", "num_items", "slot", "seed"])
 def move_kernel(
     numbers,
@@ -304,7 +304,7 @@ def move_kernel(
         wire = tl.load(lane + 1)
 
         unit = tile * UNITS + tl.arange(0, UNITS)
-        # In one statement: Triton 3.2 has no variables of several values.
+        # Unpacked in one statement: Triton 3.2 has no tuple variables.
         token, unit_memory, in_head, unit_wire = _offsets(
             fields, unit, wire_token, FLAT, UNIT * WIDER, MEMORY
         )
@@ -314,7 +314,7 @@ def move_kernel(
         next_block = tl.load(blocks + page, mask=page < last, other=0)
         for start in range(first, last, PAGES):
             page = start + tl.arange(0, PAGES)
-            # The next pages' blocks are on their way while these pages move.
+            # Prefetch: block ids of the next pages are loaded while these pages move.
             block = next_block
             next_block = tl.load(blocks + page + PAGES, mask=page + PAGES < last, other=0)
             places, valid = blocks + num_pages, unit < units
@@ -332,13 +332,13 @@ def move_kernel(
                 key = page_wire.to(tl.uint64) * WORDS * _STEP + seed.to(tl.uint64)
                 sum_of_words += _mixed_sum(words + (key + unit_key), live)
     if DIGEST:
-        # No program waits for another: the sum is read after the kernel.
+        # Relaxed: the sum is read only after the kernel.
         tl.atomic_add(sums, tl.sum(sum_of_words).to(tl.int64, bitcast=True), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["host", "length"])
 def load_kernel(device, host: tl.int64, length, COUNT: tl.constexpr):
-    """Copy ``length`` numbers from the host's memory."""
+    """Copy ``length`` int64 numbers from pinned host memory to the device."""
     at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     live = at < length
     tl.store(device + at, tl.load(word_pointer(host, 8) + at, mask=live), mask=live)

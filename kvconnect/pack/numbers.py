@@ -1,6 +1,6 @@
-"""Memory for the numbers that kernels read: on the host where they are written, and on the device.
+"""A pool of buffers for kernel arguments: each a host array, where numbers are written, and a device tensor.
 
-It is used again: torch's allocators take longer than everything else that is done for a chunk.
+Buffers are reused, since torch's allocators take longer than all other work for a chunk.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 _LEAST_NUMBERS = 512
 _MOST_FREE_BYTES = 32 << 20
 
-# As much memory of the host, pinned where there is a GPU, as of the device; and where the former is.
+# Host array (pinned if there is a GPU), device tensor of the same length, and the host array's address.
 _Pair = tuple[NDArray[Any], torch.Tensor, int]
 
 
 class NumberBuffer:
-    """Room for ``count`` numbers: ``values`` on the host, where they are written, and ``tensor``.
+    """Room for ``count`` int64 numbers: ``values`` on the host, to be written, and ``tensor`` on the device.
 
-    Its owner keeps it until the kernels that read ``tensor`` are done: then so is what loaded it.
+    The owner must keep it until the kernels that read ``tensor`` are done, and with them the copy to it.
     """
 
     def __init__(self, pair: _Pair, count: int, pool: NumberPool) -> None:
@@ -33,7 +33,7 @@ class NumberBuffer:
 
 
 class NumberPool:
-    """Pairs by their length, a power of two. One thread asks for them; any may give them up."""
+    """Free buffers by length, a power of two. One thread calls ``lend``; any thread may drop a buffer."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,17 +44,17 @@ class NumberPool:
         return sum(pair[0].nbytes for pairs in list(self._free.values()) for pair in list(pairs))
 
     def lend(self, count: int) -> NumberBuffer:
-        """Room for ``count`` numbers, from a multiple of 16 bytes on."""
+        """A buffer for ``count`` numbers, whose address is a multiple of 16 bytes."""
         length = max(_LEAST_NUMBERS, 1 << (count - 1).bit_length())
         free = self._free[length]
         return NumberBuffer(free.pop() if free else self._make(length), count, self)
 
     def _make(self, length: int) -> _Pair:
         host = torch.empty(length, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        # The array keeps the host's tensor.
+        # The array keeps the host tensor alive.
         return host.numpy(), torch.empty(length, dtype=torch.int64, device=self._device), host.data_ptr()
 
     def take_back(self, pair: _Pair) -> None:
-        """Where much is free already the pair is given up."""
+        """Keep a pair for reuse, or drop it if more than 32 MiB would be free."""
         if self.free_bytes + pair[0].nbytes <= _MOST_FREE_BYTES:
             self._free[len(pair[0])].append(pair)

@@ -1,8 +1,8 @@
-"""Pack and unpack on a CPU: a few strided copies per lane, from page to slot and back, by numpy.
+"""Pack and unpack on a CPU with numpy: a few strided copies per lane between pages and slot.
 
-A page and its place in the slot are the same five axes with different strides, so that one indexed
-copy moves all whole pages of a lane. Values that are cast go a few pages at a time, through what stays in the
-processor's cache, and so do pages that are placed: those of lanes without axes, each at a place of its own.
+A page and its place in the slot have the same five axes with different strides, so that one indexed copy
+moves all whole pages of a lane. Casts work on a few pages at a time, to stay in the processor's cache. So do
+placed pages (see ``Launcher``), which need lanes without inner axes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FEW_PAGES = 8
 
 
 class NumpyMover(PlainMover):
-    """Moves chunks in the memory of a CPU; for ``is_placed`` see ``Launcher``."""
+    """Moves chunks in CPU memory. For ``digest_sample`` see ``Packer``, for ``is_placed`` ``Launcher``."""
 
     def __init__(self, all_lanes: Sequence[Lanes], digest_sample: int = 1, is_placed: bool = False) -> None:
         self._digest_sample = digest_sample
@@ -40,7 +40,7 @@ class NumpyMover(PlainMover):
         self._placed = {lanes: [one[:, 0, 0, 0] for one in pages] for lanes, pages in placed.items()}
 
     def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
-        """Move the pages into the slot at this address, or out of it."""
+        """Pack pages into the slot at address ``slot``, or unpack them. ``seed`` None: no digest."""
         if not staged.total_bytes:
             return PackTicket(None if seed is None else 0)
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * staged.total_bytes).from_address(slot))
@@ -68,11 +68,11 @@ def _memory_view(address: int, lanes: Lanes) -> Words:
 
 
 def _whole_pages(all_pages: Sequence[Words], lanes: Lanes) -> list[NDArray[np.uint8]]:
-    """The pages of each lane as rows of bytes, where one is a piece in memory and in a slot; else none."""
+    """The pages of each lane as rows of bytes, if pages are contiguous in memory and slot; else empty."""
     walk = lanes.walk
     if lanes.access.cast is not None or not all_pages[0][0].flags.c_contiguous:
         return []
-    # In a slot the rows of other lanes may lie between, also from one page of one row to the next.
+    # In a slot, rows of other lanes may lie between the rows of this lane, even for pages of one row.
     if walk.page_bytes != walk.tokens * walk.wire_token_stride:
         return []
     shape_of_all = (lanes.num_blocks, walk.page_bytes)
@@ -86,7 +86,7 @@ def _copy_whole(
     firsts: list[int],
     pack: bool,
 ) -> None:
-    """Copy the pages of each lane one by one, from ``firsts`` of the slot on, side by side."""
+    """Copy the pages of each lane one by one; those of lane i follow each other from ``firsts[i]`` on."""
     size = all_rows[0].shape[1]
     for rows, first in zip(all_rows, firsts, strict=True):
         for number, block in enumerate(blocks):
@@ -112,15 +112,15 @@ def _move_rows(
     strides = (step, walk.wire_token_stride, walk.wire_head_stride, walk.wire_run_bytes, word)
     all_scales = move.lanes.scales[move.which].tolist()
     for first, stop, skipped, tokens, at in parts(move, len(of_pages)):
-        # What all lanes have in common is worked out before, since there may be hundreds.
+        # Computed once for all lanes, of which there may be hundreds.
         blocks = of_pages[first:stop]
         if whole_pages and tokens == walk.tokens and len(blocks) <= _FEW_PAGES:
-            # For few pages numpy takes longer to prepare a copy of all than to copy each.
+            # For few pages, setting up one indexed copy takes longer in numpy than copying each page.
             _copy_whole(whole_pages, blocks.tolist(), slot, [wire + at for wire in move.wire.tolist()], pack)
             continue
         (missing,) = np.nonzero(blocks == 0)
         (kept,) = np.nonzero(blocks) if len(missing) else (slice(None),)
-        # The null block may be no memory at all: in its place any other is read, and what came of it zeroed.
+        # The null block may have no memory: another block is read in its place, and its rows are zeroed.
         sources = np.where(blocks, blocks, blocks.max()) if len(missing) else blocks
         shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word)
         for pages, wire, scales in zip(all_pages, move.wire.tolist(), all_scales, strict=True):
@@ -141,9 +141,9 @@ def _move_rows(
 
 
 def _gather(pages: Words, blocks: BlockIds, rows: Words) -> None:
-    """Copy pages into rows. By numpy: threads that torch gives to this are of a serving stack's choice."""
+    """Copy pages into rows. Not with torch, whose number of threads the serving stack chooses."""
     if pages.flags.c_contiguous and rows.flags.c_contiguous:
-        # Which blocks there are was checked; with "raise" all would be copied once more.
+        # Block ids were checked before; with mode "raise" numpy would copy everything twice.
         np.take(pages, blocks, axis=0, out=rows, mode="clip")
         return
     at_once = max(1, _BYTES_AT_ONCE // rows[0].nbytes)
@@ -154,12 +154,12 @@ def _gather(pages: Words, blocks: BlockIds, rows: Words) -> None:
 def _move_placed(
     all_pages: Sequence[Words], move: Move, numbers: Column, slot: NDArray[np.uint8], pack: bool
 ) -> None:
-    """Move the pages of each lane, as rows of words; ``numbers`` are blocks, and then places."""
+    """Move the placed pages of each lane; ``numbers`` are block ids, followed by as many places in bytes."""
     blocks, places = numbers.reshape(2, -1)
     at_rows, page_bytes = places // PLACE_BYTES, move.lanes.walk.run_bytes
     at_once = max(1, _BYTES_AT_ONCE // page_bytes)
     parts = [slice(first, first + at_once) for first in range(0, len(blocks), at_once)]
-    # A row begins at every possible place: rows overlap.
+    # A view with a row at every possible place; its rows overlap.
     word, wires = all_pages[0].dtype, move.wire.tolist()
     row_bytes = max(wires) + page_bytes
     shape = ((len(slot) - row_bytes) // PLACE_BYTES + 1, row_bytes // word.itemsize)

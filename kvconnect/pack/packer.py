@@ -1,7 +1,8 @@
-"""Moving pages into a slot and out of one: a launch for a chunk of any layers, groups and blocks.
+"""The packer moves pages into a slot or out of it: one call per chunk, for any layers, groups and blocks.
 
-A packer belongs to one side of one wire and to one thread. Its caller knows where a slot is, and that its
-pages are quiescent. On CUDA all is asynchronous on one stream.
+A packer belongs to one side of one wire and to one thread. It must not know peers or slot states: the caller
+passes the slot's address, and ensures that the pages are quiescent. On CUDA all work is asynchronous on one
+stream.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ _MOST_LAYOUTS = 64
 class Packer:
     """Moves one side's pages to and from slots. Made once per peer.
 
-    ``is_blocking``: ``pack`` and ``unpack`` move the bytes themselves, in the thread that calls them.
-    Where the source has no block for a position, the slot holds zeros; where the target has none, the
-    slot's bytes are read and go nowhere. Bytes between streams, less than 16 each, are left as they are.
+    ``is_blocking``: ``pack`` and ``unpack`` return after the bytes were moved, by the calling thread.
+    Where the source has no block for a position, the slot gets zeros; where the target has none, the
+    slot's bytes count only for the digest. Gaps between streams, less than 16 bytes each, are not written.
 
     Args:
-        table: what bytes exist on this side. Its tensors, which are on ``device``, must outlive the packer.
-        side: ``"source"`` packs, ``"target"`` unpacks; it decides which group indices are used.
+        table: the region table of this side. Its tensors, on ``device``, must outlive the packer.
+        side: ``"source"`` packs, ``"target"`` unpacks; it selects the group indices of the wire's streams.
         kernels: ``"numpy"``, ``"torch"``, ``"triton"``, or ``"auto"``: numpy on a CPU, on CUDA Triton, and
             torch where that is not installed.
-        cuda_stream: the stream of all work; None for the one that is current now.
-        digest_sample: digests are of one line of 64 bytes in so many; on a GPU of all.
+        cuda_stream: the stream of all work; None for the current stream of the constructor's call.
+        digest_sample: digests cover one line of 64 bytes in so many; only numpy accepts more than 1.
 
     Raises:
-        LayoutError: the wire is not one of this table's.
+        LayoutError: the wire does not fit this table.
         ConfigError: ``kernels`` or ``digest_sample`` is not accepted, or Triton is not installed.
     """
 
@@ -76,7 +77,7 @@ class Packer:
             raise LayoutError("a page has 2 GiB or more; accepted: less")
         by_blocks = sorted(self._lanes, key=lambda lanes: -lanes.num_blocks)
         self._num_blocks = {lanes.group: lanes.num_blocks for lanes in by_blocks}
-        # Chunks of long requests come again and again: all begin at the same tokens, and most are as long.
+        # Cached: requests have the same chunks, since all begin at the same tokens and most are as long.
         self._layout_of = functools.lru_cache(_MOST_LAYOUTS)(self._make_layout)
         device = torch.device(device)
         self.is_blocking = device.type != "cuda"
@@ -96,12 +97,12 @@ class Packer:
     def stage(
         self, blocks: Sequence[GroupBlocks], chunks: Sequence[Chunk], num_tokens: int
     ) -> tuple[StagedChunk, ...]:
-        """Make chunks of one request, which has ``num_tokens``, ready; on CUDA, with one copy for all.
+        """Prepare chunks of one request of ``num_tokens`` tokens; on CUDA with one copy for all chunks.
 
         Raises:
-            LayoutError: a chunk is not one of the wire's, names a group without blocks, or, on the
-                source, tokens that no block holds although they can be seen.
-            LocalError: a block is none of this cache.
+            LayoutError: a chunk does not fit the wire, names a group that ``blocks`` lacks, or, on the
+                source, has tokens without a block that later tokens see.
+            LocalError: a block id is not in this cache.
         """
         held = {group.group: group for group in blocks}
         layouts = [self._layout_of(chunk) for chunk in chunks]
@@ -135,7 +136,7 @@ class Packer:
         geometry = self._groups[pages.group]
         ids = page_ids(held[pages.group], geometry, pages.first, pages.count)
         num_blocks = self._num_blocks[pages.group]
-        # Seen without a sign, what is below 0 is beyond every cache too.
+        # As unsigned numbers, negative ids are beyond every cache too.
         if len(ids) and ids.view(np.uint64).max() >= num_blocks:
             raise LocalError(
                 f"cache group {pages.group}: kernel blocks {ids.min()}..{ids.max()} are to be moved, the "
@@ -146,9 +147,9 @@ class Packer:
         return ids
 
     def pack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> PackTicket:
-        """Fill a slot, memory on the device or its address, with a chunk's pages.
+        """Fill a slot, a tensor on the device or an address, with a chunk's pages.
 
-        ``seed``, 64 bits, makes the digest that of one generation of the slot; None for no digest.
+        ``seed``, 64 bits, is the generation of the slot, which the digest includes; None for no digest.
         Raises ``LocalError``: the slot is too small or not aligned.
         """
         return self._mover.move(_slot_address(slot, staged), staged, seed, pack=True)
@@ -156,14 +157,14 @@ class Packer:
     def unpack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> PackTicket:
         """Write a slot's bytes to a chunk's pages; see ``pack``.
 
-        The digest is known only after they are written: the caller serves nothing from these blocks before
-        it has compared it.
+        The digest is known only after the pages were written: the caller must compare it before any use of
+        these blocks.
         """
         return self._mover.move(_slot_address(slot, staged), staged, seed, pack=False)
 
 
 def chosen_kernels(kernels: str, device: torch.device) -> str:
-    """What moves pages on a device: ``numpy``, ``torch`` or ``triton``.
+    """The kernels that move pages on a device: ``numpy``, ``torch`` or ``triton``.
 
     Raises:
         ConfigError: ``kernels`` is unknown, is not installed, or does not move memory of this device.

@@ -1,8 +1,8 @@
-"""One side's pages as lanes of a wire: how to walk a page, and where each of its bytes goes.
+"""One side's pages as page lanes: how to walk a page in memory and on the wire.
 
-A lane is a region with the stream that it feeds or is fed by. A page of a lane is rows by token, head
-and plane, each a run of bytes; both the memory and the wire are walked with strides over these axes.
-Where this side's values are not of the type that travels, a lane also defines how they are cast.
+A lane is a pair of a region and the stream whose rows it holds. A page of a lane is an array of runs of bytes
+by token, head and plane; memory and wire are walked with strides over these axes. Where this side's dtype is
+not the dtype on the wire, a lane also defines the cast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvconnect.plan.conversion import SCALED
 from kvconnect.plan.wire import Wire, WireStream
 
 Column = NDArray[np.int64]
-# Slots, and the places of pages in them, are multiples of this.
+# The addresses of slots, and the places of pages in them, are multiples of this.
 PLACE_BYTES = 16
 
 
@@ -32,7 +32,8 @@ PLACE_BYTES = 16
 class Walk:
     """How to walk a page: counts, and strides in bytes.
 
-    ``run_bytes`` side by side in memory are ``wire_run_bytes`` on the wire, where planes follow each other.
+    A run has ``run_bytes`` in memory and ``wire_run_bytes`` on the wire, where the planes of a head are
+    adjacent.
     """
 
     tokens: int
@@ -49,12 +50,12 @@ class Walk:
 
     @property
     def page_bytes(self) -> int:
-        """On the wire."""
+        """Bytes of a page on the wire."""
         return self.tokens * self.heads * self.planes * self.wire_run_bytes
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes in memory from the first that travels to the last, gaps included."""
+        """Bytes in memory from the first to the last byte that travels, with gaps."""
         of_tokens = (self.tokens - 1) * self.token_stride
         of_heads = (self.heads - 1) * self.head_stride
         return of_tokens + of_heads + (self.planes - 1) * self.plane_stride + self.run_bytes
@@ -71,10 +72,10 @@ class Walk:
 
 @dataclass(frozen=True)
 class Access:
-    """What a kernel accesses at a time: ``unit`` bytes of the wire, in words of ``word``, as of the digest.
+    """The width of a kernel's accesses in bytes: ``unit`` on the wire, in words of ``word`` as for digests.
 
-    ``memory`` is what the addresses of pages are multiples of; where that is less than a word, words
-    are put together from so many bytes. With a ``cast`` a unit is one word.
+    ``memory`` is the alignment of addresses in pages; if it is less than a word, words are assembled from
+    pieces of that size. With a ``cast`` a unit is one word.
     """
 
     unit: int
@@ -84,22 +85,22 @@ class Access:
 
     @property
     def memory_unit(self) -> int:
-        """Bytes of memory that a unit is made from."""
+        """Bytes of a unit in memory."""
         return self.unit if self.cast is None else self.unit * self.cast.widening
 
     @property
     def stride_bytes(self) -> int:
-        """What kernels count the strides of memory in."""
+        """The unit, in bytes, in which the kernel counts strides of memory."""
         return min(self.memory, self.memory_unit)
 
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """Lanes that are walked alike and have the same rows in every chunk, in the order of their streams.
+    """Joined lanes: they have equal walks, and the same rows in every chunk. In the order of their streams.
 
-    Lane ``i`` has its first page at ``address[i]``, and its rows begin ``wire_offset[i]`` bytes into those of
-    ``stream[i]``; both are those of the first head that travels. Where values are cast, the first
-    ``key_values`` of each head have the first of its two ``scales``, the others the second.
+    Lane ``i`` has its first page at ``address[i]``, and its rows begin ``wire_offset[i]`` bytes into the rows
+    of ``stream[i]``; both are for the first head that travels. With a cast, the first ``key_values`` values
+    of each head have the scale ``scales[i, 0]``, the others ``scales[i, 1]``.
     """
 
     group: int
@@ -114,7 +115,7 @@ class Lanes:
 
 
 class PageLane(NamedTuple):
-    """One of ``Lanes``, before it is joined with those like it."""
+    """A single lane, before ``join_lanes``. The fields are as in ``Lanes``."""
 
     group: int
     num_blocks: int
@@ -128,7 +129,7 @@ class PageLane(NamedTuple):
 
 
 def join_lanes(lanes: Sequence[PageLane], rows_alike: Sequence[tuple[int, int]]) -> tuple[Lanes, ...]:
-    """Join those that are alike. ``rows_alike`` names, by stream, what decides its rows in a chunk."""
+    """Join lanes with equal walks. Streams with an equal entry in ``rows_alike`` have the same rows."""
     alike: dict[tuple[object, ...], list[PageLane]] = defaultdict(list)
     for one in lanes:
         alike[one.group, rows_alike[one.stream], one.walk, one.access, one.key_values].append(one)
@@ -146,7 +147,7 @@ def join_lanes(lanes: Sequence[PageLane], rows_alike: Sequence[tuple[int, int]])
 def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lanes, ...]:
     """The lanes of this side, ``"source"`` or ``"target"``, joined.
 
-    Raises ``LayoutError``: the wire is not one of this table's; the text names the layer.
+    Raises ``LayoutError``: the wire does not fit this table; the text names the layer.
     """
     groups = card.geometry()
     by_layer: dict[tuple[str, int], list[Region]] = defaultdict(list)
@@ -167,7 +168,7 @@ def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lanes, ...]:
 def flat_lane(
     group: int, num_blocks: int, address: int, stride: int, page_bytes: int, wire_offset: int
 ) -> PageLane:
-    """One whose pages travel as they are, without a digest."""
+    """A lane whose pages travel unchanged as one run each, without a digest."""
     walk = _flat_walk(page_bytes, stride)
     unit = math.gcd(walk.memory_step(), address, wire_offset)
     return PageLane(group, num_blocks, walk, Access(unit, min(unit, 8), unit), 0, address, wire_offset)
@@ -178,7 +179,7 @@ def _flat_walk(page_bytes: int, stride: int) -> Walk:
 
 
 def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Cast | None:
-    """How this side's values become those that travel; None where they are."""
+    """The cast between this side's dtype and the wire's; None if they are equal."""
     if stream.conversion is None:
         return None
     dtype = stream.conversion.dtype_of(side)
@@ -193,7 +194,7 @@ def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Ca
 def _place(
     stream: WireStream, region: Region, cast: Cast | None, as_pages: bool
 ) -> tuple[Walk, int, int] | None:
-    """The walk over what of a region travels with a stream, its address and wire offset; None for nothing."""
+    """The walk over the part of a region that a stream has, its address and wire offset; None for no part."""
     if as_pages:
         if (region.first_plane, region.heads) != (stream.first_plane, stream.heads):
             return None
@@ -213,7 +214,7 @@ def _place(
         planes=axes.planes,
         run_bytes=axes.row_bytes,
         block_stride=region.block_stride,
-        # The stride of an axis of one is never taken: it must not narrow the accesses.
+        # The stride of an axis of size 1 is never used, and must not narrow the accesses.
         token_stride=axes.token_stride if axes.tokens > 1 else 0,
         head_stride=axes.head_stride if heads > 1 else 0,
         plane_stride=axes.plane_stride if axes.planes > 1 else 0,
@@ -251,7 +252,7 @@ def _lane(
 
 
 def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[PageLane]) -> None:
-    """The lanes hold what the stream states: its tokens, and its rows exactly once."""
+    """Raises ``LayoutError``: the lanes do not cover the stream's rows exactly once, or differ in tokens."""
     filled = sum(lane.walk.page_bytes // lane.walk.tokens for lane in lanes)
     if geometry is None or filled != stream.width_bytes:
         rows = f"a row of the wire has {stream.width_bytes} bytes, one of this table {filled}"

@@ -1,9 +1,9 @@
-"""Memory of one process that others of the same machine may map.
+"""Shared memory: memory of one process that other processes of the same user and machine can map.
 
-Where caches lie in CPU memory, a prefill node packs straight into the landing slots of such a peer, and no
-engine copies. The memory is a sealed memfd: it has no name in a file system, cannot shrink under a process
-that has mapped it, and is gone with the last process that uses it. Another process finds it among the
-descriptors of its owner, which takes the same user, and knows it by a nonce from the owner's introduction.
+With caches in CPU memory, P packs directly into the landing slots of a D on the same machine, without an
+engine. The memory is a sealed memfd: it has no name in a file system, cannot shrink under a process that has
+mapped it, and is freed with the last process that uses it. A peer opens it through the owner's descriptors
+in ``/proc``, and verifies it by a nonce from the owner's introduction.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Short = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class SharedMemoryCard(msgspec.Struct, frozen=True, array_like=True):
-    """Where processes of the same machine find memory of another one: descriptor ``descriptor`` of ``pid``.
+    """How a peer on the same machine finds shared memory: as file ``descriptor`` of process ``pid``.
 
-    ``machine`` is the boot and the process namespace in which ``pid`` is a number. ``address`` is where its
-    owner has it, ``length_bytes`` without the ``nonce``, which lies after that.
+    ``machine`` names the boot and the pid namespace in which ``pid`` is valid. ``address`` is the address in
+    the owner's process. ``length_bytes`` excludes the ``nonce``, which lies after these bytes.
     """
 
     machine: Short
@@ -48,7 +48,7 @@ class SharedMemoryCard(msgspec.Struct, frozen=True, array_like=True):
 
 @functools.cache
 def this_machine() -> str:
-    """The boot of this machine and the namespace of this process's number; empty where unknown."""
+    """The boot id of this machine and the pid namespace of this process; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -57,9 +57,9 @@ def this_machine() -> str:
 
 
 class SharedMemory:
-    """Zeroed memory of this process that peers of this machine can map by its ``card``.
+    """Zeroed memory of this process that peers on this machine can map by its ``card``.
 
-    Raises ``OSError``: the system gives none.
+    Raises ``OSError``: the system has no memfd, or not enough memory.
     """
 
     def __init__(self, length_bytes: int) -> None:
@@ -68,7 +68,7 @@ class SharedMemory:
         try:
             os.ftruncate(self._descriptor, length_bytes + _NONCE_BYTES)
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            # All of it now: a first touch under a request costs more than its copy.
+            # Populated now: the first touch of a page during a request would cost more than the copy.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             self.memory = mmap.mmap(self._descriptor, length_bytes + _NONCE_BYTES, flags)
         except BaseException:
@@ -81,7 +81,7 @@ class SharedMemory:
         )
 
     def __del__(self) -> None:
-        # Who has mapped it keeps it.
+        # Processes that have mapped the memory keep it.
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
@@ -89,19 +89,19 @@ class SharedMemory:
 class MappedMemory:
     """Memory of a peer, mapped here.
 
-    Raises ``PeerError``: it is none that its card describes, or cannot be opened, as of another user.
+    Raises ``PeerError``: the memory does not match its card, or cannot be opened, as that of another user.
     """
 
     def __init__(self, card: SharedMemoryCard) -> None:
         self._card = card
         path, length_bytes = f"/proc/{card.pid}/fd/{card.descriptor}", card.length_bytes + _NONCE_BYTES
         try:
-            # What a peer names may be any file of any process: it is opened only if it is such memory.
+            # A peer's card may name any file of any process: only a memfd of this package is opened.
             if not os.readlink(path).startswith(f"/memfd:{_NAME}") or not stat.S_ISREG(os.stat(path).st_mode):
                 raise PeerError(f"{path} is no shared memory")
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                # Of what can shrink the mapping could end under a write, and the process with it.
+                # Without the seal the file could shrink under a write, which would kill this process.
                 if (
                     fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS
                     or os.fstat(descriptor).st_size != length_bytes
@@ -117,10 +117,10 @@ class MappedMemory:
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def at(self, address: int, length_bytes: int) -> int:
-        """Where so many bytes that the peer has at an address lie in this process.
+        """The address in this process of ``length_bytes`` that the peer has at ``address``.
 
         Raises:
-            PeerError: they are not all in this memory.
+            PeerError: not all of these bytes are in this memory.
         """
         first = address - self._card.address
         if length_bytes < 0 or first < 0 or first + length_bytes > self._card.length_bytes:
@@ -131,7 +131,7 @@ class MappedMemory:
         return self._base + first
 
     def copy_bytes_per_s(self, source: int, target: int, length_bytes: int) -> float:
-        """How fast a copy from our memory to the peer's is, at best; 0 where there is too little to tell.
+        """The best rate of three copies from this process's memory to the peer's; 0 below 4096 bytes.
 
         Raises:
             PeerError: ``target`` is not in this memory.

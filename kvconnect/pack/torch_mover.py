@@ -1,6 +1,6 @@
 """Pack and unpack with plain torch, for a GPU without Triton: a few indexed copies per lane, on one stream.
 
-Slower than a kernel, since every lane costs launches of its own, and alike in every byte and digest.
+The bytes and digests are those of the Triton kernel. It is slower, since every lane needs its own launches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOW_HALF = (1 << 32) - 1
 
 
 class TorchMover(PlainMover):
-    """All work is on ``cuda_stream``; None for the one that is current now, or for a CPU."""
+    """All work is on ``cuda_stream``; None for the stream that is current at construction, or for a CPU."""
 
     def __init__(
         self, all_lanes: Sequence[Lanes], device: torch.device, cuda_stream: torch.cuda.Stream | None
@@ -39,7 +39,7 @@ class TorchMover(PlainMover):
         }
 
     def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
-        """Move the pages into the slot at this address, or out of it."""
+        """Pack pages into the slot at address ``slot``, or unpack them. ``seed`` None: no digest."""
         if not staged.total_bytes:
             return PackTicket(None if seed is None else 0)
         with self._on_stream():
@@ -58,7 +58,7 @@ class TorchMover(PlainMover):
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _memory(self, address: int, length_bytes: int) -> torch.Tensor:
-        """So many bytes at an address of the device."""
+        """A uint8 view of ``length_bytes`` at an address of the device."""
         if self._device.type == "cpu":
             return torch.frombuffer((ctypes.c_uint8 * length_bytes).from_address(address), dtype=torch.uint8)
         return torch.as_tensor(_DeviceBytes(address, length_bytes), device=self._device)
@@ -85,7 +85,7 @@ class TorchMover(PlainMover):
         step = walk.tokens * walk.wire_token_stride
         for first, stop, skipped, tokens, at in parts(move, len(of_pages)):
             blocks = of_pages[first:stop]
-            # The null block may be no memory at all: it is not read, and not written.
+            # The null block may have no memory: it is neither read nor written.
             (kept,) = np.nonzero(blocks)
             ids = torch.from_numpy(blocks[kept]).to(self._device)
             places = torch.from_numpy(kept).to(self._device)
@@ -112,7 +112,7 @@ class TorchMover(PlainMover):
                     pages[ids] = found if cast is None else self._cast(found, move.lanes, scales, pack)
 
     def _cast(self, codes: torch.Tensor, lanes: Lanes, scales: list[float], pack: bool) -> torch.Tensor:
-        """Values of (page, token, head, plane, value) as they are on the other side."""
+        """Cast values, shape (page, token, head, plane, value), to the other dtype."""
         cast, (planes, run) = lanes.access.cast, codes.shape[3:]
         assert cast is not None
         types = (cast.memory, cast.wire) if pack else (cast.wire, cast.memory)
@@ -125,7 +125,7 @@ class TorchMover(PlainMover):
 
 
 class _DeviceBytes:
-    """Memory of a GPU, as torch takes it from others."""
+    """Memory of a GPU with the array interface by which torch makes a tensor of it."""
 
     def __init__(self, address: int, length_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -137,7 +137,7 @@ class _DeviceBytes:
 
 
 class _StreamTicket(PackTicket):
-    """Work on a stream."""
+    """A pack or unpack on a stream, done when its event is."""
 
     def __init__(self, stream: torch.cuda.Stream, digest: torch.Tensor | None, has_digest: bool) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ def _strided(
 
 
 def _unsigned(codes: torch.Tensor) -> torch.Tensor:
-    """The bits of values, as numbers that index a table."""
+    """The bits of values as non-negative int64, to index a table."""
     return codes.long() & ((1 << 8 * codes.element_size()) - 1)
 
 
@@ -182,7 +182,7 @@ def _table(source: str, target: str, scale: float, device: torch.device) -> torc
 
 
 def _digest(slot: torch.Tensor, offset: int, length: int, word: int, seed: int) -> torch.Tensor:
-    """The digest of one stream: see ``kvconnect.pack.digest``. int64 wraps as 64 bits without a sign do."""
+    """The digest of one stream: see ``kvconnect.pack.digest``. int64 wraps around as uint64 does."""
     words = slot[offset : offset + length].view(_INTS[word])
     places = torch.arange(offset // word, offset // word + len(words), device=slot.device)
     x = _unsigned(words) if word < 8 else words
@@ -197,6 +197,6 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The number of 64 bits as torch has it."""
+    """An unsigned 64-bit number as int64."""
     number %= 2**64
     return number - 2**64 if number >= 2**63 else number

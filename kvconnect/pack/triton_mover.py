@@ -1,7 +1,7 @@
-"""Chunks moved by the Triton kernel, on one stream: one launch for a chunk and its digest.
+"""Moves chunks with the Triton kernel on one stream: a launch per access width moves and digests a chunk.
 
-Kernels add to one sum that is never set back. After each, the sum is copied to a place in pinned memory; a
-digest is the difference of two such values.
+All kernels add to one sum that is never reset. After each chunk with a digest, the sum is copied to a place
+in pinned memory; the digest is the difference of two successive sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACES = 256
 
 
 class TritonMover:
-    """All work is on ``cuda_stream``; None for the one that is current now."""
+    """All work is on ``cuda_stream``; None for the stream that is current at construction."""
 
     def __init__(
         self, all_lanes: Sequence[Lanes], device: torch.device, cuda_stream: torch.cuda.Stream | None
@@ -37,7 +37,7 @@ class TritonMover:
             self.prepare = self._launcher.prepare
             places = torch.zeros(_PLACES, dtype=torch.int64, pin_memory=on_cuda)
         self._values = places.numpy()
-        # Views that are made once: they cost as much as the copy from one to the other.
+        # Views are made once: making one costs as much as the copy.
         self._sum, self._places = self._launcher.sums[0], list(places.unbind())
         self._events = [torch.cuda.Event() if on_cuda else None for _ in range(_PLACES)]  # type: ignore[no-untyped-call]
         self._issued = 0
@@ -45,16 +45,16 @@ class TritonMover:
         self._last_value = 0
 
     def stage(self, layouts: Sequence[ChunkLayout], blocks: Blocks) -> list[StagedChunk]:
-        """Bring the numbers of several chunks to where the kernels read them, in one copy."""
+        """Copy the numbers of several chunks to the device, in one copy."""
         with self._on_stream():
             lent, staged = self._launcher.stage(layouts, [blocks] * len(layouts))
             self._launcher.load(lent)
         return staged
 
     def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> KernelTicket:
-        """Move the pages into the slot at this address, or out of it.
+        """Pack pages into the slot at address ``slot``, or unpack them. ``seed`` None: no digest.
 
-        Raises ``LocalError``: no place is left that all tickets have read.
+        Raises ``LocalError``: 256 packs and unpacks are in flight, and no place for a digest is free.
         """
         if len(self._pending) == _PLACES:
             if not self._pending[0].done:
@@ -66,7 +66,7 @@ class TritonMover:
             self._issued += 1
             if seed is not None:
                 self._places[place].copy_(self._sum, non_blocking=True)
-            # The ticket that had this place before is settled, and asks its event no more.
+            # The event can be reused: the ticket that had this place before is settled.
             event = self._events[place]
             if event is not None:
                 event.record(self._stream)
@@ -75,7 +75,7 @@ class TritonMover:
         return ticket
 
     def settle(self, ticket: KernelTicket) -> None:
-        """Read the digests up to this ticket's, which is done."""
+        """Read the digests of all tickets up to this one, which is done."""
         while not ticket.settled:
             oldest = self._pending.popleft()
             digest = None
@@ -89,22 +89,22 @@ class TritonMover:
         if self._stream is None:
             return nullcontext()
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        # To change the stream costs more than to look whether it is current, and an object of it 10 us.
+        # Checking the current stream is cheaper than changing it; a stream object would cost 10 us.
         is_current = torch._C._cuda_getCurrentRawStream(index) == self._stream.cuda_stream
         return nullcontext() if is_current else torch.cuda.stream(self._stream)
 
 
 class KernelTicket(PackTicket):
-    """A launched pack or unpack; see ``PackTicket``. The sum after it is at ``place``, None for no digest."""
+    """A launched pack or unpack; see ``PackTicket``. ``place`` has the sum after it; None for no digest."""
 
     def __init__(self, mover: TritonMover, place: int | None, event: Any, reads: NumberBuffer | None) -> None:
         super().__init__(None)
         self.place, self.settled = place, False
-        # What the kernel reads must not be given to others before it is done.
+        # Keeps the kernel's numbers out of the pool until the kernel is done.
         self._mover, self._event, self._reads = mover, event, reads
 
     def settle(self, digest: int | None) -> None:
-        """It is done, and this is its digest."""
+        """Note that the work is done, and its digest."""
         self.settled, self._digest, self._reads = True, digest, None
 
     @property
