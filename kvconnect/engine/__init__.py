@@ -1,1 +1,1 @@
-"""The seam over transfer libraries, and the only place that imports them."""
+"""The interface to transfer libraries, and the only place that imports them."""

@@ -1,6 +1,6 @@
-"""What all adapters of transfer libraries do alike: check batches, know what is in flight, answer it once.
+"""The common base of the adapters of transfer libraries: it checks batches, and completes each exactly once.
 
-A caller's bug is a ``LocalError`` of ``submit``, what fails later a completion.
+A caller's bug raises ``LocalError`` in ``submit``; a later failure is a completion. It must know no library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Card = TypeVar("_Card", bound=msgspec.Struct)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Flight:
-    """A batch that was not answered yet. ``error`` states why it must fail, with any outcome."""
+    """A batch without a completion yet. With ``error`` set it fails, even if the library reports success."""
 
     batch: Batch
     submitted_at: float
@@ -33,17 +33,17 @@ class Flight:
 
     @property
     def deadline(self) -> float:
-        """When its time is over."""
+        """The time in seconds of the adapter's clock at which the batch times out."""
         return self.submitted_at + self.batch.timeout_s
 
     @property
     def overdue(self) -> str:
-        """What is wrong with it from then on."""
+        """The error text of a timeout."""
         return f"timed out after {self.batch.timeout_s:g} s"
 
 
 class Adapter:
-    """The state that every engine has, and those of its verbs that are the same for all."""
+    """The state that every engine has, and the verbs that all engines implement alike: see ``Engine``."""
 
     _flights: dict[int, Any]
     _peers: dict[str, Any]
@@ -59,11 +59,11 @@ class Adapter:
 
     @staticmethod
     def _load() -> Any:
-        """Import the library. Raises ``EngineError`` that names what to install."""
+        """Import the library. Raises ``EngineError``, which names the package to install."""
 
     @classmethod
     def problem(cls) -> str:
-        """Why the library does not work here, and what to install; empty if it does."""
+        """Why the library does not work here, and what to install; empty if it works."""
         try:
             cls._load()
         except EngineError as error:
@@ -95,10 +95,10 @@ class Adapter:
         raise NotImplementedError
 
     def _forget(self, peer: Any) -> None:
-        """Release what is kept for a peer."""
+        """Release the library's state of a peer."""
 
     def _shut_down(self) -> None:
-        """Release the memory; what is still in flight is answered."""
+        """Release the memory, and complete the batches that are still in flight."""
 
     def _check_open(self) -> None:
         if self._closed:
@@ -124,7 +124,7 @@ class Adapter:
 
 
 def decode_card(peer: str, card: bytes, kind: type[_Card], engine: str) -> _Card:
-    """Read a peer's card. Raises ``EngineError`` if it is not one of this engine's kind."""
+    """Decode a peer's card. Raises ``EngineError``: too long, or not of this kind of engine."""
     if len(card) > MAX_CARD_BYTES:
         raise EngineError(f"the card of peer {peer!r} has {len(card)} bytes, at most {MAX_CARD_BYTES}")
     try:
@@ -141,7 +141,7 @@ class _Addressed(msgspec.Struct, frozen=True):
 
 
 def card_host(card: bytes) -> str:
-    """The host that a card would make this node connect to; empty where it names none, as NIXL's."""
+    """The host to which a card makes this node connect; empty if the card names none, as NIXL's."""
     try:
         addressed = msgspec.msgpack.decode(card, type=_Addressed)
     except (msgspec.MsgspecError, ValueError):
@@ -171,12 +171,12 @@ def check_batch(
 
 
 def source_problem(batch: Batch, spans: SpanSet) -> str:
-    """That the batch reads memory which is not registered here; empty if it is."""
+    """The error if the batch reads memory that is not registered here; empty if it is registered."""
     return _problem("local", batch.source, batch, spans)
 
 
 def range_problem(batch: Batch, local: SpanSet, remote: SpanSet) -> str:
-    """The same, also of what the peer has registered."""
+    """As ``source_problem``, and the error if the peer has not registered the batch's target."""
     return source_problem(batch, local) or _problem("remote", batch.target, batch, remote)
 
 

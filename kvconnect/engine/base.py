@@ -1,8 +1,8 @@
-"""The seam between kvconnect and the libraries that move bytes: no handle or exception of theirs crosses it.
+"""The interface between kvconnect and transfer libraries: no handle or exception of a library crosses it.
 
-The rule that everything above relies on: a batch that was submitted comes back from ``poll``
-exactly once, and the completion states whether the memory it named is quiescent (``quiescent``): no
-byte of it will still be read or written on behalf of this batch.
+All callers rely on one rule: ``poll`` returns exactly one completion for each submitted batch, and the
+completion states whether the batch's memory is quiescent, that is, the library will not read or write any
+byte of it any more on behalf of this batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Span:
 
     @property
     def gpu(self) -> int:
-        """The number of its GPU, -1 for the CPU. Raises ``EngineError``."""
+        """The number of the GPU, -1 for the CPU. Raises ``EngineError``: the device is unknown."""
         kind, _, number = self.device.partition(":")
         if self.device != "cpu" and not (kind == "cuda" and number.isdecimal()):
             raise EngineError(
@@ -37,13 +37,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do, and the bounds that a caller keeps.
+    """The abilities of an engine, and the bounds that a caller must keep.
 
-    ``max_bytes`` are of one batch, ``max_batches_per_peer`` are in flight at one time.
-    ``target_must_poll``: a transfer advances only while its target polls often, as with UCX that has no
-    progress thread. ``lane`` is what carries the bytes, in the engine's own words, for people.
-    ``may_be_bypassed``: peers of this machine may be written to through shared memory instead, since no
-    protocol was named.
+    ``max_bytes`` bounds one batch, ``max_batches_per_peer`` the batches in flight to a peer at a time.
+    ``target_must_poll``: a transfer advances only while its target polls often, as with UCX without a
+    progress thread. ``lane`` is the engine's own name for its transport, for people.
+    ``may_be_bypassed``: the configuration names no protocol, so peers on this machine may be written to
+    through shared memory instead.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``total_bytes`` at our address ``source`` to be written to the peer's address ``target``.
+    """A copy of ``total_bytes`` from the local address ``source`` to the peer's address ``target``.
 
-    ``batch_id`` is chosen by the caller and never used twice. ``timeout_s`` counts from ``submit``.
+    The caller chooses ``batch_id``, and never uses it twice. ``timeout_s`` counts from ``submit``.
     """
 
     batch_id: int
@@ -74,11 +74,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The one answer to a batch.
+    """The end of a batch.
 
-    ``ok`` implies ``quiescent``. A failure that is not: the library could not prove that it stopped, and the
-    caller keeps the named memory out of use.
-    ``seconds`` runs from the post to the moment the engine saw the end.
+    ``ok`` implies ``quiescent``. After a failure that is not quiescent, the library may still access the
+    batch's memory, and the caller must keep this memory in quarantine.
+    ``seconds`` is the time from ``submit`` to the moment at which the engine noticed the end.
     """
 
     batch_id: int
@@ -90,7 +90,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """The verbs of a transfer engine. One owner thread calls all of them; none blocks for long."""
+    """A transfer engine. One owner thread calls all methods; none of them blocks for long."""
 
     capabilities: Capabilities
 
@@ -102,17 +102,17 @@ class Engine(Protocol):
         ...
 
     def unregister(self, spans: Sequence[Span]) -> None:
-        """Take back spans exactly as they were registered, or raise ``EngineError`` and take back none."""
+        """Unregister spans exactly as registered, all or nothing. Raises ``EngineError``: one is unknown."""
         ...
 
     def card(self) -> bytes:
-        """What a peer needs to reach this engine's registered memory. Opaque, small, current."""
+        """The opaque bytes by which a peer's engine reaches the memory that is registered now."""
         ...
 
     def connect(self, peer: str, card: bytes) -> None:
-        """Introduce a peer under a name, in place of one of that name. Does not wait for the network.
+        """Add a peer under a name, or replace the peer of that name. Does not wait for the network.
 
-        Raises ``EngineError``: the card is not one of this engine's kind.
+        Raises ``EngineError``: the card is not of this kind of engine.
         """
         ...
 
@@ -124,26 +124,26 @@ class Engine(Protocol):
         ...
 
     def poll(self) -> list[Completion]:
-        """Advance what is in flight, and what peers have in flight to us; return what ended."""
+        """Advance batches in flight, also those of peers to this node; return the completions."""
         ...
 
     def cancel(self, batch_id: int) -> None:
-        """Ask for an early end of a batch. It is still answered once, through ``poll``."""
+        """End a batch early if possible. ``poll`` still returns its one completion."""
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer. Batches in flight to it end as failures, through ``poll``."""
+        """Remove a peer. ``poll`` returns batches in flight to it as failures."""
         ...
 
     def close(self) -> None:
-        """Stop everything and release the memory. Idempotent; bounded in time."""
+        """End all batches and release the memory. Idempotent; bounded in time."""
         ...
 
 
 class SpanSet:
-    """The registered spans of an engine, and the checks that no library makes in time.
+    """The registered spans of an engine, for checks that libraries make too late or not at all.
 
-    Mooncake over TCP, for one, sends from memory that was never registered.
+    Mooncake over TCP, for example, sends from memory that was never registered.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class SpanSet:
         self._rebuild([span for span in self if span.address not in gone])
 
     def find(self, address: int, length_bytes: int) -> Span | None:
-        """The span that so many bytes lie in, or None."""
+        """The span that contains all ``length_bytes`` at ``address``, or None."""
         at = bisect_right(self._starts, address) - 1
         span = self._spans[self._starts[at]] if at >= 0 else None
         is_inside = span is not None and 0 <= length_bytes <= span.address + span.length_bytes - address

@@ -1,4 +1,4 @@
-"""The CUDA driver, for what torch does not offer. It must not know peers, batches or spans."""
+"""Calls of the CUDA driver that torch does not offer. It must not know peers, batches or spans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DMA_BUF_SUPPORTED = 124
 
 
 def load_driver() -> Any:
-    """The driver's library, initialised. Raises ``EngineError``."""
+    """The initialised driver library. Raises ``EngineError``: there is no driver, or it cannot start."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -22,9 +22,10 @@ def load_driver() -> Any:
 
 
 def allocation_around(address: int, device: int) -> tuple[int, int]:
-    """Where the allocation begins that an address of a GPU's memory lies in, and its length in bytes.
+    """Address and length in bytes of the GPU allocation that contains an address.
 
-    Caching allocators cut tensors out of larger ones. Raises ``EngineError``: it is no memory of ours.
+    The allocation may be larger than a tensor, since caching allocators divide allocations. Raises
+    ``EngineError``: the address is in no allocation of this process.
     """
     library = load_driver()
     number, context = ctypes.c_int(), ctypes.c_void_p()
@@ -46,7 +47,7 @@ def allocation_around(address: int, device: int) -> tuple[int, int]:
 
 
 def check_code(library: Any, code: int, what: str) -> None:
-    """Raises ``EngineError`` unless the driver's code is that of success."""
+    """Raises ``EngineError``: the driver's code is not success. ``what`` begins the text."""
     if code:
         name = ctypes.c_char_p()
         library.cuGetErrorName(code, ctypes.byref(name))
@@ -55,7 +56,7 @@ def check_code(library: Any, code: int, what: str) -> None:
 
 
 def supports_dmabuf(device: int) -> bool:
-    """Whether a GPU's memory can be given to RDMA devices without a kernel module. Raises ``EngineError``."""
+    """Whether RDMA devices can use a GPU's memory without a kernel module. Raises ``EngineError``."""
     library = load_driver()
     number, value = ctypes.c_int(), ctypes.c_int()
     check_code(library, library.cuDeviceGet(ctypes.byref(number), device), f"there is no cuda:{device}")

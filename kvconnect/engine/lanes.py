@@ -1,9 +1,8 @@
-"""What carries bytes to a peer, and how fast that should be.
+"""Lanes: which transport carries bytes to a peer, and the rate that its hardware should reach.
 
-UCX chooses a transport for each peer and reports it nowhere but on standard output. So the system's counters
-are read before and after a calibration: those of this process's TCP connections, and of the RDMA ports. What
-neither of the two carried is deduced, and named as that. All below ``/sys`` is read under a root that is an
-argument.
+UCX chooses a transport for each peer, and reports it only on standard output. So the system's counters of
+this process's TCP connections and of the RDMA ports are read before and after a calibration. If neither
+explains the bytes, the lane is deduced, and marked as deduced. The root of ``/sys`` is an argument.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ K = TypeVar("K")
 logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.5
-"""Of the rate that the hardware should give: what is less is worth a warning."""
+"""A rate below this share of the expected rate is worth a warning."""
 _NVLINK_BYTES_PER_S = 25e9
-"""One link of any generation since Volta, each way."""
+"""One NVLink of any generation since Volta, per direction."""
 _FASTEST_PCIE_BYTES_PER_S = 64e9
-"""Sixteen lanes of the fifth generation: what GPUs of one host exchange faster goes over NVLink."""
+"""PCIe 5.0 x16. A higher rate between GPUs of one host must be NVLink."""
 _ALL_OF = 0.9
-"""What grew by this part of what was moved has carried it: the last bytes may not be acknowledged."""
+"""A counter that grew by this part of the moved bytes carried them: the last ones may lack their ACK."""
 _ABOUT = 1.5
-"""What grew by no more than this part of it carried little else: headers, and the side channel."""
+"""A counter that grew by at most this multiple carried little else: headers, and the side channel."""
 _MOST_DESCRIPTORS = 1000
 ACTIVE = "ACTIVE"
 _ACKED_AT = 120
-"""Where ``tcpi_bytes_acked`` lies in Linux's ``tcp_info``."""
+"""The offset in bytes of ``tcpi_bytes_acked`` in Linux's ``tcp_info``."""
 MOST_BYTES_PER_S = 1e15
 MOST_TEXT = 256
 BytesPerSecond = Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES_PER_S)]
 _PRINTABLE = r"^[ -~]*\Z"
-"""It is shown in logs."""
+"""Printable ASCII, since the text is shown in logs."""
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT, pattern=_PRINTABLE)]
 _UCX_WRITE = "remote memory write by ucp_put"
 _UCX_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
@@ -61,11 +60,11 @@ _WORDS: tuple[tuple[LaneKind, str], ...] = (
 
 
 class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
-    """P to D, once a connection and before the first fetch is served: what carries bytes, and how fast.
+    """P to D, once per connection, before the first fetch is served: the lane and its rate.
 
-    ``bytes_per_s`` is what P's calibration reached, 0 where there was none; ``expected_bytes_per_s`` what the
-    hardware should give, 0 where that is not known. ``known_by`` is empty for the engine's own word.
-    ``refusal`` is why P will send nothing, by its own settings.
+    ``bytes_per_s`` is the rate of P's calibration, 0 if there was none. ``expected_bytes_per_s`` is the rate
+    that the hardware should reach, 0 if unknown. ``known_by`` is how the lane was found; empty if the engine
+    reported it. ``refusal`` is why P's settings forbid P to send over this lane.
     """
 
     lane: LaneKind = "unknown"
@@ -77,13 +76,13 @@ class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
 
     @property
     def name(self) -> str:
-        """The lane alone, with its device and how it is known."""
+        """The lane with its device and how it was found, without rates."""
         known = "; ".join(filter(None, (self.device, self.known_by)))
         return f"{self.lane} ({known})" if known else self.lane
 
     @property
     def share(self) -> float:
-        """Of the expected rate; 1 where either is not known."""
+        """The rate relative to the expected rate; 1 if either is unknown."""
         known = self.bytes_per_s and self.expected_bytes_per_s
         return self.bytes_per_s / self.expected_bytes_per_s if known else 1.0
 
@@ -99,7 +98,7 @@ class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port of an RDMA device. ``numa_node`` is -1 where the machine does not report it."""
+    """A port of an RDMA device. ``numa_node`` is -1 if the machine does not report it."""
 
     device: str
     port: int
@@ -110,14 +109,15 @@ class RdmaPort:
 
     @property
     def bytes_per_s(self) -> float:
-        """Its rate, as of "400 Gb/sec (4X NDR)"; 0 where it is not known."""
+        """The rate from a text such as "400 Gb/sec (4X NDR)"; 0 if unknown."""
         found = re.match(r"[\d.]+", self.rate)
         return float(found[0]) * 1e9 / 8 if found else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """``links`` are GPUs' to each other, ``speeds`` those of network interfaces in Mb/s."""
+    """The hardware that can carry bytes: RDMA ports, network interfaces with their ``speeds`` in Mb/s, and
+    the ``links`` between pairs of GPUs, such as "NV18"."""
 
     rdma: tuple[RdmaPort, ...] = ()
     speeds: Mapping[str, int] = field(default_factory=dict)
@@ -125,15 +125,15 @@ class Fabric:
 
     @property
     def active_ports(self) -> list[RdmaPort]:
-        """The RDMA ports that have a link."""
+        """The RDMA ports whose link is up."""
         return [port for port in self.rdma if port.state == ACTIVE]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that left so far: over this process's TCP connections, by local and remote host, and by port.
+    """Counters of sent bytes: of this process's TCP connections by local and remote host, and of RDMA ports.
 
-    Those of an RDMA port are of the whole machine.
+    An RDMA port's counter includes all processes of the machine.
     """
 
     tcp: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -142,7 +142,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Seen:
-    """A calibration as the system saw it: what it moved, how fast, whereto, and the counters around it."""
+    """A calibration: bytes moved, rate, the peer's host, and the system's counters before and after.
+
+    ``is_near``: the peer is on this machine. ``on_gpu``: the memory is a GPU's.
+    """
 
     total_bytes: int
     bytes_per_s: float
@@ -154,9 +157,9 @@ class Seen:
 
 
 def lane_of(words: str) -> Transport:
-    """The lane that an engine or UCX names, as of "tcp/eth0", "rdma mlx5_0" or "cuda_ipc/cuda"."""
+    """The lane in a text of an engine or UCX, such as "tcp/eth0", "rdma mlx5_0" or "cuda_ipc/cuda"."""
     if words.startswith("UCX"):
-        # What it was configured with, perhaps to exclude that: not what it takes for a peer.
+        # UCX's configuration, which may exclude the device that it names, and not its choice for a peer.
         return Transport()
     found = (kind for kind, pattern in _WORDS if re.search(pattern, words.lower()))
     kind: LaneKind = next(found, "unknown")
@@ -165,7 +168,7 @@ def lane_of(words: str) -> Transport:
 
 
 def wire_of(lines: list[str]) -> str:
-    """What UCX writes a large piece over, of the tables that it prints; empty where it printed none."""
+    """The transport of UCX's largest writes, from the tables that it prints; empty if there are none."""
     found, is_write = "", False
     for line in lines:
         if " by ucp_" in line:
@@ -176,13 +179,13 @@ def wire_of(lines: list[str]) -> str:
 
 
 def seen_lane(reported: Transport, seen: Seen, fabric: Fabric) -> Transport:
-    """The lane of a calibration. What was seen on TCP counts for more than what the engine reports.
+    """The lane of a calibration. TCP counters take precedence over the engine's report.
 
-    Counters also hold what was sent to others meanwhile. So one that grew by about as much as was moved is
-    believed; one that grew by more is so only where nothing else explains the bytes.
+    Counters include bytes sent to other peers meanwhile. So a counter that grew by about the moved bytes is
+    trusted; a counter that grew by more is used only if nothing else explains the bytes.
     """
     if not seen.total_bytes or not any(seen.before.tcp.values()) or not any(seen.after.tcp.values()):
-        # Without counters nothing can be excluded. The side channel alone has a connection that grows.
+        # No TCP counter was readable, since the side channel at least has a connection that sends.
         return reported
     needed = _ALL_OF * seen.total_bytes
     carried, ports = _growth(seen.before.tcp, seen.after.tcp), _growth(seen.before.rdma, seen.after.rdma)
@@ -213,7 +216,7 @@ def seen_lane(reported: Transport, seen: Seen, fabric: Fabric) -> Transport:
 
 
 def _memory_lane(seen: Seen) -> Transport:
-    """What carries bytes within a host that no network carries; unknown for a host that is far."""
+    """The lane of bytes that no network carried; unknown unless the peer is on this machine."""
     if not seen.is_near:
         return Transport()
     if not seen.on_gpu:
@@ -223,9 +226,9 @@ def _memory_lane(seen: Seen) -> Transport:
 
 
 def expected_rate(fabric: Fabric, lane: Transport, copy_bytes_per_s: float = 0.0) -> tuple[float, str]:
-    """What a lane should give in bytes a second, and why; 0 where that is not known.
+    """The rate in bytes per second that a lane should reach, 0 if unknown, and the reason.
 
-    ``copy_bytes_per_s`` is that of a plain copy within a process, and the most that shared memory gives.
+    ``copy_bytes_per_s`` is the rate of a plain copy within a process, the most that shared memory reaches.
     """
     links = [int(link[2:]) for link in fabric.links.values() if re.fullmatch(r"NV\d+", link)]
     if links and lane.lane in ("nvlink", "cuda_ipc"):
@@ -243,11 +246,11 @@ def expected_rate(fabric: Fabric, lane: Transport, copy_bytes_per_s: float = 0.0
 
 
 def look_at_traffic(root: Path = Path("/")) -> Traffic:
-    """Read the counters; none where they cannot be read. Takes up to 25 us for each descriptor."""
+    """Read the counters; empty if they cannot be read. Takes up to 25 us per open descriptor."""
     try:
         rdma = {}
         for port in (root / "sys/class/infiniband").glob("*/ports/[0-9]*"):
-            # In words of four bytes; EFA has bytes, elsewhere.
+            # The counter is in words of four bytes. EFA has a counter of bytes at another place.
             words, own = read_text(port / "counters/port_xmit_data"), read_text(port / "hw_counters/tx_bytes")
             sent = 4 * int(words) if words.isdecimal() else int(own or 0)
             rdma[f"{port.parents[1].name}:{port.name}"] = sent
@@ -258,13 +261,13 @@ def look_at_traffic(root: Path = Path("/")) -> Traffic:
 
 
 def _tcp_traffic() -> dict[tuple[str, str], int]:
-    """What this process's connections sent; nothing where they may be too many to look at."""
+    """Bytes sent by this process's TCP connections; empty if it has too many descriptors to read."""
     tcp: dict[tuple[str, str], int] = {}
     names = os.listdir("/proc/self/fd")
     for name in names if len(names) <= _MOST_DESCRIPTORS else ():
         try:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                # A descriptor of our own: its owner, a library, may close the other one at any time.
+                # A duplicate, because the library that owns the descriptor may close it at any time.
                 own = os.dup(int(name))
                 try:
                     _add_tcp(tcp, own)
@@ -276,12 +279,12 @@ def _tcp_traffic() -> dict[tuple[str, str], int]:
 
 
 def _add_tcp(tcp: dict[tuple[str, str], int], descriptor: int) -> None:
-    # Called non-blocking, whether it is or not, Python leaves its mode alone, which its owner's has too.
+    # With SOCK_NONBLOCK Python leaves the blocking mode alone, which the duplicate shares with the owner's.
     found = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=descriptor)
     try:
         if found.family not in (socket.AF_INET, socket.AF_INET6):
             return
-        # Of what is no TCP connection this is an OSError.
+        # Raises OSError for a socket that is no TCP connection.
         info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         between = _plain(found.getsockname()[0]), _plain(found.getpeername()[0])
     finally:
@@ -290,12 +293,12 @@ def _add_tcp(tcp: dict[tuple[str, str], int], descriptor: int) -> None:
 
 
 def _growth(before: dict[K, int], after: dict[K, int]) -> dict[K, int]:
-    """What grew. A connection that was closed meanwhile takes nothing away."""
+    """The increase of each counter that grew. A connection that was closed meanwhile is ignored."""
     return {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
 
 
 def _plain(host: str) -> str:
-    """A host as text that can be compared: IPv4 where IPv6 stands for it, and without its zone."""
+    """The canonical text of a host: a mapped IPv4 address as IPv4, and no zone."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -304,7 +307,7 @@ def _plain(host: str) -> str:
 
 
 def look_at_fabric(root: Path = Path("/"), *, with_gpus: bool) -> Fabric:
-    """Look at this machine; at links of GPUs only if asked, which takes a second."""
+    """Find the hardware of this machine; the links of GPUs only ``with_gpus``, which takes a second."""
     infiniband = root / "sys/class/infiniband"
     devices = sorted(infiniband.iterdir()) if infiniband.is_dir() else []
     return Fabric(
@@ -315,7 +318,7 @@ def look_at_fabric(root: Path = Path("/"), *, with_gpus: bool) -> Fabric:
 
 
 def read_text(path: Path) -> str:
-    """A file of the system, empty where it cannot be read."""
+    """The text of a system file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -323,7 +326,7 @@ def read_text(path: Path) -> str:
 
 
 def numa_node(device: Path) -> int:
-    """The node of a device, -1 where the machine does not report it."""
+    """The NUMA node of a device; -1 if the machine does not report it."""
     text = read_text(device / "numa_node")
     return int(text) if text.lstrip("-").isdecimal() else -1
 
@@ -333,7 +336,7 @@ def _ports(device: Path) -> list[RdmaPort]:
         RdmaPort(
             device.name,
             int(port.name),
-            # As "4: ACTIVE".
+            # The file has a text such as "4: ACTIVE".
             read_text(port / "state").rpartition(":")[2].strip(),
             read_text(port / "rate"),
             read_text(port / "link_layer"),
@@ -344,7 +347,7 @@ def _ports(device: Path) -> list[RdmaPort]:
 
 
 def _speeds(interfaces: Path) -> dict[str, int]:
-    """Those of interfaces that have a speed; virtual ones have none, or -1."""
+    """The speeds of interfaces in Mb/s. Virtual interfaces have none, or -1, and are left out."""
     texts = {path.parent.name: read_text(path) for path in interfaces.glob("*/speed")}
     return {name: int(text) for name, text in texts.items() if text.isdecimal()}
 

@@ -1,8 +1,7 @@
-"""The memory engine: a double that ships with the package and moves real bytes within one process.
+"""The memory engine: a test double in the package that moves real bytes within one process.
 
-Bytes of CPU memory are copied inside ``poll``, without threads and on a clock of the caller's choice, so a
-simulator can drive it deterministically. The target's registration is checked for every range, as an RDMA
-card would.
+``poll`` copies CPU memory, without threads and by the caller's clock, so that a simulator can drive the
+engine deterministically. Every copy is checked against the target's registered spans, as by an RDMA card.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvconnect.errors import ConfigError, EngineError
 
 
 class MemoryCard(msgspec.Struct, tag="kvconnect-memory-2", frozen=True):
-    """The random token of an engine of this process."""
+    """The random token of an engine in this process."""
 
     token: bytes
 
@@ -32,7 +31,7 @@ _engines_lock = threading.Lock()
 
 
 class MemoryEngine(Adapter):
-    """An engine over ordinary memory. Raises ``ConfigError`` if a protocol is named: it has none."""
+    """An engine over ordinary memory. Raises ``ConfigError``: a protocol is named, and it has none."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class MemoryEngine(Adapter):
         return _engine_of(self._peers.get(peer, b""))
 
     def _copy_here(self, batch: Batch, target: MemoryEngine | None) -> str:
-        """Copy into another engine's memory; returns the error, empty if it was done."""
+        """Copy into another engine's memory; returns the error, empty on success."""
         if target is None:
             return f"peer {batch.peer!r} is gone"
         with target._lock:

@@ -1,10 +1,10 @@
 """The Mooncake adapter: a listening engine that peers reach, and lanes (``mooncake_lanes``) that send.
 
-Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it is:
+Behaviour of mooncake-transfer-engine 0.3.13.post1 that the code works around:
 
-- Registering an overlapping range returns -7. Unregistering a batch with one unknown address leaves
-  the others half gone for ever. Over TCP, memory that was never registered is sent gladly. So every
-  range is checked against our own ``SpanSet`` first.
+- Registering an overlapping range returns -7. Unregistering a batch with one unknown address leaves the
+  other ranges half unregistered for ever. Over TCP, the library sends memory that was never registered. So
+  every range is checked against the adapter's ``SpanSet`` first.
 - The listening engine binds all interfaces, and lets any client that reaches its port read and write
   registered memory. Keep it on a private network.
 """
@@ -32,17 +32,17 @@ log = logging.getLogger("kvconnect.engine.mooncake")
 _MAX_TCP_BYTES = 64 << 20
 _MAX_BYTES = 256 << 20
 
-# Over NVLink the link would idle from one call to the next.
+# With one sender an NVLink would idle between two calls.
 _NVLINK_SENDERS = 2
 
-# Threads that the library keeps in a call long after their batch was answered; most per peer.
+# The most threads per peer that may hang in the library after their batch was completed.
 _MAX_STUCK_SENDERS = 3
 _CLOSE_S = 3.0
 _YIELD_S = 50e-6
 
 
 class MooncakeCard(msgspec.Struct, tag="kvconnect-mooncake-2", frozen=True):
-    """The session name of the listening engine, ``host:port``, and its protocol."""
+    """The session name (``host:port``) and the protocol of a listening engine."""
 
     session: str
     protocol: str
@@ -60,13 +60,13 @@ class MooncakeEngine(Adapter):
 
     Args:
         host: the address at which peers reach this node.
-        protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink"`` between GPUs of one host; another transport than
-            this one is never used. ``"auto"`` takes what ``mooncake_library.choose_protocol`` returns.
+        protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink"`` between GPUs of one host; no other transport is
+            used. ``"auto"``: see ``mooncake_library.choose_protocol``.
         device_name: the RDMA adapters to use, separated by commas; empty for all.
-        settle_s: how long a batch that failed may take to be proven quiescent.
-        library_timeout_s: when the library gives up a transfer by itself (``MC_TRANSFER_TIMEOUT``).
-            What it has not given up cannot be proven quiescent.
-        max_bytes: the bound to announce; 0 for what suits the protocol.
+        settle_s: how long to wait for the proof that a failed batch is quiescent.
+        library_timeout_s: when the library gives up a transfer by itself (``MC_TRANSFER_TIMEOUT``), at
+            least 5 s. Before that, a transfer cannot be proven quiescent.
+        max_bytes: ``Capabilities.max_bytes``; 0 for a value that suits the protocol.
 
     Raises ``EngineError``: Mooncake is missing, cannot start, or would use another protocol.
     """
@@ -91,9 +91,9 @@ class MooncakeEngine(Adapter):
         super().__init__(
             Capabilities(
                 name="mooncake",
-                # A batch cannot be called back: over TCP a large one would outlive its deadline.
+                # A batch cannot be cancelled: over TCP a large one would outlive its deadline.
                 max_bytes=max_bytes or (_MAX_TCP_BYTES if is_tcp else _MAX_BYTES),
-                # One for each thread waits here, not in the library, to spare the gap between two polls.
+                # Each thread runs one batch and has one queued, so that it does not idle until a poll.
                 max_batches_per_peer=2 * self._senders_per_peer,
                 target_must_poll=False,
                 lane=" ".join(filter(None, (self._library.protocol, device_name))),
@@ -139,7 +139,7 @@ class MooncakeEngine(Adapter):
     # ---- peers
 
     def card(self) -> bytes:
-        """The session name, which stays the same while memory comes and goes."""
+        """The session name and protocol, which do not depend on the registered memory."""
         self._check_open()
         return msgspec.msgpack.encode(MooncakeCard(self._session, self._library.protocol))
 
@@ -190,7 +190,7 @@ class MooncakeEngine(Adapter):
         job.sender.put(job)
 
     def _sender_for(self, name: str, peer: _Peer) -> NativeSender:
-        """The thread of a peer that has least to do."""
+        """The sender thread of a peer that has the fewest batches."""
         if len(peer.senders) < self._senders_per_peer:
             peer.senders.append(NativeSender(self._lane_key(name), self._pool, self._results))
             self._senders = [sender for sender in self._senders if sender.is_alive()]
@@ -200,8 +200,7 @@ class MooncakeEngine(Adapter):
 
     def poll(self) -> list[Completion]:
         if self._flights and self._results.empty() and not self._finished:
-            # A caller that polls without a pause would keep the GIL from the thread it waits for,
-            # for 5 ms at a time.
+            # Without a pause, a polling caller would keep the GIL from the sender for 5 ms at a time.
             time.sleep(_YIELD_S)
         while not self._results.empty():
             self._take(self._results.get_nowait())
@@ -212,10 +211,10 @@ class MooncakeEngine(Adapter):
         return self._take_finished() if self._finished else []
 
     def _shut_down(self) -> None:
-        """What the library does not let go of in time is not quiescent; its thread ends by itself."""
+        """Batches that the library does not end in time are not quiescent; their threads end later."""
         until = time.monotonic() + _CLOSE_S
         while self._flights and time.monotonic() < until:
-            # In two steps: ``poll`` gives the list away.
+            # In two statements, since ``poll`` replaces ``_finished``.
             done = self.poll()
             self._finished.extend(done)
             time.sleep(0.005)
@@ -239,7 +238,7 @@ class MooncakeEngine(Adapter):
     def _take(self, outcome: JobEnd) -> None:
         job = outcome.job
         if self._flights.get(job.batch.batch_id) is not job:
-            return  # answered before, as one that is not quiescent
+            return  # completed before, as not quiescent
         error = job.error or outcome.error
         if not error and time.monotonic() >= job.deadline:
             error = f"ended after its timeout of {job.batch.timeout_s:g} s"
@@ -250,12 +249,12 @@ class MooncakeEngine(Adapter):
         if job.drop():
             self._answer(job, error)
         elif now >= job.overdue_at + self._settle_s:
-            # The library cannot be interrupted. Its thread retires the lane when it returns.
+            # The library cannot be interrupted. The sender retires its lane when the call returns.
             self._leave_sender(job)
             self._answer(job, error, quiescent=False)
 
     def _leave_sender(self, job: LaneJob) -> None:
-        """New batches of this peer take another thread: this one hangs in the library."""
+        """Abandon a sender that hangs in the library; new batches to the peer use another thread."""
         peer, sender = self._peers.get(job.batch.peer), job.sender
         if peer is None or sender is None or sender not in peer.senders:
             return
@@ -265,7 +264,7 @@ class MooncakeEngine(Adapter):
         self._pool.retire(self._lane_key(job.batch.peer))
 
     def _end_early(self, job: LaneJob, error: str) -> None:
-        """At once if it is not posted yet, else at its end or after ``settle_s``."""
+        """Complete a batch at once if it is not posted, else at its end or after ``settle_s``."""
         job.error = job.error or error
         if job.drop():
             self._answer(job, error)
@@ -275,8 +274,8 @@ class MooncakeEngine(Adapter):
     # ---- lanes
 
     def _lane_key(self, peer: str) -> str:
-        # Over TCP a lane is cheap and every peer has its own, so that one which falls silent holds up no
-        # other. Over RDMA each lane would open every adapter and pin all memory.
+        # Over TCP a lane is cheap: every peer has its own, so that a silent peer delays no other peer. Over
+        # RDMA all peers share one, since each lane opens every adapter and pins all memory.
         return peer if self._library.is_tcp else ""
 
     def _make_lane(self) -> Any:
@@ -286,7 +285,7 @@ class MooncakeEngine(Adapter):
         return engine
 
     def _enter_device(self) -> None:
-        """The library asks CUDA about memory in whichever thread it is called."""
+        """Set the CUDA device in a sender thread, since the library queries CUDA in the calling thread."""
         device = next((span.device for span in self._spans if span.device != "cpu"), None)
         if device is not None:
             torch.cuda.set_device(device)

@@ -1,18 +1,18 @@
-"""Lanes: the Mooncake engines that only send, and the threads that wait in their blocking calls.
+"""Sending engines of Mooncake, called lanes here, and the threads that wait in their blocking calls.
 
-Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it is:
+Behaviour of mooncake-transfer-engine 0.3.13.post1 that the code works around:
 
-- A batch that returns -1 is not at rest: what the library still has of it keeps flowing, and takes source
-  bytes that were written after the return. No call waits for it. Destroying the engine that sent it stops
-  it, so transfers go out through engines that can be thrown away: lanes. The engine whose address
-  peers know only listens and survives.
-- Destroying an engine takes 0.2 to 0.8 s (its accept loop wakes that often) and holds the GIL all
-  that time. It happens once per failed batch, so a failure is dear and a success costs nothing.
-- Making one takes 1 ms and two threads that sleep.
-- What had reached the peer's kernel when the lane went is still written by the peer. A stopped
-  peer writes it when it wakes, so rest is proven only by a peer that answers afterwards.
-- The first transfer to a session opens it under a lock of the whole engine, for 60 s if the peer
-  accepts and stays silent. So a peer has to give a sign of life first.
+- A batch that returns -1 is not quiescent: the library goes on to send the rest of it, and reads source bytes
+  that were written after the return. No call waits for the end. Destroying the sending engine stops it, so
+  batches are sent by engines that can be destroyed: lanes. The engine whose address peers know only
+  listens, and is never destroyed.
+- Destroying an engine takes 0.2 to 0.8 s (the period of its accept loop), and holds the GIL all that
+  time. This happens once per failed batch; successful batches pay nothing.
+- Making an engine takes 1 ms, and two threads that sleep.
+- Bytes that had reached the peer's kernel when the lane was destroyed are still written by the peer. A
+  stopped peer writes them when it resumes, so only a later answer of the peer proves quiescence.
+- The first transfer to a session opens it under a lock of the whole engine, for 60 s if the peer accepts
+  the connection and stays silent. So a peer must answer a probe first.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from kvconnect.engine.adapter import Flight
 
 log = logging.getLogger("kvconnect.engine.mooncake")
 
-# How long a peer that has answered may still need to write what its kernel holds for it.
+# How long a peer may need, after it answered a probe, to write the bytes in its kernel's buffers.
 GRACE_S = 0.25
 
-# The library's probe: the length of its JSON text and the type, then the text.
+# The library's probe message: the length of its JSON text, the type, then the text.
 _PROBE = b"\x04\x00\x00\x00\x00\x00\x00\x00\x03{}\n"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LaneJob(Flight):
-    """One batch on its way through a thread, ``sender``; its owner answers it, from ``overdue_at`` on alone.
+    """One batch in the queue of a thread, ``sender``. From ``overdue_at`` on the owner may complete it alone.
 
-    ``posted`` is set right before the library may touch memory, ``dropped`` by the owner to skip a
-    job that was answered or cancelled before that. ``lock`` orders the two.
+    The sender sets ``posted`` right before the library may access memory. The owner sets ``dropped`` to skip
+    a job that it completed or cancelled before that. ``lock`` makes the two exclusive.
     """
 
     session: str
@@ -59,20 +59,20 @@ class LaneJob(Flight):
     lock: Any = field(default_factory=threading.Lock)
 
     def post(self) -> bool:
-        """Mark the job as posted, unless it was dropped or is too late."""
+        """Mark the job as posted. False: it was dropped, or its deadline has passed."""
         with self.lock:
             self.posted = not self.dropped and time.monotonic() < self.deadline
             return self.posted
 
     def drop(self) -> bool:
-        """Keep the job from being posted; False if it was posted already."""
+        """Prevent the job from being posted. False: it was posted already."""
         with self.lock:
             self.dropped = not self.posted
             return self.dropped
 
 
 class JobEnd(NamedTuple):
-    """How a job ended: ``error`` is empty if all of it was done."""
+    """The end of a job: ``error`` is empty on success."""
 
     job: LaneJob
     quiescent: bool
@@ -81,7 +81,7 @@ class JobEnd(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SendingEngine:
-    """A sending engine. It is destroyed when it is retired and no batch uses it any more."""
+    """A lane, that is, an engine that only sends. It is destroyed once it is retired and has no users."""
 
     engine: Any
     users: int = 0
@@ -91,9 +91,9 @@ class SendingEngine:
 
 
 class LanePool:
-    """The current lane of each key, made when it is first needed.
+    """The current lane of each key, made when it is first needed. Thread-safe.
 
-    ``prepare_thread`` is called in every thread before it uses a lane.
+    Senders call ``prepare_thread`` in their thread before they use a lane.
     """
 
     def __init__(self, make_engine: Callable[[], Any], prepare_thread: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ class LanePool:
         self._lock = threading.Lock()
 
     def acquire(self, key: str) -> SendingEngine:
-        """A lane to use until ``give_back``."""
+        """The lane of a key, for use until ``give_back``."""
         with self._lock:
             lane = self._lanes.get(key)
             if lane is None:
@@ -121,7 +121,7 @@ class LanePool:
         self._destroy_if_unused(lane)
 
     def retire(self, key: str, lane: SendingEngine | None = None) -> None:
-        """New work takes a fresh lane from now on, if a key has this lane, or any."""
+        """Retire the key's lane, only if it is ``lane`` where that is given; new work gets a new lane."""
         with self._lock:
             found = self._lanes.get(key)
             if found is not None and lane in (None, found):
@@ -131,9 +131,10 @@ class LanePool:
             self._destroy_if_unused(found)
 
     def leave(self, key: str) -> None:
-        """A key is not used any more: its lane, unless a batch still uses it, is the next that is needed.
+        """Release a key that is not used any more. Its lane is reused for the next new key, or retired if a
+        batch still uses it.
 
-        Destroying it would take the GIL, and keeping it its threads and sockets.
+        It is not destroyed, which would hold the GIL, nor kept beside new ones with its threads and sockets.
         """
         with self._lock:
             lane = self._lanes.pop(key, None)
@@ -144,13 +145,13 @@ class LanePool:
                 self._idle.append(lane)
 
     def each_engine(self, call: Callable[[Any], None]) -> None:
-        """For every engine that takes new work."""
+        """Call a function with the engine of every current lane."""
         with self._lock:
             for lane in self._lanes.values():
                 call(lane.engine)
 
     def close(self) -> None:
-        """Retire all; those in use are destroyed by their last user."""
+        """Retire all lanes. The last user of a lane destroys it."""
         for key in list(self._lanes):
             self.retire(key)
         self._idle.clear()
@@ -160,13 +161,13 @@ class LanePool:
             if lane.users or not lane.retired or lane.engine is None:
                 return
             engine, lane.engine = lane.engine, None
-        # The only reference: this stops its threads and closes its connections.
+        # The last reference: this stops the engine's threads and closes its connections.
         del engine
         lane.destroyed.set()
 
 
 class Reaction(enum.Enum):
-    """What a peer's port does when it is asked for a sign of life."""
+    """The reaction of a peer's port to a probe."""
 
     ANSWERS = "answers"
     REFUSES = "refuses connections"
@@ -174,11 +175,11 @@ class Reaction(enum.Enum):
 
 
 def ask(session: str, until: float, stop: Callable[[], bool] = lambda: False) -> Reaction:
-    """Ask the engine behind ``host:port`` whether it lives, until a time or until ``stop``.
+    """Probe the engine at ``host:port``, until the monotonic time ``until`` or until ``stop`` returns True.
 
-    The library's own ``send_probe`` takes up to 60 s and cannot be interrupted, and a thread that
-    returns from it while the interpreter ends aborts the process. So its message is sent from here.
-    Any reaction counts, also a hang-up: it takes a running engine to give one, of any version.
+    The library's own ``send_probe`` takes up to 60 s and cannot be interrupted, and a thread that returns
+    from it while the interpreter ends aborts the process. So its message is sent from here.
+    Any answer counts, also a closed connection: only a running engine, of any version, gives one.
     """
     host, _, port = session.rpartition(":")
     try:
@@ -200,7 +201,7 @@ def ask(session: str, until: float, stop: Callable[[], bool] = lambda: False) ->
 
 
 class NativeSender(threading.Thread):
-    """One thread that runs the jobs of one peer, one at a time."""
+    """A thread that runs jobs of one peer, one at a time."""
 
     def __init__(self, key: str, pool: LanePool, results: queue.SimpleQueue[JobEnd]) -> None:
         super().__init__(name="kvconnect-mooncake", daemon=True)
@@ -212,7 +213,7 @@ class NativeSender(threading.Thread):
         _senders.add(self)
 
     def put(self, job: LaneJob | None) -> None:
-        """Queue a job; an outcome follows for every one that was not dropped. None ends the thread."""
+        """Queue a job; ``results`` gets a ``JobEnd`` for it unless it is dropped. None ends the thread."""
         self._jobs.put(job)
 
     def run(self) -> None:
@@ -225,7 +226,7 @@ class NativeSender(threading.Thread):
                 log.warning("a transfer to %s broke: %r", job.session, error)
                 outcome = JobEnd(job, not job.posted, f"{type(error).__name__}: {error}")
             self._results.put(outcome)
-        # The lane that all peers share stays.
+        # The lane with the empty key is shared by all peers and stays.
         if self._key:
             self._pool.leave(self._key)
 
@@ -243,14 +244,14 @@ class NativeSender(threading.Thread):
             code = int(lane.engine.batch_transfer_sync_write(job.session, *columns))
             if code == 0:
                 return JobEnd(job, True, "")
-            # Retired before it is given back, so that giving it back can destroy it.
+            # Retired first, so that ``give_back`` can destroy it.
             self._pool.retire(self._key, lane)
         finally:
             self._pool.give_back(lane)
         return JobEnd(job, self._came_to_rest(lane, job), f"Mooncake's transfer returned {code}")
 
     def _open(self, lane: SendingEngine, job: LaneJob) -> str:
-        """Make sure that the peer answers before its session is first used; the problem, if any."""
+        """Probe the peer before the first use of its session; returns the problem, or an empty text."""
         if job.session in lane.sessions:
             return ""
         reaction = ask(job.session, job.deadline, stop=lambda: job.dropped)
@@ -260,26 +261,26 @@ class NativeSender(threading.Thread):
         return ""
 
     def _came_to_rest(self, lane: SendingEngine, job: LaneJob) -> bool:
-        """Wait until nothing of a failed job can move any more; whether that was proven."""
+        """Wait until a failed job is quiescent; False if that could not be proven."""
         until = time.monotonic() + job.settle_s
         if not lane.destroyed.wait(job.settle_s):
             return False
-        # An engine that refuses is gone, and wrote all it ever will.
+        # An engine that refuses connections is gone, and writes no more.
         if ask(job.session, until) is Reaction.SILENT:
             return False
         time.sleep(GRACE_S)
         return True
 
 
-# Every thread that may be inside the library.
+# All threads that may be in a call of the library.
 _senders: weakref.WeakSet[NativeSender] = weakref.WeakSet()
 
 
 @atexit.register
 def _leave_the_library() -> None:
-    """Let threads come back from the library before the interpreter ends.
+    """Wait for threads to return from the library before the interpreter ends.
 
-    One that comes back while it ends cannot take the GIL any more, and aborts the process.
+    A thread that returns while the interpreter ends cannot take the GIL, and aborts the process.
     """
     until = time.monotonic() + float(os.environ.get("MC_TRANSFER_TIMEOUT", "30")) + 1.0
     senders = list(_senders)

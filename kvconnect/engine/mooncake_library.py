@@ -1,9 +1,9 @@
-"""How Mooncake is imported, configured through its environment, and made to use one protocol.
+"""Imports Mooncake, configures it through its environment, and makes it use one protocol.
 
-Owns the environment variables that this package sets, each only if the user did not. Observed with
-mooncake-transfer-engine 0.3.13.post1: the ``protocol`` argument chooses nothing. The transport is discovered,
-and is RDMA whenever there is an adapter; only the environment can prevent that. An engine has one transport,
-so one that uses NVLink reaches no other host.
+Owns the environment variables that this package sets, each only if the user did not set it. In
+mooncake-transfer-engine 0.3.13.post1 the ``protocol`` argument has no effect: the library discovers
+transports, and takes RDMA if there is an adapter; only the environment can prevent that. An engine has one
+transport, so an engine that uses NVLink reaches no other host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvconnect.errors import EngineError
 log = logging.getLogger("kvconnect.engine.mooncake")
 
 NVLINK = "nvlink"
-"""Between GPUs of one host. The library takes it from its environment alone."""
+"""The protocol between GPUs of one host. Only the environment can select it in the library."""
 
 Range = tuple[int, int]
 """An address and a length in bytes."""
@@ -34,7 +34,7 @@ _FORCED = ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_FORCE_MNNVL")
 
 
 class Library:
-    """The extension module, set up for one protocol, and what its engines have in common.
+    """The extension module, set up for one protocol, with the operations that all its engines share.
 
     The arguments are those of ``MooncakeEngine``. Raises ``EngineError``.
     """
@@ -43,7 +43,7 @@ class Library:
         self.protocol = choose_protocol(host, device_name) if protocol == "auto" else protocol
         prepare_environment(self.protocol, device_name, timeout_s)
         if ":" in host and not os.environ.get("MC_USE_IPV6"):
-            # The library reads it when it is loaded, which may be before its engine is made.
+            # The library reads the variable when it is loaded, which may be before an engine is made.
             raise EngineError(
                 f"host is {host!r}, and Mooncake listens for IPv4 alone: start with MC_USE_IPV6=1 in the "
                 "environment"
@@ -53,11 +53,11 @@ class Library:
 
     @property
     def is_tcp(self) -> bool:
-        """Peers name addresses alone, and memory need not be registered to be sent."""
+        """Whether the protocol is TCP. Sending lanes then need no registered memory."""
         return self.protocol == "tcp"
 
     def make_engine(self) -> Any:
-        """A transfer engine, with nothing registered. Raises ``EngineError``."""
+        """A transfer engine without registered memory. Raises ``EngineError``: it cannot start."""
         engine = self._module.TransferEngine()
         protocol = "rdma" if self.protocol == NVLINK else self.protocol
         code = engine.initialize(self._host, "P2PHANDSHAKE", protocol, self._device_name)
@@ -73,7 +73,7 @@ class Library:
         return join_address(self._host, engine.get_rpc_port())
 
     def check_spans(self, spans: Iterable[Span]) -> None:
-        """Refuse memory that the protocol cannot move. Raises ``EngineError``."""
+        """Raises ``EngineError``: the protocol or the build cannot move memory of a span's device."""
         for span in spans:
             if span.device == "cpu" and self.protocol == NVLINK:
                 raise EngineError("protocol 'nvlink' moves memory of GPUs alone: set protocol to 'tcp'")
@@ -84,16 +84,16 @@ class Library:
                 )
 
     def ranges(self, spans: Iterable[Span]) -> dict[Range, None]:
-        """What is registered for spans: they themselves, and over NVLink the allocations around them.
+        """The ranges to register for spans: the spans, or over NVLink the allocations that contain them.
 
-        There the library shares an allocation as a whole, and takes what is registered for its beginning.
+        Over NVLink the library shares whole allocations, and assumes that a range begins one.
         """
         if self.protocol == NVLINK:
             return {allocation_around(span.address, span.gpu): None for span in spans}
         return dict.fromkeys((span.address, span.length_bytes) for span in spans)
 
     def register(self, engine: Any, ranges: Iterable[Range]) -> None:
-        """Register memory with one of the engines, in one call. Raises ``EngineError``."""
+        """Register memory with an engine, in one call. Raises ``EngineError``: the library refuses."""
         columns = [list(column) for column in zip(*ranges, strict=True)]
         code = engine.batch_register_memory(*columns) if columns else 0
         if code != 0:
@@ -106,7 +106,7 @@ class Library:
             raise EngineError(f"Mooncake cannot register {len(columns[0])} ranges, it returned {code}{hint}")
 
     def unregister(self, engine: Any, ranges: Iterable[Range]) -> None:
-        """Take memory back from one of the engines. Raises ``EngineError``."""
+        """Unregister memory from an engine. Raises ``EngineError``: the library refuses."""
         addresses = [address for address, _ in ranges]
         code = engine.batch_unregister_memory(addresses) if addresses else 0
         if code != 0:
@@ -114,7 +114,7 @@ class Library:
 
 
 def choose_protocol(host: str, device_name: str) -> str:
-    """What ``auto`` means here: NVLink if it can be used, else RDMA if adapters are named, else TCP."""
+    """The protocol for ``auto``: NVLink if it can be used, else RDMA if adapters are named, else TCP."""
     problem = nvlink_problem(host)
     chosen = NVLINK if not problem else "rdma" if device_name else "tcp"
     log.info("Mooncake's protocol 'auto' takes %r%s", chosen, problem and f", not 'nvlink': {problem}")
@@ -123,7 +123,7 @@ def choose_protocol(host: str, device_name: str) -> str:
 
 def nvlink_problem(host: str) -> str:
     """Why this node cannot use NVLink for all of its peers; empty if it can."""
-    # Here, since the store's process does without it.
+    # Imported here, since the store's process does not need torch.
     import torch
 
     if not is_loopback(host):
@@ -138,7 +138,7 @@ def nvlink_problem(host: str) -> str:
         return "memory in expandable segments cannot be shared"
     if forced := [name for name in _FORCED if os.environ.get(name)]:
         return f"{forced[0]} is set"
-    # The links of a single visible GPU to those that peers see are unknown.
+    # With a single visible GPU, its links to the GPUs of peers are unknown.
     pairs = list(itertools.permutations(range(torch.cuda.device_count()), 2))
     if pairs and not any(torch.cuda.can_device_access_peer(here, there) for here, there in pairs):
         return "no GPU here can access another one's memory (nvidia-smi topo -p2p r)"
@@ -146,11 +146,11 @@ def nvlink_problem(host: str) -> str:
 
 
 def prepare_environment(protocol: str, device_name: str, library_timeout_s: int) -> None:
-    """Make the library use the protocol that was asked for, or refuse. Raises ``EngineError``."""
+    """Set the environment for a protocol. Raises ``EngineError``: the protocol cannot be used here."""
     if protocol == "tcp":
         if os.environ.get("MC_FORCE_HCA"):
             raise EngineError("protocol 'tcp' was asked for, but MC_FORCE_HCA forces RDMA: unset it")
-        # Without it the library takes RDMA as soon as it finds an adapter.
+        # Otherwise the library uses RDMA if it finds an adapter.
         os.environ.setdefault("MC_FORCE_TCP", "1")
     elif protocol == "rdma":
         if os.environ.get("MC_FORCE_TCP"):
@@ -170,10 +170,10 @@ def prepare_environment(protocol: str, device_name: str, library_timeout_s: int)
         os.environ.setdefault("MC_INTRANODE_NVLINK", "true")
     else:
         raise EngineError(f"protocol is {protocol!r}: Mooncake engines know 'tcp', 'rdma' and 'nvlink'")
-    # It logs every batch at INFO, to standard error; what matters comes back as errors.
+    # At INFO the library logs every batch to standard error; errors are returned as codes.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOG_minloglevel", "2")
-    # A transfer to a peer that hangs blocks its thread for this long; the library's default is 30.
+    # A transfer to a peer that hangs blocks its thread for this long; the library's default is 30 s.
     os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(int(library_timeout_s), 5)))
 
 
@@ -194,7 +194,7 @@ def _check_adapters(device_name: str) -> None:
 
 
 def load_library() -> Any:
-    """Import the extension module. Raises ``EngineError`` that names what to install."""
+    """Import the extension module. Raises ``EngineError``, which names the package to install."""
     try:
         return importlib.import_module("mooncake.engine")
     except ImportError as error:
@@ -208,7 +208,7 @@ def load_library() -> Any:
 
 
 def built_for_cuda() -> bool:
-    """Whether the wheel that is installed was built with CUDA; the module itself does not report it."""
+    """Whether the installed wheel was built with CUDA, by its name: the module does not report it."""
     for name in ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"):
         try:
             importlib.metadata.version(name)

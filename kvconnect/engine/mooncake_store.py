@@ -1,9 +1,9 @@
-"""Mooncake Store, as a process of its own uses it: ``python -m kvconnect.engine.mooncake_store``.
+"""The child process that uses Mooncake Store: ``python -m kvconnect.engine.mooncake_store``.
 
-The library holds Python's lock while it is set up and closed, for a minute and more where its master does not
-answer, and ends its process if it is used once it was closed. So it lives in a child process, which gets
-orders and gives answers over sockets that it inherits, and shares memory for the bytes themselves. Its
-failure costs its parent only a cache.
+The library holds the GIL during set-up and close, for more than a minute if its master does not answer, and
+ends the process on a call after close. So it runs in a child process, which receives orders and sends
+answers over inherited sockets, and shares memory with its parent for the values. If the child fails, the
+parent only loses a cache.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvconnect.errors import EngineError
 
 _PR_SET_PDEATHSIG = 1
 _CONNECT_TIMEOUT_S = 2.0
-# Mooncake's own memory for values that do not lie in registered memory: there are none.
+# Mooncake's own memory for values outside of registered memory; there are no such values.
 _LOCAL_BUFFER_BYTES = 1 << 20
 
 
 class MooncakeStore:
-    """The library's store, and the memory through which values go.
+    """The library's store, with the shared memory for values registered.
 
     Raises ``EngineError``: the library is missing, or the store cannot be reached.
     """
@@ -58,7 +58,7 @@ class MooncakeStore:
             raise EngineError(f"Mooncake Store did not register {len(memory)} bytes: code {code}")
 
     def carry_out(self, order: Order) -> list[int]:
-        """One code of the library for each key, less than 0 for an error; of ``CLEAR`` one in all."""
+        """Execute an order: a code of the library per key, below 0 for an error; one code for ``CLOSE``."""
         keys = list(order.keys)
         places = [self._address + offset for offset in order.offsets]
         match order.verb:
@@ -80,7 +80,7 @@ def _load_library() -> Any:
     try:
         with contextlib.suppress(ImportError):
             return importlib.import_module("mooncake.store")
-        # Built with CUDA it may need what torch brings along, whose import takes longer than all else here.
+        # A CUDA build may need libraries that torch brings. Tried second: importing torch takes long.
         importlib.import_module("torch")
         return importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -88,7 +88,7 @@ def _load_library() -> Any:
 
 
 def _reach(master: str) -> None:
-    """An address without a listener is found out here within seconds, by the library in minutes."""
+    """Raises ``EngineError``: nothing listens at the address. The library would take minutes to find out."""
     address = split_address(master)
     if address is None:
         raise EngineError(f"Mooncake Store's master is {master!r}, accepted: host:port")
@@ -99,7 +99,7 @@ def _reach(master: str) -> None:
 
 
 def _serve(store: MooncakeStore, lane: socket.socket) -> None:
-    """Answer the orders of one lane until its other end is gone; then this process has no use any more."""
+    """Answer the orders of one lane until the parent closes its end; then exit the process."""
     try:
         while (order := receive(lane, Order)) is not None:
             try:
@@ -108,12 +108,12 @@ def _serve(store: MooncakeStore, lane: socket.socket) -> None:
                 answer = StoreAnswer((), f"{type(error).__name__}: {error}")
             send(lane, answer)
     finally:
-        # The library would join its threads, which can take a minute.
+        # Not ``sys.exit``: the library would join its threads, which can take a minute.
         os._exit(0)
 
 
 def main() -> None:
-    """Set up the store, report it on every lane, and serve them. The argument is the settings as JSON."""
+    """Set up the store, report the result on every lane, and serve the lanes. ``argv[1]``: JSON settings."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     if os.getppid() != settings.parent:

@@ -1,22 +1,22 @@
 """The NIXL adapter: one agent without a progress thread, one transfer per batch.
 
-Observed with nixl 1.5.1 and UCX, which made the code what it is:
+Behaviour of nixl 1.5.1 with UCX that the code works around:
 
-- Over shared memory with CMA the post moves the bytes itself, 10 ms for 128 MiB. So ``max_bytes`` bounds how
-  long ``submit`` takes.
-- A progress thread burns a core for ever. Without one both sides advance only in ``poll``, where
-  fetching notifications also progresses what peers have in flight to us.
-- A killed peer is seen in some 15 ms over TCP while a transfer is in flight, and at the next post
-  over shared memory, with ``ucx_error_handling_mode=peer``. A stopped one is never seen: its handle
-  stays in progress for ever, so the deadlines here are our own.
-- After a disconnect every post fails, with a healthy peer too, until the agent is removed and added. That
-  ends every transfer to the peer, so it waits until those under way have ended or the link stands still.
-- Releasing a handle that is in progress succeeds, but what is in the kernel's socket buffers still
-  lands when the peer wakes. That memory is not quiescent.
-- To make a transfer takes several times as long as to post it, so they are kept: they come again and again
-  between the same slots, and one that was done can be posted again.
-- Over shared memory nothing checks the peer's registration but our copy of its card, so ranges are
-  checked against the card before a post.
+- Over shared memory with CMA the post itself moves the bytes, 10 ms for 128 MiB. So ``max_bytes`` bounds the
+  time that ``submit`` takes.
+- A progress thread occupies a core permanently. Without it both sides advance only in ``poll``: fetching
+  notifications also progresses the peers' transfers to this node.
+- With ``ucx_error_handling_mode=peer`` the loss of a killed peer is reported after some 15 ms over TCP while
+  a transfer is in flight, and at the next post over shared memory. The loss of a stopped peer is never
+  reported: its transfer stays in progress for ever, so the adapter has its own deadlines.
+- After a disconnect every post fails, also to a healthy peer, until the agent is removed and added again.
+  That ends every transfer to the peer, so it waits until these have ended or make no progress.
+- Releasing a handle in progress succeeds, but bytes in the kernel's socket buffers still land when a stopped
+  peer resumes. That memory is not quiescent.
+- Making a transfer takes several times as long as posting it. So transfers are cached: they recur between
+  the same slots, and a finished transfer can be posted again.
+- Over shared memory the library does not check the peer's registration, so ranges are checked against the
+  peer's card before a post.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class NixlEngine(Adapter):
     Args:
         host: the address at which peers reach this node; UCX listens on its interface alone.
         protocol: the NIXL backend that moves the bytes; ``"auto"`` for UCX.
-        device_name: the device that UCX uses in place of that of ``host``.
-        backend_options: parameters of the backend, added to ours.
-        settle_s: how long a batch that failed may wait for the proof that it is quiescent, while no other
-            batch to its peer ends.
-        max_bytes: the bound to announce.
+        device_name: the device that UCX uses instead of the interface of ``host``.
+        backend_options: parameters of the backend, added to the adapter's own.
+        settle_s: how long a failed batch waits for the proof that it is quiescent; the time starts again
+            whenever another batch to the peer ends.
+        max_bytes: ``Capabilities.max_bytes``.
 
     Raises ``ConfigError`` for a device name that the backend does not take, ``EngineError`` if NIXL or the
     backend is missing, or refuses to start.
@@ -136,7 +136,7 @@ class NixlEngine(Adapter):
     # ---- peers
 
     def card(self) -> bytes:
-        """The agent's metadata and the spans registered now. Changes with every registration."""
+        """The agent's metadata and the registered spans. Changes with every registration."""
         self._check_open()
         spans = [(span.address, span.length_bytes, span.device) for span in self._spans]
         metadata = bytes(self._agent.get_agent_metadata())
@@ -176,7 +176,7 @@ class NixlEngine(Adapter):
     def poll(self) -> list[Completion]:
         if not self._closed:
             try:
-                # Also what drives the peers' transfers into our memory.
+                # Also progresses the peers' transfers into this node's memory.
                 self._agent.get_new_notifs()
             except Exception as error:
                 self._warn_once("NIXL cannot be progressed: %r", error)
@@ -188,10 +188,10 @@ class NixlEngine(Adapter):
         return self._take_finished() if self._finished else []
 
     def cancel(self, batch_id: int) -> None:
-        """Let a batch end as a failure: as soon as its transfers have, which takes milliseconds.
+        """Fail a batch once its transfer has ended, which takes milliseconds.
 
-        NIXL cannot call back what it was given: a transfer that is released goes on, and only renewing the
-        link ends it, at the cost of all others to the peer.
+        NIXL cannot abort a transfer: a released transfer goes on. Only renewing the link ends it, and with
+        it all other transfers to the peer.
         """
         flight = self._flights.get(batch_id)
         if flight is not None and not flight.error:
@@ -210,7 +210,7 @@ class NixlEngine(Adapter):
     # ---- how a batch goes
 
     def _post_if_healthy(self, flight: NativeFlight, peer: NativePeer, now: float) -> None:
-        """Post a batch, once its peer's link is renewed if it has to be."""
+        """Post a batch, unless the peer's link must be renewed first and cannot be yet."""
         try:
             if peer.broken and not self._heal(peer, now):
                 return
@@ -225,7 +225,7 @@ class NixlEngine(Adapter):
             self._fail(flight, error)
 
     def _advance(self, flight: NativeFlight, now: float) -> None:
-        """One look at a batch that was not answered."""
+        """Check a batch in flight, and complete it if it ended or its time is over."""
         if not flight.is_posted and not flight.error and now < flight.deadline:
             self._post_if_healthy(flight, self._peers[flight.batch.peer], now)
             return
@@ -242,7 +242,7 @@ class NixlEngine(Adapter):
             flight.settle_until = now + self._settle_s
 
     def _look(self, flight: NativeFlight) -> None:
-        """Whether its transfer was done, in which case the handle is kept for others. Raises if it failed."""
+        """Return the handle of a finished transfer to the cache. Raises an error if the transfer failed."""
         if flight.handle is None:
             return
         assert flight.copy is not None, "a transfer was made"
@@ -255,9 +255,10 @@ class NixlEngine(Adapter):
             flight.handle = None
 
     def _settle(self, flight: NativeFlight, now: float) -> None:
-        """Answer a failed batch once it is proven quiescent, or when it had its time.
+        """Complete a failed batch once it is proven quiescent, or when its settle time is over.
 
-        While other batches to its peer end, its turn comes too: it is waited for until its own deadline.
+        While other batches to the peer end, the link makes progress, and the settle time is extended: at
+        most to the batch's deadline and ``settle_s``.
         """
         peer = self._peers[flight.batch.peer]
         until = flight.settle_until
@@ -271,7 +272,7 @@ class NixlEngine(Adapter):
             self._end_early(flight, flight.error)
 
     def _fail(self, flight: NativeFlight, error: Exception) -> None:
-        """The library reported a failure: stop the batch, and renew the link before the next one."""
+        """Handle a failure that the library reported: stop the batch; the link must be renewed."""
         peer = self._peers[flight.batch.peer]
         posted = flight.handle is not None
         if posted:
@@ -286,7 +287,7 @@ class NixlEngine(Adapter):
             self._answer(flight, flight.error)
 
     def _end_early(self, flight: NativeFlight, error: str) -> None:
-        """Answer a batch now. What is still in progress is released, which does not prove its end."""
+        """Complete a batch now. A transfer in progress is released, but is then not proven quiescent."""
         quiescent = not flight.severed
         try:
             self._look(flight)
@@ -295,7 +296,7 @@ class NixlEngine(Adapter):
         if flight.handle is not None:
             quiescent = False
             self._release(flight.handle)
-            # Renewing the link also cuts what is still queued on it.
+            # Renewing the link also drops the transfers that are queued on it.
             self._peers[flight.batch.peer].broken = True
         self._answer(flight, error, quiescent)
 
@@ -307,11 +308,11 @@ class NixlEngine(Adapter):
             self._stuck.append(handle)
 
     def _heal(self, peer: NativePeer, now: float) -> bool:
-        """Renew the link of a peer: NIXL 1.5.1 never takes up a broken one by itself.
+        """Renew the link of a peer: NIXL 1.5.1 never repairs a broken link by itself.
 
-        False: not yet, since transfers under way to the peer may still end by themselves. On a link that
-        is broken they fail at once, on one that only stood still they go on. They have ``settle_s`` from when
-        the first batch waited for this, and again from each one that ends.
+        False: not yet, since transfers to the peer may still end by themselves. On a broken link they fail
+        at once; on a link that only stalled they go on. They get ``settle_s`` from the time the first batch
+        waited for the renewal, and again from the end of each one.
         """
         peer.heal_asked_at = peer.heal_asked_at or now
         under_way = [
@@ -337,7 +338,7 @@ class NixlEngine(Adapter):
         try:
             self._agent.remove_remote_agent(agent)
         except Exception as error:
-            # Removed already, as after a disconnect that NIXL noticed by itself.
+            # Already removed, for example after a disconnect that NIXL noticed by itself.
             log.debug("NIXL does not know agent %s: %r", agent, error)
 
     def _warn_once(self, text: str, *values: object) -> None:

@@ -1,4 +1,4 @@
-"""How NIXL is imported, its descriptors, what is known of peers and batches, and which transfers are kept."""
+"""Imports NIXL and makes its agents, descriptors and transfers; records of peers and batches for ``nixl``."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _DEVICE_FOLDERS = (Path("/sys/class/net"), _RDMA_CARDS)
 
 
 def load_library() -> Any:
-    """Import NIXL, in the order that keeps the process alive. Raises ``EngineError``."""
-    # NIXL's wheel brings its own libnl-route. When UCX then pulls in the system's copy through
-    # libibverbs, both bind each other's symbols and the process dies with SIGSEGV at its exit.
-    # The system's copy loaded first, privately, keeps them apart.
+    """Import NIXL after libibverbs, to avoid a crash at exit. Raises ``EngineError``: it is missing."""
+    # NIXL's wheel has its own libnl-route. If UCX later loads the system's copy through libibverbs, the
+    # two copies bind each other's symbols, and the process dies with SIGSEGV at its exit. Loading the
+    # system's copy first, with local symbols, keeps them apart.
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError as error:
         log.debug("no libibverbs on this system, so UCX will not load one: %s", error)
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it logs every agent at INFO otherwise
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # at INFO it logs every agent
     try:
         return importlib.import_module("nixl._api")
     except ImportError as error:
@@ -47,13 +47,13 @@ def load_library() -> Any:
 
 
 def start_agent(backend: str, options: dict[str, str]) -> Any:
-    """An agent with one backend. Raises ``EngineError``."""
+    """Make an agent with one backend. Raises ``EngineError``: NIXL or its backend cannot start."""
     library = load_library()
     try:
         config = library.nixl_agent_config(
             enable_prog_thread=False,
             backends=[],
-            # One thread owns the engine, but NIXL's default would let even its own helpers race.
+            # One thread owns the engine, but NIXL's default lets even its own helper threads race.
             sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         agent = library.nixl_agent(f"kvconnect-{uuid.uuid4().hex}", config)
@@ -72,10 +72,11 @@ def start_agent(backend: str, options: dict[str, str]) -> Any:
 def ucx_options(
     host: str, device_name: str, options: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """NIXL's parameters for UCX, with the devices that are meant; without any it listens on all interfaces.
+    """NIXL's parameters for UCX, with its network device; without a device UCX listens on all interfaces.
 
-    Which RDMA card ``host`` belongs to cannot be known, so with one UCX chooses; else ``host``'s interface is
-    taken. Raises ``ConfigError``: several devices are named, of which this parameter would take the first.
+    The device is ``device_name``, or the interface of ``host``. If there is an RDMA card and ``host`` is no
+    loopback address, UCX chooses, since it is unknown to which card ``host`` belongs. Raises ``ConfigError``:
+    ``device_name`` has several devices, of which NIXL would take the first, or no interface has ``host``.
     """
     if "," in device_name:
         raise ConfigError(
@@ -105,7 +106,7 @@ def ucx_options(
 
 
 def released(handle: Any) -> bool:
-    """Release a transfer's handle; whether NIXL let it go."""
+    """Release a transfer's handle. False: NIXL cannot release it yet."""
     try:
         handle.release()
     except Exception as error:
@@ -115,7 +116,7 @@ def released(handle: Any) -> bool:
 
 
 def by_memory_type(spans: Sequence[Span]) -> dict[str, list[tuple[int, int, int, str]]]:
-    """Spans as NIXL's rows of (address, length, device, ""), by its name of the memory type."""
+    """Spans as NIXL's rows (address, length in bytes, device number, ""), by NIXL's memory type."""
     groups: dict[str, list[tuple[int, int, int, str]]] = {}
     for span in spans:
         row = (span.address, span.length_bytes, max(span.gpu, 0), "")
@@ -124,7 +125,7 @@ def by_memory_type(spans: Sequence[Span]) -> dict[str, list[tuple[int, int, int,
 
 
 def make_transfer(agent: Any, batch: Batch, local: SpanSet, remote: SpanSet, peer: str) -> Any:
-    """The handle of a batch, whose memory is registered on both sides."""
+    """Make a transfer for a batch whose memory is registered on both sides; returns its handle."""
     source = _descriptors(agent, batch.source, batch.total_bytes, local)
     target = _descriptors(agent, batch.target, batch.total_bytes, remote)
     return agent.initialize_xfer("WRITE", source, target, peer)
@@ -142,7 +143,7 @@ def _memory_type(on_gpu: bool) -> str:
 
 
 class Copy(NamedTuple):
-    """What a transfer was made from."""
+    """The key of a cached transfer: agent, both addresses, and length in bytes."""
 
     agent: str
     source: int
@@ -151,7 +152,7 @@ class Copy(NamedTuple):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """One process of one boot of one host, never mistaken for a later process of the same pid."""
+    """Identifies a process on a host; a later process with the same pid has another ``started``."""
 
     host: str
     pid: int
@@ -164,10 +165,10 @@ def own_identity() -> ProcessIdentity:
 
 
 def is_dead(process: ProcessIdentity) -> bool:
-    """Whether the process is proven to be gone, and its memory with it.
+    """Whether the process and its memory are proven to be gone.
 
-    Only a process of this host and pid namespace can be proven dead. A zombie counts: its memory is
-    released before its sockets are, long before it is reaped.
+    Only a process of this host and pid namespace can be proven dead. A zombie counts as dead: its memory
+    is released before its sockets, and long before the zombie is reaped.
     """
     if not process.host or process.host != this_machine():
         return False
@@ -175,10 +176,10 @@ def is_dead(process: ProcessIdentity) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process started, in the system's ticks; None if it is gone or a zombie."""
+    """The start time of a process in clock ticks since boot; None if it is gone or a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name is in parentheses and may hold anything, so read from its last one on.
+            # The process name is in parentheses and may contain any character: parse after the last ")".
             fields = file.read().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -186,7 +187,7 @@ def _start_time(pid: int) -> str | None:
 
 
 class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):
-    """NIXL's own metadata, and the spans behind it as (address, length_bytes, device)."""
+    """NIXL's metadata, the registered spans as (address, length_bytes, device), and the process."""
 
     metadata: bytes
     spans: list[tuple[int, int, str]]
@@ -195,11 +196,11 @@ class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class NativeFlight(adapter.Flight):
-    """A batch that was not answered yet.
+    """A batch without a completion yet.
 
-    ``handle`` is set while its transfer may be in progress, which was made from ``copy``. Once ``error`` is
-    set the batch is answered when it is proven quiescent, or once it had its time, ``settle_until`` at the
-    earliest. ``is_posted`` is False while it waits for its peer's link to be renewed.
+    ``handle`` is set while the transfer of ``copy`` may be in progress. Once ``error`` is set, the batch is
+    completed when it is proven quiescent, or after ``settle_until`` at the earliest. ``severed``: the library
+    failed the posted transfer. ``is_posted`` is False while the batch waits for a renewed link.
     """
 
     handle: Any = None
@@ -210,10 +211,10 @@ class NativeFlight(adapter.Flight):
 
 
 class NativePeer:
-    """A connected peer: its card, its agent's name, and whether the link to it must be renewed.
+    """A connected peer: its card, its agent's name, and whether the link must be renewed (``broken``).
 
-    ``progressed_at`` is when a transfer to it ended last, ``heal_asked_at`` when a batch first waited for the
-    link to be renewed; 0 where none does.
+    ``progressed_at`` is when a transfer to it last ended; ``heal_asked_at`` is when a batch first waited for
+    a renewed link, 0 if none waits. Both in seconds of the monotonic clock.
     """
 
     def __init__(self, card: NixlCard, agent: str) -> None:
@@ -227,10 +228,10 @@ class NativePeer:
 
 
 class TransferCache:
-    """Idle transfers by what they were made from; the least recently used one is evicted.
+    """Idle transfers by ``Copy``; the least recently used one is evicted.
 
-    To make a transfer costs NIXL several times what it takes to post it, and slots are used in turn. One that
-    is under way belongs to its batch, and is put back only if it succeeded.
+    Making a transfer costs NIXL several times as much as posting it, and the same slots recur. A transfer in
+    progress belongs to its batch, and is put back only if it succeeded.
     """
 
     def __init__(self, release: Callable[[Any], None]) -> None:
@@ -241,11 +242,11 @@ class TransferCache:
         return len(self._idle)
 
     def take(self, copy: Copy) -> Any | None:
-        """An idle transfer of this copy; None if there is none, or another batch has it."""
+        """Take the idle transfer of this copy; None if there is none, or another batch uses it."""
         return self._idle.pop(copy, None)
 
     def put(self, copy: Copy, handle: Any) -> None:
-        """A transfer has succeeded, and can be posted again."""
+        """Put back a transfer that has succeeded and can be posted again."""
         former = self._idle.pop(copy, None)
         self._idle[copy] = handle
         if former is not None:
@@ -254,6 +255,6 @@ class TransferCache:
             self._release(self._idle.popitem(last=False)[1])
 
     def drop(self, agent: str | None = None) -> None:
-        """Release those to one agent, or all: what they were made from has changed."""
+        """Release the idle transfers to an agent, or all: the registered memory or the agent has changed."""
         for copy in [copy for copy in self._idle if agent in (None, copy.agent)]:
             self._release(self._idle.pop(copy))

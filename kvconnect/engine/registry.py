@@ -1,8 +1,9 @@
-"""Engines by name: what is registered, which of them work here, and how one is made.
+"""The registry of engines by name: it lists engines, checks whether they work here, and makes them.
 
-An engine is an entry point of the group ``kvconnect.engines``, in any distribution: a class with the verbs of
-``kvconnect.engine.base.Engine`` that is made from a host, a protocol, and options by keyword. Its static
-``problem()`` states why it does not work here and what to install. Only that and making one import a library.
+An engine is an entry point of the group ``kvconnect.engines``, in any distribution: a class with the methods
+of ``kvconnect.engine.base.Engine`` that takes a host, a protocol, and keyword options. Its ``problem()``,
+called on the class, states why it does not work here and what to install. Only ``problem()`` and the
+constructor import a library.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from kvconnect.packages import check_engine, engine_entry_points
 
 log = logging.getLogger("kvconnect.engine")
 
-# What ``auto`` takes, the first that works here.
 _OPTIONS = "kv_connector_extra_config.engine_options"
+# ``auto`` takes the first of these that works here.
 _PREFERENCE = ("nixl", "mooncake")
 
 
 def create_engine(
     name: str, *, host: str, protocol: str = "auto", options: Mapping[str, Any] | None = None
 ) -> Engine:
-    """Make an engine by its registered name, or ``"auto"`` for NIXL or Mooncake, whichever works here.
+    """Make an engine by its registered name; ``"auto"`` takes NIXL, or Mooncake if NIXL does not work here.
 
     Raises:
-        ConfigError: no engine has this name, or it does not take an option.
-        EngineError: the engine does not work here; the text names what to install.
+        ConfigError: no engine has this name, or it does not accept an option or its value.
+        EngineError: the engine does not work here; the text names the package to install.
     """
     if name == "auto":
         name = _choose()
@@ -56,7 +57,7 @@ def create_engine(
 
 
 def available_engines() -> dict[str, str]:
-    """Every registered engine by name: empty if it is usable here, else why it is not and what to install."""
+    """Every registered engine by name, with the reason why it does not work here; empty if it works."""
     return {name: _problem(name) for name in engine_entry_points()}
 
 

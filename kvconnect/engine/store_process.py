@@ -1,8 +1,8 @@
-"""The parent's end of a store's process: started, asked within bounds, and killed if it does not answer.
+"""The parent's side of the store process: starts it, sends it orders with a timeout, and kills it.
 
-Each lane is for one thread, and carries one order at a time. The memory that is shared belongs to the parent:
-once the process is dead, which ``kill`` waits for, no other process touches it. What the two send each other
-are frames of a length and a message.
+Each lane, a socket pair, belongs to one thread, and carries one order at a time. The shared memory belongs
+to the parent: after ``kill``, which waits for the child's end, no other process accesses it. A frame on a
+lane is a length and an encoded message. This module must not know the library.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvconnect.errors import EngineError
 _MODULE = "kvconnect.engine.mooncake_store"
 _LAST_WORDS_BYTES = 1000
 _LENGTH = struct.Struct("<I")
-# Keys and codes of one batch; either end would rather stop than take more.
+# Bounds the keys or codes of one order; a receiver fails on a longer frame.
 _MAX_FRAME_BYTES = 64 << 20
 
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Verb(str, enum.Enum):
-    """What a store can be ordered to do."""
+    """The operations of a store."""
 
     PUT = "put"
     GET = "get"
@@ -46,10 +46,10 @@ class Verb(str, enum.Enum):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a store's process begins. ``parent`` and what follows are the parent's process to fill in.
+    """The settings of a store process. ``StoreProcess`` fills in ``parent``, ``memory`` and ``lanes``.
 
-    ``segment_bytes`` of the process's memory become part of the store. ``timeout_s`` is for one transfer of
-    the library. ``memory`` and ``lanes`` are descriptors that the process inherits.
+    ``segment_bytes`` of the child's memory become part of the store. ``timeout_s`` bounds one transfer of
+    the library. ``parent`` is a pid; ``memory`` and ``lanes`` are descriptors that the child inherits.
     """
 
     master: str
@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """One order. ``offsets`` and ``lengths`` are of values in the shared memory, by key."""
+    """One order. ``offsets`` and ``lengths``, in bytes, locate each key's value in the shared memory."""
 
     verb: Verb
     keys: tuple[str, ...] = ()
@@ -74,14 +74,14 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What became of an order: the library's code for each key, or an error. Also sent once at the start."""
+    """The result of an order: the library's code for each key, or an error. Also sent once after set-up."""
 
     codes: tuple[int, ...]
     error: str = ""
 
 
 class StoreMemory:
-    """Memory that a child process can be given. ``view`` is writable."""
+    """Memory that can be shared with a child process. ``view`` is writable."""
 
     def __init__(self, length_bytes: int) -> None:
         self.descriptor = os.memfd_create("kvconnect-store", os.MFD_CLOEXEC)
@@ -94,17 +94,17 @@ class StoreMemory:
         self.view = memoryview(self._map)
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Close the descriptor, but not the mapping behind ``view``. Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 class StoreProcess:
-    """One child process with a store. ``num_lanes`` threads give it orders; values go through ``memory``.
+    """A child process with a store. Up to ``num_lanes`` threads send it orders; values are in ``memory``.
 
     The thread that makes it must outlive it: the system kills the child when that thread ends. Raises
-    ``EngineError``: it cannot be started, or the store cannot be used.
+    ``EngineError``: the process cannot be started, or its store cannot be set up.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StoreProcess:
             raise
 
     def ask(self, lane: int, order: Order, timeout_s: float) -> Sequence[int]:
-        """Give an order and wait for its answer. Raises ``EngineError``: none came, the process is void."""
+        """Send an order and wait for its answer. Raises ``EngineError``; the caller must then ``kill``."""
         try:
             self._lanes[lane].settimeout(timeout_s)
             send(self._lanes[lane], order)
@@ -168,18 +168,18 @@ class StoreProcess:
         return answer.codes
 
     def kill(self) -> None:
-        """End it now, and wait until no process has its memory. For any thread; idempotent."""
+        """Kill the child, and wait for its end. May be called from any thread; idempotent."""
         with self._kill_lock:
             if self._process.poll() is None:
                 self._process.kill()
             self._process.wait()
             for lane in self._lanes:
-                # It may be shut down already.
+                # The lane may be shut down already.
                 with contextlib.suppress(OSError):
                     lane.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Kill it, and close what is ours. No thread may use a lane any more."""
+        """Kill the child, and close the lanes and the log. No thread may use a lane any more."""
         self.kill()
         self._close_files()
 
@@ -197,22 +197,23 @@ class StoreProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, so that the child finds this package wherever we found it."""
+    """This process's environment, with a ``PYTHONPATH`` by which the child finds this package."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}
 
 
 def send(lane: socket.socket, message: msgspec.Struct) -> None:
-    """Raises ``OSError``."""
+    """Send a message as one frame. Raises ``OSError``."""
     data = msgspec.msgpack.encode(message)
     lane.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def receive(lane: socket.socket, kind: type[M]) -> M | None:
-    """The next message, or None if the other end is gone.
+    """The next message, or None if the other end is closed.
 
-    Raises ``OSError``: nothing came in the lane's time; ``ValueError``: it is not such a message.
+    Raises ``OSError``: nothing came within the lane's timeout. Raises ``ValueError``: the frame is too long,
+    or not of this ``kind``.
     """
     head = _exactly(lane, _LENGTH.size)
     if head is None:
