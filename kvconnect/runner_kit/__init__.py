@@ -1,1 +1,1 @@
-"""For serving stacks: kernel block sizes, block tables, zeroing, flex-attention capacity."""
+"""Parts for the model runner of a serving stack: kernel block sizes, block tables, zeroing, flex buffers."""

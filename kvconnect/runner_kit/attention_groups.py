@@ -1,9 +1,9 @@
-"""A runner's attention set-up, in the one order in which nothing can disagree.
+"""The attention set-up of a model runner, in the only order that keeps all block sizes consistent.
 
-Backends are known per cache group first; then one kernel block size per group that all of them take;
-then metadata builders are made with that size. Block tables, with both sizes, and the cache come
-after, from what is returned here. A serving stack that makes its builders or its cache first has to
-guess the kernel size, and a connector then sees another number of blocks than the kernels.
+First the backends of each cache group are collected, then one kernel block size per group is chosen that all
+of them accept, then metadata builders are made with this size. The runner makes block tables and the cache
+afterwards, from the returned sizes. A serving stack that makes builders or the cache first has to guess the
+kernel size, and a connector then sees another number of blocks than the kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvconnect.runner_kit.kernel_blocks import AttentionBackend, prepare_kernel_
 
 
 class GraphSupport(enum.IntEnum):
-    """How much of a backend's work a CUDA graph can hold, from least to most."""
+    """The batches for which a CUDA graph can capture a backend's work, from fewest to most."""
 
     NEVER = 0
     UNIFORM_DECODE = 1
@@ -30,21 +30,21 @@ class GraphSupport(enum.IntEnum):
 
 
 class RunnerBackend(AttentionBackend, Protocol):
-    """An attention backend as a runner uses it."""
+    """The interface of an attention backend that a model runner needs."""
 
     @property
     def graph_support(self) -> GraphSupport:
-        """What of it a CUDA graph can hold."""
+        """The batches for which a CUDA graph can capture the backend."""
         ...
 
     def make_metadata_builder(self, kernel_block_size: int) -> Any:
-        """A builder of this backend's metadata for caches with kernel blocks of that many tokens."""
+        """A metadata builder for caches with kernel blocks of ``kernel_block_size`` tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Layers of one cache group that share a backend, and so a metadata builder."""
+    """Layers of one cache group that share a backend, and thus a metadata builder. Sizes are in tokens."""
 
     cache_group: int
     backend: RunnerBackend
@@ -55,10 +55,10 @@ class AttentionGroup:
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """What block tables, caches and graphs are made from.
+    """The result of ``init_attention``, from which a runner makes block tables, caches and CUDA graphs.
 
-    ``kernel_block_sizes`` are tokens by cache group index, state groups included. ``graph_support``
-    is the weakest of all backends.
+    ``kernel_block_sizes`` are tokens by cache group index, with state groups. ``graph_support`` is the
+    least of all backends.
     """
 
     groups: tuple[AttentionGroup, ...]
@@ -69,8 +69,8 @@ class AttentionSetup:
 def init_attention(config: KVCacheConfig, backends: Mapping[str, RunnerBackend]) -> AttentionSetup:
     """Choose kernel block sizes and make metadata builders, for every cache group of a config.
 
-    ``backends`` maps layer names to their backends: the main model's and a draft model's alike. State
-    layers need none; where one has one, it counts for graph support.
+    ``backends`` maps the layer names of the main model and a draft model to their backends. State layers
+    need no backend; if a state layer has one, it counts for graph support.
 
     Raises:
         LayoutError: an attention layer has no backend, a group's backends have no common kernel block
@@ -97,7 +97,7 @@ def init_attention(config: KVCacheConfig, backends: Mapping[str, RunnerBackend])
 def _layers_by_backend(
     config: KVCacheConfig, index: int, backends: Mapping[str, RunnerBackend]
 ) -> dict[int, tuple[RunnerBackend, list[str]]]:
-    """The group's distinct backends, in order of their first layer, each with its layers."""
+    """A group's distinct backends by ``id``, each with its layers, in the order of their first layers."""
     found: dict[int, tuple[RunnerBackend, list[str]]] = {}
     for layer, spec in config.groups[index].layer_specs():
         backend = backends.get(layer)

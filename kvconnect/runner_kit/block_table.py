@@ -1,9 +1,9 @@
-"""Which kernel blocks hold a request's tokens, as tensors that kernels index.
+"""Block tables: tensors by which attention kernels find the kernel blocks of a request's tokens.
 
-Rows are requests, one table per cache group. Callers speak in logical block ids; the tables hold
-kernel block ids. Writes are staged on the host and applied together, in one launch for all groups on
-a GPU. The tensors are allocated once and keep their addresses, so that CUDA graphs can hold them. A
-write past the end of a row is an error, never a write.
+There is one table per cache group, with one row per request. Callers pass logical block ids; the tables hold
+kernel block ids. Writes are staged on the host and applied together, on a GPU in one launch for all groups.
+The tensors are allocated once and keep their addresses, so that CUDA graphs can capture them. A write past
+the end of a row raises an error and changes nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvconnect.plan.blocks import BlockIds
 from kvconnect.runner_kit.kernels import wants_triton
 
 PAD_SLOT = -1
-"""The slot of a token that is written nowhere."""
+"""The slot of a token whose KV is not written."""
 
 Numbers = NDArray[np.int32]
 
 
 class TableMemory(NamedTuple):
-    """Tensors and numbers of every table, in one order: see ``BlockTables``."""
+    """Tensors and numbers with one entry per table, in the order of groups: see ``BlockTables``."""
 
     tables: Sequence[torch.Tensor]
     batch: Sequence[torch.Tensor]
@@ -38,13 +38,17 @@ class TableMemory(NamedTuple):
 
 
 class TableOps:
-    """The operations behind ``BlockTables``, where arguments are checked; in torch a few calls per group."""
+    """The unchecked operations behind ``BlockTables``, in torch: a few calls per group.
+
+    A record is five int32 numbers: table, row, first entry, count and offset in ``ids``. A positive count is
+    a number of logical ids to write, a negative one a number of entries to set to the null block.
+    """
 
     def __init__(self, memory: TableMemory) -> None:
         self._tables, self._batch, self._slots, self._ratios, self._sizes = memory
 
     def apply(self, records: Numbers, ids: Numbers, keep_order: bool) -> None:
-        """Carry out records; in their order if ``keep_order``, else they name different entries."""
+        """Apply records, in order if ``keep_order``; without it no two records may write the same entry."""
         for index, table in enumerate(self._tables):
             mine = records[records[:, 0] == index].astype(np.int64)
             if not len(mine):
@@ -59,7 +63,7 @@ class TableOps:
             source = (np.repeat(mine[:, 4], entries) + within // ratio)[written]
             values[written] = ids[source] * ratio + (within % ratio)[written]
             if keep_order:
-                # Indexed writes leave open which of two to one entry wins: keep only the last.
+                # Of several indexed writes to one entry, an arbitrary one wins: keep only the last.
                 _, last = np.unique(target[::-1], return_index=True)
                 keep = len(target) - 1 - last
                 target, values = target[keep], values[keep]
@@ -67,7 +71,7 @@ class TableOps:
             table.view(-1)[entry] = torch.from_numpy(values).to(table.device)
 
     def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
-        """Fill the batch tables."""
+        """See ``BlockTables.gather``."""
         count = len(request_indices)
         for table, batch in zip(self._tables, self._batch, strict=True):
             batch[:count] = table[request_indices]
@@ -76,7 +80,7 @@ class TableOps:
     def compute_slots(
         self, indices: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor, num_tokens: int
     ) -> None:
-        """Fill the slots."""
+        """See ``BlockTables.compute_slots``."""
         for slots in self._slots:
             slots[:num_tokens] = PAD_SLOT
         if not len(indices):
@@ -99,12 +103,12 @@ class BlockTables:
     """One block table per cache group, in kernel blocks.
 
     Args:
-        max_requests: rows of every table.
-        max_blocks: most *logical* blocks of one request, per group index.
+        max_requests: the number of rows of every table.
+        max_blocks: the most *logical* blocks of one request, per group index.
         block_sizes: tokens of a logical block, per group index.
         kernel_block_sizes: tokens of a kernel block, per group index; divides the logical size.
-        max_tokens: most tokens of one batch, for ``compute_slots``.
-        device: where the tensors that kernels read live.
+        max_tokens: the most tokens of one batch, for ``compute_slots``.
+        device: the device of the tensors that kernels read.
         kernels: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and torch elsewhere.
     """
 
@@ -156,11 +160,11 @@ class BlockTables:
         self._staged = _Staged(max_requests)
 
     def capacity(self, group: int) -> int:
-        """Kernel blocks that a row of the group's table can hold."""
+        """The most kernel blocks in a row of the group's table."""
         return self._capacities[self._position[group]]
 
     def num_blocks(self, group: int, request_index: int) -> int:
-        """Kernel blocks in a row, staged ones included."""
+        """The number of kernel blocks in a row, with staged ones."""
         return int(self._counts[request_index, self._position[group]])
 
     def append_block_ids(
@@ -168,11 +172,11 @@ class BlockTables:
     ) -> None:
         """Stage logical block ids for a request's rows, one list per group index.
 
-        ``overwrite`` starts the rows anew. Groups without a table take an empty list.
+        ``overwrite`` replaces the rows' content. Groups without a table must have an empty list.
 
         Raises:
-            LocalError: a row would overflow, an id is no block id, or the request index is out of
-                range. Nothing is staged then, in any group.
+            LocalError: a row would overflow, an id is negative, or the request index is out of range.
+                Nothing is staged then, in any group.
         """
         self._check_row(request_index)
         counts: list[int] = self._counts[request_index].tolist()
@@ -201,9 +205,9 @@ class BlockTables:
     def append_batch(self, request_indices: BlockIds, counts: BlockIds, block_ids: BlockIds) -> None:
         """Stage many appends at once, without Python per request.
 
-        ``request_indices`` of shape ``(n,)``, each at most once; ``counts[i, g]`` logical blocks for
-        request i in the g-th group that has a table; ``block_ids`` all ids, request by request and
-        group by group.
+        ``request_indices`` has shape ``(n,)`` and distinct entries. ``counts[i, g]`` is the number of logical
+        blocks for request i in the g-th group that has a table. ``block_ids`` has all ids, ordered by request
+        and then by group.
 
         Raises ``LocalError``: as for ``append_block_ids``. Nothing is staged then.
         """
@@ -237,7 +241,7 @@ class BlockTables:
         self._counts[rows] = grown
 
     def clear_row(self, request_index: int) -> None:
-        """Stage the emptying of a request's rows: null blocks. Raises ``LocalError`` for a bad index."""
+        """Stage null blocks for a request's rows. Raises ``LocalError``: the index is out of range."""
         self._check_row(request_index)
         self._staged.touch(request_index)
         for index, count in enumerate(self._counts[request_index].tolist()):
@@ -246,7 +250,7 @@ class BlockTables:
         self._counts[request_index] = 0
 
     def apply(self) -> None:
-        """Make everything staged visible to kernels, in the order it was staged."""
+        """Apply all staged writes in their order, so that kernels on the current stream see them."""
         staged = self._staged
         if staged.records:
             records = np.frombuffer(staged.records, dtype=np.int32).reshape(-1, 5)
@@ -254,28 +258,29 @@ class BlockTables:
             self._staged = _Staged(self.max_requests)
 
     def table(self, group: int) -> torch.Tensor:
-        """The table that kernels read: int32 of shape ``(max_requests, capacity)``. Never moves."""
+        """The group's table: int32 of shape ``(max_requests, capacity)``, at a fixed address."""
         return self._tables[self._position[group]]
 
     def row(self, group: int, request_index: int) -> torch.Tensor:
-        """The kernel block ids of one request: a view of ``table``, as long as the row is."""
+        """The kernel block ids of one request: a view of ``table``, int32 ``(num_blocks,)``."""
         return self.table(group)[request_index, : self.num_blocks(group, request_index)]
 
     def batch_table(self, group: int) -> torch.Tensor:
-        """What ``gather`` filled: int32 of shape ``(max_requests, capacity)``. Never moves."""
+        """Rows of the last ``gather``: int32 of shape ``(max_requests, capacity)``, at a fixed address."""
         return self._batch[self._position[group]]
 
     def slots(self, group: int) -> torch.Tensor:
-        """What ``compute_slots`` filled: int64 of shape ``(max_tokens,)``. Never moves."""
+        """The slots that ``compute_slots`` filled: int64 of shape ``(max_tokens,)``, at a fixed address."""
         return self._slots[self._position[group]]
 
     def gather(self, request_indices: Indices, num_rows: int) -> None:
-        """Fill ``batch_table`` of every group: row i is that of ``request_indices[i]``.
+        """Fill ``batch_table`` of every group: row i becomes row ``request_indices[i]`` of ``table``.
 
-        Rows from there up to ``num_rows`` become zero. One launch; can be captured if
-        ``request_indices`` is a tensor on the device.
+        Further rows before ``num_rows`` become zero. On a GPU it is one launch, which a CUDA graph can
+        capture if ``request_indices`` is a tensor on the device.
 
-        Raises ``LocalError``: ``num_rows`` is less than the requests or more than ``max_requests``.
+        Raises ``LocalError``: ``num_rows`` is not between the number of requests and ``max_requests``, or an
+        index on the host is out of range.
         """
         self._check_rows(request_indices)
         indices = self._on_device(request_indices)
@@ -288,13 +293,12 @@ class BlockTables:
     def compute_slots(
         self, request_indices: Indices, query_start: Indices, positions: Indices, num_tokens: int
     ) -> None:
-        """Fill ``slots`` of every group: where in the cache the token of each position is written.
+        """Fill ``slots`` of every group: the place in the cache to which the KV of each token is written.
 
-        Request i of the batch computes tokens ``query_start[i] .. query_start[i + 1] - 1``, at
-        ``positions`` in its sequence. ``slot = kernel_block * kernel_block_size + position %
-        kernel_block_size``. Tokens from ``query_start[-1]`` up to ``num_tokens``, and positions that
-        no row can hold, become -1. One launch; can be captured if the arguments are tensors on the
-        device.
+        Request i of the batch computes tokens ``query_start[i] .. query_start[i + 1] - 1``, at ``positions``
+        in its sequence. ``slot = kernel_block * kernel_block_size + position % kernel_block_size``. Slots of
+        tokens from ``query_start[-1]`` up to ``num_tokens``, and of positions beyond a row, become -1. On a
+        GPU it is one launch, which a CUDA graph can capture if the arguments are tensors on the device.
 
         Raises:
             LocalError: ``num_tokens`` is more than ``max_tokens``, or the arguments do not fit together.
@@ -312,7 +316,7 @@ class BlockTables:
         self._ops.compute_slots(indices, starts, places, num_tokens)
 
     def _on_device(self, given: Indices) -> torch.Tensor:
-        """As int64; a tensor that is there already stays what it is."""
+        """The numbers as an int64 tensor on the device; such a tensor is returned as it is."""
         if not isinstance(given, torch.Tensor):
             given = torch.as_tensor(np.asarray(given, dtype=np.int64))
         return given.to(self._device, torch.int64)
@@ -322,7 +326,7 @@ class BlockTables:
             raise LocalError(f"request index {request_index} is not in 0..{self.max_requests - 1}")
 
     def _check_rows(self, request_indices: Indices) -> None:
-        """Host values only: those on a device are clamped by the kernels, since reading them would wait."""
+        """Checks host values only: reading a tensor would wait for the device, and kernels bound indices."""
         if isinstance(request_indices, torch.Tensor) or not len(request_indices):
             return
         for index in (min(request_indices), max(request_indices)):
@@ -336,30 +340,30 @@ class BlockTables:
 
 
 class _Staged:
-    """Writes that wait for ``apply``, as records and ids (see ``table_ops``)."""
+    """Writes that wait for ``BlockTables.apply``, as records and ids (see ``TableOps``)."""
 
     def __init__(self, max_requests: int) -> None:
         self.records, self.ids = array("i"), array("i")
         self.keep_order = False
-        """Some row is written twice."""
+        """Whether more than one call has staged writes to the same row."""
         self._touched = np.zeros(max_requests, dtype=np.bool_)
 
     def touch(self, request_index: int) -> None:
-        """A row is about to be written."""
+        """Note that a row is about to be written."""
         self.keep_order |= bool(self._touched[request_index])
         self._touched[request_index] = True
 
     def write(self, table: int, row: int, start: int, block_ids: Sequence[int]) -> None:
-        """Write logical ids from entry ``start`` on."""
+        """Stage logical ids from kernel entry ``start`` on."""
         self.records.extend((table, row, start, len(block_ids), len(self.ids)))
         self.ids.extend(block_ids)
 
     def zero(self, table: int, row: int, start: int, count: int) -> None:
-        """Make ``count`` entries from ``start`` on the null block."""
+        """Stage the null block for ``count`` kernel entries from ``start`` on."""
         self.records.extend((table, row, start, -count, 0))
 
     def write_batch(self, rows: BlockIds, records: NDArray[np.int32], block_ids: BlockIds) -> None:
-        """Add records that have offsets within ``block_ids``."""
+        """Stage records whose offsets count within ``block_ids``."""
         records[:, 4] += len(self.ids)
         self.records.frombytes(records.tobytes())
         self.ids.frombytes(block_ids.astype(np.int32).tobytes())

@@ -1,9 +1,9 @@
 """The persistent buffers that a flex-attention metadata builder reuses across steps.
 
-A batch's tokens, in order, are cut into *query groups* of ``q_block_size`` tokens. For every group the
-buffers name the kernel pages that any token of the group may attend to. They are allocated once, for the
-largest batch there can be, and keep their addresses, so that CUDA graphs can capture them. This file knows
-nothing of kernels or models: pages are numbers out of block tables.
+The tokens of a batch, in order, are divided into *query groups* of ``q_block_size`` tokens. For every group
+the buffers list the kernel pages to which any token of the group may attend. They are allocated once, for the
+largest batch, and keep their addresses, so that CUDA graphs can capture them. This module must not know
+kernels or models: pages are numbers from block tables.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import ConfigError, LocalError
 
-# Kernels may be made to read this page: it exists in every cache and holds nothing.
+# The null page pads the buffers: it exists in every cache, so kernels can read it safely.
 NULL_PAGE = 0
 # Rows of kv_indices begin at multiples of 16 bytes.
 ROW_ALIGNMENT = 4
-# Page ids are int32, so a group's number goes above them in a sort key.
+# Page ids are int32: a sort key has the group's number in the bits above them.
 PAGE_BITS = 32
 
 
 @dataclass(frozen=True)
 class FlexCapacity:
-    """How much the buffers must hold. A function of four numbers, all of them in tokens.
+    """The sizes of the buffers, computed from four numbers of tokens.
 
-    ``q_block_size`` is a query group's, ``page_tokens`` a kernel page's. Raises ``ConfigError`` for one
-    that is not a positive integer.
+    ``q_block_size`` are the tokens of a query group, ``page_tokens`` those of a kernel page. Raises
+    ``ConfigError``: one of the numbers is not a positive integer.
     """
 
     max_num_batched_tokens: int
@@ -45,33 +45,33 @@ class FlexCapacity:
 
     @property
     def query_groups(self) -> int:
-        """Most query groups of a batch. The batch bounds them, not the length of a sequence."""
+        """The most query groups of a batch. It depends on the batch size, not on the length of a sequence."""
         return div_ceil(self.max_num_batched_tokens, self.q_block_size)
 
     @property
     def kv_indices(self) -> int:
-        """Most pages of one group: each of its tokens may belong to another request of full length.
+        """The most pages of one group: each of its tokens may belong to another request of full length.
 
-        A batch of ``q_block_size`` requests at ``max_model_len`` without common pages needs all of them.
+        ``q_block_size`` requests at ``max_model_len`` without common pages need all of them.
         """
         return self.q_block_size * div_ceil(self.max_model_len, self.page_tokens)
 
     @property
     def row_stride(self) -> int:
-        """Elements from one group's indices to the next one's: room for a slot beyond the last."""
+        """Elements from one row of ``kv_indices`` to the next, with room for a slot after the last index."""
         return div_ceil(self.kv_indices + 1, ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 @dataclass(frozen=True)
 class FlexBlocks:
-    """What one step's kernels read: views of the persistent tensors, valid until the next ``fill``.
+    """The input of one step's kernels: views of the persistent tensors, valid until the next ``fill``.
 
     Attributes:
-        kv_num_blocks: pages of each query group, int32 of shape ``(groups,)``.
-        kv_indices: their ids, ascending, int32 of shape ``(groups, capacity.kv_indices)``; null pages
-            after them.
-        most_kv_blocks: what ``kv_num_blocks`` cannot exceed, int64 of shape ``(groups,)`` on the host,
-            so that shapes can be chosen without waiting for a device.
+        kv_num_blocks: the number of pages of each query group, int32 of shape ``(groups,)``.
+        kv_indices: the page ids of each group, ascending, then null pages; int32 of shape
+            ``(groups, capacity.kv_indices)``.
+        most_kv_blocks: an upper bound of ``kv_num_blocks``, int64 of shape ``(groups,)`` on the host, so
+            that shapes can be chosen without waiting for the device.
     """
 
     kv_num_blocks: torch.Tensor
@@ -82,9 +82,9 @@ class FlexBlocks:
 class FlexBuffers:
     """``kv_num_blocks`` and ``kv_indices`` at fixed addresses, refilled every step.
 
-    A slot beyond the last valid index of a group may be read, up to and including slot
-    ``capacity.kv_indices``, which is one past the end of the row: kernels fetch the next index ahead of
-    time. All such slots lie inside the allocation and hold the null page.
+    Kernels prefetch the next index, so they may read slots after the last valid index of a group, up to and
+    including slot ``capacity.kv_indices``, which is one past the end of the row. All these slots lie inside
+    the allocation and hold the null page.
     """
 
     def __init__(self, capacity: FlexCapacity, device: torch.device | str = "cpu") -> None:
@@ -92,9 +92,9 @@ class FlexBuffers:
         groups, stride = capacity.query_groups, capacity.row_stride
         self._flat = torch.full((groups * stride,), NULL_PAGE, dtype=torch.int32, device=device)
         self.kv_indices = self._flat.view(groups, stride)[:, : capacity.kv_indices]
-        """int32 of shape ``(query_groups, kv_indices)``, rows ``row_stride`` apart. Never moves."""
+        """int32 of shape ``(query_groups, kv_indices)``, rows ``row_stride`` apart, at a fixed address."""
         self.kv_num_blocks = torch.zeros(groups, dtype=torch.int32, device=device)
-        """int32 of shape ``(query_groups,)``. Never moves."""
+        """int32 of shape ``(query_groups,)``, at a fixed address."""
         self._filled = (0, 0)
 
     def fill(
@@ -105,19 +105,19 @@ class FlexBuffers:
         block_tables: torch.Tensor,
         sliding_window: int | None = None,
     ) -> FlexBlocks:
-        """Name the pages of a batch whose requests' tokens follow each other in order.
+        """List the pages of a batch, in which the tokens of each request are contiguous.
 
         Args:
-            query_lens: tokens of each request in the batch, on the host; they are its last ones.
-            seq_lens: tokens of each request including those, on the host.
-            block_tables: kernel page ids by request and page of the sequence, on the buffers' device.
-                The null page is never named: no token attends to it.
+            query_lens: the tokens of each request in the batch, its last ones, shape ``(n,)`` on the host.
+            seq_lens: all tokens of each request, those in the batch included, shape ``(n,)`` on the host.
+            block_tables: kernel page ids by request and page of the sequence, shape ``(n, pages)``, on the
+                buffers' device. The null page is never listed: no token attends to it.
             sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None: all.
 
-        Nothing is waited for on the device, and no Python runs per token, page or group.
+        It does not wait for the device, and runs no Python per token, page or group.
 
         Raises:
-            LocalError: the batch is beyond the capacity or contradicts itself. The buffers are unchanged.
+            LocalError: the batch exceeds the capacity or is inconsistent. The buffers are unchanged.
         """
         queries, ends = _host(query_lens), _host(seq_lens)
         self._check(queries, ends, block_tables, sliding_window)
@@ -125,7 +125,7 @@ class FlexBuffers:
         runs = self._page_runs(queries, ends, sliding_window)
         group, _, _, length = runs
         most = torch.zeros(used, dtype=torch.int64).index_add_(0, group, length)
-        # What the previous step named is null again.
+        # Reset the entries of the previous step.
         groups, width = self._filled
         self.kv_num_blocks[:groups] = 0
         self.kv_indices[:groups, :width] = NULL_PAGE
@@ -170,9 +170,9 @@ class FlexBuffers:
             )
 
     def _page_runs(self, queries: torch.Tensor, ends: torch.Tensor, window: int | None) -> torch.Tensor:
-        """The runs of pages that each request's tokens see, one per group they lie in. On the host.
+        """Runs of pages that tokens see, one per pair of a group and a request. On the host.
 
-        Rows of a tensor: the group, the request, the first page of its sequence, and how many.
+        int64 of shape ``(4, runs)``: group, request, first page in the request's sequence, number of pages.
         """
         q_block, page = self.capacity.q_block_size, self.capacity.page_tokens
         batch_end = queries.cumsum(0)
@@ -185,7 +185,7 @@ class FlexBuffers:
         last_token = torch.minimum(batch_end[request], (group + 1) * q_block) - 1
         position = (ends - batch_end)[request]
         last_page = (position + last_token) // page
-        # The windows of neighbouring tokens overlap, so what a run of tokens sees has no holes.
+        # The windows of neighbouring tokens overlap, so the pages that a run of tokens sees are contiguous.
         seen_from = torch.zeros_like(first_token) if window is None else position + first_token - window + 1
         first_page = seen_from.clamp(min=0) // page
         return torch.stack((group, request, first_page, last_page - first_page + 1))
@@ -194,16 +194,16 @@ class FlexBuffers:
         group, request, first, length = runs.to(tables.device, non_blocking=True)
         run = torch.arange(len(group), device=tables.device).repeat_interleave(length, output_size=total)
         pages = tables[request[run], first[run] + _ranks(length, run)].long()
-        # Requests of a group can share pages (a common prefix); sorted, the copies are neighbours.
+        # Requests of a group can share pages (a common prefix). Sorting makes duplicates adjacent.
         key = ((group[run] << PAGE_BITS) | pages).sort().values
         pages, group = key & ((1 << PAGE_BITS) - 1), key >> PAGE_BITS
         fresh = pages != NULL_PAGE
         fresh[1:] &= key[1:] != key[:-1]
-        # int64 counts, because index_add wants one dtype; the copy narrows them.
+        # int64 counts, since index_add needs equal dtypes; the copy below narrows them.
         counts = torch.zeros(len(self.kv_num_blocks), dtype=torch.int64, device=tables.device)
         counts.index_add_(0, group, fresh.long())
         slot = fresh.cumsum(0) - 1 - (counts.cumsum(0) - counts)[group]
-        # What is not kept is written, as a null page, where nothing else ever is: the last row's last slot.
+        # Dropped pages are written as null pages to the last slot of the last row, which has no other use.
         place = torch.where(fresh, group * self.capacity.row_stride + slot, len(self._flat) - 1)
         self._flat[place] = torch.where(fresh, pages, NULL_PAGE).int()
         self.kv_num_blocks.copy_(counts)
@@ -214,5 +214,5 @@ def _host(lengths: Sequence[int] | torch.Tensor) -> torch.Tensor:
 
 
 def _ranks(counts: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """0, 1, .. within each owner, for ``owner`` made by repeating each index ``counts`` times."""
+    """0, 1, .. within each owner, where ``owner`` repeats each index i ``counts[i]`` times."""
     return torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]

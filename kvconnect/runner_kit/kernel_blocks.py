@@ -1,8 +1,8 @@
-"""The page that attention kernels work on, chosen per cache group.
+"""Chooses the kernel block size of each cache group.
 
-The scheduler's *logical* block may be larger than the *kernel* block. Logical block ``b`` is kernel
-blocks ``b * r .. b * r + r - 1`` with ``r = logical // kernel``. This file chooses the kernel size
-and refuses splits that would not be true in bytes.
+The scheduler's *logical* block may be larger than the *kernel* block. Logical block ``b`` consists of kernel
+blocks ``b * r .. b * r + r - 1`` with ``r = logical // kernel``. This module refuses a kernel size if the
+bytes of a page do not split that way.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class MultipleOf:
 
 
 class AttentionBackend(Protocol):
-    """What kernel sizing needs to know of an attention backend."""
+    """The interface of an attention backend that the choice of kernel block sizes needs."""
 
     @property
     def name(self) -> str:
-        """What the backend is called in messages."""
+        """The name of the backend in messages."""
         ...
 
     @property
     def kernel_block_sizes(self) -> Sequence[int | MultipleOf]:
-        """The block sizes, in tokens, that its kernels take."""
+        """The block sizes, in tokens, that the backend's kernels accept."""
         ...
 
 
@@ -58,12 +58,12 @@ def _describe(backend: AttentionBackend) -> str:
 def select_common_block_size(
     block_size: int, backends: Sequence[AttentionBackend], specs: Sequence[LayerSpec] = ()
 ) -> int:
-    """The largest size that divides ``block_size``, that every backend takes and every spec allows.
+    """The largest divisor of ``block_size`` that every backend accepts and every spec permits.
 
-    Sizes are in tokens. A spec allows a split only if its page splits into equal whole rows: a padded
-    page, and stored rows that do not divide, allow none.
+    Sizes are in tokens. A spec permits a split only if its page splits into equal parts of whole rows; a
+    padded page permits none.
 
-    Raises ``LayoutError``: there is no such size; the text names every backend and what it takes.
+    Raises ``LayoutError``: there is no such size; the text lists the sizes that each backend accepts.
     """
     divisors = [size for size in range(block_size, 0, -1) if block_size % size == 0]
     common = [size for size in divisors if all(_takes(backend, size) for backend in backends)]
@@ -84,7 +84,7 @@ def select_common_block_size(
 
 
 def split_refusal(spec: LayerSpec, kernel_block_size: int) -> str | None:
-    """Why a page of ``spec`` cannot be seen as pages of ``kernel_block_size`` tokens, or None if it can."""
+    """Why a page of ``spec`` does not split into pages of ``kernel_block_size`` tokens; None if it does."""
     if kernel_block_size == spec.block_size:
         return None
     if isinstance(spec, StateSpec):
@@ -107,7 +107,7 @@ def prepare_kernel_block_sizes(
 ) -> dict[int, int]:
     """The kernel block size in tokens of every group that has a cache, by group index.
 
-    ``backends[i]`` are the attention backends of group ``i``, those of a draft model included.
+    ``backends[i]`` are the attention backends of group ``i``, with those of a draft model.
     State groups keep their block size. Encoder-only groups have no entry.
 
     Raises ``LayoutError``: a group has no common size, or ``backends`` does not match the groups.
@@ -127,9 +127,9 @@ def prepare_kernel_block_sizes(
 
 
 def sync_block_size(configured: int, kernel: int) -> int:
-    """The block size in tokens that a worker uses: the kernel's. Logs if it is not the configured one.
+    """The block size in tokens that a worker must use: the kernel's. Logs if it differs from ``configured``.
 
-    Called once, when the worker is created, so that everything built after it agrees.
+    To be called once, when the worker is created, so that all later parts use the same size.
 
     Raises ``ConfigError``: the kernel's block is larger than the configured one, or does not divide it.
     """

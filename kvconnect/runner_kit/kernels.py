@@ -1,4 +1,4 @@
-"""Which kernels a device gets, and the host memory that they read numbers from."""
+"""The choice between torch and Triton kernels, and the host memory for kernel arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvconnect.packages import has_triton
 
 
 def wants_triton(kernels: str, on_cuda: bool) -> bool:
-    """Whether ``kernels`` means Triton, not torch: ``"auto"`` does on CUDA.
+    """Whether to use Triton instead of torch; ``"auto"`` uses Triton on CUDA.
 
     Raises ``ConfigError``: ``kernels`` is unknown, or Triton is not installed.
     """
@@ -27,9 +27,9 @@ def wants_triton(kernels: str, on_cuda: bool) -> bool:
 
 
 class PinnedStaging:
-    """Host memory for the numbers of one launch, pinned where the device is a GPU.
+    """Host memory for the numbers of a launch, pinned if the device is a GPU.
 
-    Two buffers take turns, and one is not written again before its reader is done.
+    Two buffers alternate. ``put`` waits until the launch that reads a buffer is done before it writes again.
     """
 
     def __init__(self, device: torch.device, dtype: DTypeLike, capacity: int = 0) -> None:
@@ -42,7 +42,7 @@ class PinnedStaging:
         self._grow(capacity)
 
     def put(self, *columns: NDArray[Any]) -> torch.Tensor:
-        """The columns, one after the other, in the buffer whose turn it is."""
+        """Write the columns, concatenated, to the next buffer; returns the written part of it."""
         size = sum(len(column) for column in columns)
         if size > len(self._hosts[0]):
             self._grow(max(1024, 2 * size))
@@ -54,7 +54,7 @@ class PinnedStaging:
         return host
 
     def in_use(self) -> None:
-        """What was launched on the current stream just now reads what was put last."""
+        """Note that work already launched on the current stream reads the buffer of the last ``put``."""
         if self._events:
             self._events[self._turn].record()
 

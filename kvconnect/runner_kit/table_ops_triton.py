@@ -1,6 +1,6 @@
-"""The block tables' operations as Triton kernels: one launch each, for any number of groups.
+"""The operations of block tables as Triton kernels: one launch each, for any number of groups.
 
-Kernels find the tables through a tensor of absolute addresses, since the groups' tables are separate
+Kernels find the tables through a tensor of absolute addresses, since the tables of groups are separate
 allocations of different widths.
 """
 
@@ -20,13 +20,13 @@ _CHUNK = 128
 _FIELDS = 5
 
 
-# Numbers that differ from step to step are not specialised on: a new value must not mean a new compile.
+# No specialisation on numbers that differ between steps: a new value must not cause a compilation.
 @triton.jit(do_not_specialize=["staged_at", "num_records", "num_programs"])
 def _apply_kernel(
     staged_at, tables, widths, ratios, num_records, num_programs, FIELDS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    # Staged: the records, then the first record of every program, then the ids. They lie in pinned host
-    # memory and are read once: a copy to the device would cost the host more than that costs the device.
+    # Staged are the records, then the first record of every program, then the ids. The kernel reads them
+    # once, from pinned host memory: a copy to the device would cost the host more than it saves.
     staged = staged_at.to(tl.int64).to(tl.pointer_type(tl.int32))
     program = tl.program_id(0)
     starts = staged + num_records * FIELDS
@@ -52,7 +52,7 @@ def _apply_kernel(
             block = tl.load(ids + offset + entry // ratio, mask=entry < written, other=0)
             value = tl.where(entry < written, block * ratio + entry % ratio, 0)
             tl.store(base + entry, value, mask=inside)
-        # The next record of this program may write the same entries, from other threads.
+        # The next record may write the same entries from other threads of this program.
         tl.debug_barrier()
 
 
@@ -65,7 +65,7 @@ def _gather_kernel(tables, batch, widths, indices, num_requests, max_requests, C
     lanes = tl.arange(0, CHUNK)
     present = row < num_requests
     request = tl.load(indices + row, mask=present, other=0)
-    # An index that is no row reads as an empty one, never as foreign memory.
+    # An index out of range gives an empty row, and reads no memory outside the table.
     filled = tl.where(present & (request >= 0) & (request < max_requests), width, 0)
     source = tl.load(tables + group).to(tl.pointer_type(tl.int32)) + request * width
     for done in range(0, width, CHUNK):
@@ -96,15 +96,15 @@ def _slots_kernel(
     width = tl.load(widths + group)
     target = tl.load(slots + group).to(tl.pointer_type(tl.int64))
     lanes = tl.arange(0, CHUNK)
-    # The program after the last request pads.
+    # The program after the last request writes the padding.
     present = request < num_requests
     first = tl.load(query_start + request)
     last = tl.load(query_start + request + 1, mask=present, other=0)
     last = tl.minimum(tl.where(present, last, num_tokens), num_tokens)
     row = tl.load(indices + request, mask=present, other=0)
-    # An index that is no row gives padding, never a slot from foreign memory.
+    # An index out of range gives padding, and reads no memory outside the table.
     known = tl.where(present & (row >= 0) & (row < max_requests), last, first)
-    # Tokens before the first request's belong to no request: the first program pads them.
+    # Tokens before ``query_start[0]`` belong to no request: the first program pads them.
     begin = tl.where(request == 0, 0, first)
     table = tl.load(tables + group).to(tl.pointer_type(tl.int32)) + row * width
     for done in range(begin, last, CHUNK):
@@ -120,12 +120,12 @@ def _slots_kernel(
 
 
 class TritonTableOps(TableOps):
-    """The operations as one launch each. See ``TableOps``."""
+    """``TableOps`` with one launch per operation."""
 
     def __init__(self, memory: TableMemory) -> None:
         tables = memory.tables
         self._device = tables[0].device
-        # The kernels hold addresses only: these references keep the memory behind them.
+        # Kernels use addresses only: this reference keeps the tensors alive.
         self._kept = memory
         self._table_at, self._batch_at, self._slots_at = (
             self._numbers([tensor.data_ptr() for tensor in tensors]) for tensors in memory[:3]
@@ -137,7 +137,7 @@ class TritonTableOps(TableOps):
         self._staging = PinnedStaging(self._device, np.int32)
 
     def apply(self, records: Numbers, ids: Numbers, keep_order: bool) -> None:
-        """See ``TableOps``. One program for each record, with ``keep_order`` for all of a row."""
+        """See ``TableOps``. One program per record, or with ``keep_order`` one per row."""
         num_records = len(records)
         starts = np.arange(num_records + 1)
         if keep_order:

@@ -1,9 +1,9 @@
-"""Zeroing of fresh blocks, for any number of layers, groups and allocations: one launch.
+"""Zeroes newly allocated blocks in one launch, for any number of layers, groups and allocations.
 
-A block that is given out still holds what its last owner wrote. Attention kernels read whole pages
-and mask what lies beyond the sequence, and a masked score of 0 times a NaN is NaN: with an fp8 cache,
-or a page that was a recurrent state before, left-over bytes reach the output. So fresh blocks are
-zeroed, after the block tables know them and before the forward reads them.
+A newly allocated block still has the bytes of its last owner. Attention kernels read whole pages and mask
+tokens beyond the sequence, but a masked weight of 0 times a NaN is NaN: in an fp8 cache, or in a page that
+was a recurrent state before, stale bytes would reach the output. So blocks are zeroed after they were added
+to the block tables, and before the forward pass reads them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ PageTable = NDArray[np.int64]
 class KVBlockZeroer:
     """Zeroes logical blocks in every layer that keeps tokens.
 
-    Made once, when the caches exist; a runner that has none yet holds None. Pages of groups that
-    overlay each other are zeroed once, at their widest. State groups are skipped: their blocks get
-    their first state by the layer itself. No byte outside of the named blocks' pages is touched.
+    Made once, after the caches. Where pages of several groups share memory, the widest page is zeroed once.
+    State groups are skipped, since the layer itself writes the first state. No byte outside the pages of
+    the given blocks is written.
 
     Args:
-        table: what bytes exist. Its tensors must outlive the zeroer.
-        device: where they are.
-        runner_only_layers: layers that are left alone.
+        table: the region table. Its tensors must outlive the zeroer.
+        device: the device of the tensors.
+        runner_only_layers: layers that are not zeroed.
         kernels: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and torch elsewhere.
 
     Raises:
         LayoutError: ``runner_only_layers`` names a layer that the table does not have.
-        ConfigError: as for ``wants_triton``.
+        ConfigError: as ``wants_triton``; or ``kernels`` is ``"torch"`` on CUDA.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class KVBlockZeroer:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that are zeroed for one logical block."""
+        """Bytes that are zeroed per logical block."""
         return int(self.pages[:, 2].sum())
 
     def zero_block_ids(self, ids: Sequence[int]) -> None:
         """Zero the pages of logical blocks, on the current stream. Ids may repeat.
 
-        Raises ``LocalError``: an id is no block of this cache. Nothing is zeroed then.
+        Raises ``LocalError``: an id is not a block of this cache. Nothing is zeroed then.
         """
         if not len(ids):
             return
@@ -93,10 +93,10 @@ class KVBlockZeroer:
 
 
 def logical_pages(table: RegionTable, runner_only_layers: frozenset[str] = frozenset()) -> PageTable:
-    """Where logical pages lie: int64 rows of address, stride and size in bytes, each address once.
+    """The stretches of logical pages to zero: int64 ``(n, 3)`` of address, stride and size in bytes.
 
-    A logical block is its kernel blocks side by side; a region table has proven that there is nothing
-    between them. Of pages at one address the widest counts.
+    A logical page is its kernel pages side by side; the region table has checked that there are no gaps
+    between them. Of stretches with the same address and stride, only the widest is listed.
     """
     widest: dict[tuple[int, int], int] = {}
     for region in table.regions:
@@ -117,7 +117,7 @@ def word_bytes(pages: PageTable) -> int:
 
 
 class CpuZeroOps:
-    """Zeroes blocks on a CPU: one indexed store per stretch of pages, and no Python per page."""
+    """Zeroes blocks on a CPU: one indexed store per stretch of pages, without Python per page."""
 
     def __init__(self, pages: PageTable, num_blocks: int) -> None:
         word = word_bytes(pages) if len(pages) else 8
@@ -129,7 +129,7 @@ class CpuZeroOps:
             self._views.append(raw.as_strided((num_blocks, size // word), (stride // word, 1)))
 
     def zero(self, blocks: NDArray[np.int64]) -> None:
-        """Zero these logical blocks in every stretch."""
+        """Zero the logical blocks with these ids in every stretch."""
         index = torch.from_numpy(blocks)
         for view in self._views:
             view.index_fill_(0, index, 0)

@@ -1,7 +1,7 @@
-"""The zeroer's one launch as a Triton kernel.
+"""The Triton kernel that zeroes blocks in one launch.
 
-The grid is (blocks, stretches of pages, chunks of a page). The kernel knows memory by absolute
-addresses in one table, so it reaches every allocation.
+The grid is (blocks, stretches of pages, chunks of a page). The kernel reads absolute addresses from one
+table, so that one launch reaches every allocation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TritonZeroOps(CpuZeroOps):
     def zero(self, blocks: NDArray[np.int64]) -> None:
         if len(blocks) > len(self._blocks):
             blocks = np.unique(blocks)
-        # The copy takes the ids before the staging memory is written again.
+        # ``put`` writes this staging buffer again only after the copy is done: see ``in_use``.
         self._blocks[: len(blocks)].copy_(self._staging.put(blocks), non_blocking=True)
         grid = (len(blocks), len(self._pages), self._chunks)
         _zero_kernel[grid](self._pages, self._blocks, WORD=self._word_bytes, CHUNK=self._chunk)
