@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvconnect.node.children import Children, fetch_json
+from kvconnect.node.children import Children, fetch_json, growth, read_metrics
 from kvconnect.node.node_connector import Connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.serving import build_engine
@@ -50,8 +50,14 @@ def test_the_served_node_ends_on_a_signal_and_leaves_nothing(serve, number):
 def test_a_second_signal_ends_a_node_that_waits_for_a_lease(serve):
     """The first one says what is awaited, and for how long: 30 s by default."""
     node = serve("--kv-transfer-config", PRODUCER)
-    answer = complete(node.wait_ready(), max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    url = node.wait_ready()
+    answer = complete(url, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     assert answer["kv_transfer_params"]
+    # The order to hold travels to another thread.
+    deadline = time.monotonic() + 10
+    while not growth({}, read_metrics(url), "kvconnect_leases_held"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     node.send(signal.SIGINT)
     time.sleep(1.0)
     assert node.exit_code() is None
