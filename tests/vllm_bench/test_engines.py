@@ -93,6 +93,9 @@ def test_servers_whose_kv_means_something_else_exchange_none(begun, field, refus
     prefill, decode = begun(MODELS["full"], MODELS["full"], **{field: 0.5})
     prompt = list(range(60))
     decode.add("a", prompt, 3, prefill.prefilled("a", prompt))
+    while not seen(prefill)[1].leases:
+        # What holds it comes with the orders of a later step, before which no load is known to end.
+        prefill.step()
     decode.complete("a", *([] if refused else [prefill]))
     counted = decode.worker._worker.changes().counters
     assert ("other_identity" in counted.get("failures", {})) is refused
