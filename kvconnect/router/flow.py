@@ -66,8 +66,9 @@ PrefillResult = Prefilled | web.Response
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A decode node's answer up to its ``first`` bytes, of which the client has got none."""
+    """The answer of a node of ``role`` up to its ``first`` bytes, of which the client has got none."""
 
+    role: str
     answer: aiohttp.ClientResponse
     first: bytes
 
@@ -113,7 +114,7 @@ class Flow:
         body = bodies.parse_body(await request.read())
         headers = bodies.request_headers(request.headers.items(), request_id)
         if self._prefill is None:
-            return await self._run_plain(Exchange(request, request_id, started, headers, body), self._decode)
+            return await self._run_plain(Exchange(request, request_id, started, headers, body))
         takes_first = self.trials is not None and first_answer.is_eligible(request.path, body)
         if takes_first and self._parallel and body.get("temperature") != 0:
             # With one seed both nodes sample the same first token.
@@ -125,8 +126,7 @@ class Flow:
         if reason is not None:
             return await self._run_alone(exchange, *reason)
         if takes_first and first_answer.is_one_token(body):
-            self._metrics.first_tokens.labels("only").inc()
-            return await self._run_plain(exchange, self._prefill)
+            return await self._run_one_token(exchange, self._prefill)
         return await self._run_both(exchange, self._prefill)
 
     async def pass_to_decode(
@@ -144,12 +144,24 @@ class Flow:
         async with contextlib.AsyncExitStack() as stack:
             return await self._pass_on(exchange, await self._begin(stack, exchange, body))
 
-    async def _run_plain(self, exchange: Exchange, pool: Pool) -> web.StreamResponse:
+    async def _run_plain(self, exchange: Exchange) -> web.StreamResponse:
         """Serve a request from one server."""
-        lease, placed = await self._take(exchange, pool)
+        lease, placed = await self._take(exchange, self._decode)
+        return await self._run_decode(exchange, bodies.decode_body(exchange.body, placed or None), lease)
+
+    async def _run_one_token(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
+        """Serve a request for one token: P's answer is complete, and nothing is held for a decode node."""
+        lease, placed = await self._take(exchange, prefill)
         sent = bodies.decode_body(exchange.body, placed or None)
-        async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin(stack, exchange, sent, lease, pool))
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                begun = await self._begin(stack, exchange, sent, lease, prefill)
+                if not self._falls_back(begun.answer.status):
+                    self._metrics.first_tokens.labels("only").inc()
+                    return await self._pass_on(exchange, begun)
+        except UpstreamError as error:
+            return await self._without_prefill(exchange, error)
+        return await self._refused(exchange, begun.answer.status)
 
     async def _take(self, exchange: Exchange, pool: Pool) -> tuple[NodeUse | None, Mapping[str, Any]]:
         """The first node to ask, and parameters that name to it a peer with more of the prompt."""
@@ -247,16 +259,11 @@ class Flow:
         try:
             outcome = await prefill
         except UpstreamError as error:
-            if not self._decode_fallback:
-                raise
-            return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
+            return await self._without_prefill(exchange, error)
         if isinstance(outcome, web.Response):
-            # Every node would refuse such a request. Other statuses mean that this node cannot serve it now.
-            is_of_the_request = 400 <= outcome.status < 500 and outcome.status not in (408, 429)
-            if is_of_the_request or not self._decode_fallback:
+            if not self._falls_back(outcome.status):
                 return outcome
-            why = f"the prefill node answered {outcome.status}"
-            return await self._run_alone(exchange, "prefill_refused", why)
+            return await self._refused(exchange, outcome.status)
         first = self._first_of(exchange, outcome)
         if first is not None and first.is_whole:
             return await self._begin_stream(exchange, first)
@@ -273,6 +280,21 @@ class Flow:
         if first is not None:
             return await self._run_behind(exchange, first, params)
         return await self._run_decode(exchange, bodies.decode_body(exchange.body, params))
+
+    def _falls_back(self, status: int) -> bool:
+        """Whether a decode node serves the request instead, after P answered with this status."""
+        # Every node would refuse such a request. Other statuses mean that this node cannot serve it now.
+        is_of_the_request = 400 <= status < 500 and status not in (408, 429)
+        return self._decode_fallback and status != 200 and not is_of_the_request
+
+    async def _refused(self, exchange: Exchange, status: int) -> web.StreamResponse:
+        return await self._run_alone(exchange, "prefill_refused", f"the prefill node answered {status}")
+
+    async def _without_prefill(self, exchange: Exchange, error: UpstreamError) -> web.StreamResponse:
+        """Raises ``error`` where no decode node may compute the prompt instead."""
+        if not self._decode_fallback:
+            raise error
+        return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
 
     async def _run_alone(self, exchange: Exchange, reason: str, why: str) -> web.StreamResponse:
         """Let the decode node compute the prompt too. Counted by ``reason``; each reason is logged once."""
@@ -386,7 +408,7 @@ class Flow:
         if not first and answer.status == 200:
             raise self._upstream.failed(pool.role, "empty", f"the {pool.role} node's answer is empty")
         pool.computed(leased)
-        return Begun(answer, first)
+        return Begun(pool.role, answer, first)
 
     def _first_of(self, exchange: Exchange, prefilled: Prefilled) -> FirstAnswer | None:
         """The part of P's answer that the client gets before D's answer, or None."""
@@ -504,7 +526,7 @@ class Flow:
             if not is_open:
                 break
             try:
-                with self._upstream.translated("decode"):
+                with self._upstream.translated(begun.role):
                     read = await begun.answer.content.readany()
                 is_open, chunk = bool(read), kept_of(read)
             except Exception as error:

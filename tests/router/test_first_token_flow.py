@@ -9,7 +9,7 @@ import json
 import pytest
 from aiohttp import web
 
-from tests.router.router_doubles import PARAMS, Node, answers, in_loop, routed, streams, until
+from tests.router.router_doubles import PARAMS, Node, answers, dead_url, in_loop, routed, streams, until
 
 COUNTED = 'kvconnect_router_first_tokens_total{outcome="%s"}'
 BODY = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 9, "temperature": 0}
@@ -158,6 +158,24 @@ async def test_who_wants_one_token_is_answered_by_p_and_nothing_is_held(stream):
         assert b" a" in raw
         assert p.seen[-1].body == body
         assert not d.seen
+
+
+@pytest.mark.parametrize("status", [500, 429])
+@in_loop
+async def test_one_token_that_p_does_not_give_is_computed_by_d(status):
+    async with nodes(answers(status), taking_first(answers(body=prefilled()))) as (client, _, d):
+        body = {**BODY, "stream": False, "max_tokens": 1}
+        assert await client.status(body) == 200
+        assert d.seen[-1].body == body
+        assert await client.metric('kvconnect_router_fallbacks_total{reason="prefill_refused"}') == 1
+
+
+@in_loop
+async def test_one_token_is_computed_by_d_where_no_p_is_left():
+    node = Node(taking_first(answers(body=prefilled())))
+    async with node.serving(), routed([dead_url()], [node.url], first_token="prefill") as client:
+        assert await client.status({**BODY, "stream": False, "max_tokens": 1}) == 200
+        assert await client.metric('kvconnect_router_fallbacks_total{reason="prefill_unreachable"}') == 1
 
 
 @in_loop
