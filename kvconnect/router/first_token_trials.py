@@ -36,18 +36,17 @@ class FirstTokenTrials:
     @property
     def have_passed(self) -> bool:
         """Whether all nodes that take requests begin with a given token."""
-        nodes = self._pool.view()
-        known = [
-            self._verdicts.get((node.url, node.ejections)) for node in nodes if _takes_requests(node.state)
-        ]
-        return bool(known) and all(known)
+        nodes = self._pool.in_rotation()
+        return bool(nodes) and all(self._verdicts.get((node.url, node.ejections)) for node in nodes)
 
     async def run(self) -> None:
         """Test each healthy node without a verdict. Raises nothing."""
+        nodes = self._pool.view()
+        current = {(node.url, node.ejections): node.state for node in nodes}
+        # Nodes that left are forgotten: addresses of a name come and go.
+        self._verdicts = {one: passed for one, passed in self._verdicts.items() if one in current}
         due = [
-            (node.url, node.ejections)
-            for node in self._pool.view()
-            if node.state is NodeState.HEALTHY and (node.url, node.ejections) not in self._verdicts
+            one for one, state in current.items() if state is NodeState.HEALTHY and one not in self._verdicts
         ]
         await asyncio.gather(*(self._try(*one) for one in due))
 
@@ -74,10 +73,6 @@ class FirstTokenTrials:
                 "speculative decoding",
                 url,
             )
-
-
-def _takes_requests(state: NodeState) -> bool:
-    return state in (NodeState.UNKNOWN, NodeState.HEALTHY)
 
 
 def _token_of(answer: Any) -> int | None:

@@ -101,9 +101,7 @@ class Pool:
         the node with the fewest requests, then the one that waited longest.
         """
         work = work or {}
-        others = [
-            node for node in self._nodes.values() if node.state in _IN_ROTATION and node.url not in avoid
-        ]
+        others = [node for node in self.in_rotation() if node.url not in avoid]
         most = 2 * min((node.in_flight for node in others), default=0) + 2
 
         def load(node: Node) -> tuple[float, bool, int, int]:
@@ -161,9 +159,13 @@ class Pool:
         """Whether a node has answered and is in rotation."""
         return any(node.state is NodeState.HEALTHY for node in self._nodes.values())
 
+    def in_rotation(self) -> list[Node]:
+        """The nodes that take requests. They are the pool's own: read them, and keep none."""
+        return [node for node in self._nodes.values() if node.state in _IN_ROTATION]
+
     def is_out(self) -> bool:
         """Whether every node has left rotation."""
-        return not any(node.state in _IN_ROTATION for node in self._nodes.values())
+        return not self.in_rotation()
 
     def view(self) -> list[Node]:
         """Copies of all nodes, in the order given."""
