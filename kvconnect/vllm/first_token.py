@@ -29,11 +29,10 @@ except ImportError:
 _BASES = tuple(dict.fromkeys((LogitsProcessor, ProcessorOfRunner2)))
 
 
-def first_token_of(params: SamplingParams) -> int | None:
-    """The token that a request's output must begin with; None where the request names none."""
+def _named(params: SamplingParams) -> Any:
+    """What a request names as the first token of its output; None where it names none."""
     transfer = (params.extra_args or {}).get("kv_transfer_params")
-    token = transfer.get(FIRST_TOKEN_KEY) if isinstance(transfer, Mapping) else None
-    return token if isinstance(token, int) and not isinstance(token, bool) else None
+    return transfer.get(FIRST_TOKEN_KEY) if isinstance(transfer, Mapping) else None
 
 
 class FirstToken(*_BASES):  # type: ignore[misc]
@@ -50,13 +49,11 @@ class FirstToken(*_BASES):  # type: ignore[misc]
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
         """Raises ``ValueError`` if ``first_token`` is not a token id."""
-        transfer = (params.extra_args or {}).get("kv_transfer_params")
-        if isinstance(transfer, Mapping) and (given := transfer.get(FIRST_TOKEN_KEY)) is not None:
-            token = first_token_of(params)
-            if token is None or token < 0:
-                raise ValueError(
-                    f"kv_transfer_params.{FIRST_TOKEN_KEY} is {given!r}; accepted: the id of a token"
-                )
+        token = _named(params)
+        if token is not None and (not isinstance(token, int) or isinstance(token, bool) or token < 0):
+            raise ValueError(
+                f"kv_transfer_params.{FIRST_TOKEN_KEY} is {token!r}; accepted: the id of a token"
+            )
 
     def is_argmax_invariant(self) -> bool:
         """False: the mask changes greedy sampling too."""
@@ -81,8 +78,9 @@ class FirstToken(*_BASES):  # type: ignore[misc]
         return True
 
     def _checked(self, params: SamplingParams) -> int | None:
-        token = first_token_of(params)
-        return token if token is not None and 0 <= token < self._vocabulary else None
+        # ``validate_params`` knows no vocabulary.
+        token = _named(params)
+        return token if isinstance(token, int) and 0 <= token < self._vocabulary else None
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """Mask ``logits`` (rows, vocabulary) in rows of requests without output, over any earlier mask."""
