@@ -48,7 +48,7 @@ def run_inspect(
         ConfigError: an address or a key cannot be used.
         PeerError: a worker does not answer.
     """
-    workers = [address for one in given for address in side_channels(one, "the address")]
+    workers = _workers_at(given)
     keyring, console = load_keyring(extra, os.environ), Console(width=WIDTH, highlight=False)
 
     def show() -> None:
@@ -59,9 +59,11 @@ def run_inspect(
                 print(as_json(join_address(*worker), described, found), flush=True)
             else:
                 shown += tables(join_address(*worker), described, found)
-        if watch and not json_output:
+        if json_output:
+            return
+        if watch:
             console.clear()
-        console.print(Group(*shown), end="")
+        console.print(Group(*shown))
 
     with contextlib.suppress(KeyboardInterrupt):
         show()
@@ -76,6 +78,10 @@ def run_inspect(
                 else:
                     console.print(printable(str(error)), markup=False)
     return 0
+
+
+def _workers_at(given: Sequence[str]) -> list[Address]:
+    return [address for one in given for address in side_channels(one, "the address")]
 
 
 def look(
@@ -128,7 +134,7 @@ def run_trace(given: Sequence[str], extra: ExtraConfig, *, last: int, out: Path)
 def read_workers(extra: ExtraConfig, keyring: Keyring | None, given: Sequence[str]) -> list[Worker]:
     """These workers and the other ranks of their nodes, each once. Raises as ``run_inspect``."""
     found: dict[str, Worker] = {}
-    for address in [address for one in given for address in side_channels(one, "the address")]:
+    for address in _workers_at(given):
         worker = read_worker(extra, keyring, address)
         found[worker.name] = worker
         for other in describe(extra, keyring, address).description.directory:
