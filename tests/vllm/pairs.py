@@ -84,7 +84,8 @@ def command_line(
             here, there = default if isinstance(default, tuple) else (default, default)
             setattr(given, name, here if given.cpu else there)
     for name in ("gpus", "nixl_gpus", "plain", "reference_gpus"):
-        if (value := getattr(given, name, None)) not in (None, "", "none") and value.count(",") != 1:
+        left_out = (None, "", "none") if name == "nixl_gpus" else (None, "")
+        if (value := getattr(given, name, None)) not in left_out and value.count(",") != 1:
             parser.error(f"--{name.replace('_', '-')} is {value!r}, it must be two")
     given.error = parser.error
     return given

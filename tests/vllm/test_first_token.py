@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 import urllib.request
+from collections import Counter
 
 import pytest
 
@@ -58,6 +60,11 @@ BODIES = [
 ]
 
 
+# What is counted of a stream's first token, by the body's name: prefill if not named, nothing if None.
+OUTCOMES = dict.fromkeys(("usage at each", "several", "ids", "echo", "two prompts"))
+OUTCOMES |= dict.fromkeys(("all stop", "one"), "only")
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("first")
@@ -73,16 +80,20 @@ def routing(request, servers):
     prefill, decode = servers
     with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
         deadline = time.monotonic() + 60
-        while count(url, "prefill") < 1:
+        while not counts(url)["prefill"]:
             assert time.monotonic() < deadline, "the decode server was not seen to take a first token"
-            streamed(url, TEXT, body_of(TEXT, {"prompt": random_prompt(40, int(time.time()))}))
+            streamed(url, TEXT, uncached())
         yield url
 
 
-def count(url, outcome):
-    text = fetch(url + "/metrics", timeout_s=5).decode()
-    name = f'kvconnect_router_first_tokens_total{{outcome="{outcome}"}} '
-    return sum(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
+def counts(url):
+    """How many first tokens the router has counted of each outcome."""
+    found = re.findall(
+        r'^kvconnect_router_first_tokens_total\{outcome="(\w+)"\} (\S+)$',
+        fetch(url + "/metrics", timeout_s=5).decode(),
+        re.MULTILINE,
+    )
+    return Counter({outcome: int(float(value)) for outcome, value in found})
 
 
 def body_of(path, more):
@@ -93,6 +104,11 @@ def body_of(path, more):
         body["messages"] = [{"role": "user", "content": "Of rivers and of tides, a long tale. " * 6}]
     body |= more
     return {key: value for key, value in body.items() if value is not None}
+
+
+def uncached():
+    """A completion that no server has in its prefix cache, and whose first token is whole characters."""
+    return body_of(TEXT, {"cache_salt": str(time.time_ns())})
 
 
 def streamed(url, path, body):
@@ -141,7 +157,11 @@ def joined(events):
 def test_a_body_is_answered_as_by_a_server_alone(servers, routing, path, name, more):
     prefill, _ = servers
     body = body_of(path, more)
-    got, wanted = (joined(streamed(url, path, body)) for url in (routing, prefill.url))
+    before = counts(routing)
+    got = joined(streamed(routing, path, body))
+    outcome = OUTCOMES.get(name, "prefill")
+    assert counts(routing) - before == ({outcome: 1} if outcome else {})
+    wanted = joined(streamed(prefill.url, path, body))
     assert got[:3] == wanted[:3]
     assert got[3] <= wanted[3], "chunks of the same shape"
     assert got[4] == wanted[4]
@@ -157,7 +177,7 @@ def test_a_body_is_answered_as_by_a_server_alone(servers, routing, path, name, m
 
 def test_the_first_token_does_not_wait_for_the_decode_server(servers, routing):
     prefill, decode = servers
-    body = body_of(TEXT, {"prompt": random_prompt(700, int(time.time())), "stream": True})
+    body = uncached() | {"stream": True}
     request = urllib.request.Request(
         routing + TEXT, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
