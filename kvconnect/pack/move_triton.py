@@ -24,8 +24,8 @@ _STEP, _MULTIPLIER = tl.constexpr(STEP), tl.constexpr(MULTIPLIER)
 @triton.jit
 def word_pointer(address, BYTES: tl.constexpr):
     """Pointers to words of ``BYTES`` bytes (8, 4, 2 or 1) at these addresses."""
-    # Triton's interpreter treats an address below 2**31 as 32 bits, in spite of annotations.
-    address = address.to(tl.int64)
+    # Triton's interpreter keeps an address below 2**32 in 32 bits, in spite of annotations; sums are of 64.
+    address = address.to(tl.int64) + 0
     if BYTES == 8:
         pointer = address.to(tl.pointer_type(tl.uint64))
     elif BYTES == 4:

@@ -29,8 +29,9 @@ def test_words_of_every_size_are_read_from_where_they_lie(word_bytes):
     assert target.tolist() == [10, 11, 12, 13, 14, 15, 7, 7]
 
 
+@pytest.mark.parametrize("address", [1 << 20, (1 << 31) + 64, (1 << 32) - 64, 1 << 33])
 @pytest.mark.parametrize("word_bytes", [1, 2, 4, 8])
-def test_an_address_below_two_to_the_31_is_one_too(word_bytes):
+def test_an_address_of_few_bits_is_one_too(word_bytes, address):
     target = torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    _load_kernel[(1,)](target, 1 << 20, 0, BYTES=word_bytes)
+    _load_kernel[(1,)](target, address, 0, BYTES=word_bytes)
     assert target.tolist() == [7] * 8
