@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
-from kvconnect.router import bodies
+from kvconnect.router import bodies, endpoints
 from kvconnect.router.bodies import BadBody
 from kvconnect.router.flow import Flow
 from kvconnect.router.membership import admin_served, follow_names
@@ -115,7 +115,9 @@ class Router:
             finally:
                 self.in_flight -= 1
                 self.metrics.in_flight.dec()
-        self.metrics.requests.labels(request.path, str(response.status)).inc()
+        resource = request.match_info.route.resource
+        path = request.path if resource is None else resource.canonical
+        self.metrics.requests.labels(path, str(response.status)).inc()
         took_s = self._clock() - started
         logger.info("%s %s: %d in %.3f s", request.path, request_id, response.status, took_s)
         return response
@@ -177,25 +179,26 @@ ROUTER = web.AppKey("router", Router)
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answers aiohttp's own errors, above all unknown paths, as JSON."""
+    """Answers aiohttp's own errors, above all unknown paths, as vLLM does."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         request_id = bodies.request_id_of(request.headers)
-        known = sorted({resource.canonical for resource in request.app.router.resources()})
-        text = f"{request.method} {request.path}: {error.reason}; served here: {', '.join(known)}"
-        return error_response(error.status, text, request_id)
+        text = f"{request.method} {request.path} is not served by this router: {error.reason}"
+        return error_response(error.status, text, request_id, detail=error.reason)
 
 
 def error_response(
-    status: int, message: str, request_id: str, *, retry_after_s: int | None = None
+    status: int, message: str, request_id: str, *, retry_after_s: int | None = None, detail: str = ""
 ) -> web.Response:
-    """An error in the shape of the OpenAI API."""
+    """An error in the shape of the OpenAI API; ``detail`` is what vLLM says of a path that it has not."""
     kind = "invalid_request_error" if status < 500 else "service_unavailable"
     headers = {bodies.REQUEST_ID: request_id}
     if retry_after_s is not None:
         headers["Retry-After"] = str(retry_after_s)
-    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    if detail:
+        body["detail"] = detail
     return web.json_response(body, status=status, headers=headers)
 
 
@@ -212,17 +215,24 @@ def create_router_app(
     app = web.Application(client_max_size=limits.max_body_bytes, middlewares=[_errors_as_json])
     app[ROUTER] = router
     app.cleanup_ctx.append(router.lifetime)
-    app.router.add_post("/v1/completions", partial(router.admitted, run=router.flow.run))
-    app.router.add_post("/v1/chat/completions", partial(router.admitted, run=router.flow.run))
-    passed_on = partial(router.admitted, run=router.flow.pass_to_decode)
-    for path in ("/v1/models", "/version"):
-        app.router.add_get(path, passed_on, allow_head=False)
-    for path in ("/tokenize", "/detokenize"):
-        app.router.add_post(path, passed_on)
+    _serve(app, router)
     app.router.add_get("/health", router.health)
     app.router.add_get("/ready", router.ready)
     app.router.add_get("/metrics", router.show_metrics)
     return app
+
+
+def _serve(app: web.Application, router: Router) -> None:
+    """Serve the paths of a serving stack."""
+    flow = router.flow
+    served: list[tuple[str, str, _Run]] = [
+        *(("POST", path, partial(flow.run, endpoint)) for path, endpoint in endpoints.SPLIT.items()),
+        *(("POST", path, partial(flow.pass_to_decode, is_alone=True)) for path in endpoints.ALONE),
+        *((method, path, flow.pass_to_holder) for method, path in endpoints.STORED),
+        *((method, path, flow.pass_to_decode) for method, path in endpoints.PASSED),
+    ]
+    for method, path, run in served:
+        app.router.add_route(method, path, partial(router.admitted, run=run))
 
 
 def app_runner(app: web.Application, log: logging.Logger = _http_logger, **more: Any) -> web.AppRunner:

@@ -46,8 +46,6 @@ _OF_THE_BODY = {"host", "content-length", "content-type", "content-encoding", "e
 # Other routers' headers that name a node's peer: a client must not choose a peer.
 _ROUTING = {"x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port"}
 _ROUTING |= {"x-kv-cache-source-host-port"}
-_ANSWERS = ("n", "best_of")
-_OF_A_SESSION = ("session_id", "kv_hints")
 _REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,512}")
 
 
@@ -55,86 +53,38 @@ class BadBody(Exception):
     """The client's body is not a valid completion request. The message states why."""
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """The client's request as a dictionary. Of its ``kv_transfer_params`` only the session's keys are kept.
-
-    A client must not name engines, addresses or blocks: a decode node gets only parameters that a prefill
-    node returned.
-
-    Raises:
-        BadBody: not JSON, or not an object.
-    """
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """A client's body as a dictionary. Raises ``BadBody``: not JSON, or not an object."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise BadBody(f"the request body is not JSON: {error or type(error).__name__}") from None
     if not isinstance(body, dict):
         raise BadBody(f"the request body must be a JSON object, not {type(body).__name__}")
-    params = body.pop(PARAMS, None)
-    if isinstance(params, dict) and (kept := {key: params[key] for key in _OF_A_SESSION if key in params}):
-        body[PARAMS] = kept
     return body
 
 
-def direct_reason(body: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why a request cannot be split between two nodes, as (metrics label, text); None if it can.
-
-    Log probabilities of the prompt are known only to the node that prefills.
-    """
-    if body.get("use_beam_search") is True:
-        return "beam_search", "it asks for a beam search"
-    if body.get("prompt_logprobs") is not None or (body.get("echo") is True and body.get("logprobs")):
-        return "prompt_logprobs", "log probabilities of the prompt are asked for"
-    return None
-
-
-def is_several(body: Mapping[str, Any]) -> bool:
-    """Whether a decode node makes several requests of the body: several prompts or several answers."""
-    counts = (body.get(key) for key in _ANSWERS)
-    return _is_batch(body) or any(
-        isinstance(count, int) and not isinstance(count, bool) and count > 1 for count in counts
-    )
-
-
-def _is_batch(body: Mapping[str, Any]) -> bool:
-    prompt = body.get("prompt")
-    return isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], (str, list))
-
-
-def prefill_params(body: Mapping[str, Any], transfer_id: str) -> Mapping[str, Any]:
+def prefill_params(transfer_id: str, *, is_batch: bool) -> Mapping[str, Any]:
     """The parameters with which a prefill node keeps the blocks of a request.
 
     The answer to a batch names the first prompt only, so a batch gets a transfer id, which finds each prompt.
     """
-    return announced_prefill(transfer_id) if _is_batch(body) else ASK_FOR_REMOTE_DECODE
+    return announced_prefill(transfer_id) if is_batch else ASK_FOR_REMOTE_DECODE
 
 
-def decode_params(body: Mapping[str, Any], handed: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def decode_params(handed: Mapping[str, Any], *, is_batch: bool, is_several: bool) -> Mapping[str, Any] | None:
     """The parameters for a decode node, made from ``handed``, the prefill node's.
 
     None if its several requests cannot share them: other connectors free the blocks after the first load.
     """
-    if not is_several(body):
+    if not is_several:
         return handed
     if "kvconnect_handle" not in handed:
         return None
-    if not _is_batch(body):
+    if not is_batch:
         return handed
     channel, transfer_id = side_channel(handed), handed.get("transfer_id")
     return announced_decode(transfer_id, channel) if channel and isinstance(transfer_id, str) else None
-
-
-def prefill_body(
-    body: Mapping[str, Any], params: Mapping[str, Any] = ASK_FOR_REMOTE_DECODE
-) -> dict[str, Any]:
-    """The body for a prefill node: one answer of one token, not streamed, with ``params`` to keep its KV."""
-    sent = {k: v for k, v in body.items() if k not in ("min_tokens", "stream_options", *_ANSWERS)}
-    sent["max_tokens"] = 1
-    if "max_completion_tokens" in sent:
-        sent["max_completion_tokens"] = 1
-    sent["stream"] = False
-    sent[PARAMS] = {**body.get(PARAMS, {}), **params}
-    return sent
 
 
 def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -185,10 +135,12 @@ def request_id_of(headers: Mapping[str, str]) -> str:
     return given if _REQUEST_ID_SHAPE.fullmatch(given) else uuid.uuid4().hex
 
 
-def request_headers(pairs: Iterable[tuple[str, str]], request_id: str) -> list[tuple[str, str]]:
+def request_headers(
+    pairs: Iterable[tuple[str, str]], request_id: str, content_type: str = "application/json"
+) -> list[tuple[str, str]]:
     """The headers for a node: the client's, without those of one connection or one body."""
     kept = [(k, v) for k, v in _end_to_end(pairs) if k.lower() not in _OF_THE_BODY | _ROUTING]
-    return [*kept, ("Content-Type", "application/json"), (REQUEST_ID, request_id)]
+    return [*kept, ("Content-Type", content_type), (REQUEST_ID, request_id)]
 
 
 def identity_encoding(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

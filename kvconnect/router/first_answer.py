@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvconnect.router.bodies import is_several
+from kvconnect.router.endpoints import SPLIT, Endpoint
 
 _SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
@@ -45,15 +45,15 @@ def is_eligible(path: str, body: Mapping[str, Any]) -> bool:
         tried is not None
         and body.keys() <= tried
         and not body.get("echo")
-        and not is_several(body)
+        and not SPLIT[path].is_several(body)
         and (options is None or (isinstance(options, dict) and options.keys() <= {"include_usage"}))
     )
 
 
-def is_one_token(body: Mapping[str, Any]) -> bool:
+def is_one_token(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
     """Whether P's answer is complete for the client: one token of one answer."""
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    return limit == 1 and not isinstance(limit, bool) and not is_several(body)
+    limit = endpoint.limit_of(body)
+    return limit == 1 and not isinstance(limit, bool) and not endpoint.is_several(body)
 
 
 @dataclass(frozen=True)

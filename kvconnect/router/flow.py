@@ -23,19 +23,24 @@ from aiohttp import web
 from kvconnect.config import FIRST_TOKEN_KEY
 from kvconnect.router import bodies, first_answer
 from kvconnect.router.bodies import SideChannel
+from kvconnect.router.endpoints import Endpoint
 from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream
 from kvconnect.router.first_token_trials import FirstTokenTrials
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.router_options import RouterOptions
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
+from kvconnect.router.usage import CountedByPrefill, PromptCounts
 
 logger = logging.getLogger("kvconnect.router")
 
 
 _NO_KV = (500, 502)
 """Statuses with which a decode node answers if it did not get the KV."""
-_NO_KV_IN_A_STREAM = b'data: {"error"'
+_NO_KV_IN_A_STREAM = (b'data: {"error"', b"event: error")
+
+_COUNT_WAIT_S = 1.0
+"""How long a finished answer waits for P's counts: for P's answer to a prompt whose KV D has got."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +51,15 @@ class Exchange:
     request_id: str
     started: float
     headers: Headers
+    endpoint: Endpoint
     body: Mapping[str, Any]
     takes_first: bool = False
     """Whether the first token may be P's."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the client wants a streamed answer."""
+        return self.body.get("stream") is True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,10 @@ class Begun:
     role: str
     answer: aiohttp.ClientResponse
     first: bytes
+
+
+_PASSED = Endpoint()
+"""For bodies of which the router reads nothing."""
 
 
 class Flow:
@@ -104,45 +119,90 @@ class Flow:
         self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
 
-    async def run(self, request: web.Request, request_id: str, started: float) -> web.StreamResponse:
-        """Serve a completion request, whose body is read from ``request``.
+    async def run(
+        self, endpoint: Endpoint, request: web.Request, request_id: str, started: float
+    ) -> web.StreamResponse:
+        """Serve a request that generates, whose body is read from ``request``.
 
         Raises:
             BadBody: the body is not a JSON object.
             UpstreamError: a node gave no answer, and the client has got nothing yet.
         """
-        body = bodies.parse_body(await request.read())
+        body = endpoint.parse(await request.read())
         headers = bodies.request_headers(request.headers.items(), request_id)
-        if self._prefill is None:
-            return await self._run_plain(Exchange(request, request_id, started, headers, body))
+        if self._prefill is None and body.get("previous_response_id") is None:
+            return await self._run_plain(Exchange(request, request_id, started, headers, endpoint, body))
         takes_first = self.trials is not None and first_answer.is_eligible(request.path, body)
         if takes_first and self._parallel and body.get("temperature") != 0:
             # With one seed both nodes sample the same first token.
             body.setdefault("seed", uuid.uuid4().int >> 65)
         if takes_first:
             headers = bodies.identity_encoding(headers)
-        exchange = Exchange(request, request_id, started, headers, body, takes_first)
-        reason = bodies.direct_reason(body)
+        exchange = Exchange(request, request_id, started, headers, endpoint, body, takes_first)
+        reason = endpoint.direct_reason(body)
+        if self._prefill is None:
+            return await self._run_at_holder(exchange, body)
+        if reason is not None and reason[0] == "previous_response":
+            self._count_fallback(*reason)
+            return await self._run_at_holder(exchange, body)
         if reason is not None:
             return await self._run_alone(exchange, *reason)
-        if takes_first and first_answer.is_one_token(body):
+        if takes_first and first_answer.is_one_token(endpoint, body):
             return await self._run_one_token(exchange, self._prefill)
         return await self._run_both(exchange, self._prefill)
 
     async def pass_to_decode(
-        self, request: web.Request, request_id: str, started: float
+        self, request: web.Request, request_id: str, started: float, *, is_alone: bool = False
     ) -> web.StreamResponse:
-        """Serve a request that is no completion from a decode node.
+        """Serve a request that is not split from a decode node.
+
+        ``is_alone``: it generates, and two nodes would share it if the answer named what P holds.
 
         Raises:
             BadBody: the body is not a JSON object.
             UpstreamError: no node answered.
         """
-        body = None if request.method == "GET" else bodies.parse_body(await request.read())
-        headers = bodies.request_headers(request.headers.items(), request_id)
-        exchange = Exchange(request, request_id, started, headers, body or {})
+        raw = await request.read()
+        is_form = request.content_type.startswith("multipart/")
+        kind = {"content_type": request.headers["Content-Type"]} if is_form else {}
+        headers = bodies.request_headers(request.headers.items(), request_id, **kind)
+        body = _PASSED.parse(raw) if raw and not is_form else raw or None
+        if is_alone and self._prefill is not None:
+            why = f"of {request.path} answers name nothing that a prefill node holds"
+            self._count_fallback("endpoint", why)
+        exchange = Exchange(request, request_id, started, headers, _PASSED, {})
         async with contextlib.AsyncExitStack() as stack:
             return await self._pass_on(exchange, await self._begin(stack, exchange, body))
+
+    async def pass_to_holder(
+        self, request: web.Request, request_id: str, started: float
+    ) -> web.StreamResponse:
+        """Serve a request about a stored response from the decode node that stores it.
+
+        Raises:
+            BadBody: there is a body, and it is not a JSON object.
+            UpstreamError: no node answered.
+        """
+        raw = await request.read()
+        headers = bodies.request_headers(request.headers.items(), request_id)
+        exchange = Exchange(request, request_id, started, headers, _PASSED, {})
+        return await self._run_at_holder(exchange, _PASSED.parse(raw) if raw else None)
+
+    async def _run_at_holder(self, exchange: Exchange, body: Mapping[str, Any] | None) -> web.StreamResponse:
+        """Ask the decode nodes one after the other, until one does not answer 404: it stores the response."""
+        asked: list[str] = []
+        while True:
+            lease = self._decode.take(avoid=asked)
+            asked += [lease.url] if lease is not None else []
+            is_last = all(node.url in asked for node in self._decode.in_rotation())
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    begun = await self._begin(stack, exchange, body, lease, retry=is_last)
+                    if begun.answer.status != 404 or is_last:
+                        return await self._pass_on(exchange, begun)
+            except UpstreamError as error:
+                if error.was_reached or is_last:
+                    raise
 
     async def _run_plain(self, exchange: Exchange) -> web.StreamResponse:
         """Serve a request from one server."""
@@ -178,7 +238,7 @@ class Flow:
         """Serve a request split between two nodes."""
         lease, placed = await self._take(exchange, prefill)
         channel = self._channels.get(lease.url) if lease is not None and self._parallel else None
-        if lease and channel and (channel.handle or not bodies.is_several(exchange.body)):
+        if lease and channel and (channel.handle or not exchange.endpoint.is_several(exchange.body)):
             return await self._run_at_once(exchange, lease, channel, placed)
         return await self._run_in_turn(exchange, lease, placed)
 
@@ -188,7 +248,8 @@ class Flow:
         """Prefill, first at the node of ``lease``, then decode."""
         self._metrics.flows.labels("sequential").inc()
         # Never the client's own id, which would let the client choose whose KV a decode node loads.
-        params = {**bodies.prefill_params(exchange.body, uuid.uuid4().hex), **(placed or {})}
+        is_batch = exchange.endpoint.is_batch(exchange.body)
+        params = {**bodies.prefill_params(uuid.uuid4().hex, is_batch=is_batch), **(placed or {})}
         return await self._go_on(exchange, self._run_prefill(exchange, params, lease))
 
     async def _run_at_once(
@@ -214,12 +275,12 @@ class Flow:
                     answered = None if decode.done() else _as_announced(prefill, channel)
                     first = self._first_of(exchange, answered) if answered is not None else None
                     if first is not None:
-                        return await self._go_beside(exchange, first, decode)
+                        return await self._go_beside(exchange, first, decode, prefill)
                     await _until_clear(prefill, decode, channel)
                     if decode.done() and (
                         not _lacks_kv(decode) or _as_announced(prefill, channel) is not None
                     ):
-                        return await self._pass_on(exchange, decode.result())
+                        return await self._pass_on(exchange, decode.result(), prefill)
                 finally:
                     await _end(decode)
             # Only P's answer is left; D's connection is closed.
@@ -236,7 +297,11 @@ class Flow:
             await _end(prefill)
 
     async def _go_beside(
-        self, exchange: Exchange, first: FirstAnswer, decode: Awaitable[Begun]
+        self,
+        exchange: Exchange,
+        first: FirstAnswer,
+        decode: Awaitable[Begun],
+        prefill: asyncio.Task[PrefillResult],
     ) -> web.StreamResponse:
         """Send the client P's token, then D's answer, where D was asked before P's token was known.
 
@@ -245,10 +310,10 @@ class Flow:
         """
         response = await self._begin_stream(exchange, first)
         try:
-            return await self._go_behind(exchange, response, first, decode)
+            return await self._go_behind(exchange, response, first, decode, prefill)
         except Differs:
             self._metrics.first_tokens.labels("repeated").inc()
-            return await self._run_behind(exchange, first, {}, response)
+            return await self._run_behind(exchange, first, {}, prefill, response)
 
     async def _go_on(self, exchange: Exchange, prefill: Awaitable[PrefillResult]) -> web.StreamResponse:
         """Continue after prefill: decode, or the reason why not.
@@ -273,13 +338,17 @@ class Flow:
                 "prompt, its kv_role has to be kv_producer or kv_both"
             )
             return await self._run_alone(exchange, "empty_params", why)
-        params = bodies.decode_params(exchange.body, outcome.handed)
+        endpoint, body = exchange.endpoint, exchange.body
+        is_batch = endpoint.is_batch(body)
+        params = bodies.decode_params(outcome.handed, is_batch=is_batch, is_several=endpoint.is_several(body))
         if params is None:
             why = "several prompts or answers cannot share what the prefill node handed out"
             return await self._run_alone(exchange, "several", why)
+        prefilled: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
+        prefilled.set_result(outcome)
         if first is not None:
-            return await self._run_behind(exchange, first, params)
-        return await self._run_decode(exchange, bodies.decode_body(exchange.body, params))
+            return await self._run_behind(exchange, first, params, prefilled)
+        return await self._run_decode(exchange, bodies.decode_body(body, params), prefilled=prefilled)
 
     def _falls_back(self, status: int) -> bool:
         """Whether a decode node serves the request instead, after P answered with this status."""
@@ -297,7 +366,12 @@ class Flow:
         return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
 
     async def _run_alone(self, exchange: Exchange, reason: str, why: str) -> web.StreamResponse:
-        """Let the decode node compute the prompt too. Counted by ``reason``; each reason is logged once."""
+        """Let the decode node compute the prompt too."""
+        self._count_fallback(reason, why)
+        return await self._run_decode(exchange, exchange.body)
+
+    def _count_fallback(self, reason: str, why: str) -> None:
+        """Count a request that a decode node serves alone. Each ``reason`` is logged once."""
         self._metrics.fallbacks.labels(reason).inc()
         if reason not in self._fallbacks_logged:
             self._fallbacks_logged.add(reason)
@@ -307,7 +381,6 @@ class Flow:
                 reason,
                 why,
             )
-        return await self._run_decode(exchange, exchange.body)
 
     async def _run_prefill(
         self,
@@ -322,8 +395,9 @@ class Flow:
         ``lease`` and ``retry`` are those of ``Upstream.send``.
         """
         assert self._prefill is not None, "plain servers are asked for no prefill"
-        headers, body = bodies.identity_encoding(exchange.headers), bodies.prefill_body(exchange.body, params)
-        if exchange.takes_first and exchange.body.get("stream") is True:
+        headers = bodies.identity_encoding(exchange.headers)
+        body = exchange.endpoint.prefill_body(exchange.body, params)
+        if exchange.takes_first and exchange.is_stream:
             body["return_token_ids"] = True
             least = exchange.body.get("min_tokens")
             if isinstance(least, int) and least > 0:
@@ -379,22 +453,28 @@ class Flow:
         return bytes(raw)
 
     async def _run_decode(
-        self, exchange: Exchange, body: Mapping[str, Any], lease: NodeUse | None = None
+        self,
+        exchange: Exchange,
+        body: Mapping[str, Any],
+        lease: NodeUse | None = None,
+        prefilled: asyncio.Future[PrefillResult] | None = None,
     ) -> web.StreamResponse:
         async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin(stack, exchange, body, lease))
+            return await self._pass_on(exchange, await self._begin(stack, exchange, body, lease), prefilled)
 
     async def _begin(
         self,
         stack: contextlib.AsyncExitStack,
         exchange: Exchange,
-        body: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | bytes | None,
         lease: NodeUse | None = None,
         pool: Pool | None = None,
+        *,
+        retry: bool = True,
     ) -> Begun:
         """Ask a node and read its answer's first bytes. The connection is open as long as ``stack``.
 
-        ``lease`` is that of ``Upstream.send``; ``pool`` defaults to the decode nodes.
+        ``lease`` and ``retry`` are those of ``Upstream.send``; ``pool`` defaults to the decode nodes.
 
         Raises:
             UpstreamError: there is no answer.
@@ -402,7 +482,9 @@ class Flow:
         client = exchange.request
         request = UpstreamRequest(client.method, client.path_qs, exchange.headers, body)
         pool = pool or self._decode
-        leased, answer = await stack.enter_async_context(self._upstream.send(pool, request, lease))
+        leased, answer = await stack.enter_async_context(
+            self._upstream.send(pool, request, lease, retry=retry)
+        )
         with self._upstream.translated(pool.role):
             first = await answer.content.readany()
         if not first and answer.status == 200:
@@ -412,7 +494,7 @@ class Flow:
 
     def _first_of(self, exchange: Exchange, prefilled: Prefilled) -> FirstAnswer | None:
         """The part of P's answer that the client gets before D's answer, or None."""
-        if not exchange.takes_first or exchange.body.get("stream") is not True or self.trials is None:
+        if not exchange.takes_first or not exchange.is_stream or self.trials is None:
             return None
         if prefilled.handed:
             # Of a hybrid's prompt D computes the last token: then P's token is not part of the answer.
@@ -443,19 +525,20 @@ class Flow:
         exchange: Exchange,
         first: FirstAnswer,
         params: Mapping[str, Any],
+        prefill: asyncio.Future[PrefillResult],
         response: web.StreamResponse | None = None,
     ) -> web.StreamResponse:
         """Send the client P's token at once, then D's answer, where D is given this token.
 
-        ``response`` is the client's, if the client has the token already. If D gives no answer, the stream
-        ends with an error, as a server's own does.
+        ``prefill`` is that of ``_pass_on``, and ``response`` is the client's, if the client has the token
+        already. If D gives no answer, the stream ends with an error, as a server's own does.
         """
         sent = bodies.decode_body(exchange.body, {**params, FIRST_TOKEN_KEY: first.token})
         async with contextlib.AsyncExitStack() as stack:
             decode = asyncio.create_task(self._begin(stack, exchange, sent))
             try:
                 response = response or await self._begin_stream(exchange, first)
-                return await self._go_behind(exchange, response, first, decode)
+                return await self._go_behind(exchange, response, first, decode, prefill)
             except Differs as error:
                 assert response is not None, "nothing differs before P's token was sent"
                 self._metrics.first_tokens.labels("differs").inc()
@@ -464,9 +547,16 @@ class Flow:
                 await _end(decode)
 
     async def _go_behind(
-        self, exchange: Exchange, response: web.StreamResponse, first: FirstAnswer, decode: Awaitable[Begun]
+        self,
+        exchange: Exchange,
+        response: web.StreamResponse,
+        first: FirstAnswer,
+        decode: Awaitable[Begun],
+        prefill: asyncio.Future[PrefillResult],
     ) -> web.StreamResponse:
         """Continue the client's stream with D's answer behind P's token.
+
+        ``prefill`` is that of ``_pass_on``.
 
         Raises:
             Differs: D's answer begins with another token; none of it was sent.
@@ -485,7 +575,7 @@ class Flow:
                 kept += rest.take(read)
         except UpstreamError as error:
             return await self._end_with(exchange, response, str(error))
-        return await self._go_on_passing(exchange, response, begun, kept, rest.take)
+        return await self._go_on_passing(exchange, response, begun, kept, rest.take, prefill)
 
     async def _end_with(
         self, exchange: Exchange, response: web.StreamResponse, why: str
@@ -496,8 +586,12 @@ class Flow:
         await response.write_eof()
         return response
 
-    async def _pass_on(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:
+    async def _pass_on(
+        self, exchange: Exchange, begun: Begun, prefill: asyncio.Future[PrefillResult] | None = None
+    ) -> web.StreamResponse:
         """Stream the node's answer to the client. From here on a failing node breaks the answer off.
+
+        With ``prefill``, P's answer to the same request, the usage has P's counts of the prompt.
 
         Raises:
             ConnectionError: the client left.
@@ -505,10 +599,11 @@ class Flow:
         answer = begun.answer
         response = web.StreamResponse(status=answer.status, reason=answer.reason)
         for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
-            response.headers.add(key, value)
+            if prefill is None or key.lower() != "content-length":
+                response.headers.add(key, value)
         await response.prepare(exchange.request)
         self._metrics.first_byte_seconds.observe(self._clock() - exchange.started)
-        return await self._go_on_passing(exchange, response, begun, begun.first, bytes)
+        return await self._go_on_passing(exchange, response, begun, begun.first, bytes, prefill)
 
     async def _go_on_passing(
         self,
@@ -517,10 +612,17 @@ class Flow:
         begun: Begun,
         chunk: bytes,
         kept_of: Callable[[bytes], bytes],
+        prefill: asyncio.Future[PrefillResult] | None,
     ) -> web.StreamResponse:
         """Send the client a chunk, and ``kept_of`` each chunk that follows."""
         request, is_open = exchange.request, True
+        counted = CountedByPrefill(is_stream=begun.answer.content_type == "text/event-stream")
         while True:
+            if prefill is not None:
+                if not is_open and counted.is_waiting:
+                    await asyncio.wait({prefill}, timeout=_COUNT_WAIT_S)
+                is_known, counts = prefill.done(), _counts_of(prefill)
+                chunk = counted.take(chunk, is_end=not is_open, is_known=is_known, counts=counts)
             if chunk:
                 await response.write(chunk)
             if not is_open:
@@ -567,6 +669,14 @@ def _as_announced(prefill: asyncio.Task[PrefillResult], channel: SideChannel) ->
     if isinstance(outcome, Prefilled) and bodies.side_channel(outcome.handed) == channel:
         return outcome
     return None
+
+
+def _counts_of(prefill: asyncio.Future[PrefillResult]) -> PromptCounts | None:
+    """P's counts of the prompt, once its answer is there."""
+    if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
+        return None
+    outcome = prefill.result()
+    return PromptCounts.of(outcome.answer, outcome.handed) if isinstance(outcome, Prefilled) else None
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -122,7 +122,7 @@ class Placing:
         return [[*adapter, salt], adapter] if salt else [adapter] if adapter else []
 
     async def _tokens(self, pool: Pool, headers: Headers, body: Mapping[str, Any]) -> Sequence[int]:
-        prompt = body.get("prompt")
+        prompt = body.get("prompt", body.get("token_ids"))
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
             prompt = prompt[0]
         if isinstance(prompt, list):

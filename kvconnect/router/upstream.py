@@ -52,12 +52,12 @@ class UpstreamRequest:
     method: str
     path: str
     headers: Headers
-    body: Mapping[str, Any] | None
+    body: Mapping[str, Any] | bytes | None
 
     @property
     def data(self) -> bytes | None:
-        """The body as JSON bytes. Raises ``BadBody``."""
-        return None if self.body is None else to_bytes(self.body)
+        """The body's bytes, of a mapping as JSON. Raises ``BadBody``."""
+        return to_bytes(self.body) if isinstance(self.body, Mapping) else self.body
 
 
 class Upstream:

@@ -69,7 +69,8 @@ class Node:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        self.seen.append(Seen(request.path_qs, request.headers, json.loads(raw) if raw else None))
+        body = json.loads(raw) if raw and request.content_type == "application/json" else raw or None
+        self.seen.append(Seen(request.path_qs, request.headers, body))
         try:
             if self.script is not None:
                 return await self.script(request)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.router.endpoints import SPLIT
 from kvconnect.router.first_answer import Differs, RestOfStream, is_eligible, is_one_token, read_first
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -167,9 +168,10 @@ def test_what_was_tried_may_begin_with_ps_token(path, more, expected):
 
 
 def test_one_token_is_all_that_some_want():
-    assert is_one_token({"max_tokens": 1})
-    assert is_one_token({"max_tokens": 9, "max_completion_tokens": 1})
-    assert not is_one_token({"max_tokens": 2})
-    assert not is_one_token({"max_tokens": True})
-    assert not is_one_token({"max_tokens": 1, "n": 2})
-    assert not is_one_token({})
+    chat = SPLIT[CHAT]
+    assert is_one_token(chat, {"max_tokens": 1})
+    assert is_one_token(chat, {"max_tokens": 9, "max_completion_tokens": 1})
+    assert not is_one_token(chat, {"max_tokens": 2})
+    assert not is_one_token(chat, {"max_tokens": True})
+    assert not is_one_token(chat, {"max_tokens": 1, "n": 2})
+    assert not is_one_token(chat, {})
