@@ -19,6 +19,13 @@ from kvconnect.packages import check_engine, engine_entry_points
 from kvconnect.reading import json_object, read_struct
 
 CONNECTOR: Literal["KVConnect"] = "KVConnect"
+RELEASE_KEY = "kvconnect_release"
+"""Key of a router's secret name for what P computes and holds for a request.
+
+P is told it with the request. With ``do_remote_prefill`` in a later one, which computes nothing, it ends the
+leases of all requests that were told it: the client left, and no decode node will fetch.
+"""
+
 FIRST_TOKEN_KEY = "first_token"
 """In ``kv_transfer_params`` of a decode request: the token that its output begins with."""
 _LEAST_QUARANTINE_S = 15.0

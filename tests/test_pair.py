@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.node.children import COMMAND, BadAnswer, Children, read_metrics
+from kvconnect.node.children import COMMAND, BadAnswer, Children, fetch_json, read_metrics
 from kvconnect.node.pair_demo import ask
 from kvconnect.peer.handles import Handles
 from kvconnect.peer.keyring import load_keyring
@@ -131,6 +131,16 @@ def test_a_client_that_leaves_frees_both_sides(nodes):
         connection = streaming(nodes, prompt=[9, *PROMPT, 9], max_tokens=500)
         time.sleep(wait_s)
         connection.close()
+
+
+def test_a_router_ends_by_its_name_what_a_node_holds(nodes):
+    url, name = nodes["prefill"], {"kvconnect_release": "a name that only the router knows"}
+    for role, model in (("do_remote_decode", "gqa"), ("do_remote_prefill", "none that is served")):
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": {role: True, **name}}
+        fetch_json(url + "/v1/completions", body, 20)
+        held = fetch_json(url + "/debug/state")["blocks"]["held"]
+        assert held > 0 or role == "do_remote_prefill"
+    assert_at_rest(url, within_s=1)
 
 
 def signed_anew(params, **change):

@@ -16,7 +16,7 @@ from kvconnect.decode.pulls import PullRequests
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import Orders, OrdersDraft, Results
-from kvconnect.transfer.params import RESULTS_KEY, SOURCES_KEY, transfer_params
+from kvconnect.transfer.params import RESULTS_KEY, SOURCES_KEY, is_release, transfer_params
 from kvconnect.transfer.stack import RequestView, Step
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class SchedulerHalf:
             self.pulls.new_request(request)
         if self.draft is not None and params:
             for wanted, (part, warning) in _ROLES.items():
-                if params.get(wanted) and getattr(self, part) is None:
+                if params.get(wanted) and getattr(self, part) is None and not is_release(params):
                     self.draft.warn("wrong_role", warning)
             if self.decode is not None:
                 self.decode.new_request(request)

@@ -28,6 +28,7 @@ from kvconnect.errors import LocalError
 from kvconnect.node.engine import NodeEngine
 from kvconnect.node.request import Failure, Output, Request
 from kvconnect.router.app import app_runner
+from kvconnect.transfer.params import is_release
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("kvconnect.node.http")
@@ -153,7 +154,7 @@ def parse_completion(body: object, *, model: str, session_id: str | None = None)
     except ValueError as error:
         raise BadRequest(f"the body cannot be used: {error}") from error
     parsed.session_id = parsed.session_id or session_id
-    if parsed.model not in (None, model):
+    if parsed.model not in (None, model) and not is_release(parsed.kv_transfer_params or {}):
         raise BadRequest(f"model {parsed.model!r} is not served here, this is {model!r}", status=404)
     for name, accepted in _ACCEPTED.items():
         value = getattr(parsed, name)

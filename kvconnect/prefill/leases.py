@@ -290,13 +290,17 @@ class LeaseBook:
             logger.warning("%s was not fetched, its blocks are freed: %s", lease, reason)
             self._end(lease, held, reason, now)
 
-    def revoke(self, reason: Reason, now: float) -> None:
-        """End all leases at once; a lease that a sending reads ends when the sending does."""
+    def revoke_all(self, reason: Reason, now: float) -> None:
+        """End all leases."""
         for lease in list(self.leases.values()):
-            if (held := lease.held) is not None:
-                held.expires_at, held.last_until, held.revoked = 0.0, 0.0, reason
-                if not lease.sending:
-                    self._end(lease, held, reason, now)
+            self.revoke(lease, reason, now)
+
+    def revoke(self, lease: Lease, reason: Reason, now: float) -> None:
+        """End a lease at once; one that a sending reads ends when the sending does."""
+        if (held := lease.held) is not None:
+            held.expires_at, held.last_until, held.revoked = 0.0, 0.0, reason
+            if not lease.sending:
+                self._end(lease, held, reason, now)
 
     def _end(self, lease: Lease, held: Held, reason: Reason, now: float) -> None:
         del self.leases[lease.handle]

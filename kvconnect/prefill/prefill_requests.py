@@ -25,6 +25,8 @@ from kvconnect.transfer.params import (
     HANDLE_KEY,
     MOST_LATER_PROMPTS,
     TRANSFER_KEY,
+    is_release,
+    read_release,
     read_transfer_id,
     transfer_name,
     transfer_params,
@@ -32,12 +34,14 @@ from kvconnect.transfer.params import (
 from kvconnect.transfer.stack import RequestView, StackTraits, Step
 
 _ABORTED = Cause.PREFILL_ENDED("the prefill was aborted, or failed")
+_RELEASED = Cause.ABORTED("the router released it, as its client left")
 
 
 @dataclass(eq=False)
 class _Prefill:
     """One request that has not ended; ``handle`` is that of its transfer id, if the request owns one.
 
+    ``is_released``: no decode node will fetch it.
     ``is_refused``: there was no room for it. ``has_blocks``: it was admitted; ``is_stale``: the caches were
     reset since. The device was given ``computed`` of its tokens by the end of ``step``. Where
     ``is_streamed``: ``known`` counts, by cache group, the block positions sent to the workers or in
@@ -45,6 +49,7 @@ class _Prefill:
     """
 
     handle: str = ""
+    is_released: bool = False
     num_tokens: int = 0
     has_blocks: bool = False
     is_stale: bool = False
@@ -82,6 +87,39 @@ class _Places:
         self.owners.pop(handle, None)
 
 
+class _Releasable:
+    """The requests that a router can release, by its name for them."""
+
+    def __init__(self) -> None:
+        # By name and request: the handle that it is held under, empty while it is computed.
+        self._handles: dict[str, dict[str, str]] = {}
+        self._names: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, request_id: str, name: str) -> None:
+        self._names[request_id] = name
+        self._handles.setdefault(name, {})[request_id] = ""
+
+    def held(self, request_id: str, handle: str) -> None:
+        if (name := self._names.get(request_id)) is not None:
+            self._handles[name][request_id] = handle
+
+    def forget(self, request_id: str) -> None:
+        if (name := self._names.pop(request_id, None)) is not None:
+            del self._handles[name][request_id]
+            if not self._handles[name]:
+                del self._handles[name]
+
+    def take(self, name: str) -> Mapping[str, str]:
+        """The requests of a name, which are forgotten, each with its handle."""
+        found = dict(self._handles.get(name, {}))
+        for request_id in found:
+            self.forget(request_id)
+        return found
+
+
 class PrefillRequests:
     """The requests that P computes for others: which are held, and the parameters for D.
 
@@ -112,6 +150,9 @@ class PrefillRequests:
         self._requests: dict[str, _Prefill] = {}
         self._went_on: dict[str, None] = {}
         self._places = _Places(config.extra.max_leases)
+        self._releasable = _Releasable()
+        # Handles of held requests that were released since the last orders.
+        self._released: list[str] = []
         self._answers: dict[str, dict[str, Any]] = {}
         self._draining = False
         self.bootstrap: Bootstrap | None = None
@@ -135,13 +176,20 @@ class PrefillRequests:
         return request.num_tokens
 
     def new_request(self, request: RequestView) -> None:
-        """Note a request to be held, and a router's transfer id, under which a peer may fetch early."""
+        """Note a request to be held, and a router's transfer id, under which a peer may fetch early.
+
+        A request that releases others is carried out at once.
+        """
+        if is_release(transfer_params(request)):
+            self._release(request)
         if not self._is_for_others(request):
             return
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
         params, is_routers = self._named(request)
+        if name := self._release_name(request):
+            self._releasable.add(request_id, name)
         if params.get(TRANSFER_KEY) is None:
             return
         try:
@@ -220,7 +268,17 @@ class PrefillRequests:
         prefill.known, prefill.fresh, prefill.computed, prefill.computed_sent = {}, {}, 0, 0
 
     def ordered(self) -> None:
-        """Before the draft is taken: order the progress of streamed prefills, after the preemptions."""
+        """Before the draft is taken: order releases, and the progress of streamed prefills.
+
+        Workers take withdrawals before holds: a lease that begins by these orders is released by the next.
+        """
+        released, self._released = self._released, []
+        begun = {hold.handle for hold in self._draft.holds}
+        for handle in released:
+            if handle in begun:
+                self._released.append(handle)
+            else:
+                self._draft.withdraw(handle, _RELEASED)
         for request_id in self._went_on:
             prefill = self._requests.get(request_id)
             if prefill is None or not (prefill.fresh or prefill.computed > prefill.computed_sent):
@@ -257,6 +315,8 @@ class PrefillRequests:
         params, reason = None, _ABORTED
         if prefill.is_stale:
             reason = Cause.REPLACED("the prefill began before the caches were reset")
+        elif prefill.is_released:
+            reason = _RELEASED
         elif delivered:
             if (answer := self._answers.get(parent)) is not None:
                 params = dict(answer)
@@ -268,7 +328,9 @@ class PrefillRequests:
                     params = held
                     self._places.hold(request_id, prefill.handle)
                     self._answers[parent] = dict(params)
+                    self._releasable.held(request_id, self._draft.holds[-1].handle)
                     return True, params
+        self._releasable.forget(request_id)
         if prefill.handle:
             del self._places.owners[prefill.handle]
             self._draft.withdraw(prefill.handle, reason)
@@ -280,6 +342,7 @@ class PrefillRequests:
             if request_id in self._places.held:
                 self._draft.note(Moment.FREED, "", request_id)
                 self._places.free(request_id)
+                self._releasable.forget(request_id)
                 self._answers.pop(self._stack.parent_of(request_id), None)
 
     def state(self) -> dict[str, int]:
@@ -289,7 +352,24 @@ class PrefillRequests:
             "promised": len(self._places.owners),
             "streaming": sum(prefill.is_streamed for prefill in self._requests.values()),
             "computing": sum(prefill.has_blocks for prefill in self._requests.values()),
+            "releasable": len(self._releasable),
         }
+
+    def _release(self, request: RequestView) -> None:
+        """End what is held for the requests of a router's name, and hold none of those that are computed."""
+        for request_id, handle in self._releasable.take(self._release_name(request)).items():
+            if handle:
+                self._released.append(handle)
+            else:
+                self._requests[request_id].is_released = True
+
+    def _release_name(self, request: RequestView) -> str:
+        """The router's name that a request has; empty without one, or one that cannot be used."""
+        try:
+            return read_release(transfer_params(request))
+        except PeerError as error:
+            self._draft.warn("release", "%s; nothing is released by it", error)
+            return ""
 
     def _is_for_others(self, request: RequestView) -> bool:
         return bool(transfer_params(request).get("do_remote_decode"))

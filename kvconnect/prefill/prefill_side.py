@@ -33,7 +33,7 @@ from kvconnect.prefill.leases import SERVED, Lease, LeaseBook
 from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
-from kvconnect.transfer.orders import Hold, Orders, Progress
+from kvconnect.transfer.orders import Hold, Orders, Progress, Withdraw
 from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, each
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class PrefillSide(TransferPart, Service):
         metrics, before = self._metrics, orders.step - 1
         # In this order: a handle may be withdrawn, expected anew and held in one step. Pending fetches of a
         # withdrawn handle are answered at the next advance.
-        each(metrics, "withdraw", orders.withdrawn, lambda one: self._void(one.handle, one.reason))
+        each(metrics, "withdraw", orders.withdrawn, lambda one: self._withdraw(one, now))
         each(metrics, "expect", orders.expected, self.expect)
         each(metrics, "preempt", orders.preempted, self.preempted)
         each(metrics, "report progress", orders.progress, lambda one: self.progress(one, finished[before]))
@@ -161,7 +161,7 @@ class PrefillSide(TransferPart, Service):
         for handle in list(self.book.streaming):
             self.pending.end(handle, reason)
             self._cut_short(self.book.streaming.pop(handle), reason, again=False)
-        self.book.revoke(reason, now)
+        self.book.revoke_all(reason, now)
 
     # Messages of peers, and completions
 
@@ -225,7 +225,7 @@ class PrefillSide(TransferPart, Service):
         reason = self._draining or STOPPING
         for key in (*self.sender.sendings, *self.pending.fetches):
             self.fetches.cancel(key, reason)
-        self.book.revoke(reason, now)
+        self.book.revoke_all(reason, now)
 
     def state(self) -> dict[str, int]:
         """Counts of leases, prefills, fetches and sendings. All zero when idle."""
@@ -281,6 +281,14 @@ class PrefillSide(TransferPart, Service):
             self._metrics.timeline.note(Moment.LEASE_ENDED, handle=lease.handle, request_id=request_id)
         if reason is not SERVED:
             self._report_over(lease.handle, over, lease.renewers)
+
+    def _withdraw(self, order: Withdraw, now: float) -> None:
+        """No peer will fetch under a handle, or none can: end its lease, if there is one."""
+        lease = self.leases.get(order.handle)
+        if lease is None:
+            self._void(order.handle, order.reason)
+        else:
+            self.book.revoke(lease, order.reason, now)
 
     def _void(self, handle: str, reason: Reason) -> None:
         """End a handle that has no lease: cancel the sendings of its prefill, inform its watchers."""

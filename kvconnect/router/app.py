@@ -79,6 +79,7 @@ class Router:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                await self.flow.releases.ended()
 
     async def _check_forever(self) -> None:
         tried: asyncio.Task[None] | None = None

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvconnect.config import RELEASE_KEY
+
 REQUEST_ID = "X-Request-Id"
 PARAMS = "kv_transfer_params"
 
@@ -121,6 +123,11 @@ def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
     return {**params, "kvconnect_peer": channel.handle} if channel.handle else params
 
 
+def release(name: str) -> dict[str, Any]:
+    """Parameters that end what a prefill node holds for the request of this secret name."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, RELEASE_KEY: name}
+
+
 def to_bytes(body: Mapping[str, Any]) -> bytes:
     """A body as JSON bytes. Raises ``BadBody`` if it is nested too deeply."""
     try:
@@ -141,6 +148,11 @@ def request_headers(
     """The headers for a node: the client's, without those of one connection or one body."""
     kept = [(k, v) for k, v in _end_to_end(pairs) if k.lower() not in _OF_THE_BODY | _ROUTING]
     return [*kept, ("Content-Type", content_type), (REQUEST_ID, request_id)]
+
+
+def of_the_client(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The headers that name the client: with those a node lets the router's own requests for it in."""
+    return [(k, v) for k, v in headers if k.lower() in ("authorization", "x-api-key")]
 
 
 def identity_encoding(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -14,13 +14,13 @@ import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from kvconnect.config import FIRST_TOKEN_KEY
+from kvconnect.config import FIRST_TOKEN_KEY, RELEASE_KEY
 from kvconnect.router import bodies, first_answer
 from kvconnect.router.bodies import SideChannel
 from kvconnect.router.endpoints import Endpoint
@@ -28,6 +28,7 @@ from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream
 from kvconnect.router.first_token_trials import FirstTokenTrials
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
+from kvconnect.router.releases import Holding, Releases
 from kvconnect.router.router_options import RouterOptions
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
 from kvconnect.router.usage import CountedByPrefill, PromptCounts
@@ -55,6 +56,7 @@ class Exchange:
     body: Mapping[str, Any]
     takes_first: bool = False
     """Whether the first token may be P's."""
+    holding: Holding = field(default_factory=Holding)
 
     @property
     def is_stream(self) -> bool:
@@ -115,6 +117,7 @@ class Flow:
         self.trials = FirstTokenTrials(decode, upstream) if is_first else None
         # Whether each prefill node computes prompts to their last token.
         self._computes_whole: dict[str, bool] = {}
+        self.releases = Releases(upstream)
         # Each prefill node's side channel, as named in its last answer.
         self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
@@ -235,12 +238,19 @@ class Flow:
         return lease, placement.params(lease.url)
 
     async def _run_both(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
-        """Serve a request split between two nodes."""
+        """Serve a request split between two nodes. P holds nothing longer than until this ends."""
         lease, placed = await self._take(exchange, prefill)
         channel = self._channels.get(lease.url) if lease is not None and self._parallel else None
-        if lease and channel and (channel.handle or not exchange.endpoint.is_several(exchange.body)):
-            return await self._run_at_once(exchange, lease, channel, placed)
-        return await self._run_in_turn(exchange, lease, placed)
+        try:
+            if lease and channel and (channel.handle or not exchange.endpoint.is_several(exchange.body)):
+                return await self._run_at_once(exchange, lease, channel, placed)
+            return await self._run_in_turn(exchange, lease, placed)
+        finally:
+            holding = exchange.holding
+            # Another connector has no such release, and may take it for a request to fetch.
+            known = self._channels.get(holding.asked[-1]) if holding.asked else None
+            if known is not None and known.handle and not holding.is_taken:
+                self.releases.release(holding, exchange.headers)
 
     async def _run_in_turn(
         self, exchange: Exchange, lease: NodeUse | None = None, placed: Mapping[str, Any] | None = None
@@ -396,14 +406,16 @@ class Flow:
         """
         assert self._prefill is not None, "plain servers are asked for no prefill"
         headers = bodies.identity_encoding(exchange.headers)
-        body = exchange.endpoint.prefill_body(exchange.body, params)
+        holding = exchange.holding
+        body = exchange.endpoint.prefill_body(exchange.body, {**params, RELEASE_KEY: holding.name})
         if exchange.takes_first and exchange.is_stream:
             body["return_token_ids"] = True
             least = exchange.body.get("min_tokens")
             if isinstance(least, int) and least > 0:
                 body["min_tokens"] = 1
         request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
-        async with self._upstream.send(self._prefill, request, lease, retry=retry) as (leased, answer):
+        sent = self._upstream.send(self._prefill, request, lease, retry=retry, asked=holding.asked)
+        async with sent as (leased, answer):
             raw = await self._read_whole(answer)
             if answer.status != 200:
                 refused = web.Response(status=answer.status, body=raw)
@@ -490,6 +502,9 @@ class Flow:
         if not first and answer.status == 200:
             raise self._upstream.failed(pool.role, "empty", f"the {pool.role} node's answer is empty")
         pool.computed(leased)
+        params = body.get(bodies.PARAMS) if isinstance(body, Mapping) else None
+        if answer.status == 200 and params and params.get("do_remote_prefill"):
+            exchange.holding.is_taken = True
         return Begun(pool.role, answer, first)
 
     def _first_of(self, exchange: Exchange, prefilled: Prefilled) -> FirstAnswer | None:

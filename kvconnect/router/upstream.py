@@ -95,20 +95,28 @@ class Upstream:
 
     @contextlib.asynccontextmanager
     async def send(
-        self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None = None, *, retry: bool = True
+        self,
+        pool: Pool,
+        request: UpstreamRequest,
+        lease: NodeUse | None = None,
+        *,
+        retry: bool = True,
+        asked: list[str] | None = None,
     ) -> AsyncIterator[tuple[NodeUse, aiohttp.ClientResponse]]:
         """The lease of a node of ``pool``, and its answer with the headers read and the body not.
 
-        ``lease`` is the node to try first, and is released like any other. Leaving the block closes the
-        connection: a node whose answer was not read to its end sees its client leave. The block may raise the
-        HTTP client's errors: wrap reads in ``translated``.
+        ``lease`` is the node to try first, and is released like any other; each node that is tried is
+        appended to ``asked``. Leaving the block closes the connection: a node whose answer was not read to
+        its end sees its client leave. The block may raise the HTTP client's errors: wrap reads in
+        ``translated``.
 
         Raises:
             UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
             BadBody: the body cannot be written.
         """
         started = self._clock()
-        lease, response = await self._reach(pool, request, lease, self.limits.retries if retry else 0)
+        retries = self.limits.retries if retry else 0
+        lease, response = await self._reach(pool, request, lease, retries, [] if asked is None else asked)
         try:
             yield lease, response
         finally:
@@ -117,9 +125,8 @@ class Upstream:
             self.metrics.node_request_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
-        self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None, retries: int
+        self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None, retries: int, tried: list[str]
     ) -> tuple[NodeUse, aiohttp.ClientResponse]:
-        tried: list[str] = []
         last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
         while len(tried) <= retries:
             if lease is None or tried:
@@ -195,7 +202,13 @@ class Upstream:
             logger.warning("%s node %s %s: %s", pool.role, url, became, problem)
 
     async def ask(
-        self, url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float
+        self,
+        url: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        headers: Headers = (),
     ) -> Any:
         """A node's JSON answer to the router itself; ``{}`` without 200 or JSON, None without an answer."""
         base, rank = split_rank(url)
@@ -205,7 +218,7 @@ class Upstream:
                 "GET" if body is None else "POST",
                 base + path,
                 json=body,
-                headers={_RANK: rank} if rank else {},
+                headers=[*headers, *([(_RANK, rank)] if rank else ())],
                 timeout=timeout,
                 allow_redirects=False,
             ) as answer:

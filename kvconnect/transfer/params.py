@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvconnect.addresses import split_address
+from kvconnect.config import RELEASE_KEY
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import PROMPT_BYTES, Claims, Handles, Host, NumTokens, Port
@@ -52,6 +53,7 @@ _FIELDS: Mapping[str, tuple[Any, str]] = {
     TRANSFER_KEY: _TEXT,
     PEER_KEY: _TEXT,
     BATCH_KEY: _TEXT,
+    RELEASE_KEY: _TEXT,
     SOURCES_KEY: (
         Annotated[list[_Address], msgspec.Meta(max_length=_MOST_SOURCES)],
         f"a list of at most {_MOST_SOURCES} host:port",
@@ -100,6 +102,16 @@ def transfer_params(request: RequestView) -> Mapping[str, Any]:
     return params if isinstance(params, Mapping) else {}
 
 
+def is_release(params: Mapping[str, Any]) -> bool:
+    """Whether a request only ends leases: it asks for no fetch."""
+    return params.get(RELEASE_KEY) is not None and not params.get("do_remote_decode")
+
+
+def read_release(params: Mapping[str, Any]) -> str:
+    """A router's name for what P holds for a request; empty without one. Raises ``PeerError``: unusable."""
+    return "" if params.get(RELEASE_KEY) is None else str(_read(params, RELEASE_KEY))
+
+
 def read_transfer_id(params: Mapping[str, Any], prompt: bytes = b"") -> str:
     """The handle of a transfer id, with the prompt's digest: a router may reuse an id for other prompts.
 
@@ -124,7 +136,7 @@ def read_remote_prefill(
     id and count of tokens may be unknown. ``is_later_prompt``: a prompt of a batch for whose first prompt the
     handle was made.
     """
-    if not params or not params.get("do_remote_prefill"):
+    if not params or not params.get("do_remote_prefill") or is_release(params):
         return None
     try:
         if params.get(HANDLE_KEY) is None and params.get(TRANSFER_KEY) is not None:

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
+from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Accepted, Landed, Renew, Renewed, Written
+from kvconnect.transfer.orders import Orders, Withdraw
 from tests.prefill.prefills import Prefill
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
@@ -163,3 +165,23 @@ def test_a_handle_that_stands_for_something_else_than_when_it_was_renewed_is_no_
     pair.run(12)
     assert "something else" in pair.decode.failed["b"]
     assert pair.decode.count("failures", reason="epoch") == 1
+
+
+@pytest.mark.parametrize("is_sending", [False, True])
+def test_a_lease_that_is_withdrawn_ends_once_nothing_reads_it(is_sending):
+    """As where a router releases a request whose client left."""
+    pair = Pair(ExtraConfig(**SHORT))
+    if is_sending:
+        pair.prefill.engine.hold()
+        pair.start()
+    else:
+        pair.hold("a", P_IDS)
+    pair.run(0.2)
+    pair.prefill.order(Orders(withdrawn=(Withdraw("handle-a", Cause.ABORTED("the client left")),)))
+    pair.run(0.2)
+    assert (pair.prefill.sent == []) is is_sending
+    pair.prefill.engine.release()
+    pair.run(1)
+    assert pair.prefill.sent == ["a"]
+    assert pair.prefill.count("failures", reason="lease_expired") == 0
+    pair.assert_idle()

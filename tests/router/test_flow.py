@@ -98,6 +98,7 @@ async def test_the_first_request_is_sequential_and_later_ones_are_told_to_both_a
         assert (status, json.loads(raw)) == (200, {"token_ids": [5, 6]})
         asked, told = p.seen[1].body, d.seen[1].body
         transfer_id = asked["kv_transfer_params"].pop("transfer_id")
+        assert len(asked["kv_transfer_params"].pop("kvconnect_release")) == 32
         assert asked["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
         assert (asked["max_tokens"], asked["stream"], "min_tokens" in asked) == (1, False, False)
         named = {key: PARAMS[key] for key in ("remote_host", "remote_port", "remote_engine_id")}

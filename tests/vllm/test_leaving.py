@@ -1,0 +1,121 @@
+"""Clients that leave at any moment: the prefill server holds nothing of theirs a second later."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import time
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+from kvconnect.node.children import fetch_json
+from tests.vllm.servers import EXACT, pair, random_prompt, router, send_signal
+from tests.vllm.tiny_models import write_model
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
+
+SOON_S = 1.0
+"""A lease that nobody ends lasts for 30 s."""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("leaving")
+    with pair(write_model("gqa", folder), folder, "nixl", options=EXACT, load_timeout_s=20) as both:
+        yield both
+
+
+@pytest.fixture(scope="module", params=["sequential", "parallel"])
+def routing(request, servers):
+    prefill, decode = servers
+    with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
+        fetch_json(url + "/v1/completions", body_of(40), 120)
+        prefill.wait_idle()
+        yield url
+
+
+def body_of(length, **more):
+    body = {"model": "tiny", "prompt": random_prompt(length, time.time_ns()), "max_tokens": 16}
+    return body | {"temperature": 0, "ignore_eos": True, **more}
+
+
+@contextmanager
+def asking(url, body):
+    """A client that has asked, and leaves at the end."""
+    client = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=120)
+    client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def stopped(server):
+    send_signal(server, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send_signal(server, signal.SIGCONT)
+
+
+def assert_nothing_is_held(*servers):
+    for server in servers:
+        server.wait_idle(SOON_S)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("stream", [False, True])
+def test_at_any_time(servers, routing, after_s, stream):
+    prefill, decode = servers
+    with asking(routing, body_of(3000, stream=stream, max_tokens=64)):
+        time.sleep(after_s)
+    # What runs ends with its step: of a prompt of 3 000 tokens in parts of 512, up to a second on two cores.
+    time.sleep(1.0)
+    assert_nothing_is_held(prefill, decode)
+
+
+def test_between_the_legs(servers, routing):
+    """The decode server takes the request and does nothing: P holds the prompt when the client leaves."""
+    prefill, decode = servers
+    held = len(prefill.observed("hold"))
+    with stopped(decode):
+        with asking(routing, body_of(700)):
+            prefill.wait_observed("hold", held + 1)
+            time.sleep(0.3)
+            assert prefill.used_blocks() > 0
+        assert_nothing_is_held(prefill)
+    decode.wait_idle()
+
+
+def test_while_the_prefill_server_stands_still(servers, routing):
+    prefill, decode = servers
+    with stopped(prefill), asking(routing, body_of(700)):
+        time.sleep(0.3)
+    time.sleep(1.0)
+    assert_nothing_is_held(prefill, decode)
+
+
+def test_a_decode_server_that_refuses(servers, routing):
+    """More tokens at least than at most: only D is told of the former."""
+    prefill, decode = servers
+    with asking(routing, body_of(3000, min_tokens=99)) as client:
+        assert client.getresponse().status == 400
+    assert_nothing_is_held(prefill, decode)
+
+
+def test_others_are_served_meanwhile(servers, routing):
+    prefill, decode = servers
+    body = body_of(600)
+    with stopped(decode), asking(routing, body_of(700)):
+        time.sleep(1.0)
+    got = fetch_json(routing + "/v1/completions", body, 120)["choices"][0]["text"]
+    alone = {**body, "cache_salt": str(time.time_ns())}
+    assert got == fetch_json(prefill.url + "/v1/completions", alone, 120)["choices"][0]["text"]
+    assert_nothing_is_held(prefill)
+    decode.wait_idle()
