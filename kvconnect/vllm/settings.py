@@ -85,6 +85,8 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: Tr
         )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         _refuse_sleep(vllm_config.model_config)
+    if config.extra.engine != "none":
+        _refuse_unnamed_media(vllm_config)
     if config.extra.offload is not None:
         check_blocks(kv_cache_config, hash_block_tokens(vllm_config, kv_cache_config))
 
@@ -106,6 +108,22 @@ def _refuse_turns(vllm_config: VllmConfig, kv_cache_config: Any, config: Transfe
                 f"({kinds}); accepted: attention that sees all tokens, a row for each, and no draft model "
                 "that every rank keeps whole"
             )
+
+
+def _refuse_unnamed_media(vllm_config: VllmConfig) -> None:
+    """Raise ``ConfigError`` where vLLM names images by the request and not by their contents.
+
+    A handle is of one prompt, images included: no two servers would agree on it.
+    """
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    if media is None or getattr(media, "language_model_only", False):
+        return
+    if not (media.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching):
+        raise ConfigError(
+            "mm_processor_cache_gb is 0 and enable_prefix_caching is off: vLLM names images by the request "
+            "then, so that no peer's KV of an image prompt can be told to be of the same images; accepted: "
+            "either of the two caches, or language_model_only"
+        )
 
 
 def _refuse_sleep(model_config: Any) -> None:

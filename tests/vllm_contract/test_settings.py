@@ -104,7 +104,7 @@ OFFLOAD = {"engine": "none", "offload": {"cpu_bytes": 1 << 20}}
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
-def refuse(monkeypatch, model=SLEEPS, *, tells=True, **extra):
+def refuse(monkeypatch, model=SLEEPS, *, tells=True, caches_prefixes=True, **extra):
     """As a vLLM of 0.33 has it, or an older one."""
     hooks = {"unregister_kv_caches": None} if tells else {}
     base = SimpleNamespace(KVConnectorBase_V1=type("Base", (), hooks))
@@ -114,7 +114,7 @@ def refuse(monkeypatch, model=SLEEPS, *, tells=True, **extra):
     vllm_config = SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(),
-        cache_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
         speculative_config=None,
     )
     given = {"kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -139,6 +139,33 @@ def test_a_server_may_sleep(monkeypatch, extra):
 def test_a_vllm_that_tells_nothing_or_takes_slots_is_refused_by_name(monkeypatch, changes, why):
     with pytest.raises(ConfigError, match=f"enable_sleep_mode is on, but .*{why}.*turn it off"):
         refuse(monkeypatch, **changes)
+
+
+def media(cache_gb=0.0, **more):
+    return SimpleNamespace(
+        enable_sleep_mode=False, multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb, **more)
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "caches_prefixes", "extra"),
+    [
+        (media(4.0), False, {}),
+        (media(), True, {}),
+        (media(language_model_only=True), False, {}),
+        (media(), False, OFFLOAD),
+        (SimpleNamespace(enable_sleep_mode=False, multimodal_config=None), False, {}),
+    ],
+)
+def test_images_that_are_named_by_their_contents_or_never_leave_are_accepted(
+    monkeypatch, model, caches_prefixes, extra
+):
+    refuse(monkeypatch, model, caches_prefixes=caches_prefixes, **extra)
+
+
+def test_images_that_are_named_by_the_request_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="mm_processor_cache_gb is 0 and enable_prefix_caching is off"):
+        refuse(monkeypatch, media(), caches_prefixes=False)
 
 
 def test_without_sleep_mode_nothing_is_refused(monkeypatch):
