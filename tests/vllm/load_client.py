@@ -23,6 +23,8 @@ from tests.vllm.load_figures import Load, Sample, arrivals_s, prompts, streamed,
 
 _TEXT_CHARACTERS = 400
 _LINE_BYTES = 2**20
+LETTERS = list(range(64, 90))
+"""Tokens of the models' tokenizers that are a letter each."""
 _KEEP_ALIVE_S = 2.0
 """Less than vLLM keeps an idle connection: a request on one that it closes just then would fail."""
 
@@ -35,7 +37,8 @@ class Job:
     """What a system is asked. ``prefill`` is empty where ``decode`` servers, in turn, do all of it.
 
     ``in_flight`` clients wait for their answers; with 0, requests arrive by the rate of the load. With
-    ``num_cached`` so many prompts come again and again, and are cached where they are prefilled.
+    ``num_cached`` so many prompts come again and again, and are cached where they are prefilled. ``router``
+    is asked in place of the servers, where there is one; its answers are of tokens that are one letter each.
     """
 
     prefill: str
@@ -46,10 +49,13 @@ class Job:
     in_flight: int = 0
     num_cached: int = 0
     is_parallel: bool = False
+    router: str = ""
     timeout_s: float = 120.0
 
     def prompts(self) -> list[str]:
-        return prompts(self.load.tokens_in, self.num_cached or self.requests, self.seed)
+        # A prompt that ends within a character would have no text of its first token.
+        tokens = LETTERS if self.router else range(256)
+        return prompts(self.load.tokens_in, self.num_cached or self.requests, self.seed, tokens)
 
 
 class LegFailed(Exception):
@@ -153,6 +159,8 @@ class Client:
 
     async def _through(self, url: str, prompt: str) -> Sample:
         """One request through its legs; ``first_token_s`` is still a moment."""
+        if self._job.router:
+            return await self._decode(self._job.router, prompt, None)
         if not self._job.prefill:
             return await self._decode(url, prompt, None)
         if not self._job.is_parallel or self.channel is None:
@@ -184,8 +192,12 @@ class Client:
     async def _decode(self, url: str, prompt: str, params: _Params | None) -> Sample:
         wanted = self._job.load.tokens_out
         more = {} if params is None else {"kv_transfer_params": params}
-        counted = {"include_usage": True, "continuous_usage_stats": True}
-        body = _body(prompt, max_tokens=wanted, stream=True, stream_options=counted, **more)
+        if self._job.router:
+            # What asks for usage at each chunk has its first token from the decode server.
+            more |= {"allowed_token_ids": LETTERS, "stream_options": {"include_usage": True}}
+        else:
+            more["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        body = _body(prompt, max_tokens=wanted, stream=True, **more)
         moments: list[float] = []
         num_tokens, began = 0, _now()
         async with self._asked("D", url, body) as answer:
@@ -194,7 +206,8 @@ class Client:
                 chunk = streamed(line)
                 if "error" in chunk:
                     raise LegFailed("D", "error in the stream", str(chunk["error"]))
-                if (so_far := tokens_so_far(chunk)) > num_tokens:
+                letters = sum(len(choice.get("text") or "") for choice in chunk.get("choices") or ())
+                if (so_far := tokens_so_far(chunk) or num_tokens + letters) > num_tokens:
                     num_tokens = so_far
                     moments.append(arrived)
         if num_tokens != wanted:

@@ -53,10 +53,10 @@ def arrivals_s(rate_per_s: float, count: int, seed: int) -> list[float]:
     return list(accumulate(rng.expovariate(rate_per_s) for _ in range(count)))
 
 
-def prompts(length: int, count: int, seed: int) -> list[str]:
+def prompts(length: int, count: int, seed: int, tokens: Sequence[int] = range(256)) -> list[str]:
     """Random prompts as JSON lists of token ids: the client's loop has no time to write them."""
     rng = random.Random(seed)
-    return [str(list(rng.randbytes(length))) for _ in range(count)]
+    return [str([tokens[byte % len(tokens)] for byte in rng.randbytes(length)]) for _ in range(count)]
 
 
 @dataclass(frozen=True)

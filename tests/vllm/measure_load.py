@@ -7,7 +7,11 @@ table on standard output, JSON lines in a file; nothing here asserts a time.
 
     python -m tests.vllm.measure_load --nixl-gpus 2,3 --load 8192:128:2.5 --load 2048:128:8 --json F
     python -m tests.vllm.measure_load --nixl-gpus 2,3 --load 8192:12 --in-flight 16 --cached
+    python -m tests.vllm.measure_load --routed --load 8192:128:2.5
     python -m tests.vllm.measure_load --cpu
+
+With ``--routed`` each pair is asked through ``kvconnect router``: kvconnect's clients have their first token
+from the prefill server, those of NixlConnector from the decode server.
 
 Load times are histograms that the connectors count, and their quantiles are guessed within a bucket:
 kvconnect's from the order to load until all has arrived, with ``--flow parallel`` from before the prefill,
@@ -19,21 +23,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import KVConnectError
-from kvconnect.node.children import BadAnswer
+from kvconnect.node.children import BadAnswer, fetch
 from kvconnect.tools.inspect_runner import run_trace
 from tests.ports import free_port
 from tests.vllm import load_client
-from tests.vllm.load_client import Job
+from tests.vllm.load_client import LETTERS, Job
 from tests.vllm.load_figures import PARTS, Load, buckets, figures, grown, over_rounds, ratios
 from tests.vllm.pairs import (
     NIXL,
@@ -47,7 +52,7 @@ from tests.vllm.pairs import (
     prepared,
     stopped,
 )
-from tests.vllm.servers import Server, awake
+from tests.vllm.servers import Server, awake, router
 from tests.vllm.tiny_models import Recipe
 
 _OURS = "vllm:kvconnect_load_seconds"
@@ -80,6 +85,7 @@ class System:
     servers: tuple[Server, ...]
     series: str | None = None
     side_channels: tuple[str, ...] = ()
+    router: str = ""
 
     @property
     def decode(self) -> tuple[Server, ...]:
@@ -97,6 +103,7 @@ class System:
             in_flight=given.in_flight if load.rate_per_s is None else 0,
             num_cached=given.prompts if given.cached and load.rate_per_s is None else 0,
             is_parallel=given.flow == "parallel" and self.series == _OURS,
+            router=self.router,
             timeout_s=given.timeout_s,
         )
 
@@ -183,7 +190,37 @@ def _up(recipe: Recipe, folder: Path, given: argparse.Namespace, lines: Lines) -
             if given.cpu:
                 stack.enter_context(stopped([server for system in up for server in system.servers]))
             systems += up
-        yield systems
+        yield [stack.enter_context(_routed(system, given)) if given.routed else system for system in systems]
+
+
+@contextmanager
+def _routed(system: System, given: argparse.Namespace) -> Iterator[System]:
+    """A pair behind a router; plain servers as they are."""
+    if system.series is None:
+        yield system
+        return
+    first = "prefill" if system.series == _OURS else "decode"
+    flow = given.flow if system.series == _OURS else "sequential"
+    prefill, decode = system.servers
+    options = ("--first-token", first, "--flow", flow, "--prefill", prefill.url, "--decode", decode.url)
+    with ExitStack() as stack:
+        if given.cpu:
+            stack.enter_context(awake(system.servers))
+        url = stack.enter_context(router(*options))
+        deadline = time.monotonic() + 30
+        body = {"model": "tiny", "prompt": LETTERS, "max_tokens": 2, "allowed_token_ids": LETTERS}
+        # The router has to have seen that the decode server takes a first token.
+        while first == "prefill" and time.monotonic() < deadline and "prefill" not in _first_tokens(url):
+            fetch(url + "/v1/completions", {**body, "stream": True}, 60)
+            time.sleep(0.5)
+        yield replace(system, router=url)
+
+
+def _first_tokens(url: str) -> dict[str, float]:
+    """Where a router's first tokens came from, so far."""
+    name = "kvconnect_router_first_tokens_total"
+    found = re.findall(rf'^{name}{{outcome="(\w+)"}} (\S+)$', fetch(url + "/metrics").decode(), re.MULTILINE)
+    return {outcome: float(count) for outcome, count in found}
 
 
 def measured(
@@ -199,6 +236,8 @@ def measured(
         starts_at = time.monotonic() + _STARTS_AFTER_S
         runs = list(pool.map(load_client.run, jobs, channels, itertools.repeat(starts_at)))
         after = [system.loads() for system in group]
+        for system in group if given.routed else ():
+            print(f"{system.name}: first tokens so far {_first_tokens(system.router)}", flush=True)
         for system in group if given.traces else ():
             _trace(system, given.traces / f"{system.name}-{seed}.json", given.requests)
     return {
@@ -278,6 +317,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "requests": "of each load and round",
             "warm_up": "requests before each run",
             "flow": "of kvconnect: sequential or parallel",
+            "routed": "through kvconnect router, with kvconnect's first token from the prefill server",
             "nixl_gpus": "of NixlConnector's; those of kvconnect unless told; none leaves it out",
             "plain": "GPUs of two plain servers, which are measured too",
             "enforce_eager": "no CUDA graphs, nothing compiled",
@@ -293,6 +333,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         rounds=3,
         warm_up=(2, 8),
         flow="sequential",
+        routed=False,
         engine="nixl",
         extra={},
         gpus="0,1",
