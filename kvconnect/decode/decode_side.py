@@ -322,15 +322,13 @@ class DecodeSide(TransferPart):
         loads = [load for load in self._by_peer.get(peer.key, ()) if load.admitted]
         for load in loads:
             fetch = load.fetches.get(rank)
-            # Until the number of the peer's ranks is known, a load depends on rank 0.
-            hangs = rank == 0 and not load.fetches
-            if hangs or (fetch is not None and fetch.state is RankFetchState.MEETING):
+            if fetch is not None and fetch.state is RankFetchState.MEETING:
                 load.fail(reason)
         if self.rank_fetches.lose(link.name, loss, reason, now):
             self.peers.reach(peer.key, now)
         self._end_writes(loss, link, now)
         if rank == 0 and 0 not in peer.links:
-            # Only rank 0 knows the addresses of the other ranks: ranks not asked so far cannot be asked.
+            # Only rank 0 knows how many ranks there are, and where: ranks not asked so far cannot be asked.
             for load in loads:
                 if load.is_to_ask and not load.error:
                     load.fail(reason)

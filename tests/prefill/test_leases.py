@@ -167,6 +167,19 @@ def test_a_handle_that_stands_for_something_else_than_when_it_was_renewed_is_no_
     assert pair.decode.count("failures", reason="epoch") == 1
 
 
+def test_what_is_fetched_has_to_be_of_the_lease_that_was_renewed():
+    """Also where no renewal after that tells of another lease: the answer to the fetch does."""
+    pair = queued(lease_s=10.0)
+    pair.run(1.2)
+    pair.network.taps.append(lambda message: () if isinstance(message, Renew) else (message,))
+    pair.prefill.transfers.prefill.book.leases["handle-b"].epoch += 1000
+    pair.prefill.engine.release()
+    pair.run(2)
+    assert "something else" in pair.decode.failed["b"]
+    assert pair.decode.count("failures", reason="epoch") == 1
+    assert not pair.landed(*OTHER)
+
+
 @pytest.mark.parametrize("is_sending", [False, True])
 def test_a_lease_that_is_withdrawn_ends_once_nothing_reads_it(is_sending):
     """As where a router releases a request whose client left."""

@@ -6,6 +6,7 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.transfer.orders import Orders
+from tests.prefill.prefills import Prefill
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
 OTHER = (11, 12, 13), (31, 32, 33)
@@ -68,6 +69,25 @@ def test_what_is_held_when_the_weights_are_replaced_is_not_loaded(pair):
     pair.run(1)
     assert refused(pair, "b") == refused(pair, "c") == 2
     assert not pair.landed(*OTHER)
+    pair.run(30)
+    pair.assert_idle()
+
+
+def test_a_prefill_that_is_being_sent_when_the_weights_are_replaced_is_cut_short():
+    pair = Pair(ExtraConfig(stream_min_tokens=1, **QUICK))
+    for worker in pair.workers:
+        rename(worker, "first", replace=False)
+    prefill = Prefill(pair, (1, 2, 3, 4, 5), 20)
+    pair.load("a", (11, 12, 13, 14, 15), num_tokens=20)
+    pair.settle()
+    prefill.to(8)
+    pair.run(0.2)
+    sendings = pair.prefill.transfers.prefill.sender.sendings
+    assert sendings
+    rename(pair.prefill, "second")
+    pair.run(0.2)
+    assert not sendings, "not only once the prefill would have ended"
+    assert "a" in pair.decode.failed
     pair.run(30)
     pair.assert_idle()
 
