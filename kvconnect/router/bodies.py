@@ -89,11 +89,6 @@ def decode_params(handed: Mapping[str, Any], *, is_batch: bool, is_several: bool
     return announced_decode(transfer_id, channel) if channel and isinstance(transfer_id, str) else None
 
 
-def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The body for a decode node: the client's, with the parameters that the prefill node handed out."""
-    return dict(body) if params is None else {**body, PARAMS: {**body.get(PARAMS, {}), **params}}
-
-
 def side_channel(params: Mapping[str, Any] | None) -> SideChannel | None:
     """The side channel of the node that returned these parameters; None if they do not name it."""
     if params is None:

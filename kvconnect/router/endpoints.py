@@ -10,6 +10,7 @@ from kvconnect.router.bodies import PARAMS, BadBody, parse_json
 
 _ANSWERS = ("n", "best_of")
 _OF_A_SESSION = ("session_id", "kv_hints")
+_TOKENS = "prompt_token_ids"
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,14 @@ class Endpoint:
 
     ``limits``: the keys of the most tokens to generate; P's body always has the first of them. ``sampling``:
     the key of the object that has the sampling parameters, limits included; empty where the body itself has
-    them. ``at_prefill``: values that P's body always has.
+    them. ``at_prefill``: values that P's body always has. ``text``: the key of a prompt that nodes tokenise,
+    and in whose place they take its tokens; empty without one.
     """
 
     limits: tuple[str, ...] = ("max_tokens",)
     sampling: str = ""
     at_prefill: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
 
     def parse(self, raw: bytes) -> dict[str, Any]:
         """A client's body as a dictionary. Of its ``kv_transfer_params`` only the session's keys are kept.
@@ -91,6 +94,37 @@ class Endpoint:
             return "previous_response", "the response before it is stored at one node"
         return None
 
+    def is_text(self, body: Mapping[str, Any]) -> bool:
+        """Whether a decode node would tokenise the prompt again, and can be spared that."""
+        prompt = body.get(self.text) if self.text else None
+        # A chat with an echo is rendered from its messages.
+        return isinstance(prompt, str if self.text == "prompt" else list) and not body.get("echo")
+
+    def tokens_of(self, answer: Mapping[str, Any]) -> list[int] | None:
+        """The prompt's tokens in the answer of a prefill node that was asked for them; None without."""
+        try:
+            holder = answer["choices"][0] if self.text == "prompt" else answer
+            tokens = holder[_TOKENS]
+        except (KeyError, TypeError, IndexError):
+            return None
+        is_usable = isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)
+        return tokens if is_usable else None
+
+    def decode_body(
+        self, body: Mapping[str, Any], params: Mapping[str, Any] | None, tokens: list[int] | None = None
+    ) -> dict[str, Any]:
+        """The body for a decode node: the client's, with the parameters that the prefill node handed out.
+
+        ``tokens``, where they are known, spare the decode node to tokenise the prompt.
+        """
+        sent = dict(body)
+        if tokens is not None and self.text == "prompt":
+            sent["prompt"] = tokens
+        elif tokens is not None:
+            # vLLM takes them from there, and leaves them to no connector.
+            params = {**(params or {}), _TOKENS: tokens}
+        return sent if params is None else {**sent, PARAMS: {**body.get(PARAMS, {}), **params}}
+
     def prefill_body(self, body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
         """The body for a prefill node: one answer of one token, not streamed. ``params`` keep its KV."""
         given = self.sampling_of(body)
@@ -107,8 +141,8 @@ def _has_logprobs(body: Mapping[str, Any]) -> bool:
 
 
 SPLIT: Mapping[str, Endpoint] = {
-    "/v1/completions": Endpoint(),
-    "/v1/chat/completions": Endpoint(("max_tokens", "max_completion_tokens")),
+    "/v1/completions": Endpoint(text="prompt"),
+    "/v1/chat/completions": Endpoint(("max_tokens", "max_completion_tokens"), text="messages"),
     "/v1/responses": Endpoint(("max_output_tokens",), at_prefill={"background": False, "store": False}),
     "/v1/messages": Endpoint(),
     "/cohere/v2/chat": Endpoint(),

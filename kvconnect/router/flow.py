@@ -23,9 +23,9 @@ from aiohttp import web
 from kvconnect.config import FIRST_TOKEN_KEY, RELEASE_KEY
 from kvconnect.router import bodies, first_answer
 from kvconnect.router.bodies import SideChannel
+from kvconnect.router.decode_trials import DecodeTrials
 from kvconnect.router.endpoints import Endpoint
 from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream
-from kvconnect.router.first_token_trials import FirstTokenTrials
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.releases import Holding, Releases
@@ -114,7 +114,7 @@ class Flow:
         self._decode_fallback = options.decode_fallback
         self.placing = placing
         is_first = options.first_token == "prefill" and prefill is not None
-        self.trials = FirstTokenTrials(decode, upstream) if is_first else None
+        self.trials = DecodeTrials(decode, upstream) if is_first else None
         # Whether each prefill node computes prompts to their last token.
         self._computes_whole: dict[str, bool] = {}
         self.releases = Releases(upstream)
@@ -210,12 +210,14 @@ class Flow:
     async def _run_plain(self, exchange: Exchange) -> web.StreamResponse:
         """Serve a request from one server."""
         lease, placed = await self._take(exchange, self._decode)
-        return await self._run_decode(exchange, bodies.decode_body(exchange.body, placed or None), lease)
+        return await self._run_decode(
+            exchange, exchange.endpoint.decode_body(exchange.body, placed or None), lease
+        )
 
     async def _run_one_token(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
         """Serve a request for one token: P's answer is complete, and nothing is held for a decode node."""
         lease, placed = await self._take(exchange, prefill)
-        sent = bodies.decode_body(exchange.body, placed or None)
+        sent = exchange.endpoint.decode_body(exchange.body, placed or None)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 begun = await self._begin(stack, exchange, sent, lease, prefill)
@@ -278,7 +280,8 @@ class Flow:
         prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
         try:
             async with contextlib.AsyncExitStack() as stack:
-                sent = bodies.decode_body(exchange.body, bodies.announced_decode(transfer_id, channel))
+                told = bodies.announced_decode(transfer_id, channel)
+                sent = exchange.endpoint.decode_body(exchange.body, told)
                 decode = asyncio.create_task(self._begin(stack, exchange, sent))
                 try:
                     await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
@@ -354,11 +357,14 @@ class Flow:
         if params is None:
             why = "several prompts or answers cannot share what the prefill node handed out"
             return await self._run_alone(exchange, "several", why)
+        tokens = endpoint.tokens_of(outcome.answer) if self._reuses_tokens(exchange) else None
         prefilled: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
         prefilled.set_result(outcome)
         if first is not None:
-            return await self._run_behind(exchange, first, params, prefilled)
-        return await self._run_decode(exchange, bodies.decode_body(body, params), prefilled=prefilled)
+            return await self._run_behind(exchange, first, params, prefilled, tokens=tokens)
+        return await self._run_decode(
+            exchange, endpoint.decode_body(body, params, tokens), prefilled=prefilled
+        )
 
     def _falls_back(self, status: int) -> bool:
         """Whether a decode node serves the request instead, after P answered with this status."""
@@ -408,8 +414,9 @@ class Flow:
         headers = bodies.identity_encoding(exchange.headers)
         holding = exchange.holding
         body = exchange.endpoint.prefill_body(exchange.body, {**params, RELEASE_KEY: holding.name})
-        if exchange.takes_first and exchange.is_stream:
+        if self._reuses_tokens(exchange) or (exchange.takes_first and exchange.is_stream):
             body["return_token_ids"] = True
+        if exchange.takes_first and exchange.is_stream:
             least = exchange.body.get("min_tokens")
             if isinstance(least, int) and least > 0:
                 body["min_tokens"] = 1
@@ -507,6 +514,13 @@ class Flow:
             exchange.holding.is_taken = True
         return Begun(pool.role, answer, first)
 
+    def _reuses_tokens(self, exchange: Exchange) -> bool:
+        """Whether D gets the tokens of a text that P tokenised."""
+        if not exchange.endpoint.is_text(exchange.body):
+            return False
+        is_chat = exchange.endpoint.text == "messages"
+        return not is_chat or (self.trials is not None and self.trials.take_chat_tokens)
+
     def _first_of(self, exchange: Exchange, prefilled: Prefilled) -> FirstAnswer | None:
         """The part of P's answer that the client gets before D's answer, or None."""
         if not exchange.takes_first or not exchange.is_stream or self.trials is None:
@@ -519,7 +533,7 @@ class Flow:
         if self._computes_whole.get(prefilled.url):
             first = first_answer.read_first(prefilled.answer, exchange.body)
         outcome = "withheld" if first is None else "only" if first.is_whole else "prefill"
-        if outcome == "prefill" and not self.trials.have_passed:
+        if outcome == "prefill" and not self.trials.take_first_tokens:
             first, outcome = None, "not_tried"
         self._metrics.first_tokens.labels(outcome).inc()
         return first
@@ -542,13 +556,16 @@ class Flow:
         params: Mapping[str, Any],
         prefill: asyncio.Future[PrefillResult],
         response: web.StreamResponse | None = None,
+        tokens: list[int] | None = None,
     ) -> web.StreamResponse:
         """Send the client P's token at once, then D's answer, where D is given this token.
 
         ``prefill`` is that of ``_pass_on``, and ``response`` is the client's, if the client has the token
-        already. If D gives no answer, the stream ends with an error, as a server's own does.
+        already; ``tokens`` are those of the prompt, if D is to be spared tokenising it. If D gives no answer,
+        the stream ends with an error, as a server's own does.
         """
-        sent = bodies.decode_body(exchange.body, {**params, FIRST_TOKEN_KEY: first.token})
+        told = {**params, FIRST_TOKEN_KEY: first.token}
+        sent = exchange.endpoint.decode_body(exchange.body, told, tokens)
         async with contextlib.AsyncExitStack() as stack:
             decode = asyncio.create_task(self._begin(stack, exchange, sent))
             try:

@@ -8,13 +8,6 @@ from kvconnect.router import bodies
 from kvconnect.router.bodies import BadBody
 
 
-def test_the_decode_leg_is_the_clients_with_the_params_verbatim() -> None:
-    body = {"prompt": "x", "max_tokens": 5, "min_tokens": 2, "stream": True}
-    params = {"remote_port": 1, "anything": [None, {"a": 1.5}]}
-    assert bodies.decode_body(body, params) == {**body, "kv_transfer_params": params}
-    assert bodies.decode_body(body, None) == body
-
-
 @pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null"])
 def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
     with pytest.raises(BadBody, match="request body"):

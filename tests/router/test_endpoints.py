@@ -72,8 +72,56 @@ def test_what_a_client_asks_for_its_session_reaches_both_nodes_untouched() -> No
     assert body == {"prompt": "x", "kv_hints": 1, "kv_transfer_params": hints}
     assert TEXT.prefill_body(body, KEEP)["kv_transfer_params"] == {**hints, **KEEP}
     handed = {"remote_host": "P", "kv_hints": "P's own"}
-    assert bodies.decode_body(body, handed)["kv_transfer_params"] == {**hints, **handed}
-    assert bodies.decode_body(body, None)["kv_transfer_params"] == hints
+    assert TEXT.decode_body(body, handed)["kv_transfer_params"] == {**hints, **handed}
+    assert TEXT.decode_body(body, None)["kv_transfer_params"] == hints
+
+
+def test_the_decode_leg_is_the_clients_with_the_params_verbatim() -> None:
+    body = {"prompt": "x", "max_tokens": 5, "min_tokens": 2, "stream": True}
+    params = {"remote_port": 1, "anything": [None, {"a": 1.5}]}
+    assert TEXT.decode_body(body, params) == {**body, "kv_transfer_params": params}
+    assert TEXT.decode_body(body, None) == body
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "is_text"),
+    [
+        (TEXT, {"prompt": "x"}, True),
+        (TEXT, {"prompt": "x", "echo": True}, False),
+        (TEXT, {"prompt": [1, 2]}, False),
+        (TEXT, {"prompt": ["x"]}, False),
+        (CHAT, {"messages": [{"role": "user"}]}, True),
+        (CHAT, {"messages": "x"}, False),
+        (RESPONSES, {"input": "x"}, False),
+        (SPLIT["/v1/messages"], {"messages": [{"role": "user"}]}, False),
+        (GENERATE, {"token_ids": [1]}, False),
+    ],
+)
+def test_where_a_decode_node_is_spared_tokenising(endpoint, body, is_text) -> None:
+    assert endpoint.is_text(body) is is_text
+
+
+@pytest.mark.parametrize(
+    ("answer", "tokens"),
+    [
+        ({"choices": [{"prompt_token_ids": [5, 6]}], "prompt_token_ids": [7]}, ([5, 6], [7])),
+        ({"choices": [], "prompt_token_ids": None}, (None, None)),
+        ({"choices": [{"prompt_token_ids": []}], "prompt_token_ids": [True]}, (None, None)),
+        ({"choices": [{"prompt_token_ids": "56"}], "prompt_token_ids": {"a": 1}}, (None, None)),
+        ({}, (None, None)),
+    ],
+)
+def test_the_tokens_in_a_prefill_nodes_answer(answer, tokens) -> None:
+    assert (TEXT.tokens_of(answer), CHAT.tokens_of(answer)) == tokens
+
+
+def test_a_decode_node_gets_tokens_in_place_of_a_text_or_beside_a_chat() -> None:
+    params = {"remote_port": 1}
+    sent = TEXT.decode_body({"prompt": "x", "seed": 1}, params, [5, 6])
+    assert sent == {"prompt": [5, 6], "seed": 1, "kv_transfer_params": params}
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    told = {"remote_port": 1, "prompt_token_ids": [5, 6]}
+    assert CHAT.decode_body(chat, params, [5, 6]) == {**chat, "kv_transfer_params": told}
 
 
 @pytest.mark.parametrize("sampling", [None, 5, "x", [1]])

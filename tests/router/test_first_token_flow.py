@@ -42,6 +42,8 @@ def taking_first(script):
             return web.json_response({"data": [{"id": "m"}]})
         if asked.get("max_tokens") == 1 and params.keys() == {"first_token"}:
             return web.json_response({"choices": [{"token_ids": [params["first_token"]]}]})
+        if asked.get("max_tokens") == 1 and params.keys() == {"prompt_token_ids"}:
+            return web.json_response({"usage": {"prompt_tokens": len(params["prompt_token_ids"])}})
         return await script(request)
 
     return answer
@@ -52,7 +54,7 @@ async def nodes(prefill, decode, *, tried=True, **options):
     """A client, and the nodes behind its router, the decode node after its trial."""
     p, d = Node(prefill), Node(decode)
     async with p.serving(), d.serving(), routed([p.url], [d.url], first_token="prefill", **options) as client:
-        await until(lambda: client.router.flow.trials.have_passed or not tried)
+        await until(lambda: client.router.flow.trials.take_first_tokens or not tried)
         d.seen.clear()
         yield client, p, d
 
@@ -210,3 +212,25 @@ async def test_a_client_that_leaves_behind_the_first_token_leaves_d_too():
             await response.content.readany()
             await until(lambda: d.seen)
         await until(d.gone.is_set)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@in_loop
+async def test_d_is_given_a_chats_tokens_if_it_takes_them(takes):
+    answer = {"id": "x", "created": 7, "model": "m", "prompt_token_ids": [3, 4], "kv_transfer_params": HANDED}
+    answer["choices"] = [
+        {"index": 0, "message": {"role": "assistant", "content": "a"}, "finish_reason": "stop"}
+    ]
+    script = taking_first(answers(body={"a": 1}))
+
+    async def decode(request):
+        raw = await request.read()
+        is_trial = b'"prompt_token_ids"' in raw and b'"max_tokens": 1' in raw
+        return await (answers(400) if is_trial and not takes else script)(request)
+
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    async with nodes(answers(body=answer), decode) as (client, p, d):
+        assert (await client.post(chat, "/v1/chat/completions"))[0] == 200
+        assert p.seen[-1].body.get("return_token_ids") is (True if takes else None)
+        told = d.seen[-1].body["kv_transfer_params"]
+        assert told == {**HANDED, **({"prompt_token_ids": [3, 4]} if takes else {})}

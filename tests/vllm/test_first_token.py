@@ -175,6 +175,13 @@ def test_a_body_is_answered_as_by_a_server_alone(servers, routing, path, name, m
     assert whole == alone
 
 
+def test_a_chat_whose_tokens_are_given_is_not_tokenised_again(servers):
+    """As the router tries, and does then: a release that knows no such tokens counts others."""
+    _, decode = servers
+    body = body_of(CHAT, {"kv_transfer_params": {"prompt_token_ids": random_prompt(33, 5)}})
+    assert json.loads(decode.fetch(CHAT, body))["usage"]["prompt_tokens"] == 33
+
+
 def test_the_first_token_does_not_wait_for_the_decode_server(servers, routing):
     prefill, decode = servers
     body = uncached() | {"stream": True}

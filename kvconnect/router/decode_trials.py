@@ -1,13 +1,14 @@
-"""Tests which decode nodes begin with a given first token, by giving them some.
+"""Tries what decode nodes take from a prefill node, by giving it to them: a first token, a chat's tokens.
 
 A server samples its own first token if it lacks kvconnect's logits processor, or if its runner takes none, as
-vLLM's first runner with speculative decoding.
+vLLM's first runner with speculative decoding. A chat's tokens are taken by vLLM 0.32 and newer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.config import FIRST_TOKEN_KEY
@@ -21,23 +22,40 @@ _PROMPT = [*range(5, 37)]
 """Token ids that every vocabulary has; longer than one block of some nodes."""
 _TOKENS = (7, 8)
 """Two tokens: no node samples both after the same prompt unless it is given them."""
+_CHAT = [{"role": "user", "content": "a"}]
 _TIMEOUT_S = 30.0
 
 
-class FirstTokenTrials:
-    """The verdict on each decode node, tested once each time it enters rotation. Owned by one event loop."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a node takes a first token, and whether it takes the tokens of a chat."""
+
+    first_token: bool
+    chat_tokens: bool
+
+
+class DecodeTrials:
+    """The verdict on each decode node, tried once each time it enters rotation. Owned by one event loop."""
 
     def __init__(self, pool: Pool, upstream: Upstream) -> None:
         self._pool = pool
         self._upstream = upstream
         # By URL and number of ejections: a node that returns may be another server.
-        self._verdicts: dict[tuple[str, int], bool] = {}
+        self._verdicts: dict[tuple[str, int], Verdict] = {}
 
     @property
-    def have_passed(self) -> bool:
+    def take_first_tokens(self) -> bool:
         """Whether all nodes that take requests begin with a given token."""
+        return all(verdict is not None and verdict.first_token for verdict in self._current())
+
+    @property
+    def take_chat_tokens(self) -> bool:
+        """Whether all nodes that take requests spare tokenising a chat whose tokens they are given."""
+        return all(verdict is not None and verdict.chat_tokens for verdict in self._current())
+
+    def _current(self) -> list[Verdict | None]:
         nodes = self._pool.in_rotation()
-        return bool(nodes) and all(self._verdicts.get((node.url, node.ejections)) for node in nodes)
+        return [self._verdicts.get((node.url, node.ejections)) for node in nodes] or [None]
 
     async def run(self) -> None:
         """Test each healthy node without a verdict. Raises nothing."""
@@ -65,8 +83,13 @@ class FirstTokenTrials:
             if answer is None:
                 return
             begun.append(_token_of(answer))
-        passed = self._verdicts[url, ejections] = begun == list(_TOKENS)
-        if not passed:
+        body = {"model": name, "messages": _CHAT, "max_tokens": 1, PARAMS: {"prompt_token_ids": _PROMPT}}
+        chat = await self._upstream.ask(url, "/v1/chat/completions", body, timeout_s=_TIMEOUT_S)
+        if chat is None:
+            return
+        verdict = Verdict(begun == list(_TOKENS), _prompt_tokens(chat) == len(_PROMPT))
+        self._verdicts[url, ejections] = verdict
+        if not verdict.first_token:
             logger.warning(
                 "decode node %s samples a first token of its own: clients get theirs from decode nodes. Is "
                 "kvconnect installed beside it? vLLM's first model runner takes no logits processor with "
@@ -81,3 +104,11 @@ def _token_of(answer: Any) -> int | None:
     except (TypeError, KeyError, IndexError, ValueError):
         return None
     return token if isinstance(token, int) else None
+
+
+def _prompt_tokens(answer: Any) -> int | None:
+    try:
+        count = answer["usage"]["prompt_tokens"]
+    except (TypeError, KeyError):
+        return None
+    return count if isinstance(count, int) else None
