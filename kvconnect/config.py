@@ -22,8 +22,8 @@ CONNECTOR: Literal["KVConnect"] = "KVConnect"
 RELEASE_KEY = "kvconnect_release"
 """Key of a router's secret name for what P computes and holds for a request.
 
-P is told it with the request. With ``do_remote_prefill`` in a later one, which computes nothing, it ends the
-leases of all requests that were told it: the client left, and no decode node will fetch.
+P gets it with the request. With ``do_remote_prefill`` in a later one, which computes nothing, it ends the
+leases of all requests that came with it: the client left, and no decode node will fetch.
 """
 
 FIRST_TOKEN_KEY = "first_token"

@@ -192,7 +192,7 @@ async def _errors_as_json(
 def error_response(
     status: int, message: str, request_id: str, *, retry_after_s: int | None = None, detail: str = ""
 ) -> web.Response:
-    """An error in the shape of the OpenAI API; ``detail`` is what vLLM says of a path that it has not."""
+    """An error in the shape of the OpenAI API; ``detail`` is vLLM's text for an unknown path."""
     kind = "invalid_request_error" if status < 500 else "service_unavailable"
     headers = {bodies.REQUEST_ID: request_id}
     if retry_after_s is not None:

@@ -280,8 +280,8 @@ class Flow:
         prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
         try:
             async with contextlib.AsyncExitStack() as stack:
-                told = bodies.announced_decode(transfer_id, channel)
-                sent = exchange.endpoint.decode_body(exchange.body, told)
+                params = bodies.announced_decode(transfer_id, channel)
+                sent = exchange.endpoint.decode_body(exchange.body, params)
                 decode = asyncio.create_task(self._begin(stack, exchange, sent))
                 try:
                     await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
@@ -564,8 +564,8 @@ class Flow:
         already; ``tokens`` are those of the prompt, if D is to be spared tokenising it. If D gives no answer,
         the stream ends with an error, as a server's own does.
         """
-        told = {**params, FIRST_TOKEN_KEY: first.token}
-        sent = exchange.endpoint.decode_body(exchange.body, told, tokens)
+        params = {**params, FIRST_TOKEN_KEY: first.token}
+        sent = exchange.endpoint.decode_body(exchange.body, params, tokens)
         async with contextlib.AsyncExitStack() as stack:
             decode = asyncio.create_task(self._begin(stack, exchange, sent))
             try:

@@ -1,4 +1,4 @@
-"""Tells prefill nodes that no decode node will fetch what they hold for a request.
+"""Releases on prefill nodes what no decode node will fetch.
 
 A client may leave between the two legs, or the decode node may fail: then a prefill node would hold the
 prompt's blocks until its lease is over. The router names each request to it by a secret, and sends that name
@@ -50,15 +50,17 @@ class Releases:
         task.add_done_callback(self._tasks.discard)
 
     async def ended(self) -> None:
-        """Wait until all releases are told, each for a few seconds at most."""
+        """Wait until all releases were sent, each for a few seconds at most."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def _release(self, url: str, name: str, headers: Headers) -> None:
         body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, bodies.PARAMS: bodies.release(name)}
-        told = await self._upstream.ask(
+        answer = await self._upstream.ask(
             url, "/v1/completions", body, timeout_s=_TIMEOUT_S, headers=bodies.of_the_client(headers)
         )
-        self._upstream.metrics.releases.labels("failed" if told is None else "told").inc()
-        if told is None:
-            logger.warning("prefill node %s was not told to release a request: its lease has to expire", url)
+        self._upstream.metrics.releases.labels("failed" if answer is None else "sent").inc()
+        if answer is None:
+            logger.warning(
+                "prefill node %s did not answer a release: the lease of a request has to expire there", url
+            )

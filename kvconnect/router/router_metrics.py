@@ -42,7 +42,7 @@ class RouterMetrics:
             "D was asked again for a token that was P's, differs where it kept its own."
         )
         self.first_tokens = counter("first_tokens", text, "outcome")
-        text = "Requests of which a prefill node was told that nobody will fetch them, or could not be told."
+        text = "Requests that a prefill node released, as no decode node will fetch them: sent, or failed."
         self.releases = counter("releases", text, "outcome")
         self.clients_gone = counter("clients_gone", "Clients that left before their answer ended.")
         text = "Requests of policy prefix, by what decided: prefix where a node has some of the prompt, load."

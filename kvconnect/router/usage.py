@@ -1,6 +1,6 @@
 """The prompt's part of an answer's usage: how many of its tokens were cached before, and how many were added.
 
-D counts by its own cache, in which it found or fetched everything. The client is told what P counted, whose
+D counts by its own cache, in which it found or fetched everything. The client gets what P counted, whose
 answer has it where vLLM runs with ``--enable-prompt-tokens-details``. Pure.
 """
 
@@ -84,7 +84,7 @@ class CountedByPrefill:
     def take(self, data: bytes, *, is_end: bool, is_known: bool, counts: PromptCounts | None) -> bytes:
         """The client's part of more bytes of the answer.
 
-        ``counts`` are those to be told once they are known; None leaves the answer's own.
+        ``counts`` replace the answer's own once they are known; None leaves these.
         """
         self._held += data
         whole, ends, rest = self._held.rpartition(b"\n\n") if self._is_stream else (b"", b"", self._held)
@@ -96,10 +96,10 @@ class CountedByPrefill:
         self._held = rest
         if not has_counts or counts is None:
             return whole + ends
-        return b"\n\n".join(_told(event, counts) for event in whole.split(b"\n\n")) + ends
+        return b"\n\n".join(_replaced(event, counts) for event in whole.split(b"\n\n")) + ends
 
 
-def _told(event: bytes, counts: PromptCounts) -> bytes:
+def _replaced(event: bytes, counts: PromptCounts) -> bytes:
     """An event, or a whole answer, with these counts."""
     begin = event.find(b"{")
     if begin < 0 or not any(mark in event for mark in _MARKS):

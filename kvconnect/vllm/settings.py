@@ -113,7 +113,7 @@ def _refuse_turns(vllm_config: VllmConfig, kv_cache_config: Any, config: Transfe
 def _refuse_unnamed_media(vllm_config: VllmConfig) -> None:
     """Raise ``ConfigError`` where vLLM names images by the request and not by their contents.
 
-    A handle is of one prompt, images included: no two servers would agree on it.
+    A handle opens one prompt, images included: no two servers would agree on its digest.
     """
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     if media is None or getattr(media, "language_model_only", False):
@@ -121,7 +121,7 @@ def _refuse_unnamed_media(vllm_config: VllmConfig) -> None:
     if not (media.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching):
         raise ConfigError(
             "mm_processor_cache_gb is 0 and enable_prefix_caching is off: vLLM names images by the request "
-            "then, so that no peer's KV of an image prompt can be told to be of the same images; accepted: "
+            "then, so that no peer can know an image prompt to have the same images; accepted: "
             "either of the two caches, or language_model_only"
         )
 

@@ -28,7 +28,7 @@ async def assert_released(client, p, *, asked=1):
     told = names(p)
     assert [is_release for _, is_release in told] == [False] * asked + [True]
     assert told[-1][0] == told[-2][0] != told[0][0]
-    await until(lambda: client.metric(COUNT % "told"))
+    await until(lambda: client.metric(COUNT % "sent"))
     release = p.seen[-1]
     assert (release.path, release.body["model"][:9]) == ("/v1/completions", "kvconnect")
     assert release.headers["Authorization"] == "Bearer k"
@@ -105,7 +105,7 @@ async def test_a_prefill_node_that_is_gone_is_logged_and_counted(caplog) -> None
         await gone.aclose()
         task.cancel()
         await until(lambda: client.metric(COUNT % "failed"))
-        assert f"prefill node {p.url} was not told" in caplog.text
+        assert f"prefill node {p.url} did not answer a release" in caplog.text
 
 
 @in_loop
@@ -117,7 +117,7 @@ async def test_a_router_that_ends_has_told_all() -> None:
             await leaves(client, d, 2)
             await until(lambda: len(p.seen) == 3)
             metrics = client.router.metrics
-        assert b'releases_total{outcome="told"} 1.0' in metrics.text()
+        assert b'releases_total{outcome="sent"} 1.0' in metrics.text()
 
 
 @in_loop
