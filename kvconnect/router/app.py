@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,6 +31,9 @@ from kvconnect.router.router_options import RouterLimits, RouterOptions, clean_u
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 
 logger = logging.getLogger("kvconnect.router")
+
+_API_KEY = "VLLM_API_KEY"
+"""The environment variable that vLLM's servers read their key from, too."""
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -58,7 +62,7 @@ class Router:
         self.is_draining = self.is_hurried = False
         self._clock = clock
         self._decode_fallback = options.decode_fallback
-        self._upstream = Upstream(limits, self.metrics, clock)
+        self._upstream = Upstream(limits, self.metrics, clock, os.environ.get(_API_KEY, ""))
         by_prefix = options.policy == "prefix"
         self._followed = Followed(options, self.pools, self._upstream) if by_prefix else None
         placing = self._followed.placing if self._followed else None

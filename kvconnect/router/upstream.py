@@ -61,9 +61,19 @@ class UpstreamRequest:
 
 
 class Upstream:
-    """Sends requests to the nodes of two roles, within an ``async with`` block of one event loop."""
+    """Sends requests to the nodes of two roles, within an ``async with`` block of one event loop.
 
-    def __init__(self, limits: RouterLimits, metrics: RouterMetrics, clock: Clock = time.monotonic) -> None:
+    ``api_key``: the nodes' key for requests that the router makes by itself; empty without one.
+    """
+
+    def __init__(
+        self,
+        limits: RouterLimits,
+        metrics: RouterMetrics,
+        clock: Clock = time.monotonic,
+        api_key: str = "",
+    ) -> None:
+        self._own_headers: Headers = [("Authorization", f"Bearer {api_key}")] if api_key else []
         self.limits = limits
         self.metrics = metrics
         self._clock = clock
@@ -218,7 +228,7 @@ class Upstream:
                 "GET" if body is None else "POST",
                 base + path,
                 json=body,
-                headers=[*headers, *([(_RANK, rank)] if rank else ())],
+                headers=[*(headers or self._own_headers), *([(_RANK, rank)] if rank else ())],
                 timeout=timeout,
                 allow_redirects=False,
             ) as answer:

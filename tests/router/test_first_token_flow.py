@@ -234,3 +234,18 @@ async def test_d_is_given_a_chats_tokens_if_it_takes_them(takes):
         assert p.seen[-1].body.get("return_token_ids") is (True if takes else None)
         told = d.seen[-1].body["kv_transfer_params"]
         assert told == {**HANDED, **({"prompt_token_ids": [3, 4]} if takes else {})}
+
+
+@in_loop
+async def test_a_d_with_a_key_is_tried_with_the_key_of_its_servers(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    script = taking_first(streams(*events(" a", " b"), END))
+
+    async def decode(request):
+        is_let_in = request.headers.get("Authorization") in ("Bearer k", "Bearer client")
+        return await (script if is_let_in else answers(401))(request)
+
+    async with nodes(answers(body=prefilled()), decode) as (client, _, d):
+        _, _, raw = await client.post(BODY, headers={"Authorization": "Bearer client"})
+        assert texts(raw) == [" a", " b"]
+        assert d.seen[-1].headers.getall("Authorization") == ["Bearer client"]
