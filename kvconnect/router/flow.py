@@ -425,6 +425,7 @@ class Flow:
         async with sent as (leased, answer):
             raw = await self._read_whole(answer)
             if answer.status != 200:
+                holding.asked.clear()
                 refused = web.Response(status=answer.status, body=raw)
                 refused.headers.popall("Content-Type", None)
                 for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):

@@ -27,7 +27,7 @@ _TIMEOUT_S = 5.0
 class Holding:
     """What a prefill node may hold for one request, under the secret ``name``.
 
-    ``asked``: the nodes that were asked, the last of which has the request. ``is_taken``: a decode node has
+    ``asked``: the node that may have the request; empty once it refused. ``is_taken``: a decode node has
     answered that was given the parameters, and fetched or will release by itself.
     """
 

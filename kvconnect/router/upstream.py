@@ -115,10 +115,9 @@ class Upstream:
     ) -> AsyncIterator[tuple[NodeUse, aiohttp.ClientResponse]]:
         """The lease of a node of ``pool``, and its answer with the headers read and the body not.
 
-        ``lease`` is the node to try first, and is released like any other; each node that is tried is
-        appended to ``asked``. Leaving the block closes the connection: a node whose answer was not read to
-        its end sees its client leave. The block may raise the HTTP client's errors: wrap reads in
-        ``translated``.
+        ``lease`` is the node to try first, and is released like any other; ``asked`` gets the node that may
+        have the request. Leaving the block closes the connection: a node whose answer was not read to its end
+        sees its client leave. The block may raise the HTTP client's errors: wrap reads in ``translated``.
 
         Raises:
             UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
@@ -135,8 +134,9 @@ class Upstream:
             self.metrics.node_request_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
-        self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None, retries: int, tried: list[str]
+        self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None, retries: int, asked: list[str]
     ) -> tuple[NodeUse, aiohttp.ClientResponse]:
+        tried: list[str] = []
         last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
         while len(tried) <= retries:
             if lease is None or tried:
@@ -150,6 +150,7 @@ class Upstream:
             if tried:
                 self.metrics.retries.labels(pool.role).inc()
             tried.append(lease.url)
+            asked.append(lease.url)
             with contextlib.ExitStack() as leased:
                 leased.callback(pool.release, lease)
                 base, rank = split_rank(lease.url)
@@ -167,6 +168,7 @@ class Upstream:
                 except UpstreamError as error:
                     if error.was_reached:
                         raise
+                    asked.pop()
                     self._note_unreachable(pool, lease.url, str(error))
                     last = error
                     continue

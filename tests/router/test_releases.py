@@ -85,6 +85,28 @@ async def test_no_decode_node_can_be_reached() -> None:
         assert names(p)[1] == (names(p)[0][0], True)
 
 
+@pytest.mark.parametrize("status", [400, 503])
+@in_loop
+async def test_a_prefill_node_that_refused_holds_nothing(status) -> None:
+    async with pair(in_turn(OURS, answers(status)), DONE) as (client, p, _):
+        assert await client.status(ASK) == 200
+        assert await client.status(ASK) == (400 if status == 400 else 200)
+        await asyncio.sleep(0.1)
+        assert len(p.seen) == 2
+
+
+@in_loop
+async def test_a_prefill_node_that_was_not_reached_holds_nothing() -> None:
+    p, gone = Node(OURS), contextlib.AsyncExitStack()
+    await gone.enter_async_context(p.serving())
+    async with Node(DONE).serving() as d, routed([p.url], [d.url], retries=0, failures_to_eject=9) as client:
+        assert await client.status(ASK) == 200
+        await gone.aclose()
+        assert await client.status(ASK) == 200, "the decode node computes it"
+        await client.router.flow.releases.ended()
+        assert await client.metric(COUNT % "failed") == 0
+
+
 @in_loop
 async def test_another_connector_is_not_asked_for_what_it_would_not_understand() -> None:
     async with pair(in_turn(hands_out(), hands_out()), in_turn(DONE, never)) as (client, p, d):
