@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.cache.specs import KVCacheGroup, div_ceil
-from kvconnect.config import TransferConfig
+from kvconnect.config import RELEASE_KEY, TransferConfig
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.bootstrap import Bootstrap
@@ -180,15 +180,16 @@ class PrefillRequests:
 
         A request that releases others is carried out at once.
         """
-        if is_release(transfer_params(request)):
-            self._release(request)
-        if not self._is_for_others(request):
+        asked = transfer_params(request)
+        if not asked.get("do_remote_decode"):
+            if is_release(asked):
+                self._release(request)
             return
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
         params, is_routers = self._named(request)
-        if name := self._release_name(request):
+        if RELEASE_KEY in params and (name := self._release_name(request)):
             self._releasable.add(request_id, name)
         if params.get(TRANSFER_KEY) is None:
             return
@@ -268,17 +269,9 @@ class PrefillRequests:
         prefill.known, prefill.fresh, prefill.computed, prefill.computed_sent = {}, {}, 0, 0
 
     def ordered(self) -> None:
-        """Before the draft is taken: order releases, and the progress of streamed prefills.
-
-        Workers take withdrawals before holds: a lease that begins by these orders is released by the next.
-        """
-        released, self._released = self._released, []
-        begun = {hold.handle for hold in self._draft.holds}
-        for handle in released:
-            if handle in begun:
-                self._released.append(handle)
-            else:
-                self._draft.withdraw(handle, _RELEASED)
+        """Before the draft is taken: order releases, and the progress of streamed prefills."""
+        if self._released:
+            self._order_releases()
         for request_id in self._went_on:
             prefill = self._requests.get(request_id)
             if prefill is None or not (prefill.fresh or prefill.computed > prefill.computed_sent):
@@ -292,6 +285,16 @@ class PrefillRequests:
             )
             prefill.fresh, prefill.computed_sent = {}, prefill.computed
         self._went_on.clear()
+
+    def _order_releases(self) -> None:
+        """Withdraw released handles; one that is held by these orders waits, as holds are taken last."""
+        released, self._released = self._released, []
+        begun = {hold.handle for hold in self._draft.holds}
+        for handle in released:
+            if handle in begun:
+                self._released.append(handle)
+            else:
+                self._draft.withdraw(handle, _RELEASED)
 
     def reset(self) -> None:
         """The caches were reset: requests with blocks are not held, unless they lose these and begin anew."""
