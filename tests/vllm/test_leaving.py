@@ -69,7 +69,9 @@ def assert_nothing_is_held(*servers):
         server.wait_idle(SOON_S)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "after_s", [0.05, 0.5, *(pytest.param(s, marks=pytest.mark.full) for s in (0.0, 0.2, 1.0))]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_at_any_time(servers, routing, after_s, stream):
     prefill, decode = servers
