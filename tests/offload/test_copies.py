@@ -101,6 +101,8 @@ def caches(draw):
     return Side(model, shape, HeadInterval(0, model.total_heads), NUM_BLOCKS, draw(st.integers(0, 99)))
 
 
+# Thirty examples in Triton's interpreter: minutes where the machine is busy.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", COPIERS)
 @settings(max_examples=30)
 @given(data=st.data())
