@@ -22,7 +22,6 @@ from kvconnect.transfer.orders import Await, LetGo, Load, OrdersDraft, Results, 
 from kvconnect.transfer.params import (
     MOST_LATER_PROMPTS,
     RemotePrefill,
-    is_release,
     read_remote_prefill,
     transfer_params,
 )
@@ -182,7 +181,7 @@ class DecodeRequests:
         if not params:
             return None
         share = self._shares.get(request.request_id)
-        if share is not None or not params.get("do_remote_prefill") or is_release(params):
+        if share is not None or not params.get("do_remote_prefill"):
             return share
         prompt = self._stack.prompt_digest(request, max(1, self._wanted_tokens(request)))
         is_later = False

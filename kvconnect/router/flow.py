@@ -650,12 +650,14 @@ class Flow:
         """Send the client a chunk, and ``kept_of`` each chunk that follows."""
         request, is_open = exchange.request, True
         counted = CountedByPrefill(is_stream=begun.answer.content_type == "text/event-stream")
+        counts: PromptCounts | None = None
         while True:
             if prefill is not None:
                 if not is_open and counted.is_waiting:
                     await asyncio.wait({prefill}, timeout=_COUNT_WAIT_S)
-                is_known, counts = prefill.done(), _counts_of(prefill)
-                chunk = counted.take(chunk, is_end=not is_open, is_known=is_known, counts=counts)
+                if counts is None and (outcome := _prefilled(prefill)) is not None:
+                    counts = PromptCounts.of(outcome.answer, outcome.handed)
+                chunk = counted.take(chunk, is_end=not is_open, is_known=prefill.done(), counts=counts)
             if chunk:
                 await response.write(chunk)
             if not is_open:
@@ -694,22 +696,18 @@ def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
     return begun.answer.status in _NO_KV or begun.first.startswith(_NO_KV_IN_A_STREAM)
 
 
+def _prefilled(prefill: asyncio.Future[PrefillResult]) -> Prefilled | None:
+    """P's answer, once it is there; None for a refusal or a failure too."""
+    if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
+        return None
+    outcome = prefill.result()
+    return outcome if isinstance(outcome, Prefilled) else None
+
+
 def _as_announced(prefill: asyncio.Task[PrefillResult], channel: SideChannel) -> Prefilled | None:
     """P's answer if P holds the KV at the side channel where D fetches it; else None."""
-    if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
-        return None
-    outcome = prefill.result()
-    if isinstance(outcome, Prefilled) and bodies.side_channel(outcome.handed) == channel:
-        return outcome
-    return None
-
-
-def _counts_of(prefill: asyncio.Future[PrefillResult]) -> PromptCounts | None:
-    """P's counts of the prompt, once its answer is there."""
-    if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
-        return None
-    outcome = prefill.result()
-    return PromptCounts.of(outcome.answer, outcome.handed) if isinstance(outcome, Prefilled) else None
+    outcome = _prefilled(prefill)
+    return outcome if outcome is not None and bodies.side_channel(outcome.handed) == channel else None
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -249,6 +249,15 @@ class Server(Child):
         return super().end(grace_s)
 
 
+def chat_options(folder: Path) -> list[str]:
+    """Options of a server whose model has no chat template of its own."""
+    template = folder / "chat.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+    )
+    return ["--chat-template", str(template)]
+
+
 @contextmanager
 def router(*options: str) -> Iterator[str]:
     """``kvconnect router`` before servers that are up; where it listens."""

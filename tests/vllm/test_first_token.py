@@ -14,12 +14,11 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.node.children import fetch
-from tests.vllm.servers import EXACT, pair, random_prompt, router, send_signal
+from tests.vllm.servers import EXACT, chat_options, pair, random_prompt, router, send_signal
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "integer"}}}
 SAMPLED = {"temperature": 0.9, "seed": 11}
@@ -68,8 +67,7 @@ OUTCOMES |= dict.fromkeys(("all stop", "one"), "only")
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("first")
-    (folder / "chat.jinja").write_text(TEMPLATE)
-    options = [*EXACT, "--chat-template", str(folder / "chat.jinja")]
+    options = [*EXACT, *chat_options(folder)]
     with pair(write_model("gqa", folder), folder, "nixl", options=options, load_timeout_s=20) as both:
         yield both
 

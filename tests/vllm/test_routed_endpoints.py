@@ -13,8 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.node.children import fetch, fetch_json
-from tests.vllm.servers import EXACT, pair, random_prompt, router
-from tests.vllm.test_first_token import TEMPLATE
+from tests.vllm.servers import EXACT, chat_options, pair, random_prompt, router
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
@@ -63,14 +62,7 @@ VARYING = {
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("endpoints")
-    (folder / "chat.jinja").write_text(TEMPLATE)
-    options = [
-        *EXACT,
-        "--chat-template",
-        str(folder / "chat.jinja"),
-        "--enable-prompt-tokens-details",
-        "--enable-scale-out",
-    ]
+    options = [*EXACT, *chat_options(folder), "--enable-prompt-tokens-details", "--enable-scale-out"]
     with pair(write_model("gqa", folder), folder, "nixl", options=options, load_timeout_s=20) as both:
         yield both
 
