@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import ipaddress
 import socket
 import struct
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -128,3 +130,27 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     host: str
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+@dataclass(frozen=True)
+class PortState:
+    """``taken``: a process listens there. ``problem``: why a node cannot listen there at all."""
+
+    taken: bool = False
+    problem: str = ""
+
+
+def look_at_port(host: str, port: int) -> PortState:
+    """Listen as a node would, for a moment; port 0 means any port."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            # As ZeroMQ does: a connection in TIME_WAIT does not block the port.
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+            tried.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return PortState(taken=True)
+        return PortState(problem=error.strerror or str(error))
+    return PortState()

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from kvconnect.addresses import ANY, address_within, is_loopback, split_address
-from kvconnect.errors import ConfigError
-from kvconnect.packages import check_engine, engine_entry_points
-from kvconnect.reading import json_object, read_struct
+from kvconnect.packages import engine_entry_points, engine_mistakes
+from kvconnect.reading import json_object, read_what_can_be, refuse
 
 CONNECTOR: Literal["KVConnect"] = "KVConnect"
 RELEASE_KEY = "kvconnect_release"
@@ -75,15 +74,15 @@ def place_of(host: str, bind: str, device_name: str) -> str:
     return host + listens + (f", over {device_name}" if device_name else "")
 
 
-def check_ranks(keys: Iterable[str], where: str) -> None:
-    """Raises ``ConfigError``: a key names no ranks, or one rank is named twice."""
+def _rank_mistakes(keys: Iterable[str], where: str) -> Iterator[str]:
+    """Keys that name no ranks, and ranks that are named twice."""
     named = [(ranks.start, ranks.stop, key) for key in keys for ranks in ranks_of(key) or [range(0)]]
     for begin, end, key in named:
         if begin == end:
-            raise ConfigError(f"{where} has {key!r}; accepted: ranks such as '0', '4-7' and '0,8-9'")
+            yield f"{where} has {key!r}; accepted: ranks such as '0', '4-7' and '0,8-9'"
         both = [other for first, last, other in named if first <= begin < last]
         if len(both) > 1:
-            raise ConfigError(f"{where} has {both}, which both name rank {begin}; accepted: each rank once")
+            yield f"{where} has {both}, which both name rank {begin}; accepted: each rank once"
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,26 +135,24 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tenant_key: str = ""
 
 
-def check_offload(offload: OffloadConfig) -> None:
-    """Raises ``ConfigError``: two settings do not go together."""
+def _offload_mistakes(offload: OffloadConfig) -> Iterator[str]:
+    """Settings that do not go together."""
     if sum(offload.shares) > 1 + 1e-9:
-        raise ConfigError(
+        yield (
             f"{_OFFLOAD}.shares is {list(offload.shares)}, which adds up to {sum(offload.shares):g}; "
             "accepted: numbers above 0 that add up to at most 1"
         )
     for name, of in (("disk_bytes", "disk_path"), ("store_bytes", "store")):
         if (value := getattr(offload, name)) and not getattr(offload, of):
-            raise ConfigError(
-                f"{_OFFLOAD}.{name} is {value} and there is no {of}; accepted: both, or neither"
-            )
+            yield f"{_OFFLOAD}.{name} is {value} and there is no {of}; accepted: both, or neither"
     if offload.disk_path and offload.disk_bytes < _LEAST_DISK_BYTES:
         least = f"with disk_path it must be at least {_LEAST_DISK_BYTES}"
-        raise ConfigError(f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes}, {least}")
+        yield f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes}, {least}"
     if offload.store and split_address(offload.store) is None:
-        raise ConfigError(f"{_OFFLOAD}.store is {offload.store!r}, accepted: host:port, and '' for no store")
+        yield f"{_OFFLOAD}.store is {offload.store!r}, accepted: host:port, and '' for no store"
     if offload.store and not offload.store_metadata:
         accepted = "accepted: P2PHANDSHAKE, or the address of a metadata server"
-        raise ConfigError(f"{_OFFLOAD}.store_metadata is empty; {accepted}")
+        yield f"{_OFFLOAD}.store_metadata is empty; {accepted}"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,80 +365,80 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> TransferConfig:
     """Read a ``kv_transfer_config`` from its JSON text, or from the object itself.
 
-    Raises ``ConfigError``: it is not valid; the text names the key, the value and the accepted values.
+    Raises ``ConfigError``: it is not valid; the text names the key, the value and the accepted values of
+    every mistake.
     """
     given = source if isinstance(source, Mapping) else json_object(source, "kv_transfer_config")
     # vLLM writes its unset fields as null.
     known = TransferConfig.__struct_fields__
     given = {key: value for key, value in given.items() if value is not None or key not in known}
-    _refuse_path(given.get("kv_connector_extra_config"))
-    read = read_struct(given, TransferConfig, "kv_transfer_config", Limits.__struct_fields__)
+    mistakes: list[str] = []
+    if isinstance(extra := given.get("kv_connector_extra_config"), Mapping) and "path" in extra:
+        given["kv_connector_extra_config"] = {key: value for key, value in extra.items() if key != "path"}
+        mistakes.append(
+            f"kv_connector_extra_config.path is {extra['path']!r}, and is no setting any more: pages travel "
+            "through slots, as with 'packed', and no peer writes to the cache; leave it out"
+        )
+    read = read_what_can_be(given, TransferConfig, "kv_transfer_config", mistakes, Limits.__struct_fields__)
+    mistakes += _mistakes(read)
+    refuse(mistakes)
     extra, offload = read.extra.derived(), read.extra.offload
     is_asked = read.is_producer and extra.engine != "none"
     if is_asked and offload is not None and offload.disk_path and offload.peer_share is None:
         extra = msgspec.structs.replace(extra, offload=msgspec.structs.replace(offload, peer_share=1 / 16))
-    config = msgspec.structs.replace(read, kv_connector_extra_config=extra)
-    _check_combination(config)
-    return config
+    return msgspec.structs.replace(read, kv_connector_extra_config=extra)
 
 
-def _refuse_path(extra: Any) -> None:
-    if isinstance(extra, Mapping) and extra.get("path") is not None:
-        raise ConfigError(
-            f"kv_connector_extra_config.path is {extra['path']!r}, and is no setting any more: pages travel "
-            "through slots, as with 'packed', and no peer writes to the cache; leave it out"
-        )
-
-
-def _check_combination(config: TransferConfig) -> None:
+def _mistakes(config: TransferConfig) -> Iterator[str]:
+    """Settings that cannot be used, or not with one another. Of those that could not be read: no more."""
     extra = config.extra
     where = "kv_connector_extra_config"
     if extra.engine != "none":
-        check_engine(extra.engine, f"{where}.engine")
+        yield from engine_mistakes(extra.engine, f"{where}.engine")
     elif extra.offload is None:
-        raise ConfigError(
+        yield (
             f"{where}.engine is 'none' and there is no offload, which leaves nothing to do; accepted: an "
             f"engine ({', '.join(('auto', *engine_entry_points()))}), or offload with at least cpu_bytes"
         )
-    check_ranks(extra.ranks, f"{where}.ranks")
+    yield from _rank_mistakes(extra.ranks, f"{where}.ranks")
     if found := {extra.host, *(one.host or extra.host for one in extra.ranks.values())}.intersection(ANY):
-        raise ConfigError(
+        yield (
             f"{where}.host is {found.pop()!r}, which peers cannot connect to; set the address that they "
             "reach this node on, and bind for where it listens"
         )
-    _check_security(extra, where)
+    yield from _security_mistakes(extra, where)
     if extra.offload is not None:
-        check_offload(extra.offload)
+        yield from _offload_mistakes(extra.offload)
     lanes = [lane for lane in get_args(LaneKind) if lane != "unknown"]
     if unknown := sorted(extra.lanes - set(lanes)):
-        raise ConfigError(f"{where}.require_lane has {', '.join(unknown)}; accepted: {', '.join(lanes)}")
+        yield f"{where}.require_lane has {', '.join(unknown)}; accepted: {', '.join(lanes)}"
     if extra.lease_max_s < extra.lease_s:
         least = f"it must be at least lease_s, which is {extra.lease_s}"
-        raise ConfigError(f"{where}.lease_max_s is {extra.lease_max_s}, {least}")
+        yield f"{where}.lease_max_s is {extra.lease_max_s}, {least}"
     for name in ("warm_peers", "sources"):
         for address in getattr(extra, name):
             if split_address(address) is None:
-                raise ConfigError(f"{where}.{name} names {address!r}, accepted: host:port")
-    if extra.sources and not (config.is_consumer and extra.engine != "none"):
-        raise ConfigError(
+                yield f"{where}.{name} names {address!r}, accepted: host:port"
+    if extra.sources and (config.kv_role == "kv_producer" or extra.engine == "none"):
+        yield (
             f"{where}.sources is set and this node fetches nothing; accepted: kv_role kv_consumer or "
             "kv_both, and an engine"
         )
-    if extra.load_timeout_s < extra.handshake_timeout_s:
-        raise ConfigError(
+    if extra.load_timeout_s < extra.peer_timeout_s / 2:
+        yield (
             f"{where}.load_timeout_s is {extra.load_timeout_s}, it must be at least half of peer_timeout_s, "
             f"which is {extra.peer_timeout_s}: as long as a first greeting may take"
         )
     if not config.engine_id:
-        raise ConfigError("kv_transfer_config.engine_id is empty; leave it out for a random one")
+        yield "kv_transfer_config.engine_id is empty; leave it out for a random one"
 
 
-def _check_security(extra: ExtraConfig, where: str) -> None:
+def _security_mistakes(extra: ExtraConfig, where: str) -> Iterator[str]:
     given = [name for name in ("insecure", "key_file", "keys_dir") if getattr(extra, name)]
     if len(given) > 1:
-        raise ConfigError(f"{where} has {' and '.join(given)}; accepted: one of them")
+        yield f"{where} has {' and '.join(given)}; accepted: one of them"
     if extra.insecure and (far := extra.far_addresses):
-        raise ConfigError(
+        yield (
             f"{where}.insecure is true, and host or bind is {far[0]!r}; accepted: loopback addresses. For "
             "any other make a key with `kvconnect keys new` and give it as key_file"
         )

@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from kvconnect.errors import ConfigError
@@ -54,8 +54,8 @@ def _engine_entry_points(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     return {entry.name: entry for entry in sorted(entry_points(group=ENGINE_GROUP))}
 
 
-def check_engine(name: str, where: str = "engine") -> None:
-    """Raises ``ConfigError`` unless an engine of this name is registered, or it is ``"auto"``."""
+def engine_mistakes(name: str, where: str) -> Iterator[str]:
+    """What is wrong with the name of an engine; nothing, if one is registered, or it is ``"auto"``."""
     found = engine_entry_points()
     if name == "auto" or name in found:
         return
@@ -64,4 +64,10 @@ def check_engine(name: str, where: str = "engine") -> None:
         if "nixl" in found
         else "; those of kvconnect are missing: install it with pip, anew after an update"
     )
-    raise ConfigError(f"{where} is {name!r}: accepted: {', '.join(sorted({'auto', 'none', *found}))}{hint}")
+    yield f"{where} is {name!r}: accepted: {', '.join(sorted({'auto', 'none', *found}))}{hint}"
+
+
+def check_engine(name: str, where: str = "engine") -> None:
+    """Raises ``ConfigError`` for a name that ``engine_mistakes`` finds wrong."""
+    for mistake in engine_mistakes(name, where):
+        raise ConfigError(mistake)

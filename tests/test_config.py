@@ -120,6 +120,28 @@ def test_what_is_wrong_is_named(change, match):
         parse_kv_transfer_config({key: value for key, value in given_config.items() if value is not None})
 
 
+def test_all_mistakes_are_named_at_once():
+    """Each start of a server that shows one of them costs a minute."""
+    extra = {"engin": "nixl", "port": 70000, "path": "auto", "warm_peers": ["h"], "lease_max_s": 1}
+    extra |= {"offload": {"disk_byte": 1, "shares": [0.9, 0.9]}, "sources": ["h:x"]}
+    given = {"kv_role": "kv_reader", "rank": 3, "kv_connector_extra_config": extra}
+    with pytest.raises(ConfigError) as caught:
+        parse_kv_transfer_config(given)
+    named = str(caught.value).splitlines()
+    assert named[0] == "there are 11 mistakes:"
+    fields = (".kv_role is", "key 'rank'", "key 'engin'", ".port is", ".path is", "warm_peers names")
+    fields += (".lease_max_s is", "key 'disk_byte'", ".cpu_bytes is missing", ".shares is", ".sources names")
+    assert [sum(field in line for line in named) for field in fields] == [1] * 11
+
+
+def test_a_setting_that_cannot_be_read_makes_no_mistake_of_another():
+    """Neither of a role that is wrong, nor of an engine's, nor of a time that another is compared with."""
+    extra = {"sources": ["h:1"], "lease_s": "long", "offload": {"cpu_bytes": 0}}
+    given = {"kv_role": "kv_reader", "kv_connector_extra_config": extra}
+    with pytest.raises(ConfigError, match=r"^there are 3 mistakes:\n.*kv_role.*\n.*lease_s.*\n.*cpu_bytes"):
+        parse_kv_transfer_config(given)
+
+
 @pytest.mark.parametrize("path", ["auto", "direct", "packed"])
 def test_what_was_a_path_is_refused(path):
     match = rf"kv_connector_extra_config.path is '{path}', and is no setting any more: .* leave it out"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvconnect.addresses import is_here, is_loopback
+from kvconnect.addresses import PortState, is_here, is_loopback, look_at_port
 from kvconnect.config import ExtraConfig, TransferConfig, ranks_of
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import ConfigError, PeerError
@@ -21,7 +21,7 @@ from kvconnect.peer.keyring import (
     load_keyring,
     user_key_path,
 )
-from kvconnect.tools.machine import Machine, PortState, look, look_at_port
+from kvconnect.tools.machine import Machine, look
 from kvconnect.tools.trial import Trial, TrialSettings, run_trial
 
 _CHOICE = ("nixl", "mooncake")

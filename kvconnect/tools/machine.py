@@ -5,12 +5,10 @@ Everything below ``/sys``, ``/proc`` and ``/dev`` is read under a root that is a
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import resource
 import shutil
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,27 +102,3 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
             Gpu(index, properties.name, numa_node(root / "sys/bus/pci/devices" / place), has_dmabuf, peers)
         )
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class PortState:
-    """``taken``: a process listens there. ``problem``: why a node cannot listen there at all."""
-
-    taken: bool = False
-    problem: str = ""
-
-
-def look_at_port(host: str, port: int) -> PortState:
-    """Listen as a node would, for a moment; port 0 means any port."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as tried:
-            # As ZeroMQ does: a connection in TIME_WAIT does not block the port.
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
-            tried.listen(1)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return PortState(taken=True)
-        return PortState(problem=error.strerror or str(error))
-    return PortState()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
+from multiprocessing import parent_process
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -36,15 +38,17 @@ def register() -> None:
     except ValueError as error:
         # Another plugin has the name. A configuration with our module path still finds our class.
         logger.warning("kvconnect is not found by the name %s alone: %s", NAME, error)
-    check_when_read()
+    check_early()
 
 
 @functools.cache
-def check_when_read() -> None:
-    """Make vLLM check our configuration as soon as it has parsed it. Once per process.
+def check_early() -> None:
+    """Make vLLM check our configuration before it loads a model. Once per process.
 
-    No connector hook can: without CUDA graphs vLLM makes no connector before the model is loaded, and an
-    error raised in a worker then is followed by the tracebacks of three processes.
+    What the configuration says alone is checked as soon as vLLM has parsed it; what depends on the model's
+    configuration, keys and ports when vLLM has read its options. No connector hook can: without CUDA graphs
+    vLLM makes no connector before the model is loaded, and an error raised in a worker then is followed by
+    the tracebacks of three processes.
     """
     try:
         from vllm.config import KVTransferConfig
@@ -56,12 +60,30 @@ def check_when_read() -> None:
     @functools.wraps(read)
     def read_and_checked(given: Any) -> None:
         read(given)
-        if given.kv_connector == NAME:
-            from kvconnect.config import parse_kv_transfer_config
+        if given.kv_connector in (NAME, "MultiConnector"):
+            from kvconnect.vllm.configuration import check_ours
 
-            parse_kv_transfer_config({name: getattr(given, name) for name in OURS})
+            check_ours({name: getattr(given, name) for name in OURS})
 
     KVTransferConfig.__post_init__ = read_and_checked
+    # Only a process that reads options has this module; it is slow to import.
+    options: Any = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
+    create: Any = getattr(options, "create_engine_config", None)
+    if create is None:
+        return
+
+    @functools.wraps(create)
+    def created_and_checked(self: Any, *arguments: Any, **more: Any) -> Any:
+        made = create(self, *arguments, **more)
+        given = made.kv_transfer_config
+        # A server's later processes read the options again, when its workers may listen already.
+        if given is not None and given.kv_connector == NAME and parent_process() is None:
+            from kvconnect.vllm.settings import check_before_start
+
+            check_before_start(made)
+        return made
+
+    options.create_engine_config = created_and_checked
 
 
 # Which vLLM this is

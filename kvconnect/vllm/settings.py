@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
 
+from kvconnect.addresses import join_address, look_at_port
 from kvconnect.cache.identity import Naming
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
+from kvconnect.peer.keyring import load_keyring
+from kvconnect.reading import refuse
 from kvconnect.vllm.geometry import context_ranks, group_spec, head_counts, scheduler_config, stage_ranks
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 from kvconnect.vllm.plugin import OURS
@@ -54,41 +58,88 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
     return msgspec.structs.replace(config, kv_connector_extra_config=numbered)
 
 
+def check_before_start(vllm_config: VllmConfig) -> None:
+    """Refuse what can be known to fail before a model is loaded.
+
+    Raises ``ConfigError`` with all of it: settings of vLLM, keys that cannot be read, addresses that are not
+    of this machine, ports in use.
+    """
+    config = read_config(vllm_config)
+    mistakes = [*_unsupported(vllm_config, config), *_start_mistakes(vllm_config, config)]
+    refuse(mistakes)
+
+
+def _start_mistakes(vllm_config: VllmConfig, config: TransferConfig) -> Iterator[str]:
+    """Keys and addresses that the workers of this machine could not use."""
+    extra, parallel = config.extra, vllm_config.parallel_config
+    try:
+        load_keyring(extra, os.environ)
+    except ConfigError as error:
+        yield str(error)
+    # Ranks of other machines have their ports there.
+    if extra.engine == "none" or getattr(parallel, "nnodes", 1) > 1:
+        return
+    ports = [("port", rank, extra.port + rank) for rank in range(parallel.world_size) if extra.port]
+    if extra.bootstrap_port and config.is_producer:
+        ports.append(("bootstrap_port", 0, extra.bootstrap_port))
+    for name, rank, port in ports or [("host", 0, 0)]:
+        try:
+            host = extra.here(rank).listens_at
+        except ConfigError as error:
+            yield str(error)
+            return
+        state, where = look_at_port(host, port), f"kv_connector_extra_config.{name}"
+        if state.problem:
+            yield (
+                f"{where}: rank {rank} cannot listen at {join_address(host, port)}: {state.problem}; "
+                "accepted: an address of this machine as host, or as bind"
+            )
+        elif state.taken:
+            yield (
+                f"{where}: rank {rank} would listen at {join_address(host, port)}, where another process "
+                "does (ss -ltnp names it); accepted: a port that is free, 0 for any"
+            )
+
+
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:
-    """Raise ``ConfigError``, with the accepted values, for a setting that would lose or corrupt KV."""
+    """Raise ``ConfigError``, with the accepted values, for settings that would lose or corrupt KV."""
+    refuse(list(_unsupported(vllm_config, config)))
+    if context_ranks(vllm_config) > 1:
+        _refuse_turns(vllm_config, kv_cache_config, config)
+    if config.extra.offload is not None:
+        check_blocks(kv_cache_config, hash_block_tokens(vllm_config, kv_cache_config))
+
+
+def _unsupported(vllm_config: VllmConfig, config: TransferConfig) -> Iterator[str]:
+    """Settings of vLLM that do not work with kvconnect, whatever the cache."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if (value := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
         counts = head_counts(vllm_config)
         if counts.main is not None or counts.draft is not None:
-            raise ConfigError(
-                f"prefill_context_parallel_size is {value} for layers with KV heads; accepted: latent caches"
-            )
-    if context_ranks(vllm_config) > 1:
-        _refuse_turns(vllm_config, kv_cache_config, config)
+            what = f"prefill_context_parallel_size is {value} for layers with KV heads"
+            yield f"{what}; accepted: latent caches"
     speculative = vllm_config.speculative_config
     ask_modules = getattr(speculative, "use_multi_module_mtp", None)
     says_lookahead = hasattr(vllm_config, "num_prefill_lookahead_tokens")
     if not says_lookahead and ask_modules is not None and ask_modules():
-        raise ConfigError(
+        yield (
             "speculative_config has a drafter of several modules, and this version of vLLM does not say how "
             "far ahead of a prompt it reads; use vLLM 0.31 or newer, or num_speculative_tokens 1"
         )
     if getattr(cache, "mamba_cache_mode", "none") == "all" and speculative is not None:
-        raise ConfigError(
+        yield (
             "mamba_cache_mode is 'all' with speculative_config: which block holds the running state cannot "
             "be told; accepted: none, align"
         )
     if getattr(cache, "calculate_kv_scales", False):
-        raise ConfigError(
+        yield (
             "calculate_kv_scales is on, but a prefill server's scales are not the decode server's; "
             "turn it off, and use a checkpoint with scales or none"
         )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        _refuse_sleep(vllm_config.model_config)
+        yield from _sleep_mistakes(vllm_config.model_config)
     if config.extra.engine != "none":
-        _refuse_unnamed_media(vllm_config)
-    if config.extra.offload is not None:
-        check_blocks(kv_cache_config, hash_block_tokens(vllm_config, kv_cache_config))
+        yield from _media_mistakes(vllm_config)
 
 
 def _refuse_turns(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:
@@ -110,8 +161,8 @@ def _refuse_turns(vllm_config: VllmConfig, kv_cache_config: Any, config: Transfe
             )
 
 
-def _refuse_unnamed_media(vllm_config: VllmConfig) -> None:
-    """Raise ``ConfigError`` where vLLM names images by the request and not by their contents.
+def _media_mistakes(vllm_config: VllmConfig) -> Iterator[str]:
+    """Settings with which vLLM names images by the request and not by their contents.
 
     A handle opens one prompt, images included: no two servers would agree on its digest.
     """
@@ -119,15 +170,15 @@ def _refuse_unnamed_media(vllm_config: VllmConfig) -> None:
     if media is None or getattr(media, "language_model_only", False):
         return
     if not (media.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching):
-        raise ConfigError(
+        yield (
             "mm_processor_cache_gb is 0 and enable_prefix_caching is off: vLLM names images by the request "
             "then, so that no peer can know an image prompt to have the same images; accepted: "
             "either of the two caches, or language_model_only"
         )
 
 
-def _refuse_sleep(model_config: Any) -> None:
-    """Raise ``ConfigError`` where sleeping would take memory away that slots or copies still use."""
+def _sleep_mistakes(model_config: Any) -> Iterator[str]:
+    """Ways to sleep that would take memory away that slots or copies still use."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     backend = getattr(model_config, "sleep_mode_backend", "cumem")
@@ -137,7 +188,7 @@ def _refuse_sleep(model_config: Any) -> None:
         why = f"sleep_mode_backend {backend!r} does not leave slots as they are; accepted: cumem"
     else:
         return
-    raise ConfigError(f"enable_sleep_mode is on, but {why}, or turn it off")
+    yield f"enable_sleep_mode is on, but {why}, or turn it off"
 
 
 def outside_pools(vllm_config: VllmConfig, make: Callable[[], Made], device: torch.device) -> Made:

@@ -10,13 +10,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-router
 
 from tests.ports import free_port
 from tests.routers.vllm_router import complete, find_router, routed, token_ids
-from tests.vllm.servers import OBSERVED, Server, random_prompt, running, transfer_config
+from tests.vllm.servers import EXACT, OBSERVED, Server, random_prompt, running, transfer_config
 from tests.vllm.test_data_parallel import loads_by_rank
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
-TWO = ("--data-parallel-size", "2")
+TWO = (*EXACT, "--data-parallel-size", "2")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_ranks_that_are_servers_of_their_own_hand_over(tmp_path):
         Server(recipe, tmp_path, f"prefill{rank}", rank, config, [*shared, "--data-parallel-rank", rank])
         for rank in ("0", "1")
     ]
-    decode = Server(recipe, tmp_path, "decode", "1", transfer_config("consumer", "nixl", OBSERVED))
+    decode = Server(recipe, tmp_path, "decode", "1", transfer_config("consumer", "nixl", OBSERVED), EXACT)
     prompts = [random_prompt(300 + 40 * number, 700 + number) for number in range(6)]
     with running(*prefill, decode):
         nodes = [option for server in prefill for option in ("--prefill", server.url)]

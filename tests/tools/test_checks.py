@@ -14,10 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvconnect.addresses import PortState
 from kvconnect.engine.lanes import look_at_fabric, wire_of
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import new_secret, write
-from kvconnect.tools.machine import Gpu, Machine, PortState, look
+from kvconnect.tools.machine import Gpu, Machine, look
 from kvconnect.tools.trial import Trial, TrialSettings, run_trial
 from kvconnect.vllm.configuration import read_configuration
 from tests.ports import free_port

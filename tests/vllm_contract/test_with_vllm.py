@@ -9,8 +9,12 @@ import ast
 import inspect
 import json
 import pickle
+import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +46,7 @@ from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import PEER_SOURCE, AddressMetadata, ReportMetadata, hit_sources
 from kvconnect.vllm.plugin import vllm_version
 from kvconnect.vllm.stats import TransferStats
+from tests.vllm.tiny_models import write_model
 from tests.vllm_contract.test_hooks import VERSIONS, recorded
 
 # The interface
@@ -127,6 +132,57 @@ def test_a_wrong_configuration_is_refused_when_vllm_reads_it():
         parser.parse_args(["--kv-transfer-config", json.dumps({**CHILD, **wrong})])
     for right in (CHILD, {**CHILD, **wrong, "kv_connector": "NixlConnector"}):
         assert parser.parse_args(["--kv-transfer-config", json.dumps(right)]).kv_transfer_config
+
+
+def created(tmp_path, transfer):
+    """The configuration of a server, as far as vLLM makes it before it starts anything or loads a model."""
+    load_general_plugins()
+    model = str(write_model("gqa", tmp_path).folder)
+    return AsyncEngineArgs(model, kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
+
+
+def test_what_cannot_start_is_refused_before_a_model_is_loaded(tmp_path):
+    """Keys and ports, all of them at once."""
+    key = tmp_path / "key"
+    key.write_text("x" * 40)
+    key.chmod(0o644)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        extra = {"port": taken.getsockname()[1], "key_file": str(key)}
+        with pytest.raises(ConfigError) as caught:
+            created(tmp_path, {**CHILD, "kv_connector_extra_config": extra})
+    text = str(caught.value)
+    assert "there are 2 mistakes" in text
+    assert "whose mode is 0644" in text
+    assert re.search(r"\.port: rank 0 would listen at 127.0.0.1:\d+, where another process does", text)
+
+
+def test_an_address_of_another_machine_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCONNECT_KEY", "x" * 40)
+    elsewhere = {**CHILD, "kv_connector_extra_config": {"host": "192.0.2.1"}}
+    with pytest.raises(ConfigError, match=r"\.host: rank 0 cannot listen at 192\.0\.2\.1:0: .*assign"):
+        created(tmp_path, elsewhere)
+    for right in ({"host": "192.0.2.1", "bind": "0.0.0.0"}, {"host": "127.0.0.1"}):
+        assert created(tmp_path, {**CHILD, "kv_connector_extra_config": right}).kv_transfer_config
+
+
+def test_a_later_process_of_a_server_finds_ports_of_its_workers_taken(tmp_path):
+    """API servers beside the first read the options once more."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        transfer = {**CHILD, "kv_connector_extra_config": {"port": taken.getsockname()[1]}}
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            assert pool.submit(created, tmp_path, transfer).result(100)
+
+
+def test_our_part_of_a_multi_connector_is_checked_when_vllm_reads_it():
+    load_general_plugins()
+    inner = [{"kv_connector": "KVConnect", "kv_connector_extra_config": {"prot": 1}, "kv_rank": 0}]
+    extra = {"connectors": [*inner, {"kv_connector": "NixlConnector", "kv_role": "kv_both"}]}
+    with pytest.raises(ConfigError, match=r"no key 'prot'.*did you mean 'port'"):
+        KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
 
 
 def test_module_path_and_name_are_one_class():
