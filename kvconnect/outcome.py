@@ -106,17 +106,25 @@ class Reason(msgspec.Struct, frozen=True, array_like=True):
 class Outcome(msgspec.Struct, frozen=True):
     """The outcome of one load of this rank from a peer; ``reason`` is None if the KV was loaded.
 
-    ``source``: ``lease``, a request that ``peer`` held, or ``name``, rows that it keeps. ``seconds``: from
-    the order to the end.
+    ``engine_id`` is the peer's, "" where any engine at ``address`` would do. ``source``: ``lease``, a request
+    that the peer held, or ``name``, rows that it keeps. ``seconds``: from the order to the end. ``lane``:
+    what carried the bytes.
     """
 
     request_id: str
-    peer: str
+    engine_id: str
+    address: str
     source: str
     num_tokens: int
     total_bytes: int
     seconds: float
+    lane: str = ""
     reason: Reason | None = None
+
+    @property
+    def peer(self) -> str:
+        """The peer, as a text."""
+        return f"{self.engine_id or 'an engine'} at {self.address}"
 
     def __str__(self) -> str:
         took = f"after {self.seconds * 1e3:.1f} ms"

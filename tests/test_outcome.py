@@ -75,7 +75,7 @@ def test_a_server_of_many_ranks_that_dies_is_lost_once():
 
 
 def test_the_line_of_a_failure_that_nobody_can_end_asks_nobody_to_act():
-    outcome = Outcome("r", "P at h:1", "name", 16, 0, 0.5, Cause.EVICTED("it was evicted"))
+    outcome = Outcome("r", "P", "h:1", "name", 16, 0, 0.5, "", Cause.EVICTED("it was evicted"))
     assert (
         str(outcome)
         == "request r was not loaded from P at h:1 by name after 500.0 ms: it was evicted [evicted]"
@@ -90,8 +90,8 @@ def test_what_became_of_one_request_is_asked_by_a_part_of_its_id():
     worker = pair.decode
     page = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "request pl-2")
     found = msgspec.msgpack.decode(page, type=Inspection)
-    (line,) = found.outcomes
-    assert line.startswith("request cmpl-2 was not loaded from P at h:")
+    (outcome,) = found.ended
+    assert str(outcome).startswith("request cmpl-2 was not loaded from P at h:")
     assert found.is_last
     every = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "0")
-    assert len(msgspec.msgpack.decode(every, type=Inspection).outcomes) == 2
+    assert len(msgspec.msgpack.decode(every, type=Inspection).ended) == 2

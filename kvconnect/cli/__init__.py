@@ -14,6 +14,7 @@ import typer
 
 from kvconnect import __version__
 from kvconnect.cli.cache import cache_app
+from kvconnect.cli.check import check
 from kvconnect.cli.demo import demo
 from kvconnect.cli.doctor import doctor
 from kvconnect.cli.inspect import inspect
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, router, demo, doctor, inspect):
+for command in (serve, router, demo, check, doctor, inspect):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 app.add_typer(keys_app, name="keys")

@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+from kvconnect.addresses import join_address
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
 from kvconnect.decode.peers import Peer, Peers, RankLink
@@ -403,11 +404,13 @@ class DecodeSide(TransferPart):
         label = "ok" if load.error is None else failed
         outcome = Outcome(
             request_id,
-            f"{engine_id or 'an engine'} at {host}:{port}",
+            engine_id,
+            join_address(host, port),
             "lease" if load.order.prefix is None else "name",
             load.order.num_tokens,
             sum(total_bytes for total_bytes, _ in load.moved.values()),
             now - load.ordered_at,
+            "+".join(sorted(load.moved)),
             load.error,
         )
         try:

@@ -16,6 +16,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import LoadRecord, RankFetchState
 from kvconnect.decode.peers import Peer
 from kvconnect.halves.worker_transfers import WorkerTransfers
+from kvconnect.outcome import Outcome
 from kvconnect.peer.inspection import (
     MOST_PER_PAGE,
     MOST_TEXT,
@@ -66,7 +67,7 @@ def write_inspection(
         leases = (lease for lease in leases if wanted in _request_of(lease))
         loading = (load for load in loading if wanted in load.order.request_id)
     ended = () if decode is None else reversed(decode.outcomes)
-    lines = (str(outcome) for outcome in ended if wanted in outcome.request_id)
+    outcomes = (outcome for outcome in ended if wanted in outcome.request_id)
     peers = itertools.chain(
         (_source(peer, now) for peer in sources),
         (
@@ -85,7 +86,7 @@ def write_inspection(
         tiers=dict(tiers),
         latest=tuple(_latest(timeline, now)),
         is_last=bool(wanted) or stop >= max(len(held) + len(streamed), len(loads)),
-        outcomes=tuple(line[:_MOST_LINE] for line in itertools.islice(lines, _LATEST)),
+        ended=tuple(map(_shortened, itertools.islice(outcomes, _LATEST))),
     )
     return msgspec.msgpack.encode(inspection)
 
@@ -128,6 +129,16 @@ def _load(load: LoadRecord, now: float) -> LoadView:
         left_s=load.deadline - now,
         landed_bytes=sum(landing.landed_bytes for landing in landings),
         total_bytes=sum(landing.total_bytes for landing in landings),
+    )
+
+
+def _shortened(outcome: Outcome) -> Outcome:
+    reason = outcome.reason
+    return msgspec.structs.replace(
+        outcome,
+        request_id=outcome.request_id[:MOST_TEXT],
+        engine_id=outcome.engine_id[:MOST_TEXT],
+        reason=None if reason is None else reason.cause(reason.text[:_MOST_LINE]),
     )
 
 

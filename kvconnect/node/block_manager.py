@@ -31,12 +31,13 @@ ContentKey = tuple[int, bytes]
 class PrefixHashes(list[bytes]):
     """The hashes of a request's whole blocks, each over all tokens up to the end of its block.
 
-    So hashes at the same token are equal for any block size, also on another node.
+    So hashes at the same token are equal for any block size, also on another node, for requests of one
+    ``salt``.
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, salt: str = "") -> None:
         self._block_tokens = block_tokens
-        self._so_far = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self._so_far = hashlib.blake2b(salt.encode(), digest_size=_DIGEST_BYTES)
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
         """Add the missing hashes of all whole blocks of ``token_ids``."""
@@ -175,6 +176,7 @@ class RequestBlocks:
     left: list[int]
     remembered: list[int]
     hashes: dict[int, PrefixHashes] = field(default_factory=dict)
+    salt: str = ""
 
     def snapshot(self) -> tuple[list[int], ...]:
         """Copies of the id lists, one per group."""
@@ -184,7 +186,7 @@ class RequestBlocks:
         """The hashes of all whole blocks of ``block_tokens``. ``token_ids`` must extend earlier calls'."""
         hashes = self.hashes.get(block_tokens)
         if hashes is None:
-            hashes = self.hashes[block_tokens] = PrefixHashes(block_tokens)
+            hashes = self.hashes[block_tokens] = PrefixHashes(block_tokens, self.salt)
         hashes.extend_to(token_ids)
         return hashes
 
@@ -218,10 +220,10 @@ class BlockManager:
         self._max_step_tokens = max_step_tokens
         self.reuses_prefixes = enable_prefix_caching and not any(group.is_state for group in config.groups)
 
-    def new_request(self) -> RequestBlocks:
-        """A request without blocks."""
+    def new_request(self, salt: str = "") -> RequestBlocks:
+        """A request without blocks. It reuses only blocks of requests with the same ``salt``."""
         count = len(self._groups)
-        return RequestBlocks([[] for _ in range(count)], [0] * count, [0] * count)
+        return RequestBlocks([[] for _ in range(count)], [0] * count, [0] * count, salt=salt)
 
     def most_blocks(self, num_tokens: int) -> int:
         """The most blocks that computing ``num_tokens`` positions can hold at once."""

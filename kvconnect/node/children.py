@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -43,13 +44,18 @@ class BadAnswer(KVConnectError):
     """A child answered with an error, or not at all."""
 
 
-def fetch(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
+def fetch(
+    url: str,
+    body: Mapping[str, Any] | None = None,
+    timeout_s: float = 60.0,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """GET ``url``, or POST ``body`` to it as JSON.
 
     Raises ``BadAnswer`` for no answer, or a status other than 200; its text has the beginning of the body.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json", **headers})
     try:
         with _opener.open(request, timeout=timeout_s) as answer:
             return bytes(answer.read())
@@ -60,9 +66,14 @@ def fetch(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60
         raise BadAnswer(f"{url} gave no answer: {error}") from error
 
 
-def fetch_json(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
+def fetch_json(
+    url: str,
+    body: Mapping[str, Any] | None = None,
+    timeout_s: float = 60.0,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
     """``fetch`` with the JSON parsed. Raises ``BadAnswer``: no answer, an error, or no JSON."""
-    raw = fetch(url, body, timeout_s)
+    raw = fetch(url, body, timeout_s, headers)
     try:
         return json.loads(raw)
     except ValueError as error:
@@ -202,6 +213,8 @@ class Child:
 
     def end(self, grace_s: float) -> int:
         """SIGTERM, and SIGKILL after ``grace_s``. Returns the exit code. Idempotent."""
+        if self.process is None:
+            return 0
         self.ask_to_end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, grace_s))
@@ -233,8 +246,9 @@ class Children:
 
     def add(self, child: Child) -> Child:
         """Start a child and return at once."""
-        self._all.append(child.start())
-        return child
+        # First of all, so that a child is ended even if an interrupt comes while it is being started.
+        self._all.append(child)
+        return child.start()
 
     def tails(self) -> str:
         """The last lines of all logs."""

@@ -95,7 +95,11 @@ def _group_facts(group: KVCacheGroup) -> Mapping[str, Any]:
 
 
 def _describe(request: Request, first: int, count: int, size: int) -> Described:
-    return {"token_ids": request.token_ids[first * size : (first + count) * size]}
+    tokens = request.token_ids[first * size : (first + count) * size]
+    if not request.cache_salt or first:
+        return {"token_ids": tokens}
+    # As vLLM has it: the salt is a key of the first block, and so names all that follow.
+    return {"token_ids": tokens, "extra_keys": [(request.cache_salt,), *[None] * (count - 1)]}
 
 
 class Publisher:

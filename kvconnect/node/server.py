@@ -106,6 +106,7 @@ class CompletionBody(Struct, kw_only=True):
     stream: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
+    cache_salt: str | None = None
     return_kv_block_ids: bool | None = None
     temperature: float | None = None
     n: int | None = None
@@ -388,7 +389,15 @@ class NodeServer:
         if refusal is not None:
             raise BadRequest(refusal)
         sink = functools.partial(self._deliver, engine_id)
-        return Request(engine_id, prompt, max_tokens, sink, body.kv_transfer_params, body.session_id)
+        return Request(
+            engine_id,
+            prompt,
+            max_tokens,
+            sink,
+            body.kv_transfer_params,
+            body.session_id,
+            body.cache_salt or "",
+        )
 
     def _params_refusal(self, params: dict[str, Any]) -> str | None:
         # The connector decides whether they are valid: some policies serve a request all the same.

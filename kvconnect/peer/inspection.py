@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from kvconnect.outcome import Outcome
+
 TOPIC = "inspection"
 MOST_PER_PAGE = 256
 """The most leases, and the most loads, in an answer; so many take 1 ms of a transfer thread."""
@@ -91,9 +93,9 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
 
     ``leases`` and ``loads`` are one page of each, oldest first; ``counts`` has the totals of these and of
     other things. ``tiers`` has by name the report of each tier: ``records``, ``taken_bytes``,
-    ``limit_bytes`` where the tier has them. ``latest`` are the last records of the timeline, ``outcomes`` the
-    lines of the last loads that ended, newest first. If the question names a request, ``leases``, ``loads``
-    and ``outcomes`` are only those of the request.
+    ``limit_bytes`` where the tier has them. ``latest`` are the last records of the timeline, ``ended`` the
+    outcomes of the last loads, newest first. If the question names a request, ``leases``, ``loads`` and
+    ``ended`` are only those of the request.
     """
 
     engine_id: str
@@ -106,4 +108,4 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     tiers: dict[str, dict[str, Any]]
     latest: tuple[RecordView, ...]
     is_last: bool
-    outcomes: tuple[str, ...] = ()
+    ended: tuple[Outcome, ...] = ()

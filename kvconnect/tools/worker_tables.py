@@ -41,8 +41,8 @@ def tables(address: str, described: Description, found: Inspection) -> Iterator[
     yield _table("slots", "TO SIZE> FREE> OURS> GRANTED> QUARANTINED>", map(_slots, found.slots))
     title = _some("peers", found.peers, len(found.peers))
     yield _table(title, "KV_IS PEER STATE", map(_peer, found.peers[:_MOST_ROWS]))
-    if found.outcomes:
-        yield _table("loads that ended", "OUTCOME", ((_shown(line),) for line in found.outcomes[:_MOST_ROWS]))
+    if ended := found.ended[:_MOST_ROWS]:
+        yield _table("loads that ended", "OUTCOME", ((_shown(str(outcome)),) for outcome in ended))
     if found.tiers:
         yield _table(
             "tiers", "TIER CONTENTS> TAKEN> BOUND> BESIDES", itertools.starmap(_tier, found.tiers.items())

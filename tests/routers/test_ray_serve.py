@@ -16,14 +16,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-router
 
 from kvconnect.node.children import answers, fetch_json
 from tests.ports import free_port
-from tests.vllm.servers import OBSERVED, ROOT, Server, random_prompt, running
+from tests.vllm.servers import EXACT, OBSERVED, ROOT, Server, random_prompt, running
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
 RAY = ROOT / ".venv-ray"
 START_S = 180
-ENGINE = {"enforce_eager": True, "max_model_len": 4096, "dtype": "bfloat16", "block_size": 128}
+ENGINE = {"enforce_eager": True, "max_model_len": 4096, "dtype": "float32", "block_size": 128}
 ENGINE |= {"max_num_seqs": 8, "max_num_batched_tokens": 512}
 
 
@@ -57,7 +57,7 @@ def application(tmp_path_factory):
             assert process.poll() is None, log.read_text()[-5000:]
             assert time.monotonic() < deadline, log.read_text()[-5000:]
             time.sleep(1)
-        with running(Server(recipe, folder, "alone", "0")) as (alone,):
+        with running(Server(recipe, folder, "alone", "0", None, EXACT)) as (alone,):
             yield url, records, alone
     finally:
         process.send_signal(signal.SIGINT)
