@@ -21,6 +21,7 @@ from kvconnect.cli.inspect import inspect
 from kvconnect.cli.keys import keys_app
 from kvconnect.cli.router import router
 from kvconnect.cli.serve import serve
+from kvconnect.cli.up import up
 from kvconnect.errors import KVConnectError
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(up)
 for command in (serve, router, demo, check, doctor, inspect):
     app.command()(command)
 app.add_typer(cache_app, name="cache")

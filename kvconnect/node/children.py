@@ -25,6 +25,7 @@ from kvconnect.errors import KVConnectError
 _READY = re.compile(r"^kvconnect (?:node|router) ready on (http://\S+)", re.MULTILINE)
 START_TIMEOUT_S = 120.0
 _TERM_GRACE_S = 5.0
+_POLLED_EACH_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 # The command of a child: this interpreter's package, not a "kvconnect" on the PATH.
@@ -249,6 +250,19 @@ class Children:
         # First of all, so that a child is ended even if an interrupt comes while it is being started.
         self._all.append(child)
         return child.start()
+
+    def check(self) -> None:
+        """Raise ``ChildFailed`` if a child has ended by itself."""
+        for child in self._all:
+            if (code := child.exit_code()) is not None:
+                why = "; it was killed, perhaps since memory ran out" if code == -signal.SIGKILL else ""
+                raise ChildFailed(f"{child.name} ended with code {code}{why}\n{child.tail()}")
+
+    def wait_for_an_end(self) -> None:
+        """Wait until a child ends by itself, which raises ``ChildFailed``."""
+        while True:
+            self.check()
+            time.sleep(_POLLED_EACH_S)
 
     def tails(self) -> str:
         """The last lines of all logs."""

@@ -1,0 +1,193 @@
+"""``kvconnect check`` on real nodes, and ``kvconnect up`` with nodes in place of vLLM's servers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvconnect.config import ExtraConfig
+from kvconnect.errors import ConfigError
+from kvconnect.node.children import COMMAND, Children, answers
+from kvconnect.node.pair_demo import start_nodes, start_router
+from kvconnect.tools import transfer_check
+from kvconnect.tools.transfer_check import check, route_of, run_check
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with Children(tmp_path_factory.mktemp("checked")) as children:
+        prefill, decode = start_nodes(children, "nixl", "gqa", "serve", "--model", "gqa", "--port", "0")
+        router = start_router(children, prefill, decode)
+        yield prefill.url, decode.url, router.url
+
+
+def test_a_pair_behind_a_router_is_shown_to_work(nodes, capsys):
+    prefill, decode, router = nodes
+    assert run_check([router + "/"], ExtraConfig(), json_output=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["problem"], found["prefill"], found["decode"]) == ("", prefill, decode)
+    assert found["loaded_tokens"] == found["prompt_tokens"] == 1000
+    assert found["total_bytes"] > 1000
+    assert 0 < found["seconds"] < 60
+    assert found["lane"] in ("tcp", "shared_memory"), "what UCX takes on this machine"
+    assert found["answered_tokens"] == 8
+
+
+def test_two_servers_are_asked_one_after_the_other(nodes, capsys):
+    prefill, decode, _ = nodes
+    assert run_check([prefill, decode], ExtraConfig(), json_output=False) == 0
+    line = capsys.readouterr().out
+    assert line.startswith(f"ok: {prefill} prefilled 1000 of 1000 tokens, their KV (")
+    assert line.endswith("), which decoded 8 tokens as it does by itself\n")
+
+
+def test_servers_the_wrong_way_round_are_told_apart(nodes):
+    prefill, decode, _ = nodes
+    found = check(route_of([decode, prefill]), ExtraConfig())
+    assert found.problem.startswith(f"{decode} holds no KV for a decode server")
+
+
+def test_a_server_that_is_not_there_is_named(nodes):
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    assert nowhere in check(route_of([nodes[0], nowhere]), ExtraConfig()).problem
+    with pytest.raises(ConfigError, match="is not `kvconnect router` before prefill and decode servers"):
+        route_of([nodes[0]])
+    with pytest.raises(ConfigError, match=r"'localhost:1'; accepted: a URL"):
+        route_of(["localhost:1"])
+
+
+def test_a_prompt_that_d_computed_itself_is_no_proof(nodes, monkeypatch):
+    """As where a router passes P by: the answer is right all the same."""
+    prefill, decode, _ = nodes
+    whole = transfer_check.complete
+
+    def without_params(url, *arguments, **more):
+        if url == decode:
+            more.pop("kv_transfer_params", None)
+        return whole(url, *arguments, **more)
+
+    monkeypatch.setattr(transfer_check, "complete", without_params)
+    assert "no decode server loaded KV" in check(route_of([prefill, decode]), ExtraConfig()).problem
+
+
+def test_an_answer_other_than_ds_own_is_found(nodes, monkeypatch):
+    prefill, decode, _ = nodes
+    whole = transfer_check.complete
+
+    def altered(url, *arguments, **more):
+        answer = whole(url, *arguments, **more)
+        if "cache_salt" in more:
+            answer["choices"][0]["token_ids"][3] += 1
+        return answer
+
+    monkeypatch.setattr(transfer_check, "complete", altered)
+    assert "they differ from token 4 on" in check(route_of([prefill, decode]), ExtraConfig()).problem
+
+
+# kvconnect up
+
+CHILD = """
+import json, sys
+from kvconnect.tools.local_pair import Launch, LocalPair
+from kvconnect.tools.up_runner import run_pair
+launches = [Launch(**one) for one in json.loads(sys.argv[1])]
+sys.exit(run_pair(LocalPair(*launches, one_by_one=sys.argv[2] == "1"), "gqa"))
+"""
+
+
+def launched(model="gqa"):
+    """As ``kvconnect up`` would start them, with nodes as servers."""
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(3)]
+    made = []
+    for name, role, url in (("prefill", "kv_producer", urls[0]), ("decode", "kv_consumer", urls[1])):
+        config = json.dumps({"kv_connector": "KVConnect", "kv_role": role})
+        serve = [*COMMAND, "serve", "--model", model, "--port", url.rpartition(":")[2]]
+        made.append({"name": name, "url": url, "command": [*serve, "--kv-transfer-config", config]})
+    route = [
+        *COMMAND,
+        "router",
+        "--port",
+        urls[2].rpartition(":")[2],
+        "--prefill",
+        urls[0],
+        "--decode",
+        urls[1],
+    ]
+    return [*made, {"name": "router", "url": urls[2], "command": route}]
+
+
+def begun(launches, *, one_by_one=False):
+    command = [sys.executable, "-c", CHILD, json.dumps(launches), str(int(one_by_one))]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def gone(launches, within_s=15.0):
+    """Whether no process of these commands is left."""
+    deadline = time.monotonic() + within_s
+    ports = [f"--port\0{one['url'].rpartition(':')[2]}\0" for one in launches]
+    while time.monotonic() < deadline:
+        lines = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    lines.append((entry / "cmdline").read_text())
+                except OSError:
+                    continue
+        if not any(port in line for port in ports for line in lines):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_up_shows_where_kv_came_from_and_ends_all_with_itself():
+    launches = launched()
+    process = begun(launches, one_by_one=True)
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("curl "):
+                break
+        assert any(line.startswith(f"ok: {launches[0]['url']} prefilled ") for line in lines), "".join(lines)
+        assert sum("--kv-transfer-config" in line for line in lines) == 2
+        assert answers(launches[2]["url"] + "/ready?all")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    assert gone(launches)
+
+
+@pytest.mark.parametrize(
+    "after_s", [0.0, 1.5, *(pytest.param(after_s, marks=pytest.mark.full) for after_s in (0.5, 3.0, 6.0))]
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_stays_behind_when_up_is_ended_at_any_moment(after_s, number):
+    launches = launched()
+    process = begun(launches)
+    process.stdout.readline()
+    time.sleep(after_s)
+    process.send_signal(number)
+    process.wait(60)
+    assert gone(launches)
+
+
+def test_a_server_that_ends_ends_up_with_the_end_of_its_log():
+    launches = launched(model="no_such_model")
+    process = begun(launches)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "ended with code 2" in out
+    assert "no_such_model" in out
+    assert gone(launches)
