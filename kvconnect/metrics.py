@@ -304,8 +304,7 @@ class Metrics(MetricSet):
 
     transfers: Numbers = _counter(
         "transfers",
-        "Requests whose KV was sent or received, by outcome; where a client left that is cancelled, and "
-        "aborted",
+        "Requests whose KV was sent or received; where the client left: cancelled, or aborted",
         "direction",
         "outcome",
     )
@@ -315,47 +314,37 @@ class Metrics(MetricSet):
         "Seconds from the first post to the last completion, summed over requests",
         "direction",
     )
-    copies: Numbers = _counter("copies", "Chunks that were sent or received", "direction")
-    streamed: Number = _counter("streamed_requests", "Requests that were sent while they were prefilled")
+    copies: Numbers = _counter("copies", "Chunks sent or received", "direction")
+    streamed: Number = _counter("streamed_requests", "Requests sent during their prefill")
     streamed_bytes: Number = _counter("streamed_bytes", "KV bytes sent before the end of their prefill")
-    pulls: Numbers = _counter(
-        "pulls",
-        "Requests whose KV peers were asked for by name, by what came of it",
-        "outcome",
-    )
-    pulled_tokens: Number = _counter("pulled_tokens", "Tokens whose KV was loaded from such a peer")
+    pulls: Numbers = _counter("pulls", "Requests whose KV peers were asked for by name", "outcome")
+    pulled_tokens: Number = _counter("pulled_tokens", "Tokens whose KV was loaded by name")
     failures: Numbers = _FAILURES
     load_seconds: Observations = _histogram(
         "load_seconds", "Seconds from the order to load a request to its arrival", _LOAD_BUCKETS
     )
     chunk_seconds: Observations = _histogram(
-        "chunk_seconds", "Seconds that it took to write a packed chunk to a peer", _CHUNK_BUCKETS
+        "chunk_seconds", "Seconds to write a chunk to a peer", _CHUNK_BUCKETS
     )
     lease_seconds: Observations = _histogram(
-        "lease_seconds",
-        "Seconds that a request's blocks were held, from the order to the end of the lease",
-        _LEASE_BUCKETS,
+        "lease_seconds", "Seconds that a request's blocks were held under a lease", _LEASE_BUCKETS
     )
     link_rate: Numbers = _gauge(
-        "link_bytes_per_second",
-        "What the link measured last reached, by its calibration or by 64 MiB of packed chunks",
-        "lane",
+        "link_bytes_per_second", "Rate of the link measured last, by calibration or 64 MiB of chunks", "lane"
     )
     link_expected: Numbers = _gauge(
-        "link_expected_bytes_per_second",
-        "What its hardware should give, 0 where unknown",
-        "lane",
+        "link_expected_bytes_per_second", "What its hardware should give, 0 where unknown", "lane"
     )
     side_channel: Numbers = _gauge("side_channel", "1 where the worker listens for its peers", "address")
     leases: Number = _gauge("leases_held", "Requests that wait to be fetched")
-    loads: Number = _gauge("loads_in_flight", "Requests that are being fetched, or wait for it")
-    loads_waiting: Number = _gauge("loads_waiting", "Requests whose fetch waits for its turn")
+    loads: Number = _gauge("loads_in_flight", "Requests being fetched, or waiting for it")
+    loads_waiting: Number = _gauge("loads_waiting", "Requests whose fetch waits its turn")
     quarantined: Number = _gauge("slots_quarantined", "Landing slots that a lost peer may still write")
     inflight_bytes: Number = _gauge("inflight_bytes", "Bytes under way to peers")
-    slots_landing: Number = _gauge("slots_landing", "Landing slots that are lent, unpacked or in quarantine")
-    slots_send: Number = _gauge("slots_send", "Send slots that are packed, sent or in quarantine")
-    slots_landing_limit: Number = _gauge("slots_landing_limit", "Landing slots that there are")
-    slots_send_limit: Number = _gauge("slots_send_limit", "Send slots that there are")
+    slots_landing: Number = _gauge("slots_landing", "Landing slots lent, unpacked or in quarantine")
+    slots_send: Number = _gauge("slots_send", "Send slots packed, sent or in quarantine")
+    slots_landing_limit: Number = _gauge("slots_landing_limit", "All landing slots")
+    slots_send_limit: Number = _gauge("slots_send_limit", "All send slots")
 
 
 class OffloadMetrics(MetricSet):
@@ -367,8 +356,8 @@ class OffloadMetrics(MetricSet):
     failures: Numbers = _FAILURES
     rows: Numbers = _counter(
         "offload_rows",
-        "Blocks stored in host memory and restored from it, kept in and fetched from lower tiers, and those "
-        "that a lower tier did not take (unkept) or did not have (missed)",
+        "Blocks stored in and restored from host memory, kept in and fetched from lower tiers, not taken by "
+        "one (unkept) or not found (missed)",
         "move",
         "tier",
     )
@@ -378,35 +367,33 @@ class OffloadMetrics(MetricSet):
         "offload_seconds", "Seconds from order to end, summed over these jobs", "move", "tier"
     )
     session_actions: Numbers = _counter(
-        "session_actions", "What requests asked for their sessions, by outcome", "action", "outcome"
+        "session_actions", "Actions that requests asked for on their sessions", "action", "outcome"
     )
     wait_seconds: Numbers = _counter(
         "offload_wait_seconds",
-        "Seconds that steps waited for staging memory (staging), and orders until they were begun (turn)",
+        "Seconds that steps waited for staging memory (staging), and orders for their turn (turn)",
         "cause",
     )
     open: ClassVar[dict[str, Number]] = {
         "store": _gauge("offload_stores_open", "Jobs that copy blocks to host memory"),
-        "restore": _gauge("offload_restores_open", "Requests whose blocks are copied from host memory"),
+        "restore": _gauge("offload_restores_open", "Requests being restored from host memory"),
         "keep": _gauge("offload_keeps_open", "Jobs that write blocks to lower tiers"),
         "fetch": _gauge("offload_fetches_open", "Jobs that read blocks from lower tiers"),
-        "seek": _gauge("offload_seeks_open", "Questions to lower tiers that are not answered yet"),
+        "seek": _gauge("offload_seeks_open", "Lookups in lower tiers under way"),
     }
     taken: ClassVar[dict[str, Number]] = {
-        "host": _gauge("offload_host_bytes", "Bytes of host memory that hold blocks"),
-        "disk": _gauge("offload_disk_bytes", "Bytes that blocks take on disk"),
+        "host": _gauge("offload_host_bytes", "Bytes of host memory in use"),
+        "disk": _gauge("offload_disk_bytes", "Bytes on disk in use"),
     }
     limit: ClassVar[dict[str, Number]] = {
-        "host": _gauge("offload_host_limit_bytes", "Bytes of host memory that are for blocks"),
-        "disk": _gauge("offload_disk_limit_bytes", "Most bytes that blocks may take on disk"),
+        "host": _gauge("offload_host_limit_bytes", "Bytes of host memory for blocks"),
+        "disk": _gauge("offload_disk_limit_bytes", "Most bytes on disk"),
     }
     pinned: ClassVar[dict[str, Number]] = {
-        "host": _gauge("offload_host_pinned_bytes", "Bytes of host memory that sessions hold"),
-        "disk": _gauge("offload_disk_pinned_bytes", "Bytes that sessions hold on disk, or on their way"),
+        "host": _gauge("offload_host_pinned_bytes", "Bytes of host memory that sessions pin"),
+        "disk": _gauge("offload_disk_pinned_bytes", "Bytes that sessions pin on disk, or on their way there"),
     }
-    held_rows: Number = _gauge(
-        "offload_held_rows", "Rows of host memory that a tier did not let go of in time"
-    )
+    held_rows: Number = _gauge("offload_held_rows", "Rows of host memory that a tier did not release in time")
 
     def moved(self, move: str, tier: str, rows: int, length_bytes: int, seconds: float | None = None) -> None:
         """Count moved rows and their bytes; with ``seconds``, also the job that moved them."""

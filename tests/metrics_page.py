@@ -19,10 +19,12 @@ _TABLE = re.compile(r"(<!-- (\w+) -->\n).*?(?=\n\n|\Z)", re.S)
 
 
 def _rows(families: Iterable[tuple[str, str, Iterable[str], str]]) -> str:
-    rows = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
+    rows = ["name, labels | meaning", "---|---"]
     for name, kind, labels, text in families:
+        # The page tells kinds apart by the ends of names.
+        assert name.endswith("_seconds") == (kind == "histogram") or kind == "counter", name
         shown = f"{name}_total" if kind == "counter" else name
-        rows.append(f"| `{shown}` | {kind} | {', '.join(labels)} | {text.rstrip('.')} |")
+        rows.append(f"{', '.join([f'`{shown}`', *labels])} | {text.rstrip('.')}")
     return "\n".join(rows)
 
 
@@ -45,11 +47,11 @@ def router_table() -> str:
 
 def page(text: str) -> str:
     """The page with its tables as they should be."""
-    offload = [f"| `{reason}` | {text} |" for reason, text in host.REASONS.items()]
+    offload = [f"`{reason}` | {text}" for reason, text in host.REASONS.items()]
     tables = {
         "worker": worker_table(),
         "router": router_table(),
-        "offload": "\n".join(["| reason | what happened |", "|---|---|", *offload]),
+        "offload": "\n".join(["reason | what happened", "---|---", *offload]),
     }
     return _TABLE.sub(lambda found: found[1] + tables[found[2]], text)
 

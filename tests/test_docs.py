@@ -47,7 +47,8 @@ def test_the_page_of_metrics_has_every_family_label_and_reason_of_the_code():
         reason
         for path in (ROOT / "kvconnect").rglob("*.py")
         for reason in re.findall(
-            r'(?:failures\.labels|\.warn|failures\.append|host\.count)\(\s*"(\w+)"', path.read_text()
+            r'(?:failures\.labels|\.warn|failures\.append|host\.count|\.complain)\(\s*"(\w+)"',
+            path.read_text(),
         )
     }
     assert len(counted) > 20

@@ -29,28 +29,26 @@ class RouterMetrics:
         self.node_request_seconds = seconds("node_request_seconds", text, "role")
         text = "Seconds from a request's arrival to the first byte of its answer."
         self.first_byte_seconds = seconds("first_byte_seconds", text)
-        text = "Requests to nodes that gave no whole answer, by what happened."
+        text = "Requests to nodes that gave no whole answer."
         self.node_request_failures = counter("node_request_failures", text, "role", "reason")
         self.retries = counter("retries", "Requests tried again on another node.", "role")
-        text = "Requests that the decode node served alone, by why; prefill_* where prefill failed."
+        text = "Requests that a decode node served alone; prefill_* where prefill failed."
         self.fallbacks = counter("fallbacks", text, "reason")
-        text = "Requests that went to both nodes: sequential, parallel, or resumed, which is a parallel one "
-        self.flows = counter("flows", text + "whose decode request had to be given up.", "flow")
+        text = "Requests that went to both nodes; resumed: in parallel, with D's request given up."
+        self.flows = counter("flows", text, "flow")
         text = (
             "Streamed answers and answers of one token, by where the first came from: prefill; only, where "
-            "it is all; decode where it was withheld, its text not being whole, or not_tried; repeated where "
-            "D was asked again for a token that was P's, differs where it kept its own."
+            "it is all; D where it was withheld (no whole text) or not_tried; repeated where D was asked "
+            "again with P's token, differs where D kept its own."
         )
         self.first_tokens = counter("first_tokens", text, "outcome")
-        text = "Requests that a prefill node released, as no decode node will fetch them: sent, or failed."
+        text = "Releases, sent or failed, of what a prefill node holds and no decode node will fetch."
         self.releases = counter("releases", text, "outcome")
         self.clients_gone = counter("clients_gone", "Clients that left before their answer ended.")
-        text = "Requests of policy prefix, by what decided: prefix where a node has some of the prompt, load."
+        text = "Requests of policy prefix, by what decided: prefix, or load."
         self.placements = counter("placements", text, "by")
         self.known_blocks = gauge("known_blocks", "Blocks that nodes are known to have.")
-        text = (
-            "Published blocks that are not known: there are too many, or the block before them is not known."
-        )
+        text = "Published blocks that are not known: too many, or the block before is not known."
         self.blocks_left_out = counter("blocks_left_out", text)
         self.kv_events_missed = counter("kv_events_missed", "Messages of KV events that did not arrive.")
         text = "Messages of KV events that could not be read."
