@@ -167,8 +167,10 @@ def _mistakes(model: LocalModel, host: Host, port: int, options: Sequence[str]) 
     if model.problem:
         yield model.problem
     if not host.vllm:
-        wanted = "pip install 'kvconnect[vllm,nixl,node]' with GPUs" if host.gpus else _CPU_BUILD
-        yield f"vLLM is not installed beside this Python ({sys.executable}); install it: {wanted}"
+        yield (
+            f"vLLM is not installed for {sys.executable}; accepted: with GPUs, pip install "
+            f"'kvconnect[vllm,nixl,node]'; on a CPU its CPU build: {_CPU_BUILD}"
+        )
     if "aiohttp" in host.lacks:
         yield "aiohttp, which the router needs, is not installed: pip install 'kvconnect[node]'"
     if host.lacks and {"nixl", "mooncake"} <= set(host.lacks):
@@ -192,7 +194,7 @@ def _mistakes(model: LocalModel, host: Host, port: int, options: Sequence[str]) 
     elif not host.gpus:
         yield (
             f"vLLM {host.vllm} is a build for GPUs, and none is visible here; look at CUDA_VISIBLE_DEVICES "
-            f"and `kvconnect doctor`, or install the CPU build: {_CPU_BUILD}"
+            f"and `kvconnect doctor`, or take the CPU build: {_CPU_BUILD}"
         )
     elif ranks > 1 and len(host.gpus) < 2 * ranks:
         found = f"--tensor-parallel-size is {ranks}, and {len(host.gpus)} GPUs are visible"

@@ -12,7 +12,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
+from kvconnect.config import ExtraConfig
 from kvconnect.node.children import fetch, fetch_json
+from kvconnect.tools.transfer_check import run_check
 from tests.vllm.servers import EXACT, chat_options, pair, random_prompt, router
 from tests.vllm.tiny_models import write_model
 
@@ -74,6 +76,17 @@ def routing(request, servers):
         # The parallel flow begins once the prefill server's side channel is known.
         fetch_json(url + "/v1/completions", {"model": "tiny", **SPLIT["/v1/completions"]}, 120)
         yield url
+
+
+def test_the_pair_is_shown_to_transfer_kv(routing, servers, capsys):
+    """``kvconnect check``: through the router and without it."""
+    for urls in ([routing], [server.url for server in servers]):
+        assert run_check(urls, ExtraConfig(), json_output=True) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["prefill"], found["decode"]) == tuple(server.url for server in servers)
+        assert found["loaded_tokens"] == found["prompt_tokens"] > 900
+        assert found["total_bytes"] > 0
+        assert found["answered_tokens"] == 8
 
 
 def comparable(answer):
