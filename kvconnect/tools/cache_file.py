@@ -48,6 +48,12 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     block_size: Count = 0
 
+    def __str__(self) -> str:
+        """As an operator reads it."""
+        keys = ("num_layers", "block_size", "kernel_block_size", "dtype", "layout", "kv")
+        shown = [f"{key} {value}" for key in keys if (value := getattr(self, key, ""))]
+        return f"{self.name}: {', '.join(shown)}"
+
 
 class TokenLayers(LayerKind, frozen=True, kw_only=True):
     """Layers that keep a row per token. ``mla``: one latent row of ``head_size`` values.

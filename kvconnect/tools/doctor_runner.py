@@ -12,15 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.tools.cache_file import read_cache
-from kvconnect.tools.cache_pairs import check_caches
+from kvconnect.tools.cache_file import CacheFile, read_cache
+from kvconnect.tools.cache_pairs import CUDA_SLOT_BYTES, check_caches
 from kvconnect.tools.checks import check_hardware, check_node, check_software
 from kvconnect.tools.facts import Facts, Probes
-from kvconnect.tools.findings import Finding, Level, failure
+from kvconnect.tools.findings import Finding, Level, failure, well
 from kvconnect.tools.link_check import check_link
 from kvconnect.tools.node_pair import check_pair, meet, unreached
 from kvconnect.tools.serving import side_channels
-from kvconnect.tools.showing import printable
+from kvconnect.tools.showing import printable, size
 from kvconnect.vllm.configuration import read_configuration
 
 _WIDTH = 80
@@ -50,7 +50,21 @@ def compare(source: Side, target: Side, tokens: int, configuration: str | None =
     if configuration is not None:
         extra = read_configuration(configuration).extra
         held, wanted = (msgspec.structs.replace(side, extra=extra) for side in (held, wanted))
-    return list(check_caches(held, wanted, tokens))
+    return [*_taken_for(held, wanted, tokens), *check_caches(held, wanted, tokens)]
+
+
+def _taken_for(held: CacheFile, wanted: CacheFile, tokens: int) -> Iterator[Finding]:
+    """What the comparison takes the two caches to be: a model's configuration does not settle all of it."""
+    sides = {"prefill node": held, "decode node": wanted}
+    texts = {name: "; ".join(dict.fromkeys(map(str, side.layers))) for name, side in sides.items()}
+    if len(set(texts.values())) == 1:
+        texts = {"both nodes": texts["prefill node"]}
+    for name, text in texts.items():
+        yield well("taken for", f"{name}: {text}")
+    slots = f"slots of {size(CUDA_SLOT_BYTES)} where none are set, and no draft model"
+    yield well(
+        "taken for", f"{tokens} tokens in one request; {slots}; deploy/examples has files that say more"
+    )
 
 
 def examine(
