@@ -106,14 +106,14 @@ class Reason(msgspec.Struct, frozen=True, array_like=True):
 class Outcome(msgspec.Struct, frozen=True):
     """The outcome of one load of this rank from a peer; ``reason`` is None if the KV was loaded.
 
-    ``engine_id`` is the peer's, "" where any engine at ``address`` would do. ``source``: ``lease``, a request
-    that the peer held, or ``name``, rows that it keeps. ``seconds``: from the order to the end. ``lane``:
-    what carried the bytes.
+    ``engine_id`` is the peer's, "" where any engine at the side channel ``channel`` would do. ``source``:
+    ``lease``, a request that the peer held, or ``name``, rows that it keeps. ``seconds``: from the order to
+    the end. ``lane``: what carried the bytes.
     """
 
     request_id: str
     engine_id: str
-    address: str
+    channel: tuple[str, int]
     source: str
     num_tokens: int
     total_bytes: int
@@ -124,7 +124,8 @@ class Outcome(msgspec.Struct, frozen=True):
     @property
     def peer(self) -> str:
         """The peer, as a text."""
-        return f"{self.engine_id or 'an engine'} at {self.address}"
+        host, port = self.channel
+        return f"{self.engine_id or 'an engine'} at {host}:{port}"
 
     def __str__(self) -> str:
         took = f"after {self.seconds * 1e3:.1f} ms"

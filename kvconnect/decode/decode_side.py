@@ -10,7 +10,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from kvconnect.addresses import join_address
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
 from kvconnect.decode.peers import Peer, Peers, RankLink
@@ -405,7 +404,7 @@ class DecodeSide(TransferPart):
         outcome = Outcome(
             request_id,
             engine_id,
-            join_address(host, port),
+            (host, port),
             "lease" if load.order.prefix is None else "name",
             load.order.num_tokens,
             sum(total_bytes for total_bytes, _ in load.moved.values()),

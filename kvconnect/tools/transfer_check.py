@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from kvconnect.addresses import join_address
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError, KVConnectError, PeerError
 from kvconnect.node.children import Samples, growth
@@ -171,13 +170,9 @@ def _judge(
     if failed := [outcome for _, outcome in loads if outcome.reason is not None]:
         return Checked(str(failed[0]))
     decode, first = loads[0]
-    at = {
-        join_address(*channel): url
-        for url in route.prefill
-        for channel in side_channels(url, "the prefill server")
-    }
+    at = {channel: url for url in route.prefill for channel in side_channels(url, "the prefill server")}
     return Checked(
-        prefill=at.get(first.address, f"the server at {first.address}"),
+        prefill=at.get(first.channel, f"the server of {first.peer}"),
         decode=decode,
         prompt_tokens=int(answer.get("usage", {}).get("prompt_tokens", 0)),
         loaded_tokens=max(outcome.num_tokens for _, outcome in loads),

@@ -279,6 +279,25 @@ def test_a_file_that_is_not_there_is_named():
 # --- the command, with the examples that come with it -------------------------------------------------
 
 
+def pairs_of(report):
+    """The findings about pairs of ranks, without those about what was compared."""
+    assert report["findings"][0]["about"] == "taken for"
+    return [one for one in report["findings"] if one["about"] != "taken for"]
+
+
+def test_what_a_comparison_takes_the_caches_for_is_stated(tmp_path):
+    model = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64}
+    one = json.loads(compared(tmp_path, model).output)["findings"][0]["found"]
+    layers = (
+        "gqa: num_layers 4, block_size {0}, kernel_block_size {0}, dtype bfloat16, layout nhd, kv together"
+    )
+    assert one == f"both nodes: {layers.format(16)}"
+    sizes = ("--block-size", "16", "--block-size", "64")
+    first, second, *_ = json.loads(compared(tmp_path, model, *sizes).output)["findings"]
+    assert first["found"] == f"prefill node: {layers.format(16)}"
+    assert second["found"] == f"decode node: {layers.format(64)}"
+
+
 def test_the_examples_are_compared_in_json_and_for_people():
     files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
     done = command(*files, "--json")
@@ -286,7 +305,7 @@ def test_the_examples_are_compared_in_json_and_for_people():
     found = json.loads(done.stdout)
     mib = 8192 * 80 * 2 * 2 * 128 * 2 / 2**20
     assert found["works"] is True
-    assert [one["found"].partition(" in ")[0] for one in found["findings"]] == [
+    assert [one["found"].partition(" in ")[0] for one in pairs_of(found)] == [
         f"rank to rank {ranks}: they fit, and send gqa heads {heads}, as rows: {mib:.1f} MiB"
         for ranks, heads in (("0 > 0", "0-1"), ("1 > 0", "2-3"), ("2 > 1", "4-5"), ("3 > 1", "6-7"))
     ]
@@ -299,7 +318,7 @@ def test_what_cannot_be_is_said_and_is_exit_code_1(tmp_path):
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps(given))
     done = command(str(EXAMPLES / "prefill.cache.json"), str(wrong), "--json")
-    (found,) = json.loads(done.stdout)["findings"]
+    (found,) = pairs_of(json.loads(done.stdout))
     assert (done.returncode, found["level"]) == (1, "failure")
     said = "rank to rank 0 > 0, 1 > 0, 2 > 1, 3 > 1: layers gqa.0 to gqa.79 (80): bytes of a head"
     assert found["found"].startswith(said)
@@ -355,7 +374,7 @@ def test_a_nodes_own_configuration_may_have_slots_that_are_too_small(tmp_path):
         result = compared(tmp_path, model, "--tp", "2", "--kv-transfer-config", configuration)
         said = json.loads(result.output)
         assert (result.exit_code, said["works"]) == (not fits, fits)
-        assert all(reason in said["findings"][0]["found"] for reason in reasons)
+        assert all(reason in pairs_of(said)[0]["found"] for reason in reasons)
 
 
 def test_ranks_that_have_places_of_their_own_are_shown_with_them(tmp_path):
