@@ -15,7 +15,7 @@ WORKERS ?= $(shell nproc | awk '{print ($$1 < 4 ? $$1 + 1 : 4)}')
 # every kind of model over both engines.
 MARKS ?= not full
 
-.PHONY: help setup setup-system setup-vllm setup-routers demo test test-vllm test-vllm-releases test-routers check bench simulate faults
+.PHONY: help setup setup-system setup-vllm setup-routers demo test test-vllm test-vllm-releases test-routers check bench simulate faults dist
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -84,3 +84,6 @@ simulate: setup ## whole deployments with faults on a virtual clock: make simula
 
 faults: setup ## real nodes that are killed, stopped, cut off or attacked: make faults ARGS="kills --engine nixl"
 	@.venv/bin/python -m tests.faults $(ARGS)
+
+dist: setup ## the sdist and the wheel of the last commit, in dist/; the same bytes at each build
+	@.venv/bin/python deploy/dist.py
