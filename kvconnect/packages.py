@@ -16,6 +16,7 @@ ENGINE_GROUP = "kvconnect.engines"
 """The entry point group in which distributions, kvconnect's included, register transfer engines."""
 _DISTRIBUTIONS = {
     "torch": ("torch",),
+    "aiohttp": ("aiohttp",),
     "triton": ("triton",),
     "nixl": ("nixl",),
     "mooncake": (

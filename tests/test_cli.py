@@ -79,6 +79,26 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(arguments: tuple[str,
     assert re.fullmatch(r"kvconnect: .*\n", done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "blocked", "names"),
+    [
+        (("router", "--decode", "http://a"), "aiohttp", "pip install 'kvconnect[node]'"),
+        (("serve",), "aiohttp", "pip install 'kvconnect[node]'"),
+        (("demo",), "aiohttp", "pip install 'kvconnect[node]'"),
+        (("demo",), "nixl mooncake", "pip install 'kvconnect[nixl]'"),
+        (("doctor",), "torch", "pip install torch"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_one_line_and_exit_code_2(arguments, blocked, names) -> None:
+    code = f"import sys\nfor name in {blocked.split()}: sys.modules[name] = None\n"
+    code += "from kvconnect.cli import main\nmain()"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert names in done.stderr
+    assert re.fullmatch(r"kvconnect: .*\n", done.stderr)
+
+
 def test_serve_passes_every_argument_of_the_node(monkeypatch) -> None:
     import kvconnect.node.serving as node
 
@@ -213,8 +233,8 @@ def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_named(monke
             demo.run_demo(replace(everything, engine=named))
     assert ran == ["nixl"]
     reasons["nixl"] = "pip install nixl"
-    assert demo.run_demo(everything) == 1
-    assert "no engine can run here" in capsys.readouterr().err
+    with pytest.raises(kvconnect.errors.ConfigError, match="libibverbs1; .*'nixl' cannot run here: pip"):
+        demo.run_demo(everything)
 
 
 # --- the demo, whole ------------------------------------------------------------------------------

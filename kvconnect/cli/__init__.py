@@ -38,6 +38,13 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(keys_app, name="keys")
 
 
+_INSTALL = {
+    "aiohttp": "pip install 'kvconnect[node]'",
+    "torch": "pip install torch, the build for this machine",
+}
+"""By package, how it is installed."""
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"kvconnect {__version__}")
@@ -54,12 +61,22 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of ``kvconnect``: run a command; a ``KVConnectError`` is one line and exit code 2."""
+    """Entry point of ``kvconnect``: run a command; a ``KVConnectError`` is one line and exit code 2.
+
+    So is a package that only some commands need, or that an installation without dependencies lacks.
+    """
     try:
         app()
     except KVConnectError as error:
-        typer.echo(f"kvconnect: {error}", err=True)
-        sys.exit(2)
+        problem = str(error)
+    except ModuleNotFoundError as error:
+        if error.name not in _INSTALL:
+            raise
+        problem = f"this command needs {error.name}, which is not installed: {_INSTALL[error.name]}"
+    else:
+        return
+    typer.echo(f"kvconnect: {problem}", err=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

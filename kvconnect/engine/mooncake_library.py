@@ -80,7 +80,7 @@ class Library:
             if span.device != "cpu" and not built_for_cuda():
                 raise EngineError(
                     f"cannot register memory of {span.device}: this build of Mooncake has no CUDA; "
-                    "pip install kvconnect[mooncake]"
+                    "pip install 'kvconnect[mooncake]'"
                 )
 
     def ranges(self, spans: Iterable[Span]) -> dict[Range, None]:
@@ -165,7 +165,7 @@ def prepare_environment(protocol: str, device_name: str, library_timeout_s: int)
                 raise EngineError(f"protocol 'nvlink' was asked for, but {name} is set: unset it")
         if not built_for_cuda():
             raise EngineError(
-                "protocol 'nvlink' needs Mooncake built with CUDA; pip install kvconnect[mooncake]"
+                "protocol 'nvlink' needs Mooncake built with CUDA; pip install 'kvconnect[mooncake]'"
             )
         os.environ.setdefault("MC_INTRANODE_NVLINK", "true")
     else:
@@ -199,11 +199,11 @@ def load_library() -> Any:
         return importlib.import_module("mooncake.engine")
     except ImportError as error:
         text = str(error)
-        advice = "pip install kvconnect[mooncake-cpu], or kvconnect[mooncake] on a machine with CUDA"
+        advice = "pip install 'kvconnect[mooncake-cpu]', or 'kvconnect[mooncake]' on a machine with CUDA"
         if "libibverbs" in text:
             advice = "apt-get install libibverbs1"
         elif "cudart" in text:
-            advice = "pip install kvconnect[mooncake-cpu] instead of the CUDA build"
+            advice = "pip install 'kvconnect[mooncake-cpu]' instead of the CUDA build"
         raise EngineError(f"Mooncake is not usable ({error}); {advice}") from error
 
 

@@ -43,7 +43,7 @@ def load_library() -> Any:
     try:
         return importlib.import_module("nixl._api")
     except ImportError as error:
-        raise EngineError(f"NIXL is not usable ({error}); pip install kvconnect[nixl]") from error
+        raise EngineError(f"NIXL is not usable ({error}); pip install 'kvconnect[nixl]'") from error
 
 
 def start_agent(backend: str, options: dict[str, str]) -> Any:

@@ -102,23 +102,23 @@ class PairOutcome:
 def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     """Run the demo. Outcomes go to stdout, all else to stderr.
 
-    Returns the exit code: 1 if a check failed, or no engine can run here.
-    Raises ``ConfigError``: an unknown name, or an engine that was named cannot run here.
+    Returns the exit code: 1 if a check failed.
+    Raises ``ConfigError``: an unknown name, or an engine that was named, or every engine, cannot run here.
     """
+    import aiohttp  # noqa: F401  The processes need it, and would each fail for want of it.
+
     from kvconnect.engine.registry import available_engines
 
     models = _known("model", options.model, MODELS)
     # The memory engine works within one process only.
     engines = _known("engine", options.engine, [name for name in engine_entry_points() if name != "memory"])
-    reasons = available_engines()
-    for name in [name for name in engines if reasons[name]]:
-        if options.engine:
-            raise ConfigError(f"engine {name!r} cannot run here: {reasons[name]}")
-        _note(f"{name} is skipped: {reasons[name]}")
+    reasons = {name: problem for name, problem in available_engines().items() if problem and name in engines}
+    if reasons and (options.engine or len(reasons) == len(engines)):
+        problems = "; ".join(f"engine {name!r} cannot run here: {why}" for name, why in reasons.items())
+        raise ConfigError(problems)
+    for name, why in reasons.items():
+        _note(f"{name} is skipped: {why}")
         engines.remove(name)
-    if not engines:
-        _note("no engine can run here")
-        return 1
     folder = Path(tempfile.mkdtemp(prefix="kvconnect-demo-"))
     failed = False
     before = signal.signal(signal.SIGTERM, _raise_exit)

