@@ -4,4 +4,4 @@ The folders follow the data flow, in import order; docs/architecture.md states w
 imports nothing heavy: a serving stack loads it in every one of its processes.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
