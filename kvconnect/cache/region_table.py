@@ -13,15 +13,18 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import torch
 
 from kvconnect.cache.retention import Retention, parse
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec, div_exact
 from kvconnect.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
 
 AXES = ("plane", "block", "head", "token", "content")
 _SPLIT_AXES = ("plane", "head")

@@ -10,11 +10,13 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvconnect.cache.retention import FULL, Chunked, Retention, State, Window
 from kvconnect.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def div_exact(dividend: int, divisor: int) -> int:
