@@ -80,6 +80,7 @@ async def admin_served(
 async def follow_names(pool: Pool) -> None:
     """Keep a node for every address of a pool's names. If a look-up fails, the name's nodes stay."""
     known = {name: set[str]() for name in pool.names}
+    failing: dict[str, str] = {}
     while known:
         for name, before in known.items():
             base, rank = split_rank(name.removeprefix(NAME))
@@ -89,8 +90,13 @@ async def follow_names(pool: Pool) -> None:
             try:
                 found = await look_up
             except (OSError, UnicodeError) as error:
-                logger.warning("%s cannot be looked up, and its %d nodes stay: %s", name, len(before), error)
+                # A name may be missing for minutes, until its first pod is ready.
+                if failing.get(name) != str(error):
+                    text = "%s cannot be looked up, and its %d nodes stay: %s"
+                    logger.warning(text, name, len(before), error)
+                failing[name] = str(error)
                 continue
+            failing.pop(name, None)
             hosts = [join_address(str(address[0]), port) for *_, address in found]
             now = {f"{parts.scheme}://{host}{ending}" for host in hosts}
             for gone in sorted((before - now).intersection(pool.urls)):
