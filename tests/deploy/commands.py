@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -103,55 +105,59 @@ def compose(folder: Path, settings: Settings) -> dict[str, Part]:
 
 # --- Kubernetes -----------------------------------------------------------------------------------
 
-
-def kubernetes_objects() -> list[dict[str, Any]]:
-    """Every object of the base, as its file has it."""
-    base = DEPLOY / "kubernetes" / "base"
-    names = yaml.safe_load((base / "kustomization.yaml").read_text())["resources"]
-    return [document for name in names for document in yaml.safe_load_all((base / name).read_text())]
+RELEASE, NAMESPACE = "kvconnect", "inference"
 
 
-def kubernetes_object(kind: str, name: str) -> dict[str, Any]:
-    """One object of the base."""
-    (found,) = (o for o in kubernetes_objects() if (o["kind"], o["metadata"]["name"]) == (kind, name))
+def tool(name: str) -> str:
+    """A program that deploy/ is checked with: the system's, or what `make setup` put into the environment."""
+    ours = DEPLOY.parent / ".venv"
+    path = os.pathsep.join((os.environ["PATH"], str(ours / "bin"), str(ours / "prometheus/usr/bin")))
+    found = shutil.which(name, path=path)
+    if not found:
+        pytest.skip(f"{name} is not installed here; make setup gets it where a package has it")
     return found
 
 
-def kubernetes(folder: Path, settings: Settings) -> dict[str, Part]:
-    base = DEPLOY / "kubernetes" / "base"
-    generated = {
-        made["name"]: made
-        for made in yaml.safe_load((base / "kustomization.yaml").read_text())["configMapGenerator"]
-    }
+def helm(*arguments: str | Path, values: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """What ``helm`` prints with these values. Raises ``CalledProcessError``."""
+    command = [tool("helm"), *map(str, arguments), "--namespace", NAMESPACE, "--values", "-"]
+    run = subprocess.run(
+        command, input=json.dumps(dict(values)), capture_output=True, text=True, check=True, timeout=60
+    )
+    return run.stdout
+
+
+def chart(values: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
+    """Every object that the chart makes of these values."""
+    return list(yaml.safe_load_all(helm("template", RELEASE, DEPLOY / "helm", values=values)))
+
+
+def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    """The one object of that kind and name."""
+    (found,) = (o for o in objects if (o["kind"], o["metadata"]["name"]) == (kind, f"{RELEASE}-{name}"))
+    return found
+
+
+def kubernetes(_folder: Path, settings: Settings) -> dict[str, Part]:
+    values: dict[str, Any] = {"args": settings.get("SERVE_ARGS", "").split()}
+    if "MODEL" in settings:
+        values["model"] = settings["MODEL"]
+    objects = chart(values)
     parts = {}
-    for kind, name in (("StatefulSet", "prefill"), ("StatefulSet", "decode"), ("Deployment", "router")):
-        workload = kubernetes_object(kind, f"kvconnect-{name}")["spec"]
-        pod = workload["template"]["spec"]
+    for name in ("prefill", "decode", "router"):
+        pod = named(objects, "Deployment", name)["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         environment = {}
-        for source in container.get("envFrom", []):
-            literals = generated[source["configMapRef"]["name"]]["literals"]
-            variables = dict(literal.split("=", 1) for literal in literals)
-            environment.update({key: settings.get(key, value) for key, value in variables.items()})
         for variable in container.get("env", []):
             if "value" in variable:
                 environment[variable["name"]] = variable["value"]
             elif "fieldRef" in variable["valueFrom"]:
                 assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
                 environment[variable["name"]] = POD_IPS[name]
-        volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
-        files = {
-            f"{mount['mountPath']}/{key}": base / key
-            for mount in container.get("volumeMounts", [])
-            if "configMap" in volumes[mount["name"]]
-            for key in generated[volumes[mount["name"]]["configMap"]["name"]]["files"]
-        }
         command = [_kubernetes_text(word, environment) for word in container["command"] + container["args"]]
-        hosts = [
-            f"http://{workload['serviceName']}-{index}.{workload['serviceName']}"
-            for index in range(workload["replicas"] if kind == "StatefulSet" else 0)
-        ]
-        parts[name] = Part(_said(command, environment, files, folder), environment, hosts)
+        service = named(objects, "Service", name)
+        scheme = "dns+http" if service["spec"].get("clusterIP") == "None" else "http"
+        parts[name] = Part(command, environment, [f"{scheme}://{service['metadata']['name']}"])
     return parts
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvconnect.node.children import Child, Children
 from kvconnect.peer.keyring import new_secret, write
+from kvconnect.router.router_options import NAME
 from tests.deploy.commands import DEPLOY, Part
 from tests.ports import free_port
 
@@ -35,7 +36,10 @@ def localised(parts: dict[str, Part], folder: Path) -> dict[str, Part]:
     replaced: dict[str, str] = {}
     for name in ("prefill", "decode"):
         part, port, config = parts[name], str(free_port()), parts[name].transfer
-        replaced.update({f"{url}:{part.option('--port')}": f"http://127.0.0.1:{port}" for url in part.urls})
+        for url in part.urls:
+            # A name stays one that the router looks up.
+            looked_up = NAME if url.startswith(NAME) else ""
+            replaced[f"{url}:{part.option('--port')}"] = f"{looked_up}http://127.0.0.1:{port}"
         config["kv_connector_extra_config"].update(host="127.0.0.1", port=free_port())
         if "key_file" in config["kv_connector_extra_config"]:
             config["kv_connector_extra_config"]["key_file"] = str(_key(folder))

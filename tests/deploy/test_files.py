@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,24 +14,30 @@ import pytest
 import yaml
 
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
+from kvconnect.router.membership import _LOOK_UP_S
 from kvconnect.router.router_options import clean_url
 from tests.deploy.commands import (
     DEPLOY,
     KINDS,
+    NAMESPACE,
     POD_IPS,
+    RELEASE,
     WITH_README,
     Part,
+    chart,
     compose_file,
     deployment,
-    kubernetes_object,
-    kubernetes_objects,
+    helm,
+    named,
     unit_settings,
 )
 
-KUSTOMIZATIONS = sorted(path.parent for path in DEPLOY.rglob("kustomization.yaml"))
+README = (DEPLOY / "README.md").read_text()
 SERVERS = ("prefill", "decode")
 MOST_RANKS = 8
 MOONCAKE_PORTS = (15000, 17000)
+RESOLVERS_KEEP_S = 30
+"""CoreDNS, as kubeadm sets it up."""
 
 
 @pytest.fixture
@@ -102,12 +109,19 @@ def test_a_server_may_finish_what_it_holds_before_it_is_killed(parts, request) -
 
 
 def _grace_s(kind: str, name: str) -> int:
+    """Seconds from SIGTERM to SIGKILL."""
     if kind == "compose":
         return int(compose_file()["services"][name]["stop_grace_period"].removesuffix("s"))
     if kind == "systemd":
         unit = "kvconnect-router.service" if name == "router" else "kvconnect-vllm@.service"
         return int(unit_settings(unit)["TimeoutStopSec"][0])
-    return int(workload(name)["template"]["spec"]["terminationGracePeriodSeconds"])
+    return int(pod(name)["terminationGracePeriodSeconds"]) - _sleep_s(name)
+
+
+def _sleep_s(name: str) -> int:
+    program, seconds = container(name)["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep"
+    return int(seconds)
 
 
 @every_kind_and_readme
@@ -166,111 +180,225 @@ def test_compose_gives_each_server_a_gpu_and_checks_the_port_it_serves(tmp_path)
 
 # --- Kubernetes -----------------------------------------------------------------------------------
 
+SCALED = {"maxReplicas": 8, "requests": 64}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "a pair": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}, "router": {"replicas": 1}},
+    "several GPUs": {"prefill": {"replicas": 5, "gpus": 8}, "decode": {"gpus": 2}, "args": ['--x={"a": 1}']},
+    "rdma": {"rdma": {"resource": "rdma/hca"}, "podAnnotations": {"k8s.v1.cni.cncf.io/networks": "rdma"}},
+    "mooncake": {"transfer": {"engine": "mooncake", "lease_s": 90.5}, "env": {"MC_LOG": 1, "HOME": "/tmp"}},
+    "kept models": {"modelClaim": "models", "pod": {"nodeSelector": {"gpu": "h100"}}},
+    "monitored": {"monitoring": {"enabled": True, "labels": {"release": "kps"}}},
+    "autoscaled": {
+        "monitoring": {"enabled": True},
+        "prefill": {"autoscaling": SCALED},
+        "decode": {"autoscaling": {**SCALED, "waiting": 16}},
+    },
+}
+CUSTOM = ("PodMonitor", "ScaledObject")
+"""Kinds without a schema here."""
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def pod(name: str, variant: str = "as it is") -> dict[str, Any]:
+    workload = named(chart(VARIANTS[variant]), "Deployment", name)
+    spec: dict[str, Any] = workload["spec"]["template"]["spec"]
+    return spec
+
+
+def container(name: str, variant: str = "as it is") -> dict[str, Any]:
+    (only,) = pod(name, variant)["containers"]
+    found: dict[str, Any] = only
+    return found
+
+
+@every_variant
+def test_the_chart_makes_valid_objects(variant) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    helm("lint", DEPLOY / "helm", "--strict", values=VARIANTS[variant])
+    objects = chart(VARIANTS[variant])
+    for one in objects:
+        if one["kind"] not in CUSTOM:
+            validate.validate(one, validate.latest_version(), strict=True)
+    assert not any("namespace" in one["metadata"] for one in objects)
+    assert len({(one["kind"], one["metadata"]["name"]) for one in objects}) == len(objects)
+    has = {one["kind"] for one in objects}
+    assert has & set(CUSTOM) == {"monitored": {CUSTOM[0]}, "autoscaled": set(CUSTOM)}.get(variant, set())
+
+
+@every_variant
+@pytest.mark.parametrize("name", [*SERVERS, "router"])
+def test_selectors_and_ports_lead_to_the_pods(name, variant) -> None:
+    objects = chart(VARIANTS[variant])
+    workload, service = named(objects, "Deployment", name), named(objects, "Service", name)["spec"]
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    budget = named(objects, "PodDisruptionBudget", name)["spec"]
+    assert labels == workload["spec"]["selector"]["matchLabels"] == service["selector"]
+    assert labels == budget["selector"]["matchLabels"]
+    (only,) = workload["spec"]["template"]["spec"]["containers"]
+    port = int(Part(only["args"]).option("--port"))
+    assert {one["name"]: one["containerPort"] for one in only["ports"]}["http"] == port
+    assert [one["port"] for one in service["ports"]] == [port]
+    probes = [value for key, value in only.items() if key.endswith("Probe") and "httpGet" in value]
+    paths = ["/health", "/ready"] if name == "router" else ["/health", "/health"]
+    assert sorted(probe["httpGet"]["path"] for probe in probes) == paths
+    assert {probe["httpGet"]["port"] for probe in probes} == {"http"}
+
+
+def test_two_releases_of_a_namespace_share_nothing() -> None:
+    one, other = (
+        [*yaml.safe_load_all(helm("template", name, DEPLOY / "helm"))] for name in ("first", "second")
+    )
+    names = [{(x["kind"], x["metadata"]["name"]) for x in objects} for objects in (one, other)]
+    assert not names[0] & names[1]
+    labels = [x["spec"]["template"]["metadata"]["labels"] for x in other if x["kind"] == "Deployment"]
+    for x in one:
+        selector = x["spec"].get("selector", x["spec"].get("podSelector"))
+        selector = selector if "matchLabels" in selector else {"matchLabels": selector}
+        assert not any(_selects(selector, found) for found in labels)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_the_routers_find_pods_that_are_ready_and_no_others(name) -> None:
+    service = named(chart(), "Service", name)["spec"]
+    assert service["clusterIP"] == "None"
+    assert not service.get("publishNotReadyAddresses")
+    # Until resolvers and routers have forgotten a pod that ends, it serves.
+    assert _sleep_s(name) > RESOLVERS_KEEP_S + _LOOK_UP_S
+
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_pods_side_channel_is_at_the_pods_own_address(name, tmp_path) -> None:
     assert transfer(deployment("kubernetes", tmp_path)[name]).extra.host == POD_IPS[name]
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("prefill", 8), ("decode", 2)])
+def test_a_pod_with_several_gpus_is_ready_when_all_ranks_are(name, ranks) -> None:
+    server = container(name, "several GPUs")
+    assert Part(server["args"]).option("--tensor-parallel-size") == str(ranks)
+    assert server["resources"]["limits"]["nvidia.com/gpu"] == ranks
+    *shell, script = server["readinessProbe"]["exec"]["command"]
+    assert shell == ["sh", "-c"]
+    assert re.findall(r'"\$POD_IP:(\d+)"', script) == [str(14600 + rank) for rank in range(ranks)]
+
+
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_pods_key_is_a_secret_that_only_its_user_can_read(name, tmp_path) -> None:
-    pod = workload(name)["template"]["spec"]
-    (volume,) = (one for one in pod["volumes"] if "secret" in one)
-    (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["name"] == volume["name"])
+    (volume,) = (one for one in pod(name)["volumes"] if "secret" in one)
+    (mount,) = (one for one in container(name)["volumeMounts"] if one["name"] == volume["name"])
     assert volume["secret"]["defaultMode"] == 0o400
-    assert transfer(deployment("kubernetes", tmp_path)[name]).extra.key_file == f"{mount['mountPath']}/key"
+    path = f"{mount['mountPath']}/key"
+    assert transfer(deployment("kubernetes", tmp_path)[name]).extra.key_file == path
+    assert f" --key {path} " in container(name)["readinessProbe"]["exec"]["command"][-1]
     assert mount["readOnly"] is True
     made = f"create secret generic {volume['secret']['secretName']} --from-file=key="
-    assert made in (DEPLOY / "README.md").read_text()
+    assert made in README
 
 
-def workload(name: str) -> dict[str, Any]:
-    kind = "Deployment" if name == "router" else "StatefulSet"
-    spec: dict[str, Any] = kubernetes_object(kind, f"kvconnect-{name}")["spec"]
-    return spec
+@every_variant
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_card_is_given_where_it_is_named_and_leaves_no_tcp(name, variant) -> None:
+    server = container(name, variant)
+    has_card = variant == "rdma"
+    added = server["securityContext"]["capabilities"]
+    assert added == {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if has_card else {})}
+    assert ("rdma/hca" in server["resources"]["limits"]) is has_card
+    (lanes,) = (one["value"] for one in server["env"] if one["name"] == "UCX_TLS")
+    assert ("tcp" in lanes) is not has_card
 
 
-def assert_valid(objects: list[dict[str, Any]]) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    for one in objects:
-        validate.validate(one, validate.latest_version(), strict=True)
-
-
-def test_kubernetes_objects_are_valid() -> None:
-    assert_valid(kubernetes_objects())
-
-
-@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda path: path.name)
-def test_kustomize_renders_valid_objects_with_all_that_they_name(folder) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl, which has kustomize in it, is not installed")
-    run = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
-    objects = list(yaml.safe_load_all(run.stdout))
-    assert_valid(objects)
-    assert not any("namespace" in one["metadata"] for one in objects)
-    configs = {one["metadata"]["name"] for one in objects if one["kind"] == "ConfigMap"}
-    assert set(re.findall(r"name: (kvconnect-(?:transfer|vllm)-\w+)", run.stdout)) == configs
-    assert len(configs) == 2
-    for one in objects:
-        if one["kind"] == "StatefulSet":
-            (container,) = one["spec"]["template"]["spec"]["containers"]
-            limits, added = container["resources"]["limits"], container["securityContext"]["capabilities"]
-            assert limits["nvidia.com/gpu"] == 1
-            is_rdma = folder.name == "rdma"
-            assert ("rdma/hca" in limits) is is_rdma
-            assert added == {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if is_rdma else {})}
-
-
-@pytest.mark.parametrize("name", [*SERVERS, "router"])
-def test_kubernetes_probes_and_services_lead_to_the_port_that_is_served(name, tmp_path) -> None:
-    port = int(deployment("kubernetes", tmp_path)[name].option("--port"))
-    (container,) = workload(name)["template"]["spec"]["containers"]
-    named = {one["name"]: one["containerPort"] for one in container["ports"]}
-    assert named["http"] == port
-    probes = {key: value for key, value in container.items() if key.endswith("Probe")}
-    paths = {key: probe["httpGet"]["path"] for key, probe in probes.items()}
-    assert paths.pop("readinessProbe") == ("/ready" if name == "router" else "/health")
-    assert set(paths.values()) == {"/health"}
-    assert all(probe["httpGet"]["port"] == "http" for probe in probes.values())
-    service = kubernetes_object("Service", f"kvconnect-{name}")["spec"]
-    assert [one["port"] for one in service["ports"]] == [port]
-    labels = workload(name)["template"]["metadata"]["labels"]
-    selectors = [service["selector"], workload(name)["selector"]["matchLabels"]]
-    budget = kubernetes_object("PodDisruptionBudget", f"kvconnect-{name}")["spec"]
-    assert selectors == [labels, labels] == [labels, budget["selector"]["matchLabels"]]
-
-
-def test_kubernetes_keeps_pair_and_side_channel_from_everybody_else(tmp_path) -> None:
-    parts = deployment("kubernetes", tmp_path)
-    policy = kubernetes_object("NetworkPolicy", "kvconnect-servers")["spec"]
-    assert policy["policyTypes"] == ["Ingress"]
-    component = "app.kubernetes.io/component"
+def test_a_longer_lease_gives_servers_longer_to_end() -> None:
     for name in SERVERS:
-        labels = workload(name)["template"]["metadata"]["labels"]
-        assert _selects(policy["podSelector"], labels)
+        part = Part(container(name, "mooncake")["args"])
+        drain_s = int(part.option("--shutdown-timeout"))
+        assert transfer(part).extra.lease_s == 90.5 < drain_s
+        assert drain_s + _sleep_s(name) < pod(name, "mooncake")["terminationGracePeriodSeconds"] - 10
+
+
+def test_the_chart_names_every_mistake_of_the_values() -> None:
+    wrong = {
+        "prefill": {"replica": 3, "gpus": 0},
+        "decode": {"autoscaling": {"maxReplicas": 8}},
+        "modle": "x",
+    }
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        chart(wrong)
+    assert all(word in raised.value.stderr for word in ("replica", "gpus", "requests", "modle"))
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        chart({"decode": {"autoscaling": SCALED}})
+    assert "set monitoring.enabled to true" in raised.value.stderr
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_what_scales_servers_is_their_workload_and_asks_prometheus_for_this_release(name) -> None:
+    objects = chart(VARIANTS["autoscaled"])
+    scaled, workload = named(objects, "ScaledObject", name)["spec"], named(objects, "Deployment", name)
+    # KEDA's default is a Deployment of apps/v1.
+    assert scaled["scaleTargetRef"] == {"name": workload["metadata"]["name"]}
+    assert "replicas" not in workload["spec"], "every upgrade would set it back"
+    assert 0 < scaled["minReplicaCount"] < scaled["maxReplicaCount"]
+    (monitor,) = (one for one in objects if one["kind"] == "PodMonitor")
+    job = f'job="{NAMESPACE}/{monitor["metadata"]["name"]}"'
+    for trigger in scaled["triggers"]:
+        assert trigger["type"] == "prometheus"
+        asked = trigger["metadata"]
+        assert all(isinstance(value, str) for value in asked.values()), "KEDA takes nothing else"
+        assert job in asked["query"]
+        assert float(asked["threshold"]) > 0
+        assert asked["serverAddress"].startswith("http://")
+    assert f'role="{name}"' in scaled["triggers"][0]["metadata"]["query"]
+
+
+def test_prometheus_scrapes_every_pod_and_may_connect() -> None:
+    objects = chart(VARIANTS["monitored"])
+    (monitor,) = (one for one in objects if one["kind"] == "PodMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "kps"
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["path"] == "/metrics"
+    for name in (*SERVERS, "router"):
+        template = named(objects, "Deployment", name)["spec"]["template"]
+        assert _selects(monitor["spec"]["selector"], template["metadata"]["labels"])
+        (only,) = template["spec"]["containers"]
+        assert endpoint["port"] in {port["name"] for port in only["ports"]}
+    rules = named(objects, "NetworkPolicy", "servers")["spec"]["ingress"]
+    (peer,) = (peer for rule in rules for peer in rule["from"] if "namespaceSelector" in peer)
+    assert peer in rules[0]["from"]
+    assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    assert peer["podSelector"]["matchLabels"]
+
+
+@pytest.mark.parametrize("variant", ["as it is", "mooncake", "autoscaled"])
+def test_kubernetes_keeps_pair_and_side_channel_from_all_others(variant, tmp_path) -> None:
+    parts = deployment("kubernetes", tmp_path)
+    objects = chart(VARIANTS[variant])
+    policy = named(objects, "NetworkPolicy", "servers")["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    labels = {
+        name: named(objects, "Deployment", name)["spec"]["template"]["metadata"]["labels"]
+        for name in (*SERVERS, "router")
+    }
+    for name in SERVERS:
+        assert _selects(policy["podSelector"], labels[name])
         config, http = transfer(parts[name]).extra, int(parts[name].option("--port"))
         low, high = map(int, parts[name].environment["UCX_TCP_PORT_RANGE"].split("-"))
         engine = {low, high, *MOONCAKE_PORTS, *range(config.port, config.port + MOST_RANKS)}
         for other in SERVERS:
-            # A pair's server has no business at another's HTTP port: only the router may set addresses.
-            assert _allowed(policy, other, {*engine, http, 22}) == engine
-        assert _allowed(policy, "router", {*engine, http, 22}) == {http}
-    (container,) = workload("prefill")["template"]["spec"]["containers"]
-    assert transfer(parts["prefill"]).extra.port in {one["containerPort"] for one in container["ports"]}
-    for stranger in ({}, {component: "prefill"}, {"app.kubernetes.io/name": "kvconnect"}):
-        assert not any(
-            _selects(peer["podSelector"], stranger) for rule in policy["ingress"] for peer in rule["from"]
-        )
+            # A server has no business at another's HTTP port: only the router may set addresses.
+            assert _allowed(policy, labels[other], {*engine, http, 22}) == engine
+        assert _allowed(policy, labels["router"], {*engine, http, 22}) == {http}
+    declared = {one["containerPort"] for one in container("prefill")["ports"]}
+    assert transfer(parts["prefill"]).extra.port in declared
+    alone = ({}, {"app.kubernetes.io/component": "prefill"}, {"app.kubernetes.io/name": "kvconnect"})
+    for stranger in (*alone, {**labels["prefill"], "app.kubernetes.io/instance": "another"}):
+        assert not _allowed(policy, stranger, {*engine, http, 22})
 
 
-def _allowed(policy: dict[str, Any], component: str, ports: set[int]) -> set[int]:
-    """Which of the TCP ports a pod of ours may connect to."""
-    labels = {"app.kubernetes.io/name": "kvconnect", "app.kubernetes.io/component": component}
+def _allowed(policy: dict[str, Any], labels: dict[str, str], ports: set[int]) -> set[int]:
+    """Which of the TCP ports a pod of the same namespace may connect to."""
     return {
         port
         for rule in policy["ingress"]
-        if any(_selects(peer["podSelector"], labels) for peer in rule["from"])
+        if any(_selects(peer["podSelector"], labels) for peer in rule["from"] if len(peer) == 1)
         for one in rule["ports"]
         for port in ports
         if one["protocol"] == "TCP" and one["port"] <= port <= one.get("endPort", one["port"])
@@ -283,6 +411,22 @@ def _selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
         assert one["operator"] == "In"
         chosen = chosen and labels.get(one["key"]) in one["values"]
     return chosen
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_chart_takes_the_readmes_commands(number) -> None:
+    commands = re.findall(r"^    helm upgrade --install (kvconnect (?:.*\\\n)*.*)$", README, re.MULTILINE)
+    assert len(commands) == 2
+    # What is of a cluster that has a release already.
+    words = shlex.split(commands[number].replace("\\\n", " ").replace("--reuse-values", ""))
+    words[words.index("deploy/helm")] = str(DEPLOY / "helm")
+    objects = list(yaml.safe_load_all(helm("template", *words)))
+    workloads = [named(objects, "Deployment", name)["spec"] for name in (*SERVERS, "router")]
+    images = [one["image"] for found in workloads for one in found["template"]["spec"]["containers"]]
+    (vllm,), (router,) = (re.findall(rf"--target {one} +-t (\S+)", README) for one in ("vllm", "router"))
+    assert (images == [vllm, vllm, router]) is (number == 0)
+    scaled = {one["metadata"]["name"] for one in objects if one["kind"] == "ScaledObject"}
+    assert scaled == ({f"{RELEASE}-{name}" for name in SERVERS} if number else set())
 
 
 # --- systemd --------------------------------------------------------------------------------------
@@ -310,7 +454,7 @@ def test_systemd_takes_the_units_without_a_word(tmp_path) -> None:
 
 def test_the_readme_puts_the_key_where_the_units_look_for_it(tmp_path) -> None:
     (path,) = {transfer(deployment("systemd", tmp_path)[name]).extra.key_file for name in SERVERS}
-    found = re.search(r"install -o root -g (\S+) -m 640 key (\S+)", (DEPLOY / "README.md").read_text())
+    found = re.search(r"install -o root -g (\S+) -m 640 key (\S+)", README)
     assert found is not None
     assert found.groups() == (*unit_settings("kvconnect-vllm@.service")["User"], path)
 
@@ -327,6 +471,27 @@ def test_units_lock_memory_restart_and_come_after_the_network() -> None:
     server = unit_settings("kvconnect-vllm@.service")
     assert server["LimitMEMLOCK"] == ["infinity"]
     assert not {"PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute"} & set(server), "no GPU, no JIT"
+
+
+# --- Ray, Dynamo, and the page --------------------------------------------------------------------
+
+
+def test_rays_application_takes_the_readmes_arguments() -> None:
+    (given,) = re.findall(r"serve run pd_app:build (.*)", README)
+    assert given in README.split("## Ray")[1]
+    taken = re.findall(r"``(\w+)``", (DEPLOY / "ray" / "pd_app.py").read_text())
+    assert {word.partition("=")[0] for word in given.split()} | {"extra"} <= set(taken)
+
+
+def test_every_file_that_the_readme_names_is_there_and_every_way_has_a_section() -> None:
+    links = {DEPLOY / link for link in re.findall(r"\]\(([^)#]+)\)", README)}
+    paths = {DEPLOY.parent / path.rstrip(".,;") for path in re.findall(r"\bdeploy/[\w./@*-]+", README)}
+    paths |= {DEPLOY / f"{name}.*" for name in re.findall(r"`([\w-]+)\.\*`", README)}
+    made = {DEPLOY / "kvconnect.key"}
+    for path in links | paths - made:
+        assert list(path.parent.glob(path.name)), f"README.md names {path}"
+    sections = ["By hand", "Compose", "systemd", "Kubernetes by Helm", "Ray", "Dynamo"]
+    assert re.findall(r"^## (.*)$", README, re.MULTILINE)[: len(sections)] == sections
 
 
 # --- the images -----------------------------------------------------------------------------------

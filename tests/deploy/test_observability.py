@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from kvconnect.metrics import FAMILIES, PREFIX
 from kvconnect.node.children import BadAnswer, Child, Children, fetch_json
 from kvconnect.router.pool import Pool
 from kvconnect.router.router_metrics import RouterMetrics
-from tests.deploy.commands import DEPLOY
+from tests.deploy.commands import DEPLOY, tool
 from tests.pair_kit import prefilled, route, serve, tokens
 from tests.ports import free_port
 from tests.test_docs import texts
@@ -35,15 +34,6 @@ ALERTS = {rule["alert"]: rule for rule in GROUP["rules"]}
 EXPRESSIONS = {**QUERIES, **{name: rule["expr"] for name, rule in ALERTS.items()}}
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 MOST_LOAD_S = 30
-
-
-def tool(name: str) -> str:
-    """A program of Prometheus, the system's or what `make setup` put beside the environment."""
-    ours = Path(__file__).parents[2] / ".venv" / "prometheus" / "usr" / "bin" / name
-    found = shutil.which(name) or (str(ours) if ours.exists() else "")
-    if not found:
-        pytest.skip(f"{name} is not installed here; make setup gets it with apt-get")
-    return found
 
 
 def promtool(*arguments: str | Path) -> None:
