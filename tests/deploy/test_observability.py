@@ -20,7 +20,7 @@ from kvconnect.metrics import FAMILIES, PREFIX
 from kvconnect.node.children import BadAnswer, Child, Children, fetch_json
 from kvconnect.router.pool import Pool
 from kvconnect.router.router_metrics import RouterMetrics
-from tests.deploy.commands import DEPLOY, tool
+from tests.deploy.commands import DEPLOY, NAMESPACE, RELEASE, chart, named, tool
 from tests.pair_kit import prefilled, route, serve, tokens
 from tests.ports import free_port
 from tests.test_docs import texts
@@ -34,6 +34,8 @@ ALERTS = {rule["alert"]: rule for rule in GROUP["rules"]}
 EXPRESSIONS = {**QUERIES, **{name: rule["expr"] for name, rule in ALERTS.items()}}
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 MOST_LOAD_S = 30
+JOBS = {"reference": "kvconnect", "vllm": f"{NAMESPACE}/{RELEASE}"}
+"""Prometheus' jobs, by what names its servers' metrics. The chart's queries name the second one."""
 
 
 def promtool(*arguments: str | Path) -> None:
@@ -108,9 +110,17 @@ class Prometheus:
         config = yaml.safe_load((FILES / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(RULES)]
-        config["scrape_configs"][0]["static_configs"] = [
+        (scrape,) = config["scrape_configs"]
+        scrape["static_configs"] = [
             {"targets": [url.removeprefix("http://")], "labels": {"server": name}}
             for name, url in targets.items()
+        ]
+        # Of servers as vLLM has them (kvconnect/vllm/stats.py); a router is the same before both.
+        as_vllm = {"source_labels": ["server", "__name__"], "regex": "(?:prefill|decode);(kvconnect_.*)"}
+        as_vllm |= {"target_label": "__name__", "replacement": "vllm:$1"}
+        config["scrape_configs"] = [
+            {**scrape, "job_name": JOBS["reference"]},
+            {**scrape, "job_name": JOBS["vllm"], "metric_relabel_configs": [as_vllm]},
         ]
         file = folder / "prometheus.yml"
         file.write_text(yaml.safe_dump(config))
@@ -130,16 +140,21 @@ class Prometheus:
             return False
         return bool(found) and all(one["health"] == "up" for one in found)
 
-    def has_data(self, expression: str, since: float) -> bool:
+    def has_data(self, expression: str, since: float, job: str = ".*") -> bool:
         """Whether a panel with this query shows a number for some moment since then."""
         now = time.time()
-        expression = expression.replace("$instance", ".*").replace("$__rate_interval", "8s")
+        expression = expression.replace("$instance", f'.*", job=~"{job}').replace("$__rate_interval", "8s")
         found = self.get("query_range", query=expression, start=since, end=now, step=1)["result"]
         return any(math.isfinite(float(value)) for series in found for _, value in series["values"])
 
     def empty_panels(self, since: float) -> list[str]:
-        """The queries of panels that show nothing."""
-        return [name for name, query in QUERIES.items() if not self.has_data(query, since)]
+        """The queries of panels that show nothing, under either's names."""
+        return [
+            f"{name}, {whose}"
+            for name, query in QUERIES.items()
+            for whose, job in JOBS.items()
+            if not self.has_data(query, since, job)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +212,18 @@ pytestmark = pytest.mark.timeout(300)
 def test_every_panel_shows_data(watched) -> None:
     prometheus, began_at = watched
     assert not prometheus.empty_panels(began_at)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_what_keda_asks_for_is_there_and_is_one_number(watched, name) -> None:
+    prometheus, began_at = watched
+    scaled = {"autoscaling": {"maxReplicas": 8, "requests": 8, "waiting": 8}}
+    objects = chart({"monitoring": {"enabled": True}, name: scaled})
+    for trigger in named(objects, "ScaledObject", name)["spec"]["triggers"]:
+        query = trigger["metadata"]["query"]
+        assert set(re.findall(r"\bkvconnect_\w+", query)) <= known_names()
+        assert prometheus.has_data(query, began_at)
+        assert len(prometheus.get("query", query=query)["result"]) == 1
 
 
 def test_every_rule_is_evaluated_and_other_weights_are_an_alert(watched) -> None:
