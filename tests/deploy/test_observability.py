@@ -8,6 +8,8 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -100,6 +102,13 @@ def test_panels_do_not_overlap_and_have_names_of_their_own() -> None:
     assert len(set(cells)) == len({panel["id"] for panel in PANELS}) == len(PANELS)
 
 
+def test_the_picture_in_the_docs_has_every_panel() -> None:
+    """``python -m tests.deploy.dashboard_picture docs/dashboard.svg`` after a change of the dashboard."""
+    picture = (DEPLOY.parent / "docs" / "dashboard.svg").read_text()
+    titles = re.findall(r'font-weight="bold"[^>]*>(.*?)</text>', picture)
+    assert [unescape(title) for title in titles] == [panel["title"] for panel in PANELS]
+
+
 # --- with a real Prometheus -----------------------------------------------------------------------
 
 
@@ -140,12 +149,18 @@ class Prometheus:
             return False
         return bool(found) and all(one["health"] == "up" for one in found)
 
+    def series(self, expression: str, since: float, job: str = ".*") -> list[dict[str, Any]]:
+        """What a panel with this query shows since then: ``metric``, and ``values`` with their times."""
+        expression = expression.replace("$instance", f'.*", job=~"{job}').replace("$__rate_interval", "8s")
+        found = self.get("query_range", query=expression, start=since, end=time.time(), step=1)["result"]
+        for one in found:
+            values = [(at, float(value)) for at, value in one["values"]]
+            one["values"] = [(at, value) for at, value in values if math.isfinite(value)]
+        return [one for one in found if one["values"]]
+
     def has_data(self, expression: str, since: float, job: str = ".*") -> bool:
         """Whether a panel with this query shows a number for some moment since then."""
-        now = time.time()
-        expression = expression.replace("$instance", f'.*", job=~"{job}').replace("$__rate_interval", "8s")
-        found = self.get("query_range", query=expression, start=since, end=now, step=1)["result"]
-        return any(math.isfinite(float(value)) for series in found for _, value in series["values"])
+        return bool(self.series(expression, since, job))
 
     def empty_panels(self, since: float) -> list[str]:
         """The queries of panels that show nothing, under either's names."""
@@ -159,8 +174,16 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory) -> Iterator[tuple[Prometheus, float]]:
-    """A Prometheus that has seen a pair under load, a lease that ends, other weights, and P being killed."""
-    folder = tmp_path_factory.mktemp("observability")
+    with watching(tmp_path_factory.mktemp("observability")) as seen:
+        yield seen
+
+
+@contextmanager
+def watching(folder: Path, least_s: float = 0) -> Iterator[tuple[Prometheus, float]]:
+    """A Prometheus that has seen a pair under load, a lease that ends, other weights, and P being killed.
+
+    P is killed after ``least_s`` at least, and the block begins as long after that.
+    """
     kept = {"cpu_bytes": 1 << 22, "disk_path": str(folder / "kept"), "disk_bytes": 1 << 22}
     ports = {name: free_port() for name in ("prefill", "decode", "router", "other")}
     urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
@@ -181,13 +204,13 @@ def watched(tmp_path_factory) -> Iterator[tuple[Prometheus, float]]:
         prometheus.child.wait_until(prometheus.sees_all, 30)
         began_at = time.time()
         sent = [f"rate(kvconnect_{name}[8s]) > 0" for name in ("lease_seconds_count", "offload_rows_total")]
-        load(urls, lambda: all(prometheus.has_data(query, began_at) for query in sent))
+        load(urls, lambda: all(prometheus.has_data(query, began_at) for query in sent), least_s)
         prefill.kill()
-        load(urls, lambda: not prometheus.empty_panels(began_at))
+        load(urls, lambda: not prometheus.empty_panels(began_at), least_s)
         yield prometheus, began_at
 
 
-def load(urls: dict[str, str], is_seen: Callable[[], bool]) -> None:
+def load(urls: dict[str, str], is_seen: Callable[[], bool], least_s: float) -> None:
     """Requests through the router, and for the nodes alone what goes wrong there, until it is seen."""
     for number, name in enumerate(("prefill", "other")):
         try:
@@ -196,8 +219,8 @@ def load(urls: dict[str, str], is_seen: Callable[[], bool]) -> None:
             continue
         if name == "other":
             tokens(urls["decode"], prompt(number), kv_transfer_params=params)
-    deadline = time.monotonic() + MOST_LOAD_S
-    while time.monotonic() < deadline and not is_seen():
+    least = time.monotonic() + least_s
+    while (now := time.monotonic()) < least or (now < least + MOST_LOAD_S and not is_seen()):
         for number in range(7):
             tokens(urls["router"], prompt(number + 2))
 
