@@ -62,11 +62,9 @@ def loaded_tokens(running_part) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-# They differ in what starts the commands; what the commands are is compared without vLLM too.
-CASES = [pytest.param(kind, marks=[] if kind == "compose" else [pytest.mark.full]) for kind in KINDS]
-
-
-@pytest.mark.parametrize("kind", CASES)
+# tests/deploy runs the same commands with nodes in place of vLLM's servers.
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_commands_of_the_files_serve_and_move_kv(kind, tmp_path):
     given = {"MODEL": str(write_model("gqa", tmp_path).folder), "SERVE_ARGS": SERVE_ARGS}
     parts = localised(deployment(kind, tmp_path, given), tmp_path)

@@ -149,9 +149,16 @@ def joined(events):
     return texts, logprobs, ends, keys, usage
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "more"), BODIES, ids=[f"{path[4:8]} {name}" for path, name, _ in BODIES]
-)
+# What a body does is decided by code that both flows share.
+CASES = [
+    pytest.param(flow, *body, id=f"{flow}-{body[0][4:8]} {body[1]}", marks=[pytest.mark.full] * is_long)
+    for flow in ("sequential", "parallel")
+    for at, body in enumerate(BODIES)
+    for is_long in [flow == "parallel" and at % 5 > 0]
+]
+
+
+@pytest.mark.parametrize(("routing", "path", "name", "more"), CASES, indirect=["routing"])
 def test_a_body_is_answered_as_by_a_server_alone(servers, routing, path, name, more):
     prefill, _ = servers
     body = body_of(path, more)

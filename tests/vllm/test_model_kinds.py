@@ -45,7 +45,7 @@ BORDERS = [1, 2, 3, 5, 31, 64, 100, 127, 128, 129, 130, 200, 255, 256, 257, 300,
 BORDERS += [500, 511, 512, 513, 514, 600, 639, 640, 641, 767, 768, 769, 900, 1000, 1023, 1024, 1025, 1026]
 BORDERS += [1281, 1537, 1700]
 # The same for caches without windows, whose prompts are computed in one piece, and by a second pair too.
-WHOLE = [1, 2, 5, 64, 127, 128, 129, 200, 255, 256, 257, 384, 511, 512, 513, 700, 1023, 1024, 1025, 1537]
+WHOLE = [1, 2, 127, 128, 129, 256, 384, 513, 1025, 1537]
 # Of these the prefill server's own last step has one token, as the decode server's first.
 SPLIT_ALIKE = [513, 1025, 1537] * 4
 if not vllm_version().startswith("0.30."):
