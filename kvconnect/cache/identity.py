@@ -34,36 +34,89 @@ class Rule(enum.Enum):
 
 
 class Entry(NamedTuple):
-    """An entry of the identity. ``what`` describes its content for people, and how it is bridged."""
+    """An entry of the identity. ``what`` describes its content for people, and how it is bridged.
+
+    ``flags``: the options of a server that set it, where it must be equal.
+    """
 
     name: str
     rule: Rule
     what: str
+    flags: str = ""
 
 
-WEIGHTS = "weights"
+MODEL, DTYPE, CACHE_DTYPE, WEIGHTS = "model", "dtype", "cache dtype", "weights"
 ENTRIES = (
-    Entry("model", Rule.EQUAL, "the class that computes"),
-    Entry("configuration", Rule.EQUAL, "each field of the model's configuration as it was derived"),
-    Entry("settings", Rule.EQUAL, "each setting of the stack that is not its default"),
-    Entry("attention", Rule.EQUAL, "of each layer its kind, window, chunk, scale, soft cap and sinks"),
-    Entry("rotary", Rule.EQUAL, "cosines and sines at fixed positions, and the choice of long factors"),
-    Entry("quantization", Rule.EQUAL, "method and content, also of one that is done while weights load"),
+    Entry(MODEL, Rule.EQUAL, "the class that computes", "--model"),
     Entry(
-        "dtype", Rule.EQUAL, "of activations, and so of states; 16-bit ones with `convert_dtype` are bridged"
+        "configuration",
+        Rule.EQUAL,
+        "each field of the model's configuration as it was derived",
+        "--model, --hf-overrides",
     ),
     Entry(
-        "cache dtype", Rule.EQUAL, "as resolved, by layer; with `convert_dtype` what is converted is bridged"
+        "settings", Rule.EQUAL, "each setting of the stack that is not its default", "the flag of that name"
     ),
-    Entry("page order", Rule.EQUAL, "where in a page the backend puts known keys and values, by layer"),
-    Entry("states", Rule.EQUAL, "shapes, types and layout of recurrent states over the whole model"),
-    Entry("ranks", Rule.EQUAL, "the number of ranks, where a layer can only travel between equal ones"),
+    Entry(
+        "attention",
+        Rule.EQUAL,
+        "of each layer its kind, window, chunk, scale, soft cap and sinks",
+        "--model, --hf-overrides, --disable-sliding-window",
+    ),
+    Entry(
+        "rotary",
+        Rule.EQUAL,
+        "cosines and sines at fixed positions, and the choice of long factors",
+        "--hf-overrides, --max-model-len",
+    ),
+    Entry(
+        "quantization",
+        Rule.EQUAL,
+        "method and content, also of one that is done while weights load",
+        "--quantization",
+    ),
+    Entry(
+        DTYPE,
+        Rule.EQUAL,
+        "of activations, and so of states; 16-bit ones with `convert_dtype` are bridged",
+        "--dtype",
+    ),
+    Entry(
+        CACHE_DTYPE,
+        Rule.EQUAL,
+        "as resolved, by layer; with `convert_dtype` what is converted is bridged",
+        "--kv-cache-dtype",
+    ),
+    Entry(
+        "page order",
+        Rule.EQUAL,
+        "where in a page the backend puts known keys and values, by layer",
+        "--attention-backend; --block-size where it cannot divide pages",
+    ),
+    Entry(
+        "states",
+        Rule.EQUAL,
+        "shapes, types and layout of recurrent states over the whole model",
+        "--mamba-cache-dtype",
+    ),
+    Entry(
+        "ranks",
+        Rule.EQUAL,
+        "the number of ranks, where a layer can only travel between equal ones",
+        "--tensor-parallel-size",
+    ),
     Entry(
         WEIGHTS,
         Rule.EQUAL,
         "samples of every tensor of the files, else of those in memory; embeddings whole; their generation",
+        "--model, --revision",
     ),
-    Entry("adapters", Rule.EQUAL, "of the request's adapter every byte, and its configuration"),
+    Entry(
+        "adapters",
+        Rule.EQUAL,
+        "of the request's adapter every byte, and its configuration",
+        "--lora-modules",
+    ),
     Entry("draft", Rule.BRIDGED, "weights and configuration: its layers are left out where they differ"),
     Entry("names", Rule.BRIDGED, "how blocks are named: nothing is fetched by name, or found, under others"),
     Entry(
@@ -75,6 +128,7 @@ ENTRIES = (
     Entry("cache groups", Rule.BRIDGED, "how layers are grouped, as with the hybrid manager off"),
 )
 _RULES = {entry.name: entry.rule for entry in ENTRIES}
+_FLAGS = {entry.name: entry.flags for entry in ENTRIES}
 _MARKED = tuple(entry.name for entry in ENTRIES if entry.rule is Rule.EQUAL and entry.name != WEIGHTS)
 
 
@@ -144,10 +198,28 @@ def marks_differ(ours: bytes, theirs: bytes) -> list[str]:
 
 
 def differences(prefill: Identity, decode: Identity) -> list[str]:
-    """The fields that must be equal and differ between a prefill and a decode node, with both values."""
+    """The fields that must be equal and differ between a prefill and a decode node, with both values.
+
+    A cache dtype that only follows the model's is no difference of its own.
+    """
     names = [*_RULES, *prefill.entries, *decode.entries]
-    equal = (name for name in dict.fromkeys(names) if _RULES.get(name, Rule.EQUAL) is Rule.EQUAL)
+    equal = [name for name in dict.fromkeys(names) if _RULES.get(name, Rule.EQUAL) is Rule.EQUAL]
+    if entry_differs(DTYPE, prefill, decode) and all(_follows_dtype(side) for side in (prefill, decode)):
+        equal.remove(CACHE_DTYPE)
     return [found for name in equal for found in entry_differs(name, prefill, decode)]
+
+
+def _follows_dtype(identity: Identity) -> bool:
+    entries = identity.entries
+    return {*entries.get(CACHE_DTYPE, {}).values()} == {*entries.get(DTYPE, {}).values()}
+
+
+def models_differ(prefill: Identity, decode: Identity) -> list[str]:
+    """What the two sides call their models, where only these names differ."""
+    shown = [_shown(side.entries.get(MODEL, {}).get("")) for side in (prefill, decode)]
+    if shown[0] == shown[1] or entry_differs(MODEL, prefill, decode):
+        return []
+    return [_two(MODEL, MODEL, *shown)]
 
 
 def entry_differs(name: str, prefill: Identity, decode: Identity) -> list[str]:
@@ -198,7 +270,7 @@ def _shown(text: str | None) -> str:
     if text is None:
         return "none"
     value, _, note = text.partition(_NOTE)
-    return f"{value} ({note})" if note else value
+    return f"{note} ({value})" if note else value
 
 
 def _only(fields: Mapping[str, str], name: str) -> dict[str, str]:
@@ -214,10 +286,13 @@ def _fields_differ(entry: str, prefill: Mapping[str, str], decode: Mapping[str, 
             continue
         if len(stated) == 1 and any(value is not None and value.startswith(_DEFAULT) for value in values):
             continue
-        first, second = map(_shown, values)
-        name = f"{entry}.{field}" if field else entry
-        found.append(f"{name} is {first} on the prefill node, {second} on the decode node")
+        found.append(_two(entry, f"{entry}.{field}" if field else entry, *map(_shown, values)))
     return found
+
+
+def _two(entry: str, name: str, prefill: str, decode: str) -> str:
+    flags = f" ({_FLAGS[entry]})" if _FLAGS.get(entry) else ""
+    return f"{name} is {prefill} on the prefill node, {decode} on the decode node{flags}"
 
 
 def _fields(value: Any) -> dict[str, str]:

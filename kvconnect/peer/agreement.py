@@ -9,7 +9,7 @@ import math
 
 import msgspec
 
-from kvconnect.cache.identity import differences, shown, weights_differ
+from kvconnect.cache.identity import differences, models_differ, shown, weights_differ
 from kvconnect.cache.shard import layer_number, shared_tokens
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import CacheMeaning, Introduction
@@ -26,14 +26,24 @@ def disagreement(prefill: Introduction, decode: Introduction) -> Reason | None:
     """
     if refusal := other_identity(prefill.meaning, decode.meaning):
         return refusal
-    for what, of_prefill, of_decode in (
-        ("number of KV heads", prefill.meaning.num_heads, decode.meaning.num_heads),
-        ("prompt tokens left to the decode node", prefill.meaning.held_back, decode.meaning.held_back),
-        ("engine", prefill.engine, decode.engine),
+    for what, of_prefill, of_decode, remedy in (
+        ("number of KV heads", prefill.meaning.num_heads, decode.meaning.num_heads, "serve the same model"),
+        (
+            "number of prompt tokens left to the decode node",
+            prefill.meaning.held_back,
+            decode.meaning.held_back,
+            "serve the same model, with the same drafts (--speculative-config)",
+        ),
+        (
+            "engine",
+            prefill.engine,
+            decode.engine,
+            "set the same kv_connector_extra_config.engine on both",
+        ),
     ):
         if of_prefill != of_decode:
             return Cause.OTHER_LAYOUT(
-                f"{what} is {of_prefill!r} on the prefill node, {of_decode!r} on the decode node"
+                f"{what} is {of_prefill} on the prefill node, {of_decode} on the decode node: {remedy}"
             )
     unlike = (
         card_refusal(prefill.table)
@@ -51,13 +61,17 @@ def other_identity(prefill: CacheMeaning, decode: CacheMeaning) -> Reason | None
     found = differences(prefill.identity, decode.identity)
     if len(found) == len(weights_differ(prefill.identity.weights, decode.identity.weights)):
         return other_weights(prefill, decode)
+    found = models_differ(prefill.identity, decode.identity) + found
     return Cause.OTHER_IDENTITY(f"KV means something else there: {shown(found)}")
 
 
 def other_weights(prefill: CacheMeaning, decode: CacheMeaning) -> Reason | None:
     """Why the weights, which a node may replace while it runs, are incompatible; None if they are not."""
     found = weights_differ(prefill.identity.weights, decode.identity.weights)
-    return Cause.OTHER_WEIGHTS(f"peer has other weights: {shown(found)}") if found else None
+    if not found:
+        return None
+    found = models_differ(prefill.identity, decode.identity) + found
+    return Cause.OTHER_WEIGHTS(f"peer has other weights: {shown(found)}")
 
 
 def rank_refusal(rank: Introduction) -> str | None:
@@ -85,19 +99,18 @@ def _unlike_turns(prefill: Introduction, decode: Introduction) -> str | None:
         return None
     units = {unit for context, unit in contexts if context > 1}
     period = math.lcm(*(context for context, _ in contexts))
-    differ = (
-        f"[context-parallel ranks, tokens in turn] is {contexts[0]} on the prefill node, {contexts[1]} on "
-        "the decode node"
-    )
+    both = [f"{context} context-parallel ranks in turns of {unit} tokens" for context, unit in contexts]
+    differ = f"there are {both[0]} on the prefill node, {both[1]} on the decode node"
     if len(units) > 1:
-        return f"{differ}; accepted: turns of equal length"
-    for side in (prefill, decode):
+        return f"{differ}; accepted: turns of equal length (--cp-kv-cache-interleave-size)"
+    for name, side in (("prefill", prefill), ("decode", decode)):
         for group in side.table.groups if side.meaning.context < period else ():
             tokens = group.block_tokens * group.blocks_per_kv_block
             if tokens not in units or group.is_state or not group.rule.sees_all:
                 return (
-                    f"{differ}, and cache group {group.group} of {side.engine_id!r} has blocks of {tokens} "
-                    f"tokens ({group.retention}); accepted: blocks of one turn, of layers that see all tokens"
+                    f"{differ}, and cache group {group.group} of the {name} node has blocks of {tokens} "
+                    f"tokens ({group.retention}); accepted: blocks of one turn (--block-size), of layers "
+                    "that see all tokens"
                 )
     return None
 

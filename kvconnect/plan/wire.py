@@ -10,6 +10,7 @@ two sides may keep a layer in different dtypes if the configuration permits: see
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,6 +22,7 @@ from kvconnect.plan.align import TableCard
 from kvconnect.plan.conversion import ITEM_BYTES, Conversion, is_convertible, make_conversion
 
 ORDERS = ("pages", "rows")
+CANNOT_MATCH = "the two caches cannot be matched: "
 
 
 class WireStream(msgspec.Struct, frozen=True, array_like=True):
@@ -65,12 +67,18 @@ def align_wire(source: TableCard, target: TableCard, order: str | None = None, c
     if order != "rows" and (wire := _page_wire(source, target)) is not None:
         return wire
     if order == "pages":
-        raise LayoutError("the two caches cannot be matched: their pages are not alike")
-    refusals: list[str] = []
+        raise LayoutError(f"{CANNOT_MATCH}their pages are not alike")
+    refusals: dict[str, list[str]] = {}
     wire = _row_wire(source, target, convert, refusals)
     if refusals:
-        raise LayoutError("the two caches cannot be matched: " + "; ".join(dict.fromkeys(refusals)))
+        reasons = (f"{_named(layers)}: {reason}" for reason, layers in refusals.items())
+        raise LayoutError(CANNOT_MATCH + "; ".join(reasons))
     return wire
+
+
+def _named(layers: Sequence[str]) -> str:
+    count = f" to {layers[-1][:200]!r} ({len(layers)})" if len(layers) > 1 else ""
+    return f"layer{'s' * bool(count)} {layers[0][:200]!r}{count}"
 
 
 def _page_wire(source: TableCard, target: TableCard) -> Wire | None:
@@ -121,6 +129,7 @@ class _LayerRows:
     undivided_heads: int
     row_tokens: int | None
     stored: str
+    is_undivided: bool
     head_bytes: int
     piece_bytes: int
     key_bytes: int
@@ -146,7 +155,8 @@ def _layer_rows(card: TableCard) -> dict[str, _LayerRows]:
             heads=HeadInterval(min(h.start for h in spans), max(h.stop for h in spans)) if spans else None,
             undivided_heads=first.axes.heads,
             row_tokens=(1 if geometry.is_state else tokens // first.axes.tokens) if whole else None,
-            stored=f"{first.axes.tokens} rows for {tokens} tokens",
+            stored=f"{tokens} tokens" + f" in {first.axes.tokens} rows" * (first.axes.tokens > 1),
+            is_undivided=first.axes.tokens == 1 < tokens,
             head_bytes=planes * first.axes.row_bytes,
             piece_bytes=first.axes.row_bytes,
             key_bytes=first.axes.row_bytes if first.key_bytes is None else first.key_bytes,
@@ -155,21 +165,21 @@ def _layer_rows(card: TableCard) -> dict[str, _LayerRows]:
     return made
 
 
-def _row_wire(source: TableCard, target: TableCard, convert: bool, refusals: list[str]) -> Wire:
-    """A stream per layer, in the target's order."""
+def _row_wire(source: TableCard, target: TableCard, convert: bool, refusals: dict[str, list[str]]) -> Wire:
+    """A stream per layer, in the target's order. ``refusals`` gets the layers by reason."""
     ours = _layer_rows(source)
     streams = []
     for layer, theirs in _layer_rows(target).items():
         mine = ours.get(layer)
         if mine is None:
-            refusals.append(f"layer {layer!r}: the source has none of the bytes that the target keeps")
+            refusals.setdefault("the prefill node has none of it", []).append(layer)
             continue
         converted = convert and mine.dtype != theirs.dtype
         refusal = _row_refusal(mine, theirs) or (
             _conversion_refusal(mine, theirs) if converted else _bytes_refusal(mine, theirs)
         )
         if refusal:
-            refusals.append(f"layer {layer!r}: {refusal}")
+            refusals.setdefault(refusal, []).append(layer)
             continue
         streams.append(_row_stream(layer, mine, theirs, converted))
     return Wire("rows", tuple(streams))
@@ -206,34 +216,56 @@ def _row_stream(layer: str, source: _LayerRows, target: _LayerRows, converted: b
 
 def _row_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
     if source.is_state != target.is_state:
-        return "one side keeps state, the other keeps tokens"
+        return f"it is {_kind(source)} on the prefill node, {_kind(target)} on the decode node"
     if (source.heads is None) != (target.heads is None):
-        return "only one side's pages can be divided by head"
+        side = "prefill" if source.heads is None else "decode"
+        return (
+            f"the {side} node's pages cannot be divided by head, the other's can: serve both with the same "
+            "attention backend (--attention-backend)"
+        )
     if source.heads is None and source.undivided_heads != target.undivided_heads:
         return (
-            f"pages cannot be divided by head, and hold {source.undivided_heads} heads on the source, "
-            f"{target.undivided_heads} on the target"
+            f"pages cannot be divided by head, and hold {source.undivided_heads} heads on the prefill node, "
+            f"{target.undivided_heads} on the decode node: set the same --tensor-parallel-size"
         )
     if source.heads is not None and target.heads is not None and not source.heads.intersect(target.heads):
-        return "the source has none of the heads that the target keeps"
+        return "the prefill node's rank has none of the heads that the decode node's keeps"
     if source.row_tokens is None or source.row_tokens != target.row_tokens:
-        return f"stored rows differ, source {source.stored}, target {target.stored}"
+        return _rows_refusal(source, target)
     return None
+
+
+def _kind(side: _LayerRows) -> str:
+    return "a recurrent state" if side.is_state else "rows of tokens"
+
+
+def _rows_refusal(source: _LayerRows, target: _LayerRows) -> str:
+    sides = f"{source.stored} on the prefill node, {target.stored} on the decode node"
+    if source.is_undivided and target.is_undivided:
+        return (
+            f"the block size is {sides}, and the attention backend's pages cannot be divided by token: "
+            "set the same --block-size on both"
+        )
+    return f"it is stored as {sides}: serve both with the same attention backend and --block-size"
 
 
 def _bytes_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
     """Why rows cannot travel without conversion; None if they can."""
-    for what, ours, theirs in (
-        ("dtype", source.dtype, target.dtype),
-        ("scales of K and V", source.scales, target.scales),
-        ("bytes of a head and token", source.head_bytes, target.head_bytes),
+    for what, ours, theirs, remedy in (
+        ("dtype is", source.dtype, target.dtype, "set the same --kv-cache-dtype and --dtype on both"),
+        ("scales of K and V are", source.scales, target.scales, "serve the same checkpoint on both"),
+        (
+            "a head and token have",
+            f"{source.head_bytes} bytes",
+            f"{target.head_bytes} bytes",
+            "serve the same model, with the same attention backend",
+        ),
     ):
         if ours == theirs:
             continue
-        hint = ""
-        if what == "dtype" and _conversion_refusal(source, target) is None:
-            hint = "; convert_dtype: true on both sides would have it converted"
-        return f"{what} differ, source {ours}, target {theirs}{hint}"
+        if what == "dtype is" and _conversion_refusal(source, target) is None:
+            remedy += ", or convert_dtype: true"
+        return f"{what} {ours} on the prefill node, {theirs} on the decode node: {remedy}"
     return None
 
 
@@ -241,14 +273,14 @@ def _conversion_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
     """Why the values of rows cannot be converted one by one; None if they can."""
     if not is_convertible(source.dtype, target.dtype):
         return (
-            f"dtype differ, source {source.dtype}, target {target.dtype}; accepted: two of "
-            f"{', '.join(ITEM_BYTES)}; rows of another type (fp8_ds_mla keeps scales inside them) are not "
-            "converted"
+            f"dtype is {source.dtype} on the prefill node, {target.dtype} on the decode node; accepted: two "
+            f"of {', '.join(ITEM_BYTES)}; rows of another type (fp8_ds_mla keeps scales inside them) are not "
+            "converted: set the same --kv-cache-dtype"
         )
     if source.is_state:
         return (
-            f"dtype differ, source {source.dtype}, target {target.dtype}; it keeps state, and only rows of "
-            "tokens are converted"
+            f"dtype is {source.dtype} on the prefill node, {target.dtype} on the decode node; it keeps "
+            "state, and only rows of tokens are converted: set the same --mamba-cache-dtype"
         )
     counts = []
     for side in (source, target):
@@ -256,7 +288,8 @@ def _conversion_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
         counts.append(0 if rest else values * (side.head_bytes // side.piece_bytes))
     if counts[0] != counts[1] or not counts[0]:
         return (
-            f"values of a head and row differ, source {counts[0]} of {source.dtype}, target {counts[1]} of "
-            f"{target.dtype}; rows with more than values in them (as fp8_ds_mla's) are not converted"
+            f"a head and row have {counts[0]} values of {source.dtype} on the prefill node, {counts[1]} of "
+            f"{target.dtype} on the decode node; rows with more than values in them (as fp8_ds_mla's) are "
+            "not converted: set the same --kv-cache-dtype"
         )
     return None

@@ -35,7 +35,7 @@ from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunker, RequestCutter
-from kvconnect.plan.wire import Wire, align_wire
+from kvconnect.plan.wire import CANNOT_MATCH, Wire, align_wire
 from kvconnect.tools.cache_file import (
     CacheFile,
     HeadLayers,
@@ -54,9 +54,7 @@ _AXES = {
     "hnd": "block {} head token content",
     "heads_first": "head block {} token content",
 }
-_PREFIX = "the two caches cannot be matched: "
-_LAYER_REASON = re.compile(r"layer '([^']*)': (.*)")
-_NEXT_REASON = re.compile(r"; (?=layer '|cache group \d)")
+_NEXT_REASON = re.compile(r"; (?=layers? '|cache group \d)")
 
 
 def check_caches(source: CacheFile, target: CacheFile, num_tokens: int) -> Iterator[Finding]:
@@ -86,7 +84,9 @@ def check_ranks_fit(about: str, pairs: Iterable[tuple[str, tuple[str, list[str]]
         alike.setdefault(("" if reasons else sent, ", ".join(reasons)), []).append(ranks)
     for (sent, why), names in alike.items():
         found = f"rank to rank {', '.join(names)}: {why or f'they fit, and send {sent}'}"
-        yield failure_if(why, about, found, "mend what differs")
+        yield failure_if(
+            why, about, found, "set alike on both nodes what differs, or serve with one that fits"
+        )
 
 
 @dataclass(frozen=True)
@@ -139,22 +139,25 @@ def differences(source: CacheFile, target: CacheFile) -> Iterator[str]:
         ("number of KV heads", source.num_heads, target.num_heads),
     ):
         if one != other and "auto" not in (one, other):
-            yield f"{what} differs: source {one!r}, target {other!r}"
+            yield f"{what} is {one} on the prefill node, {other} on the decode node"
     ours, theirs = ({kind.name: kind for kind in side.layers} for side in (source, target))
     for label in dict.fromkeys([*ours, *theirs]):
         if label not in ours or label not in theirs:
-            yield f"layers {label!r}: only the {'source' if label in ours else 'target'} has any"
+            yield f"layers {label!r}: only the {'prefill' if label in ours else 'decode'} node has any"
             continue
         for field in ("kind", "num_layers", "num_kv_heads", "sliding_window"):
             our_value, their_value = (getattr(side[label], field, None) for side in (ours, theirs))
             if our_value != their_value:
-                yield f"layers {label!r}: {field} differs, source {our_value!r}, target {their_value!r}"
+                yield (
+                    f"layers {label!r}: {field} is {our_value} on the prefill node, {their_value} on the "
+                    "decode node"
+                )
     has_state = any(isinstance(kind, StateLayers) for kind in (*source.layers, *target.layers))
     # A cache file does not state how a state is divided over ranks.
     if has_state and source.tp_size != target.tp_size:
         yield (
             "recurrent state travels between equal tensor-parallel sizes only: tp_size is "
-            f"{source.tp_size} on the source, {target.tp_size} on the target"
+            f"{source.tp_size} on the prefill node, {target.tp_size} on the decode node"
         )
 
 
@@ -225,22 +228,7 @@ def reasons_in(refusals: list[str]) -> Iterator[None]:
     try:
         yield
     except LayoutError as error:
-        refusals.extend(_reasons_of(error))
-
-
-def _reasons_of(error: LayoutError) -> list[str]:
-    """The reasons that an error lists; layers with the same reason share a line."""
-    found: dict[str, list[str]] = {}
-    for reason in _NEXT_REASON.split(str(error).removeprefix(_PREFIX)):
-        if of_layer := _LAYER_REASON.fullmatch(reason):
-            found.setdefault(of_layer[2], []).append(of_layer[1])
-        else:
-            found.setdefault(reason, [])
-    lines = []
-    for reason, layers in found.items():
-        many = f"layers {layers[0]} to {layers[-1]} ({len(layers)}): " if len(layers) > 1 else ""
-        lines.append((many or "".join(f"layer {layer}: " for layer in layers)) + reason)
-    return lines
+        refusals.extend(_NEXT_REASON.split(str(error).removeprefix(CANNOT_MATCH)))
 
 
 def rank_table(cache: CacheFile, rank: int, num_blocks: int) -> RegionTable:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from kvconnect.cache.identity import Identity, default
+from kvconnect.cache.identity import Identity, default, noted
 from kvconnect.cache.shard import layer_number
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.namespace import salted
@@ -134,7 +134,10 @@ class Stated:
         draft = draft_name(vllm_config)
         counts = head_counts(vllm_config)
         entries: dict[str, Any] = {
-            "model": "+".join(sorted({name for rank in of_ranks for name in rank["model"]})),
+            "model": noted(
+                "+".join(sorted({name for rank in of_ranks for name in rank["model"]})),
+                str(vllm_config.model_config.model),
+            ),
             "configuration": configuration(vllm_config.model_config.hf_config),
             "settings": _settings(vllm_config),
             "rotary": "; ".join(sorted({text for rank in of_ranks for text in rank["rotary"]})),

@@ -123,7 +123,7 @@ def page_orders(
     dtype: torch.dtype,
     has_slots: Callable[[str], bool],
 ) -> dict[str, str]:
-    """By layer, the digest of a page of known content, with the backend's name as a note.
+    """By layer, the digest of a page of known content; a note names the backend, and a page never divided.
 
     ``dtype`` is that of activations. ``kv_caches`` are vLLM's: blocks, heads, tokens, content. The first
     kernel block of each, which belongs to the null block, is written and restored. A layer that
@@ -167,7 +167,8 @@ def _order(name: str, layer: Any, cache: torch.Tensor, dtype: torch.dtype, *, wh
             page.zero_()
             write(min(_TOKENS, cache.shape[2]))
             if digest := _digest(page, _cache_dtype(layer), whole=whole):
-                return noted(digest, _variant(layer))
+                pages = f", undivided pages of {cache.shape[2]} tokens" if whole else ""
+                return noted(digest, _variant(layer) + pages)
         except Exception as error:
             # A layout that cannot be shown must not stop the server: it is named instead.
             logger.info("layer %s: its backend writes no page by itself: %s", name, error)

@@ -24,7 +24,8 @@ def test_one_differs_in_nothing_from_itself():
 @pytest.mark.parametrize("name", EQUAL)
 def test_an_entry_that_must_be_equal_is_named_with_both_values(name):
     other = BASE.replace(**{name: {"field": "2"}})
-    expected = f"{name}.field is {name} 1 on the prefill node, 2 on the decode node"
+    flags = {entry.name: entry.flags for entry in i.ENTRIES}[name]
+    expected = f"{name}.field is {name} 1 on the prefill node, 2 on the decode node ({flags})"
     assert i.differences(BASE, other) == [expected]
     assert i.marks_differ(BASE.marks, other.marks) == [name]
     assert other.facts != BASE.facts

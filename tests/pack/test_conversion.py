@@ -98,7 +98,7 @@ def test_a_row_may_stand_for_several_tokens():
 def test_it_is_done_only_where_it_was_asked_for():
     with pytest.raises(
         LayoutError,
-        match="'a': dtype differ, source bfloat16, target float8_e4m3fn; convert_dtype: true",
+        match="'a': dtype is bfloat16 on the prefill node, float8_e4m3fn on the .*convert_dtype: true",
     ):
         align_wire(card(BFLOAT16), card(FP8))
     with pytest.raises(LayoutError, match="their pages are not alike"):
@@ -114,23 +114,35 @@ def test_it_is_done_only_where_it_was_asked_for():
         (
             {"dtype": BFLOAT16, "kind": "mla", "width": 576},
             {"dtype": torch.uint8, "kind": "mla", "width": 656},
-            "dtype differ, source bfloat16, target uint8; accepted: two of .*fp8_ds_mla keeps scales inside",
+            "dtype is bfloat16 on the prefill node, uint8 on the decode node; .*fp8_ds_mla keeps scales",
         ),
         (
             {"dtype": BFLOAT16, "kind": "mla", "width": 576},
             {"dtype": FP8, "kind": "mla", "width": 656},
-            "values of a head and row differ, source 576 of bfloat16, target 656 of .*as fp8_ds_mla's",
+            "have 576 values of bfloat16 on the prefill node, 656 of .*as fp8_ds_mla's",
         ),
-        ({"dtype": BFLOAT16}, {"dtype": FP8, "width": 8}, "source 8 of bfloat16, target 16 of float8_e4m3fn"),
+        (
+            {"dtype": BFLOAT16},
+            {"dtype": FP8, "width": 8},
+            "8 values of bfloat16 on the prefill node, 16 of float8_e4m3fn on the decode node",
+        ),
         ({"dtype": BFLOAT16, "kind": "state"}, {"dtype": FP8, "kind": "state"}, "it keeps state, and only"),
         (
             {"dtype": BFLOAT16, "kind": "mla", "row_tokens": 2},
             {"dtype": FP8, "kind": "mla", "row_tokens": 4},
-            "stored rows differ, source 2 rows for 4 tokens, target 1 rows for 4 tokens",
+            "stored as 4 tokens in 2 rows on the prefill node, 4 tokens on the decode node",
         ),
-        ({"dtype": torch.float32}, {"dtype": BFLOAT16}, "source float32, target bfloat16; accepted: two of"),
-        ({"dtype": BFLOAT16}, {"dtype": torch.float8_e5m2}, "target float8_e5m2; accepted: two of"),
-        ({"dtype": BFLOAT16, "kind": "mla"}, {"dtype": FP8}, "only one side's pages can be divided by head"),
+        ({"dtype": torch.float32}, {"dtype": BFLOAT16}, "bfloat16 on the decode node; accepted: two of"),
+        (
+            {"dtype": BFLOAT16},
+            {"dtype": torch.float8_e5m2},
+            "float8_e5m2 on the decode node; accepted: two of",
+        ),
+        (
+            {"dtype": BFLOAT16, "kind": "mla"},
+            {"dtype": FP8},
+            "the prefill node's pages cannot be divided by head",
+        ),
     ],
 )
 def test_what_is_not_only_values_of_tokens_is_refused_by_name(source, target, reason):
@@ -143,7 +155,7 @@ def test_what_is_not_only_values_of_tokens_is_refused_by_name(source, target, re
 
 def test_equal_types_with_unlike_scales_are_never_copied_as_they_are():
     ours, theirs = card(FP8, scales=(1.0, 1.0)), card(FP8, scales=(1.0, 0.5))
-    reason = r"'a': scales of K and V differ, source \(1.0, 1.0\), target \(1.0, 0.5\)"
+    reason = r"'a': scales of K and V are \(1.0, 1.0\) on the prefill node, \(1.0, 0.5\) on the decode node"
     for convert in (False, True):
         with pytest.raises(LayoutError, match=reason):
             align_wire(ours, theirs, convert=convert)

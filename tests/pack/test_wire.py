@@ -150,12 +150,16 @@ def card(**choices) -> TableCard:
 @pytest.mark.parametrize(
     ("source", "target", "reason"),
     [
-        ({}, {"dtype": torch.float32}, "dtype differ, source float16, target float32"),
-        ({}, {"width": 8}, "bytes of a head and token differ, source 16, target 32"),
+        ({}, {"dtype": torch.float32}, "dtype is float16 on the prefill node, float32 on the decode node"),
+        ({}, {"width": 8}, "a head and token have 16 bytes on the prefill node, 32 bytes on the decode node"),
         ({"heads": (0, 2)}, {"heads": (2, 4)}, "none of the heads"),
-        ({"kind": "mla"}, {"kind": "mla", "row_tokens": 2}, "stored rows differ, source 4 rows for 4 tokens"),
-        ({"kind": "mla"}, {"kind": "state"}, "one side keeps state"),
-        ({"kind": "mla"}, {}, "only one side's pages can be divided by head"),
+        (
+            {"kind": "mla"},
+            {"kind": "mla", "row_tokens": 2},
+            "stored as 4 tokens in 4 rows on the prefill node, 4 tokens in 2 rows on the decode node",
+        ),
+        ({"kind": "mla"}, {"kind": "state"}, "rows of tokens on the prefill node, a recurrent state on the"),
+        ({"kind": "mla"}, {}, "the prefill node's pages cannot be divided by head"),
     ],
 )
 def test_tables_that_do_not_match_are_refused_with_both_values(source, target, reason):
@@ -175,7 +179,7 @@ def test_pages_are_chosen_where_they_are_equal_and_refused_where_not():
 
 def test_a_layer_that_the_source_lacks_is_named():
     ours = TableCard((), ())
-    with pytest.raises(LayoutError, match="layer 'a': the source has none"):
+    with pytest.raises(LayoutError, match="layer 'a': the prefill node has none"):
         align_wire(ours, card(), "rows")
 
 

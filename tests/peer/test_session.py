@@ -89,7 +89,7 @@ def test_greeting_makes_both_sides_ready():
     ("difference", "match"),
     [
         ({"model": "other"}, "model is m on the prefill node, other on the decode node"),
-        ({"engine": "nixl"}, "engine is 'memory' on the prefill node, 'nixl' on the decode node"),
+        ({"engine": "nixl"}, "engine is memory on the prefill node, nixl on the decode node: set the"),
         ({"heads": 4}, "number of KV heads is None on the prefill node, 4 on the decode node"),
         ({"weights": "v"}, "other weights: weights.files is w on the prefill node, v on the decode node"),
         ({"held_back": 1}, "prompt tokens left to the decode node is 0 on the prefill node, 1 on the decode"),

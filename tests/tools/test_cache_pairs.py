@@ -143,20 +143,22 @@ def resident_bytes() -> int:
 
 # --- why not ------------------------------------------------------------------------------------------
 
+ON_P, ON_D = "on the prefill node", "on the decode node"
+
 
 @pytest.mark.parametrize(
     ("source", "target", "reason"),
     [
-        ({"engine": "nixl"}, {"engine": "mooncake"}, "engine differs: source 'nixl', target 'mooncake'"),
-        ({"convert_dtype": True}, {}, "convert_dtype differs: source True, target False"),
-        ({}, {"layers": [{**GQA, "num_kv_heads": 2}]}, "number of KV heads differs: source 4, target 2"),
-        ({}, {"layers": [{**GQA, "num_layers": 5}]}, "layers 'gqa': num_layers differs, source 3, target 5"),
-        ({}, {"layers": [GQA, MLA]}, "layers 'mla': only the target has any"),
-        ({"layers": [GQA, MLA]}, {}, "layers 'mla': only the source has any"),
+        ({"engine": "nixl"}, {"engine": "mooncake"}, f"engine is nixl {ON_P}, mooncake {ON_D}"),
+        ({"convert_dtype": True}, {}, f"convert_dtype is True {ON_P}, False {ON_D}"),
+        ({}, {"layers": [{**GQA, "num_kv_heads": 2}]}, f"number of KV heads is 4 {ON_P}, 2 {ON_D}"),
+        ({}, {"layers": [{**GQA, "num_layers": 5}]}, f"layers 'gqa': num_layers is 3 {ON_P}, 5 {ON_D}"),
+        ({}, {"layers": [GQA, MLA]}, "layers 'mla': only the decode node has any"),
+        ({"layers": [GQA, MLA]}, {}, "layers 'mla': only the prefill node has any"),
         (
             {"layers": [STATE], "tp_size": 2},
             {"layers": [STATE], "tp_size": 1},
-            "equal tensor-parallel sizes only: tp_size is 2 on the source, 1 on the target",
+            f"equal tensor-parallel sizes only: tp_size is 2 {ON_P}, 1 {ON_D}",
         ),
     ],
 )
@@ -181,9 +183,10 @@ def test_caches_that_do_not_fit_have_every_reason():
     (pair,) = cache_pairs(*sides, 100)
     assert (pair.order, pair.chunks, pair.total_bytes) == ("", 0, 0)
     assert pair.refusals == [
-        "layers gqa.0 to gqa.2 (3): dtype differ, source bfloat16, target float16; convert_dtype: "
-        "true on both sides would have it converted",
-        "layers mla.0 to mla.1 (2): bytes of a head and token differ, source 24, target 32",
+        f"layers 'gqa.0' to 'gqa.2' (3): dtype is bfloat16 {ON_P}, float16 {ON_D}: set the same "
+        "--kv-cache-dtype and --dtype on both, or convert_dtype: true",
+        f"layers 'mla.0' to 'mla.1' (2): a head and token have 24 bytes {ON_P}, 32 bytes {ON_D}: serve the "
+        "same model, with the same attention backend",
     ]
     assert not works(*sides, 100)
 
@@ -320,7 +323,7 @@ def test_what_cannot_be_is_said_and_is_exit_code_1(tmp_path):
     done = command(str(EXAMPLES / "prefill.cache.json"), str(wrong), "--json")
     (found,) = pairs_of(json.loads(done.stdout))
     assert (done.returncode, found["level"]) == (1, "failure")
-    said = "rank to rank 0 > 0, 1 > 0, 2 > 1, 3 > 1: layers gqa.0 to gqa.79 (80): bytes of a head"
+    said = "rank to rank 0 > 0, 1 > 0, 2 > 1, 3 > 1: layers 'gqa.0' to 'gqa.79' (80): a head and token have"
     assert found["found"].startswith(said)
 
 

@@ -274,7 +274,7 @@ def test_caches_that_do_not_fit_are_a_failure_with_every_reason(node):
 
     said = failures(asked(decode.given, prefill.address, changed(introduced=other)))
     assert list(said) == ["caches"]
-    assert "dtype differ, source bfloat16, target" in said["caches"]
+    assert "dtype is bfloat16 on the prefill node, " in said["caches"]
     assert "one of them has no slots" in said["caches"]
 
 
