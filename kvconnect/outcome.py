@@ -65,6 +65,11 @@ class Cause(enum.Enum):
         """Who must act."""
         return _ACTORS[self]
 
+    @property
+    def remedy(self) -> str:
+        """What to do; empty where nothing is to be done."""
+        return _REMEDIES.get(self, "")
+
 
 _ACTORS = {
     **dict.fromkeys(Cause, Actor.PEER),
@@ -72,6 +77,8 @@ _ACTORS = {
     Cause.PREFILL_ENDED: Actor.NONE,
     Cause.EVICTED: Actor.NONE,
     Cause.REPLACED: Actor.NONE,
+    Cause.STOPPING: Actor.NONE,
+    Cause.RESTORE: Actor.NONE,
     **dict.fromkeys(
         (
             *(Cause.OTHER_WEIGHTS, Cause.OTHER_IDENTITY, Cause.OTHER_LAYOUT, Cause.OTHER_RELEASE),
@@ -89,6 +96,35 @@ _ACTORS = {
 }
 
 
+_REMEDIES = {
+    Cause.OTHER_WEIGHTS: "serve the same checkpoint and revision on both",
+    Cause.OTHER_IDENTITY: "start both servers alike in it; `kvconnect doctor --peer` has every field",
+    Cause.OTHER_LAYOUT: "start both servers alike in it; `kvconnect doctor --peer` compares the caches",
+    Cause.OTHER_RELEASE: "install one release of kvconnect on both",
+    Cause.LANE_REFUSED: "mend the link (`kvconnect doctor`), or change require_lane or min_gb_per_s",
+    Cause.NOT_TRUSTED: "list the address in allow_peers, if it is one of yours",
+    Cause.WRONG_ROLE: "set kv_role kv_producer on prefill nodes and kv_consumer on decode nodes",
+    Cause.OTHER_PROMPT: "send both nodes the prompt unchanged",
+    Cause.PARAMETERS: "pass on kv_transfer_params as the prefill node made them",
+    Cause.NOT_HELD: "send the request to the decode node within lease_s, and once",
+    Cause.FETCHED_BEFORE: "prefill again: a handle is good for one request",
+    Cause.BLOCKS: "report it",
+    Cause.LEASE_OVER: "add decode nodes, or raise lease_s or lease_max_s",
+    Cause.TIMEOUT: "look at the link and the prefill node's load, or raise load_timeout_s",
+    Cause.OUT_OF_REACH: "start it; check host, port and the firewall (rank r listens on port + r)",
+    Cause.LOST: "start it, if it does not come back",
+    Cause.STOPPING: "have the router ask another one",
+    Cause.BUSY: "add decode nodes, or raise max_leases",
+    Cause.ENGINE: "see its log and `kvconnect doctor`",
+    Cause.DIGEST: "report it, if it repeats: the fabric or the engine is faulty",
+    Cause.EPOCH: "report it, if it repeats",
+    Cause.LANDING: "report it",
+    Cause.PROTOCOL: "report it with both logs",
+    Cause.RESTORE: "see the lines before",
+    Cause.INTERNAL: "report it, with the log at level DEBUG",
+}
+
+
 class Reason(msgspec.Struct, frozen=True, array_like=True):
     """Why something was refused or failed: ``cause`` to decide by, ``text`` for people."""
 
@@ -98,15 +134,27 @@ class Reason(msgspec.Struct, frozen=True, array_like=True):
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def label(self) -> str:
+        """The cause, who must act, and how, in brackets."""
+        cause = self.cause
+        acts = "" if cause.actor is Actor.NONE else f"; {cause.actor.value} must act"
+        return f"[{cause.value}{acts}{': ' * bool(cause.remedy)}{cause.remedy}]"
+
     def after(self, prefix: str) -> Reason:
         """The same reason, with a prefix to its text."""
         return self.cause(f"{prefix}{self.text}")
 
 
+def duration(seconds: float) -> str:
+    """A time, for people."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """The outcome of one load of this rank from a peer; ``reason`` is None if the KV was loaded.
 
-    ``engine_id`` is the peer's, "" where any engine at the side channel ``channel`` would do. ``source``:
+    ``engine_id`` is the peer's, "" where any at the side channel ``channel`` would do. ``source``:
     ``lease``, a request that the peer held, or ``name``, rows that it keeps. ``seconds``: from the order to
     the end. ``lane``: what carried the bytes.
     """
@@ -125,18 +173,17 @@ class Outcome(msgspec.Struct, frozen=True):
     def peer(self) -> str:
         """The peer, as a text."""
         host, port = self.channel
-        return f"{self.engine_id or 'an engine'} at {host}:{port}"
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return " ".join(filter(None, ("prefill node", self.engine_id, "at", at)))
 
     def __str__(self) -> str:
-        took = f"after {self.seconds * 1e3:.1f} ms"
+        took = f"after {duration(self.seconds)}"
         if self.reason is None:
             return (
                 f"request {self.request_id}: {self.num_tokens} tokens, {self.total_bytes} bytes, were loaded "
                 f"from {self.peer} by {self.source} {took}"
             )
-        actor = self.reason.cause.actor
-        acts = "" if actor is Actor.NONE else f"; {actor.value} must act"
         return (
             f"request {self.request_id} was not loaded from {self.peer} by {self.source} {took}: "
-            f"{self.reason.text} [{self.reason.cause.value}{acts}]"
+            f"{self.reason.text} {self.reason.label}"
         )

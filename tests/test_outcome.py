@@ -28,7 +28,7 @@ def test_a_load_that_arrives_has_one_outcome_with_its_peer_tokens_bytes_and_time
     (outcome,) = pair.decode.transfers.decode.outcomes
     assert (outcome.request_id, outcome.peer, outcome.source) == (
         "a",
-        f"P at h:{pair.prefill.channel.port}",
+        f"prefill node P at h:{pair.prefill.channel.port}",
         "lease",
     )
     assert outcome.num_tokens == 12
@@ -48,7 +48,9 @@ def test_a_load_that_fails_names_its_cause_once_in_the_log_and_in_the_metrics(ca
     assert pair.decode.count("failures", reason="other_identity") == 1
     lines = [record.getMessage() for record in caplog.records if "request a was not loaded" in record.message]
     assert len(lines) == 1
-    assert lines[0].endswith("[other_identity; the operator of the two nodes must act]")
+    assert lines[0].endswith(
+        "kv_load_failure_policy (what fails like this is only counted from now on, as other_identity)"
+    )
 
 
 def test_a_client_that_leaves_is_no_failure(caplog):
@@ -78,7 +80,7 @@ def test_the_line_of_a_failure_that_nobody_can_end_asks_nobody_to_act():
     outcome = Outcome("r", "P", ("h", 1), "name", 16, 0, 0.5, "", Cause.EVICTED("it was evicted"))
     assert (
         str(outcome)
-        == "request r was not loaded from P at h:1 by name after 500.0 ms: it was evicted [evicted]"
+        == "request r was not loaded from prefill node P at h:1 by name after 500.0 ms: it was evicted [evicted]"
     )
 
 
@@ -91,7 +93,7 @@ def test_what_became_of_one_request_is_asked_by_a_part_of_its_id():
     page = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "request pl-2")
     found = msgspec.msgpack.decode(page, type=Inspection)
     (outcome,) = found.ended
-    assert str(outcome).startswith("request cmpl-2 was not loaded from P at h:")
+    assert str(outcome).startswith("request cmpl-2 was not loaded from prefill node P at h:")
     assert found.is_last
     every = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "0")
     assert len(msgspec.msgpack.decode(every, type=Inspection).ended) == 2

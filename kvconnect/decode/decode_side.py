@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+from kvconnect.decode.failure_log import SERVER_LOST_S, FailureLog
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
 from kvconnect.decode.peers import Peer, Peers, RankLink
@@ -32,13 +33,11 @@ from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders
-from kvconnect.transfer.parts import AGAIN_S, Finished, TransferContext, TransferPart, each
+from kvconnect.transfer.parts import AGAIN_S, Finished, TransferContext, TransferPart, count_misuse, each
 
 logger = logging.getLogger(__name__)
 
 _MOST_OUTCOMES = 1024
-_SERVER_LOST_S = 1.0
-"""Seconds after which the connections to all ranks of a dead server are lost."""
 
 
 class DecodeSide(TransferPart):
@@ -64,6 +63,7 @@ class DecodeSide(TransferPart):
         self._admitted = 0
         self._due: dict[LoadRecord, None] = {}
         self._transports = Transports(context.config, context.metrics)
+        self._repeats, self._failures = context.repeats, FailureLog(context, self._is_met)
 
     # Orders of the scheduler
 
@@ -88,7 +88,11 @@ class DecodeSide(TransferPart):
         """
         if order.request_id in self.loads:
             self._metrics.failures.labels("request_in_use").inc()
-            logger.error("request %s is not loaded: a load of it has not ended", order.request_id)
+            logger.error(
+                "request %s is not loaded: a load of the same request id has not ended, which is an error of "
+                "kvconnect or of the serving stack",
+                order.request_id,
+            )
             return
         key = self._peer_of(order)
         timer = self._timers.timer(lambda now: self._look_again(load, now))
@@ -115,7 +119,7 @@ class DecodeSide(TransferPart):
     def replace_weights(self, now: float) -> None:
         """D's weights were replaced: fail all loads, whose KV is of the old weights, and greet peers anew."""
         for load in self.loads.values():
-            load.fail(Cause.REPLACED("our weights were replaced while it was being loaded"))
+            load.fail(Cause.REPLACED("the decode node's weights were replaced while it was being loaded"))
         # The loads' fetches are cancelled before peers are greeted anew.
         self._look_after_all(now)
         self.peers.greet_anew()
@@ -152,7 +156,7 @@ class DecodeSide(TransferPart):
         if lost.reason:
             reason = Cause.OUT_OF_REACH(f"cannot talk to {link.address}: {lost.reason}")
         elif lost.loss is PeerLoss.PROCESS_GONE:
-            reason = Cause.LOST(f"nothing listens at {link.address}, the peer is gone")
+            reason = Cause.LOST(f"nothing listens at {link.address}, the prefill node is gone")
         else:
             reason = Cause.LOST(f"the connection to {link.address} was lost")
         self._lose(link, lost.loss, reason, now)
@@ -168,6 +172,7 @@ class DecodeSide(TransferPart):
         if self.finds.has_changed:
             self.finds.advance(now)
         self.peers.forget_idle(self._peers_in_use)
+        self._failures.write(now)
         self._metrics.loads.set(len(self.loads))
         self._metrics.loads_waiting.set(len(self._queue))
         return False
@@ -190,7 +195,8 @@ class DecodeSide(TransferPart):
 
     def _look_again(self, load: LoadRecord, now: float) -> None:
         if now >= load.deadline:
-            load.fail(Cause.TIMEOUT(f"it did not arrive within {self._config.load_timeout_s} s"))
+            limit = f"{self._config.load_timeout_s:g} s, which is load_timeout_s"
+            load.fail(Cause.TIMEOUT(f"it did not arrive within {limit}"))
         load.touch()
 
     def _look_after_all(self, now: float) -> None:
@@ -235,7 +241,7 @@ class DecodeSide(TransferPart):
                     isinstance(message, Written) and message.ok
                 )
                 if is_served and link.found is None:
-                    self._judge(link, refusal(self._config, None), now)
+                    self._judge(link, refusal(self._config, None, "decode"), now)
                 self.rank_fetches.receive(message, link.name, now)
             case Received(message=Transport() as found):
                 self._reached(link, found, now)
@@ -244,8 +250,7 @@ class DecodeSide(TransferPart):
             case Received(message=PrefixFound() as found_prefix):
                 self.finds.answered(link, found_prefix, now)
             case Misused(reason=reason):
-                self._metrics.failures.labels("peer_message").inc()
-                logger.warning("peer %s: %s", link.peer.key, reason)
+                count_misuse(self._metrics, self._repeats, str(link), reason.text)
             case Ended(reason=reason, loss=loss):
                 self._lose(link, loss, reason, now)
         self.peers.flush(link)
@@ -257,15 +262,10 @@ class DecodeSide(TransferPart):
             return
         peer = link.peer
         peer.is_whole = peer.is_whole or link.rank == 0
+        self._failures.met(peer.key)
         if not link.was_met:
             link.was_met = True
-            logger.info(
-                "prefill node %s rank %d at %s is met: KV comes over %s",
-                ready.peer.engine_id,
-                link.rank,
-                link.address,
-                self._local.engine.capabilities,
-            )
+            logger.info("%s is met: KV comes over %s", link, self._local.engine.capabilities)
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
         self.renewals.met(link.peer.key)
         self.finds.met(link, now)
@@ -281,11 +281,11 @@ class DecodeSide(TransferPart):
             return
         link.found = found
         report = self._transports.met if is_first else self._transports.measured
-        report(f"prefill node {theirs.engine_id} rank {link.rank} at {link.address}", found)
+        report(str(link), found)
         by_peer = None
         if found.refusal:
-            by_peer = Cause.LANE_REFUSED(f"by the prefill node's settings {found.refusal}")
-        self._judge(link, by_peer or refusal(self._config, found), now)
+            by_peer = Cause.LANE_REFUSED(found.refusal)
+        self._judge(link, by_peer or refusal(self._config, found, "decode"), now)
         self.finds.changed()
 
     def _judge(self, link: RankLink, reason: Reason | None, now: float) -> None:
@@ -308,7 +308,8 @@ class DecodeSide(TransferPart):
         if peer.is_whole:
             peer.is_whole = False
             self._count_lost(peer, now)
-        logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
+        if not rule.asks_again:
+            self._failures.lost(peer.key, reason)
         self.peers.drop(link, now)
         self.finds.lost(link.name, reason)
         self.finds.changed()
@@ -346,7 +347,11 @@ class DecodeSide(TransferPart):
             if peer.is_ready:
                 self._metrics.failures.labels("peer_lost").inc()
 
-        self._timers.timer(count).at(now + _SERVER_LOST_S)
+        self._timers.timer(count).at(now + SERVER_LOST_S)
+
+    def _is_met(self, key: PeerKey) -> bool:
+        peer = self.peers.peers.get(key)
+        return peer is not None and peer.is_ready
 
     def _end_writes(self, loss: PeerLoss, link: RankLink, now: float, incarnation: str = "") -> None:
         """Shorten the quarantine of slots of past connections to a rank, except those to ``incarnation``."""
@@ -424,7 +429,7 @@ class DecodeSide(TransferPart):
             self._metrics.timeline.note(
                 Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
             )
-        logger.log(logging.WARNING if label == "failed" else logging.DEBUG, "%s", outcome)
+        self._failures.ended(load.peer, outcome)
 
     def _count(self, outcome: Outcome, load: LoadRecord, label: str) -> None:
         """Count a load that has ended."""

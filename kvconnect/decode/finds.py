@@ -18,7 +18,7 @@ from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import FindPrefix, PrefixFound
 from kvconnect.transfer.orders import Find, Found
-from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.parts import TransferContext, count_misuse
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Finds:
         self, context: TransferContext, peers: Peers, path: Callable[[RankLink], FetchPath | str]
     ) -> None:
         self._config, self._metrics, self._found = context.config, context.metrics, context.reports.found
-        self._peers, self._path = peers, path
+        self._peers, self._path, self._repeats = peers, path, context.repeats
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
         self._timer = context.timers.timer(lambda now: self.changed())
@@ -105,8 +105,7 @@ class Finds:
             return
         problem = _problem(message, asked.order.prefix, asked.order.max_tokens)
         if problem:
-            self._metrics.failures.labels("peer_message").inc()
-            logger.warning("peer %s: %s", asked.peer, problem)
+            count_misuse(self._metrics, self._repeats, str(link), problem)
         error = Cause.PROTOCOL(problem) if problem else message.error
         if error or max(message.num_tokens, message.disk_tokens) <= asked.order.prefix.start_tokens:
             self._end(message.number, error=error, is_busy=message.is_busy)
@@ -133,7 +132,7 @@ class Finds:
                 return
             path = self._path(peer.links[0])
             if isinstance(path, str):
-                self._end(number, error=Cause.OTHER_LAYOUT(f"nothing can be fetched: {path}"))
+                self._end(number, error=Cause.OTHER_LAYOUT(path))
                 return
             asked.link = peer.links[0].name
             self._peers.send(asked.link, FindPrefix(number, order.prefix, order.max_tokens))
@@ -144,7 +143,7 @@ class Finds:
             return
         rate = link.found.bytes_per_s if link.found is not None else 0.0
         if not rate:
-            logger.info("nothing is loaded by name from %s: its link is not measured", link.peer.address)
+            logger.info("nothing is loaded by name from %s: its link is not measured yet", link)
         # All ranks of a peer send at the same time, each to every rank of D that fetches from it.
         num_ranks = len(link.peer.partners)
         here_s, disk_s = (
@@ -172,5 +171,5 @@ def _problem(found: PrefixFound, prefix: Prefix, max_tokens: int) -> str:
     most = min(max_tokens, len(prefix.names) * tokens)
     for count in (found.num_tokens, found.disk_tokens):
         if count > most or count % tokens:
-            return f"it says that it keeps {count} tokens, of at most {most} by names of {tokens} each"
-    return "" if 0 <= found.disk_s < math.inf else f"it says that it reads its disk in {found.disk_s} s"
+            return f"it reports {count} kept tokens, of at most {most} by names of {tokens} each"
+    return "" if 0 <= found.disk_s < math.inf else f"it reports to read its disk in {found.disk_s} s"

@@ -22,11 +22,11 @@ from kvconnect.timeline import Moment
 from kvconnect.transfer.parts import Timer, TransferContext
 from kvconnect.transfer.slots import Slot, SlotEvent, SlotState
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from kvconnect.decode.loads import LoadRecord
     from kvconnect.decode.peers import RankLink
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -210,7 +210,7 @@ class LandingBay:
                 ticket = landing.packer.unpack(slot.address, landing.staged[message.chunk], seed)
             except Exception as error:
                 # Any error, a device out of memory included, fails only this request.
-                logger.exception("a chunk could not be unpacked")
+                logger.debug("a chunk could not be unpacked", exc_info=True)
                 self._pool.move(slot, SlotEvent.RETURN)
                 text = f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
                 landing.fail(Cause.LANDING(text))

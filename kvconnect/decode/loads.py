@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvconnect.addresses import join_address
 from kvconnect.decode.landing import Landing
 from kvconnect.outcome import Cause, Reason
 from kvconnect.transfer.orders import Load
@@ -46,12 +47,18 @@ RANK_FETCH_TRANSITIONS: dict[tuple[RankFetchState, RankFetchEvent], RankFetchSta
     (RankFetchState.ASKED, RankFetchEvent.FAIL): RankFetchState.FAILED,
 }
 
-OTHER_EPOCH = Cause.EPOCH("the peer holds something else under this handle than before")
+OTHER_EPOCH = Cause.EPOCH("the prefill node holds something else under this handle than before")
 
 _WAITING = (RankFetchState.MEETING, RankFetchState.ASKED)
 
 PeerKey = tuple[str, str, int]
 """A remote engine as a request names it: engine id, host, port of rank 0."""
+
+
+def peer_name(key: PeerKey) -> str:
+    """A remote engine, for people."""
+    engine_id, host, port = key
+    return " ".join(filter(None, ("prefill node", engine_id, "at", join_address(host, port))))
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from kvconnect.peer.session import Event, Ready, Session, SessionState
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.transfer.breaker import Breaker
-from kvconnect.transfer.parts import Timer, TransferContext
+from kvconnect.transfer.parts import DROPPED, Timer, TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,10 @@ class RankLink:
     refusal: Reason | None = None
     is_ragged: bool = False
     asked: set[int] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        engine_id = self.peer.key[0] or (self.session.peer.engine_id if self.session.peer else "")
+        return f"rank {self.rank} of prefill node {engine_id}{' ' * bool(engine_id)}at {self.address}"
 
     @property
     def is_ready(self) -> bool:
@@ -138,6 +142,7 @@ class Peers:
         self.links: dict[str, RankLink] = {}
         self._config, self._channel, self._local = context.config, context.channel, context.local
         self._metrics, self._randomness, self._timers = context.metrics, context.randomness, context.timers
+        self._repeats = context.repeats
         config = context.config
         self._allowed = AllowList(config.allow_peers)
         self._happened = happened
@@ -272,12 +277,15 @@ class Peers:
         ):
             # A request without an engine id accepts any engine at its address.
             if named != found and named != "":
-                return Cause.NOT_HELD(f"{host}:{port} is {what} {found}, the request names {named}")
+                return Cause.NOT_HELD(
+                    f"{what} {found} serves at {join_address(host, port)} now, and the request names "
+                    f"{named}: the prefill node was restarted"
+                )
         if link.rank == 0:
             topology = introduction.meaning.topology
             if not {address.rank for address in ready.directory} >= set(range(1, topology.size)):
                 # The peer's scheduler half has not yet sent rank 0 the other ranks' addresses.
-                return Cause.OUT_OF_REACH("the peer does not know its own ranks yet")
+                return Cause.OUT_OF_REACH("the prefill node is starting: it does not know its own ranks yet")
             if refusal := self._foreign_rank(host, ready.directory):
                 return Cause.NOT_TRUSTED(refusal)
             peer.directory, peer.lease_s, peer.was_met = ready.directory, ready.lease_s, True
@@ -296,8 +304,9 @@ class Peers:
             named, port = address.host, address.port
             if address.rank and not (same_host(host, named) or self._allowed.allows(named, port)):
                 return (
-                    f"the peer at {host} says that its rank {address.rank} listens at {named[:256]}:{port}; "
-                    "accepted: its own host, and those in kv_connector_extra_config.allow_peers"
+                    f"the prefill node at {host} reports that its rank {address.rank} listens at "
+                    f"{named[:256]}:{port}; accepted: its own host, and those in "
+                    "kv_connector_extra_config.allow_peers of the decode node"
                 )
         return ""
 
@@ -419,7 +428,8 @@ class Peers:
         for frame in link.session.outgoing():
             if link.name in self.links and not self._channel.send(link.name, frame):
                 self._metrics.failures.labels("side_channel_send").inc()
-                logger.warning("a message to %s could not be sent", link.name)
+                if self._repeats.is_first(str(link), Cause.LOST):
+                    logger.warning(DROPPED, link)
 
 
 def _match_ranks(peer: Peer, ours: Introduction, topology: Topology) -> None:

@@ -30,7 +30,8 @@ from kvconnect.peer.messages import (
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
-from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.local import without_slots
+from kvconnect.transfer.parts import TransferContext, count_misuse
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class RankFetches:
     def __init__(self, context: TransferContext, peers: Peers) -> None:
         self.bay = LandingBay(context, peers.send)
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
-        self._peers = peers
+        self._peers, self._repeats = peers, context.repeats
         self.num_owed = 0
         """Rank fetches without an answer yet: until it arrives the peer may write to landing slots."""
         self._asked: dict[int, RankFetch] = {}
@@ -73,8 +74,8 @@ class RankFetches:
             return
         except Exception as error:
             # One request's error must not end other requests.
-            logger.exception("request %s could not be asked for", order.request_id)
-            load.fail(Cause.INTERNAL(f"it could not be planned: {type(error).__name__}: {error}"))
+            logger.debug("request %s could not be planned", order.request_id, exc_info=True)
+            load.fail(Cause.INTERNAL(f"its chunks could not be planned: {type(error).__name__}: {error}"))
             return
         fetch.move(RankFetchEvent.ASK)
         fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
@@ -106,7 +107,7 @@ class RankFetches:
         order, fetch.landing = fetch.load.order, None
         packed = self.path_over(link)
         if isinstance(packed, str):
-            raise LayoutError(f"it cannot be fetched: {packed}")
+            raise LayoutError(packed)
         cutter, packer = packed
         groups, num_tokens = link.share.of(order.groups), link.share.count(order.num_tokens)
         chunks = cutter.cut(groups, num_tokens)
@@ -127,10 +128,9 @@ class RankFetches:
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes) if peer is not None else 0
         try:
             if peer is None or not slot_bytes:
-                raise LayoutError(f"the {'peer' if ours.slot_bytes else 'decode node'} has no slots")
+                raise LayoutError(without_slots("prefill" if ours.slot_bytes else "decode"))
             packer = self._local.packer(peer, ours, "target", self._config.convert_dtype)
         except LayoutError as error:
-            logger.info("%s: nothing can be fetched: %s", link.name, error)
             return str(error)
         rate = self._local.pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
         return RequestCutter(packer.chunker, peer.table, ours.table, slot_bytes, rate), packer
@@ -145,8 +145,9 @@ class RankFetches:
             if isinstance(message, Written):
                 self.bay.answered(message, link, now + self._config.quarantine_s)
             if self._cancelled.get(message.transfer_id) != link:
-                self._metrics.failures.labels("peer_message").inc()
-                logger.warning("%s speaks of transfer %d, which it was not asked", link, message.transfer_id)
+                who = str(self._peers.links.get(link, link))
+                what = f"it has not been asked for transfer {message.transfer_id}"
+                count_misuse(self._metrics, self._repeats, who, what)
             return
         match message:
             case Written():
@@ -198,7 +199,7 @@ class RankFetches:
             load.epochs.pop(fetch.rank, None)
             self._leave(fetch, RankFetchEvent.REPEAT, now)
             return
-        load.fail(written.error or Cause.PROTOCOL("the peer gave no reason"))
+        load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
         self._end(fetch, until, now, written.unsettled)
 
     def _all_written(self, fetch: RankFetch, written: Written, now: float) -> None:
@@ -206,7 +207,7 @@ class RankFetches:
         load = fetch.load
         # A fetch without an epoch had no chunk landed, and fails for that.
         if written.epoch != fetch.epoch and fetch.epoch:
-            text = "what was written is not of the lease under which the peer accepted the fetch"
+            text = "the prefill node wrote another lease's KV than that which it had accepted to send"
             load.fail(Cause.EPOCH(text))
             self._end(fetch, None, now)
             return
@@ -241,7 +242,7 @@ class RankFetches:
         # A fetch of nothing has no landing.
         missing = landing.missing if landing is not None else 0
         if missing or load.error:
-            text = f"the peer says that all is written, but {missing} chunks did not land"
+            text = f"the prefill node reports all chunks as written, and {missing} of them did not land"
             load.fail(Cause.LANDING(text))
             self._leave(fetch, RankFetchEvent.FAIL, now)
         else:

@@ -15,6 +15,7 @@ from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
 from kvconnect.transfer.orders import Await
+from kvconnect.transfer.params import NO_REQUEST
 from kvconnect.transfer.parts import Timer, TransferContext
 
 _SHORTEST_S, _LONGEST_S = 0.05, 30.0
@@ -237,7 +238,7 @@ class Renewals:
     def _not_held_yet(self, awaited: Awaited, now: float) -> None:
         until = awaited.since + self._config.early_fetch_s
         if now >= until:
-            awaited.fail(Cause.NOT_HELD("no request is held under this handle"))
+            awaited.fail(Cause.NOT_HELD(NO_REQUEST))
         else:
             awaited.renew_at = min(awaited.renew_at, max(until, now + _PACE_S))
             self._accounts[awaited.peer].timer.by(awaited.renew_at)
@@ -253,7 +254,8 @@ class Renewals:
         longest_s = self._config.lease_max_s
         for awaited in account.kept:
             if isinstance(awaited, Awaited) and awaited.reports and now >= awaited.since + longest_s:
-                awaited.fail(Cause.TIMEOUT(f"it was not held within {longest_s} s, which is lease_max_s"))
+                text = f"its prefill was not complete within {longest_s:g} s, which is lease_max_s"
+                awaited.fail(Cause.TIMEOUT(text))
                 self._report_if_settled(awaited, now)
 
     def _reach(self, awaited: Awaited, now: float) -> None:

@@ -39,7 +39,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     def introduction(self) -> Introduction:
         """The worker's introduction. Raises ``PeerError``: another protocol version, or unreadable."""
         if self.protocol != PROTOCOL_VERSION:
-            raise PeerError(f"protocol version is {self.protocol}, accepted: {PROTOCOL_VERSION}")
+            raise PeerError(f"protocol version is {self.protocol} on the peer, {PROTOCOL_VERSION} here")
         return read_answer(self.introduced, Introduction)
 
 

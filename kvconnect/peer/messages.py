@@ -381,10 +381,17 @@ def decode(side: Side, frame: bytes, max_bytes: int) -> ToPrefill | ToDecode:
         message: ToPrefill | ToDecode = _decoders[side].decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         if version := _other_version(frame):
-            text = f"protocol version is {version}, accepted: {PROTOCOL_VERSION}"
-            raise PeerError(text, Cause.OTHER_RELEASE) from error
+            is_of_prefill = side is Side.DECODE
+            versions = (version, PROTOCOL_VERSION) if is_of_prefill else (PROTOCOL_VERSION, version)
+            raise PeerError.of(other_release(*versions)) from error
         raise PeerError(f"a message that cannot be read: {error}") from error
     return message
+
+
+def other_release(prefill: int, decode: int) -> Reason:
+    """Why nodes of two protocol versions exchange nothing."""
+    text = f"protocol version is {prefill} on the prefill node, {decode} on the decode node"
+    return Cause.OTHER_RELEASE(text)
 
 
 def _other_version(frame: bytes) -> int:

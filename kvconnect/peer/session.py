@@ -33,6 +33,7 @@ from kvconnect.peer.messages import (
     Welcome,
     decode,
     encode,
+    other_release,
 )
 
 
@@ -75,10 +76,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Ended:
-    """The session is over; ``reason`` is for the operator."""
+    """The session is over; ``reason`` is for the operator. ``refused``: the peer whose greeting P refused."""
 
     reason: Reason
     loss: PeerLoss = PeerLoss.UNUSABLE
+    refused: Introduction | None = None
 
 
 @dataclass(frozen=True)
@@ -190,12 +192,13 @@ class Session:
                 # A refusal of a repeated greeting leaves earlier fetches running; their writes may go on.
                 is_of_greeting = self.peer is not None and self._unanswered_greetings > 0
                 loss = PeerLoss.UNUSABLE if is_of_greeting else PeerLoss.TOLD_TO_STOP
-                return [Ended(refused.reason.after("the peer refused: "), loss)]
+                return [Ended(refused.reason.after("the prefill node refused: "), loss)]
             case Bad(reason=reason):
                 self.state = after
                 if after is SessionState.ENDED:
-                    return [Ended(Cause.OTHER_RELEASE(f"the peer could not read our greeting: {reason}"))]
-                return [Misused(Cause.PROTOCOL(f"the peer could not use a message of ours: {reason}"))]
+                    text = f"the prefill node could not read this node's greeting: {reason}"
+                    return [Ended(Cause.OTHER_RELEASE(text))]
+                return [Misused(Cause.PROTOCOL(f"it cannot use a message of this node: {reason}"))]
             case _:
                 self.state = after
                 return [Received(message)]
@@ -207,9 +210,11 @@ class Session:
             was_greeted = self.state is SessionState.GREETED
             self.state = SessionState.ENDED
             if was_greeted:
-                reason = f"the peer did not answer the greeting within {self._limits.handshake_timeout_s} s"
+                limit = f"{self._limits.handshake_timeout_s:g} s, which is handshake_timeout_s"
+                reason = f"the prefill node did not answer the greeting within {limit}"
             else:
-                reason = f"the peer has been silent for {self._limits.peer_timeout_s} s"
+                limit = f"{self._limits.peer_timeout_s:g} s, which is peer_timeout_s"
+                reason = f"the prefill node has been silent for {limit}"
             return [Ended(Cause.OUT_OF_REACH(reason), PeerLoss.SILENT)]
         if now >= ask_at:
             if self._owed_since is not None:
@@ -237,17 +242,17 @@ class Session:
         return self._heard_at + self._limits.heartbeat_s, math.inf
 
     def _hello(self, hello: Hello, now: float) -> list[Event]:
-        refusal = _refusal(hello.version, self.ours, hello.introduction)
+        refusal = _refusal(self.ours, hello.introduction, PROTOCOL_VERSION, hello.version)
         if refusal:
             self.refuse(refusal)
-            return [Ended(refusal.after("refused a peer: "))]
+            return [Ended(refusal, refused=hello.introduction)]
         self.state = SessionState.READY
         self.peer = hello.introduction
         self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory, self._limits.lease_s, now))
         return [Ready(hello.introduction, ())]
 
     def _welcome(self, welcome: Welcome, after: SessionState) -> list[Event]:
-        refusal = _refusal(welcome.version, welcome.introduction, self.ours)
+        refusal = _refusal(welcome.introduction, self.ours, welcome.version, PROTOCOL_VERSION)
         if refusal:
             self.state = SessionState.ENDED
             return [Ended(refusal)]
@@ -260,8 +265,9 @@ class Session:
         reason = Cause.PROTOCOL(f"{type(message).__name__} is not expected in state {self.state.value}")
         if self.side is Side.PREFILL and self.state is SessionState.NEW:
             # D may still be in a session that P has forgotten. Only a refusal makes D greet again.
-            self.refuse(Cause.LOST(f"{reason}; the first message is Hello"))
-            return [Misused(reason), Ended(reason)]
+            text = "the connection is not known: it was restarted, or has more than max_peers decode nodes"
+            self.refuse(Cause.LOST(text))
+            return [Misused(reason), Ended(Cause.LOST(text))]
         return self._misused(reason)
 
     def _misused(self, reason: Reason) -> list[Event]:
@@ -272,7 +278,9 @@ class Session:
         self._outgoing.append(encode(message))
 
 
-def _refusal(version: int, prefill: Introduction, decode: Introduction) -> Reason | None:
-    if version != PROTOCOL_VERSION:
-        return Cause.OTHER_RELEASE(f"protocol version is {version}, accepted: {PROTOCOL_VERSION}")
+def _refusal(
+    prefill: Introduction, decode: Introduction, prefill_version: int, decode_version: int
+) -> Reason | None:
+    if prefill_version != decode_version:
+        return other_release(prefill_version, decode_version)
     return disagreement(prefill, decode)

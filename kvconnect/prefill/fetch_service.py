@@ -34,7 +34,7 @@ from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, chec
 from kvconnect.prefill.send_path import SendPath, SendPaths
 from kvconnect.prefill.sender import Sender, Sending
 from kvconnect.timeline import Moment
-from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers
+from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, decode_node, rank_name
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.parts import TransferContext
 
@@ -60,6 +60,7 @@ class FetchService:
         self._waiting: dict[TransferKey, None] = {}
         self.not_quiescent: dict[TransferKey, float] = {}
         self._transports = Transports(context.config, context.metrics)
+        self._repeats = context.repeats
 
     def advance(self, now: float) -> None:
         """Retry pending fetches, submit batches to the engine, answer ended fetches, request credit."""
@@ -125,7 +126,7 @@ class FetchService:
             self._refuse(pending, Cause.OTHER_LAYOUT(str(error)))
         except Exception as error:
             # One peer's faulty fetch must not end the fetches of others.
-            logger.exception("a fetch of %s could not be planned", pending.link)
+            logger.debug("a fetch could not be planned", exc_info=True)
             self._refuse(pending, Cause.INTERNAL(f"it could not be planned: {type(error).__name__}"))
 
     def _begin(self, inbound: InboundPeer, peer: Introduction, pending: PendingFetch, now: float) -> None:
@@ -184,9 +185,9 @@ class FetchService:
         known = sending is not None or key in self.pending.fetches
         if sending is not None and not sending.error:
             sending.cancelled = True
-        self.cancel(key, Cause.ABORTED("the peer cancelled it"))
+        self.cancel(key, Cause.ABORTED("the decode node cancelled it"))
         if not known and now >= self.not_quiescent.get(key, 0.0):
-            self._answer_failure(key, Cause.NOT_HELD("it is not known"))
+            self._answer_failure(key, Cause.NOT_HELD("the prefill node does not know the transfer"))
 
     def granted(self, key: TransferKey, granted: CreditGrant) -> None:
         """A peer grants more landing slots for a fetch. P returns those that no chunk can fill yet."""
@@ -248,13 +249,16 @@ class FetchService:
             PeerError: this rank has no right to it, or names another number of tokens.
         """
         if key in self.sender.sendings:
-            raise PeerError(f"transfer {fetch.transfer_id} is under way already")
+            raise PeerError(f"transfer {fetch.transfer_id} of this decode rank is under way already")
         if fetch.num_tokens != source.num_tokens:
             # Another prompt, or a node that counts tokens differently: part of it is worse than none.
-            text = f"{fetch.num_tokens} tokens are wanted, {source.num_tokens} are held"
+            text = (
+                f"the prefill node holds {source.num_tokens} tokens of it, and the decode node's prompt "
+                f"needs {fetch.num_tokens}"
+            )
             raise PeerError(text, Cause.OTHER_PROMPT)
         if any(self.sender.sendings[other].consumer == consumer for other in source.sending):
-            raise PeerError("this rank is being sent this request", Cause.FETCHED_BEFORE)
+            raise PeerError("this decode rank is being sent this request", Cause.FETCHED_BEFORE)
         source.claim(consumer, fetch.consumers)
 
     def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
@@ -271,7 +275,9 @@ class FetchService:
         supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, path.share)
         most_bytes = path.slot_bytes if path.mapped else min(pool.slot_bytes, max_bytes)
         if supply.largest_bytes > most_bytes:
-            raise PeerError(f"a chunk has {supply.largest_bytes} bytes, a slot here has {most_bytes}")
+            raise PeerError(
+                f"a chunk has {supply.largest_bytes} bytes, a slot of the prefill node has {most_bytes}"
+            )
         note = functools.partial(
             self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
         )
@@ -327,9 +333,9 @@ class FetchService:
         """Report to a peer, once a connection, the lane to it, and whether P's settings refuse that lane."""
         peer = inbound.session.peer
         if path.meter is None and peer is not None:
-            refused = refusal(self._config, path.found)
+            refused = refusal(self._config, path.found, "prefill")
             found = msgspec.structs.replace(path.found, refusal=str(refused or ""))
-            who = f"decode node {peer.engine_id} rank {peer.rank} at {inbound.host}"
+            who = decode_node(peer, inbound.host)
             path.meter = LinkMeter(who, found, self._transports)
             self._transports.met(who, found)
             self._inbound_peers.send(link, found)
@@ -346,7 +352,7 @@ class FetchService:
                 if probe.is_whole:
                     path.calibrations.met()
                 else:
-                    reason = sending.error or Cause.ENGINE("a batch was slow")
+                    reason = sending.error or Cause.ENGINE("a batch took too long")
                     path.calibrations.failed(reason, config.retry_max_s, self._randomness, now)
                 self.pending.touch_link(sending.key[0])
                 if not any(link == sending.key[0] for link, _ in self.pending.fetches):
@@ -366,6 +372,9 @@ class FetchService:
             self.not_quiescent[sending.key] = until
         if not sending.error:
             lease.served.add(sending.consumer)
+            self._repeats.succeeded(rank_name(sending.consumer[0], sending.consumer[2]))
+            if (inbound := self._inbound_peers.get(sending.key[0])) is not None:
+                self._repeats.succeeded(str(inbound))
         self._book.end_if_due(lease, now)
 
     def _count(self, sending: Sending) -> None:
@@ -381,7 +390,21 @@ class FetchService:
             metrics.streamed.inc()
         if not ok and not sending.cancelled:
             metrics.failures.labels("preempted" if sending.again else "send").inc()
-            logger.warning("%s could not be sent: %s", sending.lease, sending.error)
+            self._log_unsent(sending)
+
+    def _log_unsent(self, sending: Sending) -> None:
+        reason, consumer = sending.error, sending.consumer
+        if reason is None or consumer is None or sending.again:
+            return
+        who = rank_name(consumer[0], consumer[2])
+        if self._repeats.is_first(who, reason.cause):
+            logger.warning(
+                "%s could not be sent to %s: %s %s (further ones are only counted, as send)",
+                sending.lease,
+                who,
+                reason,
+                reason.label,
+            )
 
     def _note(self, sending: Sending, moment: str, number: int) -> None:
         handle = sending.lease.handle if sending.lease is not None else ""
@@ -389,7 +412,8 @@ class FetchService:
 
     def _refuse(self, pending: PendingFetch, reason: Reason) -> None:
         self._metrics.transfers.labels("sent", "refused").inc()
-        logger.warning("a fetch of %s was refused: %s", pending.link, reason)
+        if (inbound := self._inbound_peers.get(pending.link)) is not None:
+            self._inbound_peers.service.refused(inbound, reason)
         self._answer_failure(pending.key, reason)
 
     def _answer_failure(self, key: TransferKey, reason: Reason) -> None:

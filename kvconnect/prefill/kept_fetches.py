@@ -14,13 +14,13 @@ from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import PIN_PREFIX, FindPrefix, PinPrefix, PrefixFound
 from kvconnect.prefill.leases import LeaseBook
 from kvconnect.transfer.inbound_peers import InboundPeer
-from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.parts import TransferContext, count_misuse
 
 logger = logging.getLogger(__name__)
 
-EVICTED = Cause.EVICTED("it was evicted from host memory while it was sent")
-TOO_MANY = Cause.BUSY("it was asked for more names than one peer may have looked up")
-_NOTHING = Cause.NOT_HELD("this node keeps nothing under names for peers")
+EVICTED = Cause.EVICTED("the prefill node evicted it from host memory while it was sent")
+TOO_MANY = Cause.BUSY("the prefill node was asked for more names than it looks up for one decode node")
+_NOTHING = Cause.NOT_HELD("the prefill node keeps nothing under names for peers")
 
 _NAMES_PER_S = 200_000
 """Reading and looking up that many takes about a twentieth of the transfer thread's time, per cache group."""
@@ -52,7 +52,7 @@ class KeptFetches:
 
     def __init__(self, context: TransferContext, book: LeaseBook) -> None:
         self._local, self._metrics, self._book = context.local, context.metrics, book
-        self._most_leases = context.config.max_leases
+        self._most_leases, self._repeats = context.config.max_leases, context.repeats
         self._allowances: dict[str, NameAllowance] = {}
 
     def forget(self, link: str) -> None:
@@ -85,15 +85,18 @@ class KeptFetches:
             return
         if not handle.startswith(PIN_PREFIX):
             # The handle may be one that this node issued: ending it would void that request.
-            self._metrics.failures.labels("peer_message").inc()
-            text = "dropped a message of %s: a handle to pin is %r; accepted: those that begin with %r"
-            logger.warning(text, link, handle[:64], PIN_PREFIX)
+            text = f"a handle to pin does not begin with {PIN_PREFIX!r}"
+            count_misuse(self._metrics, self._repeats, str(inbound), text)
             return
         refusal = refusal or inbound.disagrees
         if refusal or kept is None:
             raise PeerError.of(refusal or _NOTHING)
         if len(self._book.leases) >= self._most_leases:
-            raise PeerError(f"{len(self._book.leases)} requests are held already", Cause.BUSY)
+            raise PeerError(
+                f"{len(self._book.leases)} requests are held already, and max_leases of the prefill node is "
+                f"{self._most_leases}",
+                Cause.BUSY,
+            )
         # Only the names of the first ``num_tokens`` tokens are looked up.
         names = min(len(asked.prefix.names), asked.num_tokens // asked.prefix.naming.tokens)
         if not self._allowance(link).take(names, now):

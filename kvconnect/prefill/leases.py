@@ -23,6 +23,8 @@ from kvconnect.transfer.parts import Timer, TransferContext
 
 logger = logging.getLogger(__name__)
 
+BY_ANOTHER = "another decode node has fetched the request"
+
 Consumer = tuple[str, str, int]
 """One rank of D that fetches: engine id, incarnation, rank."""
 
@@ -118,9 +120,9 @@ class Lease:
             PeerError: another engine owns the lease, or this rank was served or has released it.
         """
         if self.owner not in (None, consumer[0]):
-            raise PeerError("another engine has fetched this request", Cause.FETCHED_BEFORE)
+            raise PeerError(BY_ANOTHER, Cause.FETCHED_BEFORE)
         if consumer in self.served or consumer in self.released:
-            raise PeerError("this rank has had this request", Cause.FETCHED_BEFORE)
+            raise PeerError("this decode rank has fetched or released the request", Cause.FETCHED_BEFORE)
         self.owner, self.consumers = consumer[0], consumers
 
     @property
@@ -168,8 +170,9 @@ class Lease:
         return tuple(made)
 
 
-_NOT_FETCHED = Cause.LEASE_OVER("what is kept by name was not fetched in time")
-SERVED = Cause.FETCHED_BEFORE("every rank that wanted it was served")
+_NOT_FETCHED = Cause.LEASE_OVER("rows pinned for the decode node were not fetched in time")
+SERVED = Cause.FETCHED_BEFORE("every decode rank that wanted it was served")
+_ANYONE = "decode nodes"
 
 
 class LeaseBook:
@@ -183,7 +186,7 @@ class LeaseBook:
         self.leases: dict[str, Lease] = {}
         self.streaming: dict[str, Lease] = {}
         self._config, self._metrics, self._timers = context.config, context.metrics, context.timers
-        self._ended = ended
+        self._ended, self._repeats = ended, context.repeats
         # With a token held back, the lease has no KV of it; otherwise D computes the last token again.
         self._replay = int(not context.local.introduction.meaning.held_back)
         # A random start: no epoch of this process equals one of an earlier process at this address.
@@ -215,7 +218,11 @@ class LeaseBook:
         """
         if order.handle in self.leases:
             self._metrics.failures.labels("handle_in_use").inc()
-            logger.error("request %s is not held: its handle is in use", order.request_id)
+            logger.error(
+                "request %s is not held, and its decode node computes it: another request is held under its "
+                "handle",
+                order.request_id,
+            )
             return None, ""
         lease = self.streaming.pop(order.handle, None)
         difference = lease.differs_from(order) if lease is not None else ""
@@ -252,7 +259,7 @@ class LeaseBook:
     def renew(self, lease: Lease, engine_id: str, link: str, now: float) -> Reason | None:
         """Extend a lease that a peer will still fetch. Why the lease is void for that peer, or None."""
         if lease.owner not in (None, engine_id):
-            return Cause.FETCHED_BEFORE("another engine has fetched this request")
+            return Cause.FETCHED_BEFORE(BY_ANOTHER)
         lease.renewers.add(link)
         if (held := lease.held) is not None:
             held.expires_at = max(held.expires_at, min(now + held.order.lease_s, held.last_until))
@@ -276,18 +283,28 @@ class LeaseBook:
         if now < due_at:
             held.timer.at(due_at)
         elif is_satisfied:
+            self._repeats.succeeded(_ANYONE)
             self._end(lease, held, SERVED, now)
         elif held.kept is not None:
             # A pin holds up no eviction, so that its expiry needs no warning.
             self._end(lease, held, held.revoked or _NOT_FETCHED, now)
         else:
             self._metrics.failures.labels("lease_expired").inc()
-            reason = held.revoked or Cause.LEASE_OVER(f"its lease of {held.order.lease_s} s is over")
+            by_none = "" if lease.renewers else ", and no decode node asked for it"
+            over = f"its lease_s of {held.order.lease_s:g} s is over{by_none}"
+            reason = held.revoked or Cause.LEASE_OVER(over)
             if not held.revoked and lease.renewers and held.expires_at >= held.last_until:
                 reason = Cause.LEASE_OVER(
-                    f"it was held for {self._config.lease_max_s} s, which is lease_max_s"
+                    f"it was held for {self._config.lease_max_s:g} s, which is lease_max_s"
                 )
-            logger.warning("%s was not fetched, its blocks are freed: %s", lease, reason)
+            if self._repeats.is_first(_ANYONE, reason.cause):
+                logger.warning(
+                    "%s was not fetched, its blocks are freed: %s %s (further ones are only counted, as "
+                    "lease_expired, until one is fetched)",
+                    lease,
+                    reason,
+                    reason.label,
+                )
             self._end(lease, held, reason, now)
 
     def revoke_all(self, reason: Reason, now: float) -> None:

@@ -21,7 +21,7 @@ from kvconnect.peer.handles import epoch_of
 from kvconnect.peer.messages import Fetch
 from kvconnect.plan.chunks import Chunker
 from kvconnect.prefill.leases import Consumer, TransferKey
-from kvconnect.transfer.params import announced_id
+from kvconnect.transfer.params import NO_REQUEST, announced_id
 from kvconnect.transfer.parts import Timer, Timers
 
 _LONGEST_FETCH_S = 3600.0
@@ -227,21 +227,26 @@ class PendingFetches:
         # Handles of this node's scheduler carry the epoch of its start; transfer ids carry none.
         if not is_known and self._epoch and epoch_of(handle) not in ("", self._epoch):
             return Cause.NOT_HELD(
-                "the handle is of an earlier start of this node, which holds nothing of that any more"
+                "the handle is of an earlier start of the prefill node, which holds nothing of that any more"
             )
         if now >= (early.deadline if is_known else self._deadline(early)):
             if is_known:
-                return Cause.TIMEOUT("the KV was not complete in the time that the fetch gives")
-            if self._is_of_other_prompt(handle, now):
-                return Cause.OTHER_PROMPT(
-                    "no request is held under this handle: the transfer was announced with another prompt"
+                waited_s = now - early.received_at
+                return Cause.TIMEOUT(
+                    f"its prefill was not complete {waited_s:.1f} s after the fetch, when load_timeout_s of "
+                    "the decode node was over"
                 )
-            return Cause.NOT_HELD("no request is held under this handle")
+            if self._is_of_other_prompt(handle, now):
+                return Cause.OTHER_PROMPT("the prefill node has this transfer id with another prompt")
+            return Cause.NOT_HELD(NO_REQUEST)
         if len(self.fetches) >= self._capacity:
-            return Cause.BUSY(f"{len(self.fetches)} fetches wait already")
+            return Cause.BUSY(
+                f"{len(self.fetches)} fetches wait at the prefill node already, and its max_leases is "
+                f"{self._capacity}"
+            )
         key = early.key
         if key in self.fetches:
-            return Cause.PROTOCOL(f"transfer {key[1]} waits already")
+            return Cause.PROTOCOL(f"transfer {key[1]} of this decode rank waits already")
         fetch = msgspec.structs.replace(early.fetch, grants=()) if early.fetch.grants else early.fetch
         timer = self._timers.timer(lambda now: self.touch_fetch(key))
         self.fetches[key] = replace(early, fetch=fetch, has_waited=True, timer=timer)

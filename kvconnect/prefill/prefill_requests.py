@@ -204,7 +204,8 @@ class PrefillRequests:
             if is_routers and parent_of(owner) != parent_of(request_id):
                 self._draft.warn(
                     "transfer_id_in_use",
-                    "request %s has a transfer id that another request is using; its KV is not held",
+                    "request %s has a transfer_id that another request is using, and its KV is not held: the "
+                    "router has to name each by its own",
                     request_id,
                 )
         elif self._places.are_taken:
@@ -391,7 +392,7 @@ class PrefillRequests:
         # The last sampled token has no KV yet.
         num_tokens, extra, handle = request.num_tokens - 1, self._extra, prefill.handle
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
-            return Cause.NOT_HELD("the prompt left none")
+            return Cause.NOT_HELD("the prompt leaves no KV to hold")
         if self._draining:
             return Cause.STOPPING("the prefill node is stopping")
         if not handle and self._places.are_taken:

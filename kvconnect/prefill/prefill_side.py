@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 STOPPING = Cause.STOPPING("the prefill node is stopping")
 _PREEMPTED = Cause.PREFILL_ENDED("the prefill was preempted")
 _NO_LONGER = Cause.FETCHED_BEFORE("the request is no longer held: every rank that wanted it was served")
-ASLEEP = Cause.STOPPING("the node sleeps, and keeps no KV meanwhile")
+ASLEEP = Cause.STOPPING("the prefill node sleeps, and keeps no KV meanwhile")
 
 
 class PrefillSide(TransferPart, Service):
@@ -65,6 +65,7 @@ class PrefillSide(TransferPart, Service):
         self._drain_until = math.inf
         self._giving_up = context.timers.timer(self._give_up)
         self._drained: Callable[[], None] | None = None
+        Service.__init__(self, context.repeats)
         inbound_peers.service = self
 
     # Orders of the scheduler
@@ -92,7 +93,10 @@ class PrefillSide(TransferPart, Service):
         if order.handle not in self.pending.expected:
             return
         if not self.book.progress(order, is_computed):
-            logger.error("the progress of prefill %s does not follow from what is known of it", order.handle)
+            logger.error(
+                "a prefill's progress does not follow from what is known of it: its decode node begins anew. "
+                "An error of kvconnect or of the serving stack"
+            )
             self.preempted(order.handle, Cause.INTERNAL("the prefill's blocks are not known"))
         self.fetches.went_on(self.book.streaming.get(order.handle), order.handle)
 

@@ -29,7 +29,8 @@ from kvconnect.plan.blocks import Share
 from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.link_meter import LinkMeter, transport_over
 from kvconnect.transfer.breaker import Breaker
-from kvconnect.transfer.inbound_peers import InboundPeer
+from kvconnect.transfer.inbound_peers import InboundPeer, rank_name
+from kvconnect.transfer.local import without_slots
 from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
@@ -37,17 +38,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class SendPath:
-    """The path to one peer, made at its first fetch or lookup. ``name``: the engine's name of the peer.
+    """The path to one peer, made at its first fetch or lookup.
 
-    ``slot_bytes``: the largest chunk that fits the slots of both sides. ``share``: the tokens that both ranks
-    keep. ``kept_packer``: makes, once, the packer of host memory rows; raises ``LayoutError`` where rows do
-    not travel as blocks do. ``mapped``: the peer's landing slots, where they are memory of this machine;
-    elsewhere the engine writes, and fetches wait until the link ``is_measured``. ``new_probe`` makes a
+    ``who`` is the peer for people, ``name`` the engine's name of it. ``slot_bytes``: the largest chunk that
+    fits the slots of both sides. ``share``: the tokens that both ranks keep. ``kept_packer``: makes, once,
+    the packer of host memory rows; raises ``LayoutError`` where rows do not travel as blocks do. ``mapped``:
+    the peer's landing slots, where they are memory of this machine; elsewhere the engine writes, and fetches
+    wait until the link ``is_measured``. ``new_probe`` makes a
     calibration, ``probe`` is the one under way, ``calibrations`` counts those cut short. ``traffic``: this
     machine's traffic when the calibration began. ``found``: the result of the calibration, or the engine's
     own statement without one; ``meter`` measures the link after that.
     """
 
+    who: str
     name: str
     packer: Packer
     slot_bytes: int
@@ -89,7 +92,11 @@ class SendPath:
         if error:
             metrics.failures.labels("calibration").inc()
         if error and not self.calibrations.failures:
-            logger.warning("the link to %s could not be calibrated: %s", self.name, error)
+            logger.warning(
+                "the link to %s could not be measured, which is tried again when it asks for KV by name: %s",
+                self.who,
+                error,
+            )
         if not self.is_measured or found.bytes_per_s > self.found.bytes_per_s:
             self.is_measured, self.found, self.meter = True, found, None
 
@@ -127,12 +134,11 @@ class SendPaths:
         """
         path, peer = self._paths.get(link), inbound.session.peer
         if peer is None:
-            raise PeerError("the peer has not introduced itself")
+            raise PeerError("the decode node has not introduced itself")
         if path is None:
             path = self._paths[link] = self._make_path(inbound.session.ours, peer)
-            who = f"{peer.engine_id} rank {peer.rank}"
             over = "shared memory" if path.mapped else self._local.engine.capabilities
-            logger.info("decode node %s at %s fetches: over %s", who, inbound.host, over)
+            logger.info("%s fetches: over %s", inbound, over)
         if path.mapped is None:
             self.connect(inbound, path)
         return path
@@ -148,7 +154,7 @@ class SendPaths:
         local, convert = self._local, self._config.convert_dtype
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
         if not slot_bytes:
-            raise LayoutError(f"the {'decode' if ours.slot_bytes else 'prefill'} node has no slots")
+            raise LayoutError(without_slots("decode" if ours.slot_bytes else "prefill"))
         packer = local.packer(ours, peer, "source", convert)
 
         def make_kept_packer() -> Packer:
@@ -157,10 +163,14 @@ class SendPaths:
             made = local.packer(rows, peer, "source", convert, local.kept.table)
             if made.chunker.wire != packer.chunker.wire:
                 # The peer cuts its chunks by the wire of the blocks, computed from P's introduction.
-                raise LayoutError("what is kept in host memory does not travel as the blocks of this node do")
+                raise LayoutError(
+                    "rows in the prefill node's host memory do not travel to this decode node as its blocks "
+                    "do: nothing is fetched by name"
+                )
             return made
 
         path = SendPath(
+            who=rank_name(peer.engine_id, peer.rank),
             name=f"{owner_name(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}",
             packer=packer,
             slot_bytes=slot_bytes,
@@ -170,7 +180,7 @@ class SendPaths:
         )
         scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
         source, target = ours.scratch_address, peer.scratch_address
-        if local.maps_peers and (mapped := self._map_slots(path.name, peer)) is not None:
+        if local.maps_peers and (mapped := self._map_slots(path.who, peer)) is not None:
             rate = mapped.copy_bytes_per_s(source, target, scratch_bytes)
             lane = Transport("shared_memory", known_by="its landing slots are mapped")
             path.mapped, path.is_measured, path.found = mapped, True, transport_over(lane, rate, local)
@@ -180,7 +190,7 @@ class SendPaths:
             path.is_measured = True
         return path
 
-    def _map_slots(self, name: str, peer: Introduction) -> MappedMemory | None:
+    def _map_slots(self, who: str, peer: Introduction) -> MappedMemory | None:
         """Map the landing slots of a peer of this machine; None where the engine has to write."""
         if peer.memory is None or not peer.memory.machine or peer.memory.machine != this_machine():
             return None
@@ -188,7 +198,12 @@ class SendPaths:
             return MappedMemory(peer.memory)
         except PeerError as error:
             self._metrics.failures.labels("shared_memory").inc()
-            logger.warning("the landing slots of %s are not mapped, the engine writes them: %s", name, error)
+            logger.warning(
+                "the landing slots of %s are not mapped, so the engine writes them, which is slower: %s. Run "
+                "both servers as one user, in one PID namespace",
+                who,
+                error,
+            )
             return None
 
     def connect(self, inbound: InboundPeer, path: SendPath) -> None:
@@ -200,7 +215,7 @@ class SendPaths:
             try:
                 self._local.engine.connect(path.name, peer.engine_card)
             except EngineError as error:
-                raise PeerError(f"the engine cannot reach the peer: {error}", Cause.ENGINE) from error
+                raise PeerError(f"the engine cannot reach {path.who}: {error}", Cause.ENGINE) from error
             self._connected[path.name] = None
         self._connected.move_to_end(path.name)
         if len(self._connected) > self._config.max_peers:
@@ -218,8 +233,8 @@ class SendPaths:
             return
         self._metrics.failures.labels("peer_not_trusted").inc()
         raise PeerError(
-            f"the engine card of {owner_name(peer)} names host {named[:256]!r}, its connection comes from "
-            f"{inbound.host}; accepted: that address, and hosts in kv_connector_extra_config.allow_peers",
+            f"the engine of {inbound} is at host {named[:256]}; accepted: the address that the connection "
+            "comes from, and hosts in kv_connector_extra_config.allow_peers of the prefill node",
             Cause.NOT_TRUSTED,
         )
 

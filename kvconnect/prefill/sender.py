@@ -108,6 +108,10 @@ class Sending:
         return self.moving_s if self.streamed else max(self.moving_s, self.last_ended_at - self.started_at)
 
 
+def _late(seconds: float) -> str:
+    return f"not all was sent after {seconds:.1f} s, when load_timeout_s of the decode node was over"
+
+
 class Sender:
     """All sendings of a worker.
 
@@ -143,7 +147,7 @@ class Sender:
         """Begin a sending: pack its chunks, and submit its batches."""
         self.sendings[sending.key] = self.active[sending.key] = sending
         sending.timer = self._timers.timer(
-            lambda now: self.cancel(sending.key, Cause.TIMEOUT("the time that the peer gave is over"))
+            lambda now: self.cancel(sending.key, Cause.TIMEOUT(_late(now - sending.started_at)))
         )
         sending.timer.at(sending.deadline)
         # Start the device now, rather than after all other messages that have arrived.
@@ -175,7 +179,7 @@ class Sender:
             sending.total_bytes += completion.total_bytes
         else:
             sending.quiescent &= completion.quiescent
-            sending.stop(Cause.ENGINE(completion.error or "the engine gave no reason"))
+            sending.stop(Cause.ENGINE(f"the prefill node's engine: {completion.error or 'no reason given'}"))
         if parcel is not None and parcel.slot is not None and not completion.quiescent:
             until = now + self._config.quarantine_s
             self._lost.append((until, parcel.slot))
@@ -226,7 +230,7 @@ class Sender:
             # failed device raises at every turn.
             if not isinstance(error, (LayoutError, PeerError)) and not sending.error:
                 count_error(self._metrics, error, f"transfer {sending.key[1]}")
-            sending.stop(Cause.ENGINE(f"its chunks cannot be packed: {error}"))
+            sending.stop(Cause.ENGINE(f"the prefill node cannot pack its chunks: {error}"))
 
     def _settle(self, now: float) -> None:
         while self._lost and self._lost[0][0] <= now:
@@ -266,8 +270,9 @@ class Sender:
             self._engine.submit(batch)
         except Exception as error:
             # The engine will not complete this batch, so the fetch must fail.
-            logger.exception("a batch to %s could not be submitted", sending.peer)
-            sending.stop(Cause.ENGINE(f"the engine does not take a batch: {error}"))
+            logger.debug("a batch could not be submitted", exc_info=True)
+            text = f"the prefill node's engine does not take a batch: {type(error).__name__}: {error}"
+            sending.stop(Cause.ENGINE(text))
             return False
         sending.outbox.submitted(batch.batch_id)
         if not sending.in_flight:

@@ -50,4 +50,4 @@ class Breaker:
         if self.is_probing or self.may_try(now):
             return None
         assert self.reason is not None, "it has failed"
-        return self.reason.after("the peer is out of reach, it was tried just now: ")
+        return self.reason.after("the prefill node is out of reach, it was tried just now: ")

@@ -20,6 +20,7 @@ from kvconnect.peer.messages import (
     Answer,
     Fetch,
     FindPrefix,
+    Introduction,
     Message,
     PrefixFound,
     Question,
@@ -30,7 +31,8 @@ from kvconnect.peer.messages import (
     Written,
 )
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, Session, SessionState
-from kvconnect.transfer.parts import TransferContext
+from kvconnect.transfer.duplicate_filter import DuplicateFilter
+from kvconnect.transfer.parts import DROPPED, TransferContext, count_misuse
 from kvconnect.transfer.topics import Topics
 
 logger = logging.getLogger(__name__)
@@ -42,18 +44,33 @@ NO_PREFILL = Cause.WRONG_ROLE("this node hands out no KV: its kv_role is kv_cons
 class InboundPeer:
     """One connection that a peer opened to this worker, from ``host`` if the channel knows the address.
 
-    ``has_misspoken``: the peer sent a message that was unusable. ``disagrees``: this node's weights were
-    replaced after the greeting, and the peer has others.
+    ``disagrees``: this node's weights were replaced after the greeting, and the peer has others.
     """
 
     session: Session
     host: str = ""
-    has_misspoken: bool = False
     disagrees: Reason | None = None
+
+    def __str__(self) -> str:
+        return decode_node(self.session.peer, self.host)
+
+
+def decode_node(peer: Introduction | None, host: str) -> str:
+    """A rank of a decode node, or a client that has not introduced itself, for people."""
+    who = "a client" if peer is None else rank_name(peer.engine_id, peer.rank)
+    return f"{who} at {host or 'an unknown host'}"
+
+
+def rank_name(engine_id: str, rank: int) -> str:
+    """A rank of a decode node, for people."""
+    return f"rank {rank} of decode node {engine_id}"
 
 
 class Service:
     """Serves peers that have introduced themselves. This base class refuses all: the node hands out no KV."""
+
+    def __init__(self, repeats: DuplicateFilter) -> None:
+        self._repeats = repeats
 
     def links_in_use(self) -> Collection[str]:
         """The connections that must not be dropped."""
@@ -69,13 +86,23 @@ class Service:
         """Answer a message, now or later."""
         match message:
             case Fetch():
-                logger.warning("a fetch of %s was refused: %s", link, NO_PREFILL)
+                self.refused(inbound, NO_PREFILL)
                 inbound.session.send(Written(message.transfer_id, False, True, 0, 0, 0.0, NO_PREFILL))
             case FindPrefix():
                 inbound.session.send(PrefixFound(message.number, error=NO_PREFILL))
             case Renew():
                 over = tuple((one, NO_PREFILL) for one in message.handles[:MAX_HANDLES])
                 inbound.session.send(Renewed(over=over))
+
+    def refused(self, inbound: InboundPeer, reason: Reason) -> None:
+        """Log the first refused fetch of a peer and cause."""
+        if self._repeats.is_first(str(inbound), reason.cause):
+            logger.warning(
+                "a fetch of %s was refused: %s %s (further ones are only counted, as refused transfers)",
+                inbound,
+                reason,
+                reason.label,
+            )
 
 
 class InboundPeers:
@@ -84,7 +111,8 @@ class InboundPeers:
     def __init__(self, context: TransferContext) -> None:
         self.directory: tuple[RankAddress, ...] = ()
         self.topics = Topics(context.config.max_message_bytes, context.timers)
-        self.service = Service()
+        self.service = Service(context.repeats)
+        self._repeats = context.repeats
         self._config, self._local = context.config, context.local
         self._channel, self._metrics = context.channel, context.metrics
         self._peers: OrderedDict[str, InboundPeer] = OrderedDict()
@@ -139,6 +167,7 @@ class InboundPeers:
         match event:
             case Ready():
                 inbound.disagrees = None
+                self._repeats.succeeded(str(inbound))
                 self._keep(link, inbound)
                 self.service.met(link)
             case Received(message=Alive()):
@@ -148,13 +177,17 @@ class InboundPeers:
             case Received(message=message):
                 self.service.serve(link, inbound, message, now)
             case Misused(reason=reason):
-                self._metrics.failures.labels("peer_message").inc()
-                if not inbound.has_misspoken:
-                    inbound.has_misspoken = True
-                    logger.warning("dropped a message from %s, and counts further ones: %s", link, reason)
-            case Ended(reason=reason):
+                count_misuse(self._metrics, self._repeats, str(inbound), reason.text)
+            case Ended(reason=reason, refused=refused):
                 self._metrics.failures.labels("peer_refused").inc()
-                logger.warning("connection %s ended: %s", link, reason)
+                who = decode_node(refused, inbound.host)
+                if self._repeats.is_first(who, reason.cause):
+                    logger.warning(
+                        "%s was refused: %s %s (further ones are only counted, as peer_refused)",
+                        who,
+                        reason,
+                        reason.label,
+                    )
 
     def _keep(self, link: str, inbound: InboundPeer) -> None:
         """Keep a peer; beyond ``max_peers``, drop the peer not in use that was silent longest.
@@ -178,7 +211,8 @@ class InboundPeers:
         for frame in inbound.session.outgoing():
             if not self._channel.send(link, frame):
                 self._metrics.failures.labels("side_channel_send").inc()
-                logger.warning("an answer to %s could not be sent", link)
+                if self._repeats.is_first(str(inbound), Cause.LOST):
+                    logger.warning(DROPPED, inbound)
 
     def _forget(self, link: str) -> None:
         """Drop a connection that has ended, if it was kept."""

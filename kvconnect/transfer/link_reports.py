@@ -16,11 +16,14 @@ from kvconnect.outcome import Cause, Reason
 logger = logging.getLogger(__name__)
 
 
-def refusal(config: ExtraConfig, found: Transport | None) -> Reason | None:
-    """Why settings refuse a peer over this lane and rate, or None. ``found`` None: the peer reported none."""
+def refusal(config: ExtraConfig, found: Transport | None, side: str) -> Reason | None:
+    """Why the settings of this node, a ``side``, refuse this lane and rate, or None.
+
+    ``found`` None: P reported none.
+    """
     lane, bytes_per_s = ("unknown", 0.0) if found is None else (found.lane, found.bytes_per_s)
-    shown = f"the peer is refused: its lane is {found or 'not reported by its release'}, and "
-    shown += "kv_connector_extra_config"
+    shown = f"the link is refused: its lane is {found or 'not reported by this release of the prefill node'}"
+    shown += f", and the {side} node's kv_connector_extra_config"
     if not config.allows_lane(lane):
         return Cause.LANE_REFUSED(f"{shown}.require_lane is {config.require_lane!r}")
     if bytes_per_s < config.min_gb_per_s * 1e9:
@@ -60,5 +63,8 @@ class Transports:
             self._warned.popitem(last=False)
         self._metrics.failures.labels("slow_link").inc()
         logger.warning(
-            "the link with %s is slow: %s. Look at `kvconnect doctor`, other traffic, and NUMA", peer, found
+            "the link with %s is slow: %s. Look at `kvconnect doctor --peer HOST:PORT --measure`, other "
+            "traffic, and NUMA (further measurements are only counted, as slow_link)",
+            peer,
+            found,
         )

@@ -208,6 +208,11 @@ def open_local(
     return local
 
 
+def without_slots(side: str) -> str:
+    """Why nothing is transferred with a node that only offloads."""
+    return f"the {side} node has no slots: its engine is 'none', set one in kv_connector_extra_config"
+
+
 def largest_piece(table: RegionTable) -> tuple[int, str]:
     """The bytes that a slot must hold at least, and the layer that needs them.
 

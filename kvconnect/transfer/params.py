@@ -41,6 +41,10 @@ HINTS_KEY, RESULTS_KEY = "kv_hints", "kv_hint_results"
 _MOST_SOURCES = 64
 
 MOST_LATER_PROMPTS = 256
+NO_REQUEST = (
+    "no request is held under this handle on the prefill node: its lease is over, its prefill was aborted, "
+    "or the node was restarted"
+)
 
 _TRANSFER_PREFIX = "transfer:"
 # Signed handles have no colon: no client can name one of them with a transfer id.

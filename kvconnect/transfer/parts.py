@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
 from kvconnect.metrics import Metrics, count_error
+from kvconnect.outcome import Cause
 from kvconnect.peer.channel import Arrival, Channel
+from kvconnect.transfer.duplicate_filter import DuplicateFilter
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.orders import Orders, Reports
+
+logger = logging.getLogger(__name__)
 
 Finished = Callable[[], bool]
 Order = TypeVar("Order")
@@ -164,7 +169,10 @@ class Timers:
 
 @dataclass(frozen=True, eq=False)
 class TransferContext:
-    """What all parts of one worker share; ``randomness`` is the only source of random numbers."""
+    """What all parts of one worker share; ``randomness`` is the only source of random numbers.
+
+    ``repeats`` decides which failures of peers are logged.
+    """
 
     config: ExtraConfig
     local: Local
@@ -173,6 +181,7 @@ class TransferContext:
     metrics: Metrics
     randomness: random.Random
     timers: Timers
+    repeats: DuplicateFilter = field(default_factory=DuplicateFilter)
 
 
 class TransferPart:
@@ -210,6 +219,18 @@ class TransferPart:
     def is_sending(self) -> bool:
         """Sends are under way, which are slower the less often the engine is polled."""
         return False
+
+
+DROPPED = "a message to %s was dropped, and later ones are only counted (side_channel_send): it reads none"
+
+
+def count_misuse(metrics: Metrics, repeats: DuplicateFilter, who: str, what: str) -> None:
+    """Count a message of a peer that is of no use, and log the first."""
+    metrics.failures.labels("peer_message").inc()
+    if repeats.is_first(who, Cause.PROTOCOL):
+        logger.warning(
+            "a message of %s was dropped: %s (further ones are only counted, as peer_message)", who, what
+        )
 
 
 def each(metrics: Metrics, what: str, orders: Iterable[Order], carry_out: Callable[[Order], None]) -> None:

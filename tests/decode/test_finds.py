@@ -17,6 +17,7 @@ from kvconnect.engine.lanes import Transport
 from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
 from kvconnect.peer.channel import Frame
+from kvconnect.transfer.local import without_slots
 from kvconnect.transfer.orders import Find, Orders
 from tests.transfer.pair import BLOCK_TOKENS, D_IDS, P_IDS, Pair
 
@@ -149,7 +150,7 @@ def test_a_peer_whose_cache_cannot_be_matched_with_ours_is_not_asked():
     pair.find()
     pair.run(0.2)
     assert not pair.network.heard(m.FindPrefix)
-    assert pair.found[0].error.text == "nothing can be fetched: the decode node has no slots"
+    assert pair.found[0].error.text == without_slots("decode")
 
 
 def test_a_peer_that_does_not_answer_is_not_waited_for():
@@ -220,7 +221,7 @@ def test_a_load_by_name_of_a_peer_that_keeps_nothing_is_refused_at_once_and_coun
     pair = keeping()
     pair.load("a", D_IDS, "pin:a", engine_id="", prefix=PREFIX)
     pair.run(1.0)
-    assert pair.decode.failed == {"a": "this node keeps nothing under names for peers"}
+    assert pair.decode.failed == {"a": "the prefill node keeps nothing under names for peers"}
     assert pair.decode.count("failures", reason="not_held") == 1
     pair.assert_idle()
 

@@ -106,8 +106,8 @@ def test_both_sides_name_the_same_handle_and_the_same_count(groups, held_back, l
     ("blocks", "num_tokens", "delivered", "why"),
     [
         (([1, 2],), 30, False, "was aborted, or failed"),
-        (([],), 30, True, "left none"),
-        (([1],), 1, True, "left none"),
+        (([],), 30, True, "leaves no KV"),
+        (([1],), 1, True, "leaves no KV"),
     ],
 )
 def test_p_says_when_a_transfer_will_never_come(blocks, num_tokens, delivered, why):
@@ -178,7 +178,7 @@ def test_a_transfer_id_in_use_belongs_to_the_first_request(caplog):
     prefill = prefill_of()
     with caplog.at_level(logging.WARNING):
         first, second = arrived(prefill, "p1"), arrived(prefill, "p2", 99)
-    assert "p2 has a transfer id that another request is using" in caplog.text
+    assert "p2 has a transfer_id that another request is using" in caplog.text
     assert finish(prefill, second, ([9],)) == (False, None)
     orders = prefill.build_orders()
     assert orders == Orders(step=orders.step, expected=(HANDLE,), failures=("transfer_id_in_use",))

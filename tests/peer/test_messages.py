@@ -209,7 +209,7 @@ def test_a_card_of_shared_memory_that_no_node_makes_is_not_read(changes):
 def test_a_greeting_of_another_version_is_refused_for_that_whatever_it_has(side):
     short = ["D", "1", 0, ["model", 8, 2], "memory", b"card", [[], []]]
     tag = "hello" if side is m.Side.PREFILL else "welcome"
-    with pytest.raises(PeerError, match="protocol version is 6, accepted: 8"):
+    with pytest.raises(PeerError, match="protocol version is .*6 on the"):
         m.decode(side, msgspec.msgpack.encode([tag, 6, short]), LIMIT)
 
 

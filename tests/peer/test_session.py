@@ -162,7 +162,7 @@ def test_a_refusal_stops_what_was_asked_unless_it_may_be_of_a_later_greeting(gre
     if answered:
         talk(decode, prefill)
     (ended,) = decode.receive(m.encode(m.Refused(m.PROTOCOL_VERSION, "too many peers", "peer_busy")), 0.0)
-    assert ended == Ended(Cause.BUSY("the peer refused: too many peers"), loss)
+    assert ended == Ended(Cause.BUSY("the prefill node refused: too many peers"), loss)
 
 
 def test_silence_is_noticed_where_nothing_is_owed():
@@ -182,7 +182,7 @@ def test_silence_is_noticed_where_nothing_is_owed():
 def test_another_protocol_version_is_refused():
     prefill = session(Side.PREFILL)
     (ended,) = prefill.receive(m.encode(m.Hello(99, introduction("D"))), 0)
-    assert "protocol version is 99, accepted: 8" in ended.reason.text
+    assert "protocol version is 8 on the prefill node, 99 on the decode node" in ended.reason.text
 
 
 @pytest.mark.parametrize("message", [FETCH, m.CreditGrant(1, (GRANT,)), m.Cancel(1), m.Release("h", 1)])

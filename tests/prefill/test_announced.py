@@ -69,7 +69,7 @@ def test_a_transfer_that_was_announced_with_another_prompt_fails_under_that_name
     pair.run(ExtraConfig().early_fetch_s / 2)
     assert not pair.decode.received, "one id may be of several prompts"
     pair.run(ExtraConfig().early_fetch_s)
-    assert "announced with another prompt" in pair.decode.failed["a"]
+    assert "has this transfer id with another prompt" in pair.decode.failed["a"]
     failures = pair.decode.metrics.failures.values()
     assert (failures.get(("prompt_differs",)), failures.get(("load",))) == (1, None)
 
@@ -201,7 +201,9 @@ def test_a_fetch_of_another_number_of_tokens_than_is_held_is_refused(pair, num_t
     pair.run(6)
     pair.hold("a", P_IDS)
     pair.run(0.1)
-    assert pair.decode.failed == {"a": f"{num_tokens} tokens are wanted, 12 are held"}
+    assert pair.decode.failed == {
+        "a": f"the prefill node holds 12 tokens of it, and the decode node's prompt needs {num_tokens}"
+    }
     assert not pair.decode.storage.any()
     assert pair.prefill.sent == ["a"]
     pair.assert_idle()
@@ -230,7 +232,7 @@ def test_what_waits_is_bounded():
     waiting = pair.prefill.transfers.prefill.pending
     assert (len(waiting.expected), len(waiting.fetches), len(waiting.let_go)) == (2, 2, 2)
     assert pair.prefill.count("failures", reason="max_leases") == 2
-    assert sum("fetches wait already" in why for why in pair.decode.failed.values()) == 2
+    assert sum("fetches wait at the prefill node already" in why for why in pair.decode.failed.values()) == 2
     for n in range(4):
         withdraw(pair, f"h{n}")
     # Loads that fail let go of handles that nobody knows: these are forgotten in turn.

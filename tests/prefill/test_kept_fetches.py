@@ -17,6 +17,7 @@ from kvconnect.plan.chunks import TokenSpan
 from kvconnect.prefill.kept_fetches import _NAMES_PER_S, NameAllowance
 from kvconnect.prefill.prefill_side import STOPPING
 from kvconnect.transfer.orders import Find, Orders
+from kvconnect.transfer.params import NO_REQUEST
 from kvconnect.transfer.slots import SlotPool
 from tests.prefill.keeping import KeepingRanks
 from tests.transfer.shapes import Model, same_blocks
@@ -195,7 +196,7 @@ def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
     (names,) = ranks.prefill[0].transfers.prefill.kept._allowances.values()
     names._left = -1e9
     refused = ask(ranks, prefix)
-    assert "more names than one peer may" in refused.error.text
+    assert "more names than it looks up" in refused.error.text
     assert refused.is_busy
     ranks.assert_idle()
 
@@ -243,7 +244,7 @@ def test_what_is_overwritten_while_it_is_sent_does_not_count(when):
     ranks.pull("a", 64)
     ranks.run_until_ended()
     assert len(landed) > 1
-    assert "evicted from host memory while it was sent" in ranks.failed[0]
+    assert "evicted it from host memory while it was sent" in ranks.failed[0]
     (written,) = ranks.network.heard(m.Written)
     assert (written.ok, written.quiescent) == (False, True)
     assert ranks.prefill[0].count("failures", reason="evicted") == 1
@@ -310,7 +311,7 @@ def test_rows_that_travel_otherwise_than_blocks_are_refused_by_name():
     rows.table = type(rows.table)(tuple(other), rows.table.groups, rows.table.storages)
     ranks.pull("a", 64)
     ranks.run_until_ended()
-    assert "does not travel as the blocks" in ranks.failed[0]
+    assert "do not travel to this decode node as its blocks do" in ranks.failed[0]
     ranks.assert_idle()
 
 
@@ -393,7 +394,7 @@ def test_no_more_is_pinned_than_may_be_held():
     ranks.settle()
     ranks.pull("a", 64)
     ranks.settle()
-    assert "1 requests are held already" in ranks.failed[0]
+    assert "1 requests are held already, and max_leases of the prefill node is 1" in ranks.failed[0]
 
 
 def test_a_peer_pins_nothing_under_a_handle_that_is_p_s_to_choose():
@@ -411,5 +412,5 @@ def test_a_peer_pins_nothing_under_a_handle_that_is_p_s_to_choose():
     assert not ranks.prefill[0].transfers.prefill.leases
     assert ranks.prefill[0].count("failures", reason="peer_message") == 1
     ranks.run(30.0)
-    assert ranks.failed == ["no request is held under this handle"]
+    assert ranks.failed == [NO_REQUEST]
     ranks.assert_idle()

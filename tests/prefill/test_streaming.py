@@ -266,7 +266,9 @@ def test_what_was_sent_does_not_count_if_fewer_tokens_are_held(pair):
     prefill.hold(num_tokens=TOKENS - 1)
     pair.settle()
     assert pair.network.heard(Written)[0].again
-    assert pair.decode.failed == {"a": f"{TOKENS} tokens are wanted, {TOKENS - 1} are held"}
+    assert pair.decode.failed == {
+        "a": f"the prefill node holds {TOKENS - 1} tokens of it, and the decode node's prompt needs {TOKENS}"
+    }
     idle(pair)
 
 
@@ -325,7 +327,7 @@ def test_one_rank_is_sent_a_prefill_once(pair):
     pair.settle()
     pair.load("b", OTHER, handle=prefill.handle)
     pair.settle()
-    assert pair.decode.failed == {"b": "this rank is being sent this request"}
+    assert pair.decode.failed == {"b": "this decode rank is being sent this request"}
     prefill.hold()
     pair.settle()
     assert prefill.landed(TARGET)

@@ -247,7 +247,7 @@ def test_a_stranger_cannot_end_the_quarantine_of_slots():
 
 def test_all_is_written_and_nothing_was_said_of_any_chunk(pair):
     insert(pair, Landed, lambda landed: [] if landed.transfer_id == 1 else [landed], times=4)
-    fails_alone(pair, "the peer says that all is written, but 2 chunks did not land")
+    fails_alone(pair, "reports all chunks as written, and 2 of them did not land")
 
 
 def test_a_chunk_that_lands_after_its_fetch_has_failed(pair):
@@ -255,7 +255,7 @@ def test_a_chunk_that_lands_after_its_fetch_has_failed(pair):
     insert(pair, Landed, lambda landed: late.append(landed) or [], times=2)
     pair.start()
     pair.run(0.2)
-    assert "2 chunks did not land" in pair.decode.failed["a"]
+    assert "2 of them did not land" in pair.decode.failed["a"]
     (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
     for landed in late:
         pair.prefill.channel.send(link, encode(landed))
@@ -306,7 +306,7 @@ def test_no_slot_at_all_is_waited_for_until_the_time_is_over(pair):
     assert pair.landed(*GOOD)
     assert pair.prefill.send.taken == 0
     pair.run(ExtraConfig().load_timeout_s)
-    assert "the time that the peer gave is over" in pair.decode.failed["a"]
+    assert "when load_timeout_s of the decode node was over" in pair.decode.failed["a"]
     pair.run(1)
     pair.assert_idle()
 
@@ -328,7 +328,7 @@ def test_a_chunk_larger_than_our_own_slots_is_not_packed():
     pair.start("a", source, target)
     pair.run(0.1)
     assert arena.view(arena.address, arena.length_bytes).eq(0x5A).all(), "written beyond a slot"
-    assert "15360 bytes, a slot here has 1024" in pair.decode.failed["a"]
+    assert "15360 bytes, a slot of the prefill node has 1024" in pair.decode.failed["a"]
     pair.start("good", (50, 51), (60, 61))
     pair.settle()
     assert pair.landed((50, 51), (60, 61))

@@ -160,7 +160,7 @@ def test_a_slot_outside_of_the_mapping_is_refused_and_nothing_is_written(pair, w
     address = OUTSIDE[where](pair, foreign)
     change(pair, Fetch, grants=(Grant(address, SLOT_BYTES, 7),) * 2)
     sent = pair.decode.arenas[1]._storage.clone()
-    fails_alone(pair, "its chunks cannot be packed")
+    fails_alone(pair, "the prefill node cannot pack its chunks")
     (answer,) = [written for written in pair.network.heard(Written) if not written.ok]
     assert f"bytes at {address:#x} are named, the peer's slots are the" in answer.error.text
     assert answer.quiescent
@@ -213,7 +213,7 @@ def test_slots_that_cannot_be_mapped_are_written_by_the_engine(pair, changes, fa
     assert (
         pair.prefill.count("failures", reason="shared_memory") == pair.prefill.count("failures") == failures
     )
-    assert ("are not mapped, the engine writes them" in caplog.text) == bool(failures)
+    assert ("are not mapped, so the engine writes them" in caplog.text) == bool(failures)
     pair.assert_idle()
 
 

@@ -116,7 +116,7 @@ def test_a_layer_that_its_rank_does_not_have_is_named():
     ranks.prefilled("a", 20)
     ranks.fetched("a", 20)
     ranks.run(1)
-    assert "layer 'full.3': the source has none of the bytes" in ranks.decode[0].failed["a"]
+    assert "layer 'full.3': the prefill node has none of it" in ranks.decode[0].failed["a"]
 
 
 def test_layers_without_numbers_are_not_divided_over_pipeline_ranks():
@@ -214,10 +214,22 @@ def test_heads_and_turns(prefill, decode):
             in_turns(2, 16),
             in_turns(2, 8),
             (16, 16),
-            "is [2, 16] on the prefill node, [2, 8] on the decode node; accepted: turns of",
+            "2 context-parallel ranks in turns of 16 tokens on the prefill node, 2 ",
         ),
-        ("latent", in_turns(2, 16), Topology(), (16, 64), "cache group 0 of 'D' has blocks of 64 tokens"),
-        ("latent", Topology(), in_turns(2, 1), (16, 16), "cache group 0 of 'P' has blocks of 16 tokens"),
+        (
+            "latent",
+            in_turns(2, 16),
+            Topology(),
+            (16, 64),
+            "of the decode node has blocks of 64 tokens",
+        ),
+        (
+            "latent",
+            Topology(),
+            in_turns(2, 1),
+            (16, 16),
+            "of the prefill node has blocks of 16 tokens",
+        ),
         ("windows", in_turns(2, 16, 4), Topology(), (16, 16), "layers that see all tokens"),
         ("full", in_turns(2, 16, 4), Topology(), (16, 16), "4 heads do not have 2 ranks of each"),
     ],
@@ -278,7 +290,7 @@ def test_a_rank_is_served_once_while_another_is_still_to_come():
     again = Load("b", "handle-a", "P", "h", prefill.channel.port, 11, tuple(blocks.values()))
     first.order(Orders(loads=(again,)))
     step()
-    assert first.failed == {"b": "this rank has had this request"}
+    assert first.failed == {"b": "this decode rank has fetched or released the request"}
     ranks.settle()
     assert second.received == ["a"]
     assert second.cache.differences(truth, blocks) == []

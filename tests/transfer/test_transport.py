@@ -90,8 +90,8 @@ def test_both_sides_say_once_what_carries_the_bytes_and_count_them_by_it(caplog)
         caplog, "tcp (eth7), at 0.000164 GB/s, 131% of the 0.000125 that it should give", logging.INFO
     )
     assert len(shown) == 2
-    assert any("decode node D rank 0" in line for line in shown)
-    assert any("prefill node P rank 0" in line for line in shown)
+    assert any("rank 0 of decode node D" in line for line in shown)
+    assert any("rank 0 of prefill node P" in line for line in shown)
     for worker, direction in ((pair.prefill, "sent"), (pair.decode, "received")):
         moved = worker.count("transfer_bytes", direction=direction)
         assert moved == worker.count("transfer_bytes", direction=direction, lane="tcp") > 0
@@ -130,7 +130,7 @@ def test_a_peer_that_is_reached_otherwise_is_refused_by_name_and_asked_at_the_br
     pair.request("a")
     assert "its lane is tcp, at 0.000164 GB/s" in pair.decode.failed["a"]
     assert words in pair.decode.failed["a"]
-    assert ("by the prefill node's settings" in pair.decode.failed["a"]) == (side == "P")
+    assert ("the prefill node's kv_connector_extra_config" in pair.decode.failed["a"]) == (side == "P")
     assert not pair.landed()
     assert pair.prefill.count("transfers", outcome="refused") == (side == "P"), "it does not rely on D"
     assert pair.prefill.count("transfer_bytes") == 0
@@ -169,7 +169,7 @@ def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_se
     pair = LinkedPair(decode=REFUSALS[setting][0])
     pair.network.taps.append(lambda message: () if isinstance(message, Transport) else (message,))
     pair.request("a", 5)
-    assert "its lane is not reported by its release" in pair.decode.failed["a"]
+    assert "its lane is not reported by this release of the prefill node" in pair.decode.failed["a"]
     assert REFUSALS[setting][1] in pair.decode.failed["a"]
     pair.run(20)
     pair.request("b", 5)
@@ -199,10 +199,10 @@ def test_a_peer_whose_link_cannot_be_measured_is_refused(side):
 @pytest.mark.parametrize("lane", ["unknown", "tcp"])
 def test_a_lane_that_cannot_be_told_is_none_of_those_that_are_required(lane):
     found = Transport(lane, bytes_per_s=1e9)
-    assert bool(refusal(ExtraConfig(require_lane="tcp, rdma"), found)) == (lane == "unknown")
-    assert not refusal(ExtraConfig(min_gb_per_s=1.0), found)
-    assert refusal(ExtraConfig(min_gb_per_s=1.1), found)
-    assert not refusal(ExtraConfig(), found)
+    assert bool(refusal(ExtraConfig(require_lane="tcp, rdma"), found, "decode")) == (lane == "unknown")
+    assert not refusal(ExtraConfig(min_gb_per_s=1.0), found, "decode")
+    assert refusal(ExtraConfig(min_gb_per_s=1.1), found, "decode")
+    assert not refusal(ExtraConfig(), found, "decode")
 
 
 class Reported:

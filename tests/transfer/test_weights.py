@@ -122,7 +122,7 @@ def test_a_load_under_way_fails_when_our_own_weights_are_replaced(pair):
     pair.run(0.2)
     pair.prefill.engine.release()
     pair.run(1)
-    assert "our weights were replaced" in pair.decode.failed["a"]
+    assert "the decode node's weights were replaced" in pair.decode.failed["a"]
     pair.start("b", *OTHER)
     pair.run(1)
     assert refused(pair, "b") == 1

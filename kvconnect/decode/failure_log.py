@@ -1,0 +1,102 @@
+"""D's log of failed loads and lost peers: one line for one cause, with the requests that it failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvconnect.decode.loads import PeerKey, peer_name
+from kvconnect.outcome import Cause, Outcome, Reason, duration
+from kvconnect.transfer.parts import TransferContext
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 3
+SERVER_LOST_S = 1.0
+"""Seconds after which the connections to all ranks of a dead server are lost."""
+_REACH = (Cause.OUT_OF_REACH, Cause.LOST)
+_OF_SERVERS = {
+    *(Cause.OTHER_WEIGHTS, Cause.OTHER_IDENTITY, Cause.OTHER_RELEASE, Cause.OTHER_PROMPT),
+    *(Cause.NOT_TRUSTED, Cause.WRONG_ROLE, Cause.PARAMETERS, Cause.NOT_HELD, Cause.FETCHED_BEFORE),
+    *(Cause.BLOCKS, Cause.STOPPING, Cause.PREFILL_ENDED, Cause.REPLACED),
+}
+"""Causes that all ranks of D meet alike."""
+
+
+@dataclass
+class _Failure:
+    """The first reason of a cause, and the loads that it failed since the last ``write``."""
+
+    reason: Reason
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class FailureLog:
+    """Collects failures, and logs the first of each peer and cause: see ``DuplicateFilter``.
+
+    Rank 0 of D logs for all ranks. Another rank logs what only it may have met: it first waits whether it
+    loses its connection to the peer's rank 0 too. ``is_met`` returns whether that connection stands.
+    """
+
+    def __init__(self, context: TransferContext, is_met: Callable[[PeerKey], bool]) -> None:
+        self._repeats, self._is_met = context.repeats, is_met
+        self._is_first_rank = context.local.introduction.rank == 0
+        self._timer = context.timers.timer(lambda now: self._write())
+        self._new: dict[tuple[PeerKey, bool | Cause], _Failure] = {}
+
+    def met(self, peer: PeerKey) -> None:
+        """A peer introduced itself."""
+        self._repeats.reached(peer)
+
+    def lost(self, peer: PeerKey, reason: Reason) -> None:
+        """A connection to a peer has ended."""
+        self._at(peer, reason)
+
+    def ended(self, peer: PeerKey, outcome: Outcome) -> None:
+        """A load has ended."""
+        reason = outcome.reason
+        if reason is not None and reason.cause is not Cause.ABORTED:
+            self._at(peer, reason).outcomes.append(outcome)
+            return
+        if reason is None:
+            self._repeats.succeeded(peer)
+        logger.debug("%s", outcome)
+
+    def _at(self, peer: PeerKey, reason: Reason) -> _Failure:
+        return self._new.setdefault((peer, reason.cause in _REACH or reason.cause), _Failure(reason))
+
+    def write(self, now: float) -> None:
+        """Log what is new since the last call, on ranks other than the first later."""
+        if self._new and self._is_first_rank:
+            self._write()
+        elif self._new:
+            self._timer.by(now + SERVER_LOST_S)
+
+    def _write(self) -> None:
+        new, self._new = self._new, {}
+        for (peer, _), failure in new.items():
+            name, cause = peer_name(peer), failure.reason.cause
+            is_shared = not self._is_met(peer) if cause in _REACH else cause in _OF_SERVERS
+            if (self._is_first_rank or not is_shared) and self._repeats.is_first(peer, cause):
+                logger.warning("%s", _line(name, failure))
+            else:
+                for outcome in failure.outcomes:
+                    logger.debug("%s", outcome)
+
+
+def _line(peer: str, failure: _Failure) -> str:
+    outcomes, reason = failure.outcomes, failure.reason
+    if not outcomes:
+        return f"{peer}: {reason.text} {reason.label}; no request waits for it"
+    rest = f"what fails like this is only counted from now on, as {reason.cause.value}"
+    fate = "computed here, or {} with an error, by kv_load_failure_policy"
+    if len(outcomes) == 1:
+        return f"{outcomes[0]}; it is {fate.format('ends')} ({rest})"
+    named = ", ".join(outcome.request_id for outcome in outcomes[:_MOST_NAMED])
+    more = f" and {len(outcomes) - _MOST_NAMED} more" if len(outcomes) > _MOST_NAMED else ""
+    longest_s = max(outcome.seconds for outcome in outcomes)
+    return (
+        f"{len(outcomes)} requests were not loaded from {peer} after {duration(longest_s)} at most: "
+        f"{reason.text} {reason.label}; {named}{more} are {fate.format('end')} ({rest})"
+    )

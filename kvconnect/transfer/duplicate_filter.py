@@ -1,0 +1,41 @@
+"""Which failures of a peer are logged: the first of each cause, until a success with that peer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from kvconnect.outcome import Cause
+
+_MOST_PEERS = 4096
+_OUT_OF_REACH = {Cause.LOST: Cause.OUT_OF_REACH}
+"""A lost peer that does not answer any more is one cause."""
+
+
+class DuplicateFilter:
+    """The causes that were logged of each peer, by what names the peer.
+
+    The peers used longest ago are forgotten: their next failure is logged again.
+    """
+
+    def __init__(self) -> None:
+        self._logged: OrderedDict[Hashable, set[Cause]] = OrderedDict()
+
+    def is_first(self, peer: Hashable, cause: Cause) -> bool:
+        """Whether to log a failure. A second call for the same cause returns false."""
+        logged = self._logged.setdefault(peer, set())
+        self._logged.move_to_end(peer)
+        if len(self._logged) > _MOST_PEERS:
+            self._logged.popitem(last=False)
+        found = _OUT_OF_REACH.get(cause, cause)
+        is_first = found not in logged
+        logged.add(found)
+        return is_first
+
+    def reached(self, peer: Hashable) -> None:
+        """The peer answered: that it is out of reach would be a new failure."""
+        self._logged.get(peer, set()).discard(Cause.OUT_OF_REACH)
+
+    def succeeded(self, peer: Hashable) -> None:
+        """KV was transferred: every failure would be a new one."""
+        self._logged.pop(peer, None)
