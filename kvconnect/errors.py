@@ -5,6 +5,9 @@ Every error that reaches a user names the field, the value and the accepted valu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from kvconnect.outcome import Cause, Reason
 
 
@@ -44,6 +47,11 @@ class PeerError(KVConnectError):
     def reason(self) -> Reason:
         """The reason to send to the peer."""
         return self.cause(str(self))
+
+
+def listed(values: Iterable[Any]) -> str:
+    """Values in the text of an error, in their order."""
+    return ", ".join(map(str, sorted(values)))
 
 
 class EngineError(KVConnectError):

@@ -11,6 +11,7 @@ import bisect
 import functools
 import itertools
 import logging
+import traceback
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -301,6 +302,7 @@ class Metrics(MetricSet):
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(registry)
         self.timeline = Timeline()
+        self.logged_errors: set[Hashable] = set()
 
     transfers: Numbers = _counter(
         "transfers",
@@ -458,7 +460,16 @@ def _exporter_on(registry: CollectorRegistry) -> Exporter:
 
 
 def count_error(metrics: Metrics, error: Exception, what: str) -> None:
-    """Log an internal error over ``what``, and count it as a failure."""
+    """Count an internal error over ``what`` as a failure, and log the first of each place in the code."""
     reason = "illegal_move" if isinstance(error, IllegalTransition) else "internal"
     metrics.failures.labels(reason).inc()
-    logger.error("the transfer thread met an error of its own over %s", what, exc_info=error)
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    place = type(error), frames[-1][1] if frames else 0, frames[-1][0].f_code if frames else None
+    if place not in metrics.logged_errors:
+        metrics.logged_errors.add(place)
+        logger.error(
+            "internal error in the transfer thread, over %s (further ones like it are only counted, as %s)",
+            what,
+            reason,
+            exc_info=error,
+        )

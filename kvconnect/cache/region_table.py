@@ -21,7 +21,7 @@ import numpy as np
 from kvconnect.cache.retention import Retention, parse
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec, div_exact
-from kvconnect.errors import LayoutError
+from kvconnect.errors import LayoutError, listed
 
 if TYPE_CHECKING:
     import torch
@@ -220,7 +220,9 @@ class RegionTable:
         for geometry in self.groups:
             if geometry.group == group:
                 return geometry
-        raise LayoutError(f"no cache group {group}; known: {[geometry.group for geometry in self.groups]}")
+        raise LayoutError(
+            f"no cache group {group}; known: {listed(geometry.group for geometry in self.groups)}"
+        )
 
 
 class _TensorView:

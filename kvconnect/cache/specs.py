@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvconnect.cache.retention import FULL, Chunked, Retention, State, Window
-from kvconnect.errors import LayoutError
+from kvconnect.errors import LayoutError, listed
 
 if TYPE_CHECKING:
     import torch
@@ -228,12 +228,12 @@ class KVCacheGroup:
     def __post_init__(self) -> None:
         if isinstance(self.spec, UniformTypeSpec) and set(self.spec.specs) != set(self.layer_names):
             raise LayoutError(
-                f"a group's layers {sorted(self.layer_names)} are not those of its UniformTypeSpec "
-                f"{sorted(self.spec.specs)}"
+                f"a group's layers {listed(self.layer_names)} are not those of its UniformTypeSpec "
+                f"{listed(self.spec.specs)}"
             )
         if len(rules := {spec.retention for _, spec in self.layer_specs()}) > 1:
             raise LayoutError(
-                f"a group's layers {sorted(self.layer_names)} share blocks and see different tokens: "
+                f"a group's layers {listed(self.layer_names)} share blocks and see different tokens: "
                 f"{', '.join(sorted(rule.text for rule in rules))}"
             )
 
@@ -272,7 +272,7 @@ class KVCacheGroup:
     def spec_of(self, layer_name: str) -> LayerSpec:
         """The spec of one layer. Raises ``LayoutError``: it is not in the group, or keeps no cache."""
         if layer_name not in self.layer_names or isinstance(self.spec, EncoderOnlySpec):
-            raise LayoutError(f"no cached layer {layer_name!r} in the group of {sorted(self.layer_names)}")
+            raise LayoutError(f"no cached layer {layer_name!r} in the group of {listed(self.layer_names)}")
         return self.spec.specs[layer_name] if isinstance(self.spec, UniformTypeSpec) else self.spec
 
     def layer_specs(self) -> Iterator[tuple[str, LayerSpec]]:
@@ -307,5 +307,5 @@ class KVCacheConfig:
     def group_of(self, layer_name: str) -> int:
         """The index of a layer's group. Raises ``LayoutError``: no group has the layer."""
         if layer_name not in self._group_of:
-            raise LayoutError(f"no cache group has layer {layer_name!r}; known: {sorted(self._group_of)}")
+            raise LayoutError(f"no cache group has layer {layer_name!r}; known: {listed(self._group_of)}")
         return self._group_of[layer_name]

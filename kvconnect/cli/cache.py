@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvconnect.cli.options import JsonObject
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, listed
 from kvconnect.tools.showing import duration, size
 
 cache_app = typer.Typer(
@@ -110,7 +110,7 @@ def _chosen(path: Path, names: list[str] | None) -> list[Path]:
     for name in names or ():
         if not any(folder.name.startswith(name) for folder in folders):
             raise ConfigError(
-                f"--name is {name!r}; in {path} there are {[folder.name for folder in folders]}"
+                f"--name is {name!r}; in {path} there are {listed(folder.name for folder in folders)}"
             )
     return [folder for folder in folders if not names or folder.name.startswith(tuple(names))]
 

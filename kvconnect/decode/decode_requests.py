@@ -39,6 +39,7 @@ class FetchOutcomes:
         self._clock = clock
         self._began_at = clock()
         self._got = self._missed = 0
+        self._is_dry = False
 
     def got(self) -> None:
         """Count a request whose KV arrived."""
@@ -55,11 +56,13 @@ class FetchOutcomes:
         if now - self._began_at < WINDOW_S:
             return
         if self._missed and not self._got:
-            logger.warning(
+            logger.log(
+                logging.DEBUG if self._is_dry else logging.WARNING,
                 "none of the %d requests that asked for KV within a minute got it: their prompts were "
-                "computed here, or they failed; kvconnect_failures counts the reasons",
+                "computed here, or they failed; kvconnect_failures_total counts the reasons",
                 self._missed,
             )
+        self._is_dry = not self._got and (self._is_dry or self._missed > 0)
         self._began_at, self._got, self._missed = now, 0, 0
 
 
@@ -243,7 +246,10 @@ class DecodeRequests:
             if share.is_cancelled and not share.failure:
                 # The cancelled load left nothing in the prefix cache: its siblings compute their prompts.
                 self._outcomes.missed()
-                text = "a request is computed here: the load under its handle ended with another request"
+                text = (
+                    "a request is computed here: the load under its handle ended with another request, whose "
+                    "client left"
+                )
                 self._draft.warn(Cause.FETCHED_BEFORE.value, text)
             self._let_go_if_unwanted(request_id, share)
             return
@@ -376,13 +382,15 @@ class DecodeRequests:
                 self._draft.warn(
                     "other_identity",
                     "KV means something else there: %s differ between the prefill node that made a "
-                    "request's handle and this one, which computes it; `kvconnect doctor --peer` of the two "
-                    "names the values",
+                    "request's handle and this decode node, which computes it; `kvconnect doctor --peer` has "
+                    "the values of both",
                     ", ".join(differ),
                 )
             else:
                 self._draft.warn(
-                    "prompt_differs", "a request has the handle of another prompt, and is computed"
+                    "prompt_differs",
+                    "a request has the handle of another prompt, and is computed here: the router has to "
+                    "send both nodes the prompt unchanged",
                 )
         elif not remote.refusal and self._trust is not None:
             refusal = self._trust.refusal(remote.host, remote.port, vouched=remote.vouched)

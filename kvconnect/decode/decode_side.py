@@ -89,8 +89,7 @@ class DecodeSide(TransferPart):
         if order.request_id in self.loads:
             self._metrics.failures.labels("request_in_use").inc()
             logger.error(
-                "request %s is not loaded: a load of the same request id has not ended, which is an error of "
-                "kvconnect or of the serving stack",
+                "internal error: request %s is not loaded, as a load of the same request id has not ended",
                 order.request_id,
             )
             return

@@ -315,7 +315,8 @@ class PullRequests:
             if found.naming.hashing != self._naming.hashing:
                 self._draft.warn(
                     "other_names",
-                    "%s:%d names KV by %r and this node by %r: neither finds what the other has",
+                    "%s:%d names KV by %s and this node by %s, so neither finds what the other has: set the "
+                    "same --prefix-caching-hash-algo and PYTHONHASHSEED",
                     *source,
                     found.naming.hashing,
                     self._naming.hashing,

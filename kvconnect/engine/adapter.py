@@ -78,7 +78,7 @@ class Adapter:
     def disconnect(self, peer: str) -> None:
         for flight in list(self._flights.values()):
             if flight.batch.peer == peer:
-                self._end_early(flight, f"peer {peer!r} was disconnected")
+                self._end_early(flight, "the decode node was disconnected")
         known = self._peers.pop(peer, None)
         if known is not None:
             self._forget(known)
@@ -126,11 +126,11 @@ class Adapter:
 def decode_card(peer: str, card: bytes, kind: type[_Card], engine: str) -> _Card:
     """Decode a peer's card. Raises ``EngineError``: too long, or not of this kind of engine."""
     if len(card) > MAX_CARD_BYTES:
-        raise EngineError(f"the card of peer {peer!r} has {len(card)} bytes, at most {MAX_CARD_BYTES}")
+        raise EngineError(f"its card has {len(card)} bytes, at most {MAX_CARD_BYTES}")
     try:
         return msgspec.msgpack.decode(card, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise EngineError(f"the card of peer {peer!r} is not a {engine} engine's: {error}") from error
+        raise EngineError(f"its card is not a {engine} engine's: {error}") from error
 
 
 class _Addressed(msgspec.Struct, frozen=True):

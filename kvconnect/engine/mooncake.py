@@ -107,8 +107,8 @@ class MooncakeEngine(Adapter):
         self._session = self._library.session_of(self._home)
         self._pool = LanePool(self._make_lane, self._enter_device)
         log.warning(
-            "Mooncake listens on all interfaces, not only on host or bind, and authenticates no client: "
-            "close its ports (15000 to 17000) to all but peers"
+            "Mooncake listens on all interfaces of this node, not only on host or bind, and authenticates no "
+            "client: close its ports (15000 to 17000) to all but peers"
         )
 
     # ---- memory
@@ -149,11 +149,11 @@ class MooncakeEngine(Adapter):
         session = found.session
         host, _, port = session.rpartition(":")
         if not host or not port.isdecimal() or len(session) > 256:
-            raise EngineError(f"the card of peer {peer!r} names {session[:256]!r}, not host:port")
+            raise EngineError(f"its card names {session[:256]!r}, not host:port")
         if found.protocol != self._library.protocol:
             raise EngineError(
-                f"peer {peer!r} uses Mooncake over {found.protocol[:16]}, this node over "
-                f"{self._library.protocol}: set the same protocol on both"
+                f"it uses Mooncake over {found.protocol[:16]}, the prefill node over "
+                f"{self._library.protocol}: set the same kv_connector_extra_config.protocol on both"
             )
         known = self._peers.get(peer)
         if known is not None and known.session == session:
@@ -224,12 +224,12 @@ class MooncakeEngine(Adapter):
             sender.join(max(until - time.monotonic(), 0.0))
         stuck = [sender for sender in self._senders if sender.is_alive()]
         if stuck:
-            log.warning("Mooncake is still in %d transfers at close", len(stuck))
+            log.info("at the close of the engine: Mooncake is still in %d transfers", len(stuck))
         self._pool.close()
         try:
             self._library.unregister(self._home, self._library.ranges(self._spans))
         except EngineError as error:
-            log.warning("at close: %s", error)
+            log.info("at the close of the engine: %s", error)
         self._spans.remove(list(self._spans))
         self._home = None
 

@@ -223,7 +223,7 @@ class NativeSender(threading.Thread):
             try:
                 outcome = self._run(job)
             except Exception as error:
-                log.warning("a transfer to %s broke: %r", job.session, error)
+                log.debug("a transfer to %s broke", job.session, exc_info=True)
                 outcome = JobEnd(job, not job.posted, f"{type(error).__name__}: {error}")
             self._results.put(outcome)
         # The lane with the empty key is shared by all peers and stays.

@@ -20,7 +20,7 @@ from typing import Any
 from kvconnect.addresses import is_loopback, join_address
 from kvconnect.engine.base import Span
 from kvconnect.engine.cuda_driver import allocation_around
-from kvconnect.errors import EngineError
+from kvconnect.errors import EngineError, listed
 
 log = logging.getLogger("kvconnect.engine.mooncake")
 
@@ -189,7 +189,7 @@ def _check_adapters(device_name: str) -> None:
         )
     if missing:
         raise EngineError(
-            f"kv_connector_extra_config.device_name has {missing}, accepted: {', '.join(found)}; '' for all"
+            f"kv_connector_extra_config.device_name has {listed(missing)}; accepted: {listed(found)}, ''"
         )
 
 

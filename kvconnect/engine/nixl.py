@@ -100,9 +100,9 @@ class NixlEngine(Adapter):
             )
         )
         self._settle_s = settle_s
+        self._has_warned = False
         self._stuck: list[Any] = []
         self._cache = TransferCache(self._release)
-        self._warned: set[str] = set()
 
     # ---- memory
 
@@ -153,7 +153,7 @@ class NixlEngine(Adapter):
         try:
             self._peers[peer] = NativePeer(decoded, self._add_agent(decoded.metadata))
         except Exception as error:
-            raise EngineError(f"NIXL does not take the card of peer {peer!r}: {error!r}") from error
+            raise EngineError(f"NIXL does not take its card: {error!r}") from error
 
     def _forget(self, peer: NativePeer) -> None:
         self._cache.drop(peer.agent)
@@ -179,7 +179,10 @@ class NixlEngine(Adapter):
                 # Also progresses the peers' transfers into this node's memory.
                 self._agent.get_new_notifs()
             except Exception as error:
-                self._warn_once("NIXL cannot be progressed: %r", error)
+                if not self._has_warned:
+                    self._has_warned = True
+                    text = "NIXL makes no progress, so transfers fail until a restart: %s: %s"
+                    log.warning(text, type(error).__name__, error)
             now = time.monotonic()
             for flight in list(self._flights.values()):
                 self._advance(flight, now)
@@ -202,7 +205,7 @@ class NixlEngine(Adapter):
         try:
             self._deregister(spans)
         except EngineError as error:
-            log.warning("at close: %s", error)
+            log.info("at the close of the engine: %s", error)
         self._spans.remove(spans)
         self._stuck.clear()
         self._agent = None
@@ -304,7 +307,7 @@ class NixlEngine(Adapter):
 
     def _release(self, handle: Any) -> None:
         if not released(handle):
-            self._warn_once("NIXL did not release a transfer yet; it is tried again")
+            log.debug("NIXL did not release a transfer yet; it is tried again")
             self._stuck.append(handle)
 
     def _heal(self, peer: NativePeer, now: float) -> bool:
@@ -340,8 +343,3 @@ class NixlEngine(Adapter):
         except Exception as error:
             # Already removed, for example after a disconnect that NIXL noticed by itself.
             log.debug("NIXL does not know agent %s: %r", agent, error)
-
-    def _warn_once(self, text: str, *values: object) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning(text, *values)

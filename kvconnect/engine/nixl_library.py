@@ -97,8 +97,8 @@ def ucx_options(
             )
     if not device:
         log.warning(
-            "UCX listens on all interfaces: it is not known which belongs to host %s; set device_name, or "
-            "close its ports to all but peers",
+            "UCX listens on all interfaces of this node, as it is not known which belongs to host %s: set "
+            "device_name, or close its ports to all but peers",
             host,
         )
         return dict(options)

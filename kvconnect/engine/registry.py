@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 
 from kvconnect.engine.base import Engine
-from kvconnect.errors import ConfigError, EngineError
+from kvconnect.errors import ConfigError, EngineError, listed
 from kvconnect.packages import check_engine, engine_entry_points
 
 log = logging.getLogger("kvconnect.engine")
@@ -45,7 +45,7 @@ def create_engine(
     known = set(inspect.signature(engine_class).parameters) - {"host", "protocol"}
     unknown = sorted(set(options or {}) - known)
     if unknown:
-        raise ConfigError(f"{_OPTIONS} has {unknown}; accepted: {sorted(known)}")
+        raise ConfigError(f"{_OPTIONS} has {listed(unknown)}; accepted: {listed(known)}")
     kinds = typing.get_type_hints(engine_class.__init__)
     for option, value in (options or {}).items():
         try:

@@ -30,7 +30,9 @@ from kvconnect.transfer.local import Local
 from kvconnect.transfer.orders import Orders, Reports
 from kvconnect.transfer.parts import Finished, Timers, TransferContext, TransferPart
 
-_OTHER_WEIGHTS = Cause.OTHER_WEIGHTS("peer has other weights than those that it was computed with")
+_OTHER_WEIGHTS = Cause.OTHER_WEIGHTS(
+    "the prefill node's weights are no longer those that it was computed with"
+)
 
 Command = Callable[[float], None]
 

@@ -142,7 +142,7 @@ class NodeEngine:
         if self._thread.ident is not None:
             self._thread.join(STOP_TIMEOUT_S)
             if self._thread.is_alive():
-                logger.error("the engine loop did not end within %.0f s", STOP_TIMEOUT_S)
+                logger.error("the engine loop did not end within %g s, and is left behind", STOP_TIMEOUT_S)
         self.worker.close()
         if self._publisher is not None:
             self._publisher.close()
@@ -190,7 +190,7 @@ class NodeEngine:
                     self.sleep(wait_s)
             self._end("the node is stopping", status=503)
         except Exception as error:
-            logger.exception("the engine loop failed; the node answers no more requests")
+            logger.exception("internal error in the engine loop: the node answers no request until a restart")
             self._end(f"the engine loop failed: {type(error).__name__}: {error}", status=500)
 
     def sleep(self, wait_s: float) -> None:
@@ -263,7 +263,7 @@ class NodeEngine:
             try:
                 request.sink(output)
             except Exception:
-                logger.exception("the output of request %s could not be delivered", request.request_id)
+                logger.exception("internal error in the delivery of request %s", request.request_id)
 
     def _end(self, reason: str, status: int) -> None:
         with self._lock:

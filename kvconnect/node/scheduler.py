@@ -114,7 +114,10 @@ class Transfers:
                 unknown.append(request_id)
         if unknown and not self._has_warned:
             self._has_warned = True
-            logger.error("the connector reported requests that nothing is awaited for: %s", unknown)
+            logger.error(
+                "internal error: the connector reported requests of which no report is awaited: %s",
+                ", ".join(unknown),
+            )
         return freed, ended
 
 
@@ -440,7 +443,8 @@ class Scheduler:
             name = request.request_id
             self._count_cached(request, 0)
             if self.transfers.recompute_failed_loads or self.transfers.hooks.is_restored(name):
-                logger.warning("loading %s failed, it is computed here: %s", name, problem)
+                # The worker has logged why.
+                logger.debug("loading %s failed, it is computed here: %s", name, problem)
                 self._begin_anew(request)
                 self.waiting.appendleft(request)
             else:

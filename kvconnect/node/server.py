@@ -240,7 +240,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         text = f"{request.method} {request.path}: {error.reason}"
         return _error(text, "invalid_request_error", error.status)
     except Exception as error:
-        logger.exception("%s %s failed", request.method, request.path)
+        logger.exception("internal error in %s %s", request.method, request.path)
         return _error(f"{type(error).__name__}: {error}", "server_error", 500)
 
 
@@ -293,7 +293,8 @@ class NodeServer:
         while self._in_flight and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self._in_flight:
-            logger.warning("%d requests were still in flight and are ended", self._in_flight)
+            text = "%d requests are cut off: they did not end within the %g s that a stopping node waits"
+            logger.warning(text, self._in_flight, drain_timeout_s)
         await asyncio.get_running_loop().run_in_executor(None, self._engine.stop)
         if self._listening is not None:
             self._listening.close()
@@ -512,7 +513,9 @@ async def _listen(server: web.Server, host: str, port: int, max_connections: int
         if not was_full:
             was_full = True
             logger.warning(
-                "%d connections are open: more are refused, and this is not logged again", max_connections
+                "%d HTTP connections are open, and more are refused without a further line: raise the limit "
+                "of open files (ulimit -n), or use fewer clients",
+                max_connections,
             )
         return _Full()
 

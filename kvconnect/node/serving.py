@@ -81,7 +81,10 @@ async def _drain(engine: NodeEngine, over: asyncio.Event) -> None:
     threading.Thread(target=drain, name="kvconnect-drain", daemon=True).start()
     await over.wait()
     if ended != [True]:
-        logger.warning("some requests were still held, or being sent, when the node ended")
+        logger.warning(
+            "the node ends while requests are still held or sent, as drain_s is over: their decode nodes "
+            "compute them"
+        )
 
 
 async def _serve(options: NodeOptions, host: str, port: int) -> None:

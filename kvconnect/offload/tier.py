@@ -85,10 +85,32 @@ class TierUpdate:
         return bool(any(self.done.values()) or self.added or self.removed or self.failures)
 
 
+_DAMAGED = "a row is not what was written, and is removed: if that repeats, the {} is faulty"
+TEXTS = {
+    "disk_full": "nothing is written, as the disk or its quota is full: free some of it, or lower disk_bytes",
+    "disk_read_only": "nothing is written: look at the mount, the owner and the mode of disk_path",
+    "disk_gone": "nothing is kept, as the folder is gone: mount it again",
+    "disk_held": "nothing is kept, as another process has the folder: give each server its own disk_path",
+    "disk_io": "the disk failed, and is tried again: look at the log of the kernel",
+    "disk_queue_full": "a part is not written, as the disk is slower than what comes",
+    "disk_refused": "a row cannot be kept, which is an internal error: report it",
+    "disk_too_large": "a row is longer than disk_bytes or the file system allows: raise disk_bytes",
+    **dict.fromkeys(("disk_corrupt", "disk_truncated", "disk_foreign"), _DAMAGED.format("disk")),
+    "store_full": "nothing is kept, as the store is full: give it more memory",
+    **dict.fromkeys(("store_wrong_size", "store_corrupt", "store_foreign"), _DAMAGED.format("store")),
+    "store_io": "the store failed: look at the log of its master",
+    "store_bad_row": "a row cannot be kept, which is an internal error: report it",
+    "store_queue_full": "a part is not kept, as the store is slower than what comes",
+    "store_too_large": "a row is longer than one transfer of the store",
+    "store_not_cleared": "it could not be cleared, and is not used until it can be",
+}
+"""What the log has of a reason. Others are logged where they happen, or follow from one of these."""
+
+
 class CompletionTracker:
     """Collects, from a tier's threads, finished parts of jobs, changes and failures until the owner polls.
 
-    Thread-safe. The first failure of each reason is logged; later ones are only counted.
+    Thread-safe. The first failure of each reason in ``TEXTS`` is logged; all others are only counted.
     """
 
     def __init__(self) -> None:
@@ -162,8 +184,9 @@ class CompletionTracker:
             self._failures[reason] += times
             is_new = reason not in self.logged
             self.logged.add(reason)
-        if is_new:
-            logger.warning("%s, counted from now on: %s", reason, about)
+        if is_new and reason in TEXTS:
+            where, text = about or "store", TEXTS[reason]
+            logger.warning("offload, %s: %s (further ones are only counted, as %s)", where, text, reason)
         self._wake()
 
     def open_jobs(self) -> int:

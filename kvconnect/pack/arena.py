@@ -112,7 +112,8 @@ class Arena:
             try:
                 self._shared = SharedMemory(length_bytes)
             except OSError as error:
-                logger.warning("slots cannot be shared with peers of this machine: %s", error)
+                text = "slots cannot be shared with peers of this machine, so the engine writes to them: %s"
+                logger.warning(text, error)
             else:
                 self.card = self._shared.card
                 return torch.frombuffer(self._shared.memory, dtype=torch.uint8, count=length_bytes)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.errors import ConfigError, LayoutError, LocalError
+from kvconnect.errors import ConfigError, LayoutError, LocalError, listed
 from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
 from kvconnect.pack.numpy_mover import NumpyMover
 from kvconnect.pack.page_lanes import PLACE_BYTES, make_lanes
@@ -131,7 +131,7 @@ class Packer:
     def _blocks_of(self, held: dict[int, GroupBlocks], pages: PageRange, num_tokens: int) -> BlockIds:
         if pages.group not in held:
             raise LayoutError(
-                f"a chunk needs cache group {pages.group} of this side, the request has {sorted(held)}"
+                f"a chunk needs cache group {pages.group} of this side, the request has {listed(held)}"
             )
         geometry = self._groups[pages.group]
         ids = page_ids(held[pages.group], geometry, pages.first, pages.count)

@@ -78,8 +78,8 @@ def _exchange(channel: Channel, address: tuple[str, int], question: Question, ex
         for arrival in channel.receive():
             if isinstance(arrival, LinkLost):
                 gone = arrival.loss is PeerLoss.PROCESS_GONE
-                reason = f"nothing listens at {shown}" if gone else arrival.reason or "the connection broke"
-                raise PeerError(reason)
+                lost = f"cannot talk to {shown}: {arrival.reason or 'the connection broke'}"
+                raise PeerError(f"nothing listens at {shown}" if gone else lost)
             match decode(Side.DECODE, arrival.data, extra.max_message_bytes):
                 case Answer(number=number, data=data, error="") if number == question.number:
                     return Reply(data, asked_at, time.time())

@@ -141,7 +141,7 @@ class NodeKeys:
             self._take(read_peers(self.folder))
         except ConfigError as error:
             # The peers read before stay. The folder is read again when it changes.
-            logger.error("the peers' keys were not read again: %s", error)
+            logger.error("the keys of peers stay as they were, as their folder cannot be read: %s", error)
 
 
 Keyring = SharedKeys | NodeKeys

@@ -90,7 +90,7 @@ class ZapAuthenticator:
                 self._answer(self._questions)
             self._watch()
         except zmq.ZMQError:
-            logger.exception("side channel: the authenticator met an error of its own")
+            logger.exception("internal error in the side channel's authenticator")
 
     def close(self) -> None:
         """Stop. No client is admitted after that."""
@@ -118,7 +118,10 @@ class ZapAuthenticator:
             return "a client that does not speak CURVE"
         if self._keyring is None or not self._keyring.knows(parts[6]):
             address = parts[3].decode("ascii", "replace")
-            return f"a client at {address} with public key {parts[6].hex()} ({fingerprint(parts[6])})"
+            return (
+                f"a client at {address} with public key {parts[6].hex()} ({fingerprint(parts[6])}); if it is "
+                "a node of yours, admit it with `kvconnect keys add`, or give both nodes the same key_file"
+            )
         return ""
 
     def _watch(self) -> None:
@@ -133,7 +136,9 @@ class ZapAuthenticator:
                 self._open.discard(value)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self.complain(
-                    "handshake_refused", "a client with another key for us than ours, or that is no kvconnect"
+                    "handshake_refused",
+                    "a client that has another key for this node, or is no kvconnect; compare `kvconnect "
+                    "keys show` on both nodes",
                 )
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 # A port scan, or a client that noticed first that the keys differ.
@@ -149,7 +154,11 @@ class ZapAuthenticator:
             self._open = {known for known in self._open if self._is_ours(known)}
         if len(self._open) > self._max_connections:
             self._is_ours(descriptor, shut=True)
-            self.complain("max_connections", f"a client beyond {self._max_connections} connections")
+            self.complain(
+                "max_connections",
+                f"a client beyond {self._max_connections} connections; raise max_peers and the limit of open "
+                "files (ulimit -n)",
+            )
 
     def _is_ours(self, descriptor: int, shut: bool = False) -> bool:
         """Whether a descriptor is a connection to ``port``; if so, and with ``shut``, shut it down.
@@ -183,7 +192,7 @@ class ZapAuthenticator:
             self._said.add(reason)
             logger.log(
                 level,
-                "side channel: turned away %s (further ones are only counted, as failures with reason %s)",
+                "side channel: turned away %s (further ones are only counted, as %s)",
                 who,
                 reason,
             )

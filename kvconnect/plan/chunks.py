@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.specs import div_ceil
-from kvconnect.errors import LayoutError
+from kvconnect.errors import LayoutError, listed
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import NULL_BLOCK, BlockIds, Count, GroupBlocks, Index, first_needed
 from kvconnect.plan.wire import Wire
@@ -103,14 +103,16 @@ class Chunker:
                 f"0..{streams - 1}"
             )
         if len({span.group for span in chunk.spans}) != len(chunk.spans):
-            raise LayoutError(f"a chunk names a cache group twice: {[span.group for span in chunk.spans]}")
+            raise LayoutError(
+                f"a chunk names a cache group twice: {listed(one.group for one in chunk.spans)}"
+            )
         for span in chunk.spans:
             known, is_state = self._groups.get(span.group, (None, False))
             last = 1 if is_state else _MOST_TOKENS
             if known is None or not 0 <= span.start <= span.stop <= last:
                 raise LayoutError(
                     f"a chunk has the span {span.start}..{span.stop} of cache group {span.group}; the wire "
-                    f"has groups {sorted(self._groups)}, and accepts 0..{last} there"
+                    f"has groups {listed(self._groups)}, and accepts 0..{last} there"
                 )
         return self._place(chunk.first_stream, chunk.stop_stream, chunk.spans)
 
@@ -232,7 +234,7 @@ def wanted_spans(
     for blocks in wanted:
         group = by_group.get(blocks.group)
         if group is None:
-            raise LayoutError(f"cache group {blocks.group} is wanted, the cache has {sorted(by_group)}")
+            raise LayoutError(f"cache group {blocks.group} is wanted, the cache has {listed(by_group)}")
         first = _first_real(blocks.block_ids)
         if first is None:
             continue

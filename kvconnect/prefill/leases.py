@@ -219,8 +219,8 @@ class LeaseBook:
         if order.handle in self.leases:
             self._metrics.failures.labels("handle_in_use").inc()
             logger.error(
-                "request %s is not held, and its decode node computes it: another request is held under its "
-                "handle",
+                "internal error: request %s is not held, as another is held under its handle, and its decode "
+                "node computes it",
                 order.request_id,
             )
             return None, ""

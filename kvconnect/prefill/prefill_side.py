@@ -94,8 +94,8 @@ class PrefillSide(TransferPart, Service):
             return
         if not self.book.progress(order, is_computed):
             logger.error(
-                "a prefill's progress does not follow from what is known of it: its decode node begins anew. "
-                "An error of kvconnect or of the serving stack"
+                "internal error: a prefill's progress does not follow from what is known of it, and its "
+                "decode node begins anew"
             )
             self.preempted(order.handle, Cause.INTERNAL("the prefill's blocks are not known"))
         self.fetches.went_on(self.book.streaming.get(order.handle), order.handle)

@@ -87,11 +87,14 @@ class Router:
 
     async def _check_forever(self) -> None:
         tried: asyncio.Task[None] | None = None
+        failed: set[type] = set()
         while True:
             checks = [self._upstream.check(pool, url) for pool in self.pools for url in pool.urls]
             for error in await asyncio.gather(*checks, return_exceptions=True):
                 if error is not None:
-                    logger.error("a health check failed in a way that was not foreseen", exc_info=error)
+                    level = logging.DEBUG if type(error) in failed else logging.ERROR
+                    failed.add(type(error))
+                    logger.log(level, "internal error in a health check", exc_info=error)
             if self.flow.trials is not None and (tried is None or tried.done()):
                 tried = asyncio.create_task(self.flow.trials.run(), name="first tokens")
             await asyncio.sleep(self.limits.check_interval_s)
@@ -268,7 +271,8 @@ async def serve_router(app: web.Application, host: str, port: int, stop: asyncio
         limit_s = router.limits.drain_timeout_s
         logger.info("draining %d requests, for %g s at most", router.in_flight, limit_s)
         if not await router.drain():
-            logger.warning("%d requests did not end in time and are cut off", router.in_flight)
+            text = "%d requests are cut off: they did not end within %g s, which is --drain-timeout-s"
+            logger.warning(text, router.in_flight, limit_s)
     finally:
         await runner.cleanup()
 

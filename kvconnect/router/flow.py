@@ -121,6 +121,7 @@ class Flow:
         # Each prefill node's side channel, as named in its last answer.
         self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
+        self._cut_offs_logged: set[str] = set()
 
     async def run(
         self, endpoint: Endpoint, request: web.Request, request_id: str, started: float
@@ -392,11 +393,18 @@ class Flow:
         if reason not in self._fallbacks_logged:
             self._fallbacks_logged.add(reason)
             logger.warning(
-                "a request is served by the decode node alone (%s: %s); "
-                "further ones are only counted, in kvconnect_router_fallbacks_total",
+                "a request is computed by its decode node alone (%s): %s (further ones are only counted, in "
+                "kvconnect_router_fallbacks_total)",
                 reason,
                 why,
             )
+
+    def _log_cut_off(self, request_id: str, why: str) -> None:
+        """Log an answer that its node did not complete; of each reason the first as an error."""
+        level = logging.INFO if why in self._cut_offs_logged else logging.ERROR
+        self._cut_offs_logged.add(why)
+        text = "the answer to request %s was cut off: %s (further ones are logged at level INFO)"
+        logger.log(level, text, request_id, why)
 
     async def _run_prefill(
         self,
@@ -614,7 +622,7 @@ class Flow:
         self, exchange: Exchange, response: web.StreamResponse, why: str
     ) -> web.StreamResponse:
         """End a stream that has only its first token with an error, as a server does."""
-        logger.error("request %s has no more than its first token: %s", exchange.request_id, why)
+        self._log_cut_off(exchange.request_id, f"it has no more than its first token: {why}")
         await response.write(first_answer.error_end(why))
         await response.write_eof()
         return response
@@ -667,9 +675,7 @@ class Flow:
                     read = await begun.answer.content.readany()
                 is_open, chunk = bool(read), kept_of(read)
             except Exception as error:
-                logger.error(
-                    "request %s was cut off in the middle of its answer: %s", exchange.request_id, error
-                )
+                self._log_cut_off(exchange.request_id, str(error) or type(error).__name__)
                 if request.transport is not None:
                     # An orderly end would make the answer look complete to the client.
                     request.transport.abort()

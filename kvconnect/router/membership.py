@@ -92,7 +92,7 @@ async def follow_names(pool: Pool) -> None:
             except (OSError, UnicodeError) as error:
                 # A name may be missing for minutes, until its first pod is ready.
                 if failing.get(name) != str(error):
-                    text = "%s cannot be looked up, and its %d nodes stay: %s"
+                    text = "%s cannot be looked up, and its %d nodes stay until it can: %s"
                     logger.warning(text, name, len(before), error)
                 failing[name] = str(error)
                 continue

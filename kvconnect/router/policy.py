@@ -114,7 +114,13 @@ class KVEvents:
             # Invalid tokens or keys must not end the task that follows the node.
             if not self._is_unread:
                 self._is_unread = True
-                logger.warning("KV events of %s cannot be read: %s", self._node, error)
+                logger.warning(
+                    "KV events of %s cannot be read, and requests are placed without them: the node has to "
+                    "publish those of vLLM or kvconnect (further ones are only counted, in "
+                    "kvconnect_router_kv_events_unread_total): %s",
+                    self._node,
+                    error,
+                )
             self._metrics.kv_events_unread.labels(self._node).inc()
         self._metrics.blocks_left_out.inc(self._index.num_left_out - left_out)
         self._metrics.known_blocks.set(len(self._index))
@@ -138,6 +144,7 @@ class Followed:
         self.placing = Placing(PrefixIndex(), upstream)
         self._pools, self._metrics = pools, upstream.metrics
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._failed: set[str] = set()
 
     async def run(self) -> None:
         """Follow new nodes and drop removed ones, until cancelled."""
@@ -154,7 +161,13 @@ class Followed:
         failed = {url for url, task in self._tasks.items() if task.done()}
         for url in failed | ({*self._tasks, *self.placing.sources} - nodes.keys()):
             if url in failed:
-                logger.warning("KV events of %s are followed anew: %s", url, self._tasks[url].exception())
+                logger.log(
+                    logging.DEBUG if url in self._failed else logging.WARNING,
+                    "internal error in following the KV events of %s, which are followed anew",
+                    url,
+                    exc_info=self._tasks[url].exception(),
+                )
+                self._failed.add(url)
             if url in self._tasks:
                 self._tasks.pop(url).cancel()
             self.placing.forget(url)

@@ -61,6 +61,4 @@ class Releases:
         )
         self._upstream.metrics.releases.labels("failed" if answer is None else "sent").inc()
         if answer is None:
-            logger.warning(
-                "prefill node %s did not answer a release: the lease of a request has to expire there", url
-            )
+            logger.info("prefill node %s did not answer a release: a lease has to expire there", url)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.errors import ConfigError, LayoutError, LocalError
+from kvconnect.errors import ConfigError, LayoutError, LocalError, listed
 from kvconnect.runner_kit.kernels import wants_triton
 
 PageTable = NDArray[np.int64]
@@ -53,14 +53,14 @@ class KVBlockZeroer:
         on_cuda = torch.device(device).type == "cuda"
         use_triton = wants_triton(kernels, on_cuda)
         if unknown := runner_only_layers - set(table.layers):
-            raise LayoutError(f"runner_only_layers {sorted(unknown)} are not layers of the table")
+            raise LayoutError(f"runner_only_layers {listed(unknown)} are not layers of the table")
         self.pages = logical_pages(table, runner_only_layers)
         counts = {
             region.num_blocks // table.geometry_of(region.group).blocks_per_kv_block
             for region in table.regions
         }
         if len(counts) != 1:
-            raise LayoutError(f"the layers of one cache have different block counts: {sorted(counts)}")
+            raise LayoutError(f"the layers of one cache have different block counts: {listed(counts)}")
         (self.num_blocks,) = counts
         self._ops: CpuZeroOps
         if use_triton:

@@ -148,7 +148,9 @@ def _tried(facts: Facts, name: str, trial: Trial) -> Finding:
         wire = f", a write went over {trial.wire}" if trial.wire else ""
         return well(about, f"{shown}: {trial.lane}{wire}{'' if is_ours else ' (not used)'}")
     if not is_ours:
-        return warning(about, f"not used, and does not start: {trial.error}", "nothing, unless you mean it")
+        return warning(
+            about, f"not used, and does not start: {trial.error}", "nothing, or set another engine"
+        )
     adapters = ", ".join(f"{port.device}:{port.port}" for port in facts.machine.rdma)
     accepted = "protocol takes auto, and a backend of NIXL (UCX) or tcp, rdma, nvlink of Mooncake"
     if facts.extra.protocol == "auto":

@@ -120,7 +120,7 @@ def _agreement(facts: Facts, pair: NodePair) -> Iterator[Finding]:
     yield from _identities(source.identity, target.identity)
     refusal = disagreement(*first)
     if refusal and refusal != other_identity(source, target):
-        yield failure("model", refusal.text, "serve the same model with the same engine on both")
+        yield failure("model", refusal.text, refusal.cause.remedy)
     if refusal:
         return
     yield well("lane", f"the peer's engine: {theirs.lane}; here: {ours.lane}")

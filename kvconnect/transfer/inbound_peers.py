@@ -37,7 +37,7 @@ from kvconnect.transfer.topics import Topics
 
 logger = logging.getLogger(__name__)
 
-NO_PREFILL = Cause.WRONG_ROLE("this node hands out no KV: its kv_role is kv_consumer")
+NO_PREFILL = Cause.WRONG_ROLE("the node that was asked hands out no KV: its kv_role is kv_consumer")
 
 
 @dataclass

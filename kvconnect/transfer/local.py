@@ -191,7 +191,7 @@ def open_local(
     )
     if on_cuda and chosen_kernels("auto", device) == "torch":
         metrics.failures.labels("no_triton").inc()
-        logger.warning("Triton is not installed: torch packs pages, which is slower; pip install triton")
+        logger.warning("Triton is not installed, so torch packs pages, which is slower: pip install triton")
     if on_cuda:
         local.warm_up()
     # Last: an error before this leaves no freed memory registered. Only slots are registered, no page: peers

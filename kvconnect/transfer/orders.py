@@ -354,9 +354,7 @@ class OrdersDraft:
         self.failures.append(reason)
         if reason not in self._logged:
             self._logged.add(reason)
-            logger.warning(
-                text + " (further ones are only counted, as failures with reason %s)", *values, reason
-            )
+            logger.warning(text + " (further ones are only counted, as %s)", *values, reason)
 
     def take(self) -> Orders:
         """The orders since the last call."""

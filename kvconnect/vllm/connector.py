@@ -83,7 +83,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._workers: dict[int, AddressMetadata] = {}
         self._early: dict[str, Request] = {}
-        self._was_reset = False
+        self._was_reset = self._has_warned = False
         self._reasons: dict[str, Reason] = {}
         zeroes_first = bool(getattr(vllm_config, "use_v2_model_runner", True))
         self._steps = Steps(zeroes_first, PartlyFilled(scheduler_config(kv_cache_config).groups))
@@ -149,7 +149,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             self._early[request.request_id] = request
         if half.draft is not None and getattr(request, "resumable", False) and request.kv_transfer_params:
             # More of the prompt comes later, and vLLM does not report when the prompt is complete.
-            logger.warning("request %s streams its input: it is neither held nor fetched", request.request_id)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "request %s streams its input, and its KV is neither held nor fetched: send its whole "
+                    "prompt at once (further ones have no line)",
+                    request.request_id,
+                )
             request.kv_transfer_params = None
         introduce(half, request, names_adapters=self._names_adapters)
         self._steps.begin(request)

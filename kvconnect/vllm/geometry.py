@@ -29,7 +29,7 @@ from kvconnect.cache.specs import (
     UniformTypeSpec,
     div_exact,
 )
-from kvconnect.errors import ConfigError, LayoutError
+from kvconnect.errors import ConfigError, LayoutError, listed
 from kvconnect.halves.building import RankCache
 from kvconnect.vllm.states import Section, state_sections
 from kvconnect.vllm.values import BYTES, Quantised, is_by_block, read_quantised
@@ -225,7 +225,7 @@ def worker_cache(
             elif num_ranks > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
                 bound.append(name)
         if len(ratios) != 1:
-            raise LayoutError(f"cache group {index} mixes {sorted(ratios)} kernel blocks to a block")
+            raise LayoutError(f"cache group {index} mixes {listed(ratios)} kernel blocks to a block")
         groups.append(_group_of(specs))
         kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
     config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))

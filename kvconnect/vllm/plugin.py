@@ -37,7 +37,12 @@ def register() -> None:
         KVConnectorFactory.register_connector(NAME, "kvconnect.vllm.connector", NAME)
     except ValueError as error:
         # Another plugin has the name. A configuration with our module path still finds our class.
-        logger.warning("kvconnect is not found by the name %s alone: %s", NAME, error)
+        logger.warning(
+            'another plugin of vLLM has the name %s: add "kv_connector_module_path": "kvconnect.vllm" to '
+            "kv_transfer_config (%s)",
+            NAME,
+            error,
+        )
     check_early()
 
 
@@ -115,7 +120,8 @@ def check_vllm(base: Any) -> None:
         )
     if not is_tested(version):
         logger.warning(
-            "kvconnect is tested with vLLM %s, this is %s: its connector interface may have changed",
+            "kvconnect is tested with vLLM %s, this is %s, whose connector interface may have changed: "
+            "install a tested one",
             RANGE,
             version or "a vLLM of an unknown version",
         )

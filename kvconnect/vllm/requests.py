@@ -176,6 +176,10 @@ def _read(files: Sequence[str]) -> bytes:
             digest.update(f"{os.path.basename(file)} {len(content)}\n".encode())
             digest.update(content)
     except OSError as error:
-        logger.warning("an adapter cannot be read, and its KV is exchanged with no peer: %s", error)
+        logger.warning(
+            "the adapter in %s cannot be read, and its KV is exchanged with no peer: %s",
+            os.path.dirname(files[0]),
+            error,
+        )
         return uuid.uuid4().bytes
     return digest.digest()

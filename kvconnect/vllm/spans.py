@@ -66,7 +66,7 @@ class Spans:
                     self._emit(headers, records)
                 except Exception:
                     # A failed span must not fail its request.
-                    logger.exception("a span of request %s could not be made", note[3])
+                    logger.exception("internal error in a span of request %s", note[3])
             if note[1] == Moment.FREED:
                 self.end(note[3])
 

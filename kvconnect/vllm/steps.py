@@ -85,8 +85,8 @@ class Steps:
             # The scheduler output is no stable interface, and a change in it must not end a server.
             self.refusal = f"{type(error).__name__}: {error}"
             logger.warning(
-                "this vLLM's scheduler output cannot be read (%s): prompts are sent once they are computed, "
-                "and no more blocks are kept",
+                "this vLLM's scheduler output cannot be read (%s): prompts are sent only once they are "
+                "computed, and offload keeps no more blocks. Use a release of vLLM that is tested",
                 self.refusal,
             )
             preempted, overwritten, self._computed, self._states = list(self._requests), set(), {}, {}

@@ -203,7 +203,8 @@ def _same_rows(workers: Mapping[int, AddressMetadata]) -> dict[int, int]:
     rows = {rank: meta.row_bytes for rank, meta in sorted(workers.items())}
     first = next(iter(rows.values()), {})
     if not first or any(other != first for other in rows.values()):
+        shown = (f"rank {rank}: {', '.join(map(str, own.values()))} bytes" for rank, own in rows.items())
         raise ConfigError(
-            f"offload needs equal rows on all ranks; by rank and cache group they are {rows} bytes"
+            f"offload needs equal rows on all ranks; by cache group they are {'; '.join(shown)}"
         )
     return dict(first)

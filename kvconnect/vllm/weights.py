@@ -76,9 +76,9 @@ class LoadedWeights:
         self._first_names = self.names
         if self.names.get("tensors", "").startswith(_UNIDENTIFIED):
             logger.warning(
-                "the weights of this server cannot be told from others: %s. No peer exchanges KV with it, "
-                "and what it keeps is found by this process only",
-                self.names["tensors"],
+                "the weights of this server cannot be told from others, so that no peer exchanges KV with it "
+                "and what it keeps is found by this process only: load them from files on this machine "
+                "(--load-format auto)"
             )
         else:
             logger.info("weights: %s", self.text)
@@ -98,7 +98,7 @@ class LoadedWeights:
             self.names = {}
             self._name_memory([digest for _, digest, _ in of_ranks], [sums for *_, sums in of_ranks])
         if self.text != before:
-            logger.warning("weights were replaced in place: they were %s and are %s", before, self.text)
+            logger.info("weights were replaced in place: they were %s and are %s", before, self.text)
         return self.text != before
 
     def _digest(self) -> bytes | None:
@@ -219,7 +219,7 @@ def tensors_digest(models: Sequence[nn.Module], *, without_experts: bool = False
                     digest.update(_sample(parameter.data))
                     count += 1
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        logger.warning("the weights in memory cannot be looked at: %s", error)
+        logger.info("the weights in memory cannot be read: %s", error)
         return None
     return digest.digest() if count else None
 
@@ -303,7 +303,9 @@ def checkpoint_name(model: Any, load_config: Any) -> str | None:
     try:
         return None if path is None else files_name(path)
     except OSError as error:
-        logger.warning("the weights in %s cannot be told by their files: %s", path, error)
+        logger.info(
+            "the weights in %s are named by what is in memory, as a file cannot be read: %s", path, error
+        )
         return None
 
 

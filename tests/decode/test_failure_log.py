@@ -100,9 +100,7 @@ def test_leases_that_nobody_fetches_are_one_line_until_one_is_fetched(caplog):
     pair.run(40, step_s=0.5)
     assert pair.prefill.count("failures", reason="lease_expired") == 12
     (line,) = warnings(caplog)
-    assert (
-        "request r0 was not fetched, its blocks are freed: its lease_s of 30 s is over, and no decode" in line
-    )
+    assert "request r0 was not fetched, its blocks are freed: its lease_s of 30 s is over" in line
     pair.start("a", (1,), (1,))
     pair.run(1)
     pair.hold("b", (2,))

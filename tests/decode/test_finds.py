@@ -160,7 +160,7 @@ def test_a_peer_that_does_not_answer_is_not_waited_for():
     pair.run(0.45)
     assert not pair.found
     pair.run(0.1)
-    assert "did not answer within 0.5 s" in pair.found[0].error.text
+    assert "did not answer a lookup within 0.5 s" in pair.found[0].error.text
     pair.tell(m.PrefixFound(1, TOKENS, 1))
     pair.run(0.1)
     assert len(pair.found) == 1, "what comes too late is no second report"

@@ -239,7 +239,7 @@ def test_a_source_whose_names_are_made_otherwise_is_left_alone_and_told_of_once(
         node.orders()
         node.tell(request, naming=Naming("t", 16))
         assert node.ask(request) == 0
-    assert "names KV by 't' and this node by 's'" in caplog.text
+    assert "names KV by t and this node by s" in caplog.text
     assert node.orders().failures == ("other_names",)
     assert node.begin("b")[1] == 0
 

@@ -128,7 +128,7 @@ def test_over_nvlink_whole_allocations_are_registered_once(gpus) -> None:
 
 def test_peers_of_another_protocol_are_refused() -> None:
     engine = make_engine()
-    with pytest.raises(EngineError, match="over nvlink, this node over tcp: set the same protocol on both"):
+    with pytest.raises(EngineError, match="over nvlink, the prefill node over tcp: set the same"):
         engine.connect("peer", msgspec.msgpack.encode(MooncakeCard("127.0.0.1:15000", "nvlink")))
     engine.close()
 

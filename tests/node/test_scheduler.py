@@ -277,7 +277,7 @@ def test_results_that_nothing_awaits_are_logged_once(caplog):
     for _ in range(2):
         connector.sent.append("stranger")
         client.steps(1)
-    assert caplog.text.count("that nothing is awaited for: ['stranger']") == 1
+    assert caplog.text.count("of which no report is awaited: stranger") == 1
 
 
 # --- what a connector is asked and told of steps ---

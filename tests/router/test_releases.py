@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
 import pytest
 
@@ -120,6 +121,7 @@ async def test_another_connector_is_not_asked_for_what_it_would_not_understand()
 async def test_a_prefill_node_that_is_gone_is_logged_and_counted(caplog) -> None:
     p, d, gone = Node(in_turn(OURS, OURS)), Node(in_turn(DONE, never)), contextlib.AsyncExitStack()
     await gone.enter_async_context(p.serving())
+    caplog.set_level(logging.INFO)
     async with d.serving(), routed([p.url], [d.url]) as client:
         assert await client.status(ASK) == 200
         task = asyncio.create_task(client.post(ASK))

@@ -230,4 +230,4 @@ def test_a_sending_whose_chunks_cannot_be_packed_ends_alone(caplog):
     assert len(pair.decode.received) == 3
     ((_, reason),) = pair.decode.failed.items()
     assert reason == "the prefill node cannot pack its chunks: an illegal memory access"
-    assert caplog.text.count("met an error of its own") == 1
+    assert caplog.text.count("internal error in the transfer thread") == 1

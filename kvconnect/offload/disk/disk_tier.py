@@ -219,7 +219,7 @@ class DiskTier(LowerTier):
         if has_ended:
             self._rows.close()
         else:
-            logger.error("%s: the disk hangs; its threads are left behind", self.path)
+            logger.error("%s: the disk does not end its last reads and writes, and is left behind", self.path)
         return has_ended
 
     # ---- on the writer's thread
@@ -329,8 +329,8 @@ class DiskTier(LowerTier):
     def _note(self, error: Exception) -> str:
         """Count an error, and log it; returns the reason that it counts as."""
         reason = reason_of(error)
-        if reason == INTERNAL:
-            logger.error("%s: the disk tier goes on after an error", self.path, exc_info=error)
+        if reason == INTERNAL and reason not in self.tracker.logged:
+            logger.error("internal error in the disk tier at %s: it goes on", self.path, exc_info=error)
         # Work that closing the tier cut short is no failure: the next process goes on with it.
         if reason != CLOSED:
             self.tracker.fail(reason, f"{self.path}: {error}")

@@ -180,7 +180,11 @@ class StoreLink:
         self._on_failure("store_unreachable")
         if not self._is_logged:
             self._is_logged = True
-            logger.warning("the store cannot be used, nothing is kept there until it can: %s", why)
+            logger.warning(
+                "the store cannot be used, and keeps nothing until it can; look at offload.store and its "
+                "master: %s",
+                why,
+            )
 
     def _run(self) -> None:
         is_closed = False
@@ -216,7 +220,7 @@ class StoreLink:
         except KVConnectError as error:
             why = str(error)
         except Exception as error:
-            logger.exception("the store's process could not be started")
+            logger.exception("internal error in the start of the store's process")
             why = f"{type(error).__name__}: {error}"
         with self._changed:
             self._process = process
@@ -407,7 +411,7 @@ class StoreTier(LowerTier):
                 elif not batch:
                     self._clear()
             except Exception:
-                logger.exception("the store tier goes on after an error of its own")
+                logger.exception("internal error in the store tier, which goes on")
                 self.tracker.fail("store_internal")
             self._settle(lane, batch, good)
             if lane == "write":

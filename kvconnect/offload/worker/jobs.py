@@ -165,7 +165,8 @@ class RankJobs:
             self._received.append(job.key)
             if error:
                 self._failed[job.key] = Cause.RESTORE(error)
-                logger.warning("the KV of request %s could not be restored: %s", job.key, error)
+                # The scheduler half warns of the first.
+                logger.debug("the KV of request %s could not be restored: %s", job.key, error)
         elif job.key is not None:
             self._named[report][job.key] = named
         if not job.owed:
@@ -239,4 +240,4 @@ class RankJobs:
         try:
             self._wake()
         except Exception:
-            logger.exception("the thread that takes results could not be woken")
+            logger.exception("internal error in waking the thread that takes results")

@@ -153,7 +153,7 @@ class OffloadWorker:
                 raise LayoutError("the device does not reach host memory at its own addresses")
             self._jobs.names = NamedRows(naming, requirements, self._table, self._arena, self._jobs, loop)
         except (LayoutError, EngineError) as error:
-            logger.warning("nothing is sent to peers that ask by name: %s", error)
+            logger.warning("peers that ask for KV by name get none of this node: %s", error)
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         """Move all tiers to the namespace of new weights.

@@ -128,7 +128,7 @@ class TierLoop:
                 self.tiers = make()
             except ConfigError as error:
                 self._metrics.failures.labels("offload_tiers_lost").inc()
-                logger.error("lower tiers cannot be used any more: %s", error)
+                logger.error("disk and store are not used from now on, until a restart: %s", error)
             self._listen()
 
         self.order(replace)
@@ -154,7 +154,9 @@ class TierLoop:
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self.is_alive:
             # Closing what a running thread uses would crash it; the process is ending anyway.
-            logger.error("the thread of the tiers did not stop within %s s", _CLOSE_TIMEOUT_S)
+            logger.error(
+                "the thread of the tiers did not stop within %g s, and is left behind", _CLOSE_TIMEOUT_S
+            )
 
     def _listen(self) -> None:
         for tier in self.tiers:
@@ -215,7 +217,7 @@ class TierLoop:
 
     def _count_bug(self) -> None:
         self._metrics.failures.labels("internal").inc()
-        logger.exception("the thread of the tiers met an error of its own")
+        logger.exception("internal error in the thread of the tiers")
 
     def _export(self) -> None:
         for kind, count in self._jobs.counts().items():
@@ -311,7 +313,8 @@ class TierLoop:
         if now >= self.next_deadline_s:
             progress = True
             for key in [key for key, call in self.calls.items() if now >= call.deadline_s]:
-                self._log(key[0], key[1], "no end in time of an order to %s", key[1])
+                limit_s = self.timeouts_s[key[1]]
+                self._log(*key[:2], f"did not end a {key[1]} within {limit_s:g} s: its rows stay out of use")
                 self._give_up(key, "late" if key[0] == _DEVICE else "timeout")
             self.next_deadline_s = min((call.deadline_s for call in self.calls.values()), default=math.inf)
         return progress
@@ -367,7 +370,7 @@ class TierLoop:
         name, verb, number = key
         call = self.calls.pop(key, None)
         if call is None:
-            self._log(name, "answer", "an answer to job %d that was not asked", number)
+            self._log(name, "answer", f"answered job {number}, which it was not given: an internal error")
             return
         if call.given_up:
             self._release(call)
@@ -409,7 +412,7 @@ class TierLoop:
             getattr(tier, verb)(job.number, given)
         except Exception:
             # The tier may have begun the call: hold the rows until it answers or is closed.
-            self._log(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
+            self._log(tier.name, verb, f"met an internal error in {verb}", exc_info=True)
             self._give_up(key, "refused")
 
     def _give_up(self, key: _Key, why: str) -> None:
@@ -434,7 +437,7 @@ class TierLoop:
 
     def _fail_copy(self, job: RankJob, reason: str, error: str) -> None:
         self._metrics.failures.labels(reason).inc()
-        self._log(_DEVICE, reason, "a copy of blocks failed, which is a miss: %s", error)
+        self._log(_DEVICE, reason, f"failed to copy blocks, which counts as a miss: {error}")
         self._jobs.fail(job, error)
 
     def _moved(
@@ -461,7 +464,7 @@ class TierLoop:
         try:
             return call()
         except Exception:
-            self._log(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
+            self._log(tier.name, verb, f"met an internal error in {verb}", exc_info=True)
             self._metrics.failures.labels(f"{tier.name}_internal").inc()
             return None
 
@@ -469,16 +472,17 @@ class TierLoop:
         for tier in self.tiers:
             if tier.name == name:
                 return tier
-        self._log(name, "unknown", "orders for it, but there is no such tier")
+        self._log(name, "unknown", "has orders, and does not exist: an internal error")
         self._metrics.failures.labels("offload_unknown_tier").inc()
         self._jobs.fail(job, "there is no such tier")
         return None
 
-    def _log(self, name: str, kind: str, text: str, *about: object, exc_info: bool = False) -> None:
+    def _log(self, name: str, kind: str, text: str, *, exc_info: bool = False) -> None:
         """Log an error, once for each owner and kind; later ones are only counted."""
         if (name, kind) not in self._logged:
             self._logged.add((name, kind))
-            logger.error("%s: " + text, name, *about, exc_info=exc_info)
+            owner = "the device" if name == _DEVICE else name
+            logger.error("offload, %s: it %s (further ones are only counted)", owner, text, exc_info=exc_info)
 
     def _memory(self, job: RankJob) -> list[TierRow]:
         group = job.copies.group
