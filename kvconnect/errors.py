@@ -50,8 +50,8 @@ class PeerError(KVConnectError):
 
 
 def listed(values: Iterable[Any]) -> str:
-    """Values in the text of an error, in their order."""
-    return ", ".join(map(str, sorted(values)))
+    """Values in the text of an error, in order."""
+    return ", ".join(map(str, sorted(values))) or "none"
 
 
 class EngineError(KVConnectError):

@@ -159,7 +159,7 @@ def test_an_id_that_is_no_block_zeroes_nothing(kernels):
 
 def test_layers_that_do_not_exist_and_unknown_kernels_are_errors():
     _, table = overlaid()
-    with pytest.raises(LayoutError, match="'other'"):
+    with pytest.raises(LayoutError, match="layers other are"):
         KVBlockZeroer(table, device=DEVICE, runner_only_layers=frozenset({"other"}))
     with pytest.raises(ConfigError, match="'cuda'"):
         KVBlockZeroer(table, device=DEVICE, kernels="cuda")
