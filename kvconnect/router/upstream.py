@@ -210,8 +210,10 @@ class Upstream:
 
     def _note_unreachable(self, pool: Pool, url: str, problem: str) -> None:
         if pool.unreachable(url):
-            became = "is not there yet, and is asked again" if url in pool.unseen() else "left rotation"
-            logger.warning("%s node %s %s: %s", pool.role, url, became, problem)
+            text = "%s node %s left rotation: %s"
+            if url in pool.unseen():
+                text = "%s node %s is not there yet, and is asked again: %s"
+            logger.warning(text, pool.role, url, problem)
 
     async def ask(
         self,

@@ -39,8 +39,8 @@ def values(kind: mi.Type) -> st.SearchStrategy:
             return st.floats(low, kind.le, allow_nan=False, exclude_min=kind.gt is not None)
         case mi.StrType():
             # What has a pattern is shown in logs.
-            shown = st.characters(codec="utf-8", min_codepoint=32, max_codepoint=126 if kind.pattern else None)
-            return st.text(shown, max_size=20)
+            last = 126 if kind.pattern else None
+            return st.text(st.characters(codec="utf-8", min_codepoint=32, max_codepoint=last), max_size=20)
         case mi.BytesType():
             return st.binary(min_size=kind.min_length or 0, max_size=min(kind.max_length or 20, 20))
         case mi.VarTupleType():
