@@ -78,10 +78,8 @@ def test_a_server_of_many_ranks_that_dies_is_lost_once():
 
 def test_the_line_of_a_failure_that_nobody_can_end_asks_nobody_to_act():
     outcome = Outcome("r", "P", ("h", 1), "name", 16, 0, 0.5, "", Cause.EVICTED("it was evicted"))
-    assert (
-        str(outcome)
-        == "request r was not loaded from prefill node P at h:1 by name after 500.0 ms: it was evicted [evicted]"
-    )
+    lost = "request r was not loaded from prefill node P at h:1 by name after 500.0 ms"
+    assert str(outcome) == f"{lost}: it was evicted [evicted]"
 
 
 def test_what_became_of_one_request_is_asked_by_a_part_of_its_id():

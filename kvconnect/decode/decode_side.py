@@ -171,7 +171,8 @@ class DecodeSide(TransferPart):
         if self.finds.has_changed:
             self.finds.advance(now)
         self.peers.forget_idle(self._peers_in_use)
-        self._failures.write(now)
+        if self._failures.new:
+            self._failures.write(now)
         self._metrics.loads.set(len(self.loads))
         self._metrics.loads_waiting.set(len(self._queue))
         return False
@@ -428,7 +429,9 @@ class DecodeSide(TransferPart):
             self._metrics.timeline.note(
                 Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
             )
-        self._failures.ended(load.peer, outcome)
+        logger.debug("%s", outcome)
+        if outcome.reason is not None or self._repeats.logged:
+            self._failures.ended(load.peer, outcome)
 
     def _count(self, outcome: Outcome, load: LoadRecord, label: str) -> None:
         """Count a load that has ended."""

@@ -43,7 +43,7 @@ class FailureLog:
         self._repeats, self._is_met = context.repeats, is_met
         self._is_first_rank = context.local.introduction.rank == 0
         self._timer = context.timers.timer(lambda now: self._write())
-        self._new: dict[tuple[PeerKey, bool | Cause], _Failure] = {}
+        self.new: dict[tuple[PeerKey, bool | Cause], _Failure] = {}
 
     def met(self, peer: PeerKey) -> None:
         """A peer introduced itself."""
@@ -56,33 +56,28 @@ class FailureLog:
     def ended(self, peer: PeerKey, outcome: Outcome) -> None:
         """A load has ended."""
         reason = outcome.reason
-        if reason is not None and reason.cause is not Cause.ABORTED:
-            self._at(peer, reason).outcomes.append(outcome)
-            return
         if reason is None:
             self._repeats.succeeded(peer)
-        logger.debug("%s", outcome)
+        elif reason.cause is not Cause.ABORTED:
+            self._at(peer, reason).outcomes.append(outcome)
 
     def _at(self, peer: PeerKey, reason: Reason) -> _Failure:
-        return self._new.setdefault((peer, reason.cause in _REACH or reason.cause), _Failure(reason))
+        return self.new.setdefault((peer, reason.cause in _REACH or reason.cause), _Failure(reason))
 
     def write(self, now: float) -> None:
         """Log what is new since the last call, on ranks other than the first later."""
-        if self._new and self._is_first_rank:
+        if self.new and self._is_first_rank:
             self._write()
-        elif self._new:
+        elif self.new:
             self._timer.by(now + SERVER_LOST_S)
 
     def _write(self) -> None:
-        new, self._new = self._new, {}
+        new, self.new = self.new, {}
         for (peer, _), failure in new.items():
             name, cause = peer_name(peer), failure.reason.cause
             is_shared = not self._is_met(peer) if cause in _REACH else cause in _OF_SERVERS
             if (self._is_first_rank or not is_shared) and self._repeats.is_first(peer, cause):
                 logger.warning("%s", _line(name, failure))
-            else:
-                for outcome in failure.outcomes:
-                    logger.debug("%s", outcome)
 
 
 def _line(peer: str, failure: _Failure) -> str:

@@ -66,7 +66,7 @@ class Request:
     sink: Callable[[Output], None]
     kv_transfer_params: Mapping[str, Any] | None = None
     session_id: str | None = None
-    cache_salt: str = ""
+    cache_salt: str | None = None
     state: RequestState = RequestState.WAITING
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)

@@ -157,7 +157,7 @@ class Scheduler:
         """Queue a request. Raises ``LocalError`` if its id is in use."""
         if request.request_id in self.requests:
             raise LocalError(f"request id {request.request_id!r} is already in use")
-        request.blocks = self.manager.new_request(request.cache_salt)
+        request.blocks = self.manager.new_request(request.cache_salt or "")
         self.requests[request.request_id] = request
         self.transfers.hooks.new_request(request)
         try:

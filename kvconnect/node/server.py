@@ -397,7 +397,7 @@ class NodeServer:
             sink,
             body.kv_transfer_params,
             body.session_id,
-            body.cache_salt or "",
+            body.cache_salt,
         )
 
     def _params_refusal(self, params: dict[str, Any]) -> str | None:

@@ -372,10 +372,16 @@ class FetchService:
             self.not_quiescent[sending.key] = until
         if not sending.error:
             lease.served.add(sending.consumer)
-            self._repeats.succeeded(rank_name(sending.consumer[0], sending.consumer[2]))
-            if (inbound := self._inbound_peers.get(sending.key[0])) is not None:
-                self._repeats.succeeded(str(inbound))
+            if self._repeats.logged:
+                self._succeeded(sending)
         self._book.end_if_due(lease, now)
+
+    def _succeeded(self, sending: Sending) -> None:
+        """The next failure of this peer is a new one."""
+        if sending.consumer is not None:
+            self._repeats.succeeded(rank_name(sending.consumer[0], sending.consumer[2]))
+        if (inbound := self._inbound_peers.get(sending.key[0])) is not None:
+            self._repeats.succeeded(str(inbound))
 
     def _count(self, sending: Sending) -> None:
         """Count a fetch that has ended, by its result."""

@@ -283,7 +283,8 @@ class LeaseBook:
         if now < due_at:
             held.timer.at(due_at)
         elif is_satisfied:
-            self._repeats.succeeded(_ANYONE)
+            if self._repeats.logged:
+                self._repeats.succeeded(_ANYONE)
             self._end(lease, held, SERVED, now)
         elif held.kept is not None:
             # A pin holds up no eviction, so that its expiry needs no warning.

@@ -15,18 +15,19 @@ _OUT_OF_REACH = {Cause.LOST: Cause.OUT_OF_REACH}
 class DuplicateFilter:
     """The causes that were logged of each peer, by what names the peer.
 
-    The peers used longest ago are forgotten: their next failure is logged again.
+    The peers used longest ago are forgotten: their next failure is logged again. While nothing
+    is ``logged`` a success needs no call.
     """
 
     def __init__(self) -> None:
-        self._logged: OrderedDict[Hashable, set[Cause]] = OrderedDict()
+        self.logged: OrderedDict[Hashable, set[Cause]] = OrderedDict()
 
     def is_first(self, peer: Hashable, cause: Cause) -> bool:
         """Whether to log a failure. A second call for the same cause returns false."""
-        logged = self._logged.setdefault(peer, set())
-        self._logged.move_to_end(peer)
-        if len(self._logged) > _MOST_PEERS:
-            self._logged.popitem(last=False)
+        logged = self.logged.setdefault(peer, set())
+        self.logged.move_to_end(peer)
+        if len(self.logged) > _MOST_PEERS:
+            self.logged.popitem(last=False)
         found = _OUT_OF_REACH.get(cause, cause)
         is_first = found not in logged
         logged.add(found)
@@ -34,8 +35,8 @@ class DuplicateFilter:
 
     def reached(self, peer: Hashable) -> None:
         """The peer answered: that it is out of reach would be a new failure."""
-        self._logged.get(peer, set()).discard(Cause.OUT_OF_REACH)
+        self.logged.get(peer, set()).discard(Cause.OUT_OF_REACH)
 
     def succeeded(self, peer: Hashable) -> None:
         """KV was transferred: every failure would be a new one."""
-        self._logged.pop(peer, None)
+        self.logged.pop(peer, None)
