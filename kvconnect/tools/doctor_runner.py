@@ -19,7 +19,7 @@ from kvconnect.tools.facts import Facts, Probes
 from kvconnect.tools.findings import Finding, Level, failure, well
 from kvconnect.tools.link_check import check_link
 from kvconnect.tools.node_pair import check_pair, meet, unreached
-from kvconnect.tools.serving import side_channels
+from kvconnect.tools.server_client import side_channels
 from kvconnect.tools.showing import printable, size
 from kvconnect.vllm.configuration import read_configuration
 

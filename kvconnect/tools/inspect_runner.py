@@ -23,7 +23,7 @@ from kvconnect.peer.keyring import Keyring, load_keyring
 from kvconnect.peer.timeline_page import TOPIC as TIMELINE
 from kvconnect.peer.timeline_page import TimelinePage
 from kvconnect.timeline import Record
-from kvconnect.tools.serving import side_channels
+from kvconnect.tools.server_client import side_channels
 from kvconnect.tools.showing import printable
 from kvconnect.tools.timelines import TraceSpan, Worker, align, join
 from kvconnect.tools.trace_file import slowest, trace

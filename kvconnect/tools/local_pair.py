@@ -39,7 +39,7 @@ _PREFILL_AT, _DECODE_AT = 100, 200
 
 
 @dataclass(frozen=True)
-class Host:
+class LocalHost:
     """This machine, as far as the commands depend on it.
 
     ``gpus`` are names for CUDA_VISIBLE_DEVICES. ``vllm`` is its version, "" without one, and ``vllm_command``
@@ -72,7 +72,7 @@ class LocalModel:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ServerCommand:
     """A process to start: its command, and what it needs in the environment beside what is there."""
 
     name: str
@@ -94,13 +94,13 @@ class Launch:
 class LocalPair:
     """The three processes. ``one_by_one``: D starts once P serves; both measure the free memory of a GPU."""
 
-    prefill: Launch
-    decode: Launch
-    router: Launch
+    prefill: ServerCommand
+    decode: ServerCommand
+    router: ServerCommand
     one_by_one: bool = False
 
 
-def plan_pair(model: LocalModel, host: Host, port: int, options: Sequence[str] = ()) -> LocalPair:
+def plan_pair(model: LocalModel, host: LocalHost, port: int, options: Sequence[str] = ()) -> LocalPair:
     """The commands for this machine. ``options`` are more options of both vLLM servers.
 
     Raises ``ConfigError`` with all that is missing.
@@ -127,11 +127,11 @@ def plan_pair(model: LocalModel, host: Host, port: int, options: Sequence[str] =
     )
     nodes = ("--prefill", prefill.url, "--decode", decode.url)
     command = (sys.executable, "-m", "kvconnect", "router", "--port", str(port), *nodes)
-    router = Launch("router", f"http://127.0.0.1:{port}", command)
+    router = ServerCommand("router", f"http://127.0.0.1:{port}", command)
     return LocalPair(prefill, decode, router, is_shared)
 
 
-def _on_cpus(model: LocalModel, host: Host, ranks: int) -> list[dict[str, str]]:
+def _on_cpus(model: LocalModel, host: LocalHost, ranks: int) -> list[dict[str, str]]:
     """The environments of both servers: half of the cores each, and each rank its part of them."""
     middle = (len(host.cpus) + 1) // 2
     # vLLM compiles its sampler, which needs a compiler.
@@ -143,7 +143,7 @@ def _on_cpus(model: LocalModel, host: Host, ranks: int) -> list[dict[str, str]]:
     ]
 
 
-def _config(host: Host, role: str) -> dict[str, Any]:
+def _config(host: LocalHost, role: str) -> dict[str, Any]:
     config: dict[str, Any] = {"kv_connector": NAME, "kv_role": role}
     if role == "kv_consumer":
         config["kv_load_failure_policy"] = "recompute"
@@ -157,13 +157,13 @@ def _server(
     environment: Mapping[str, str],
     config: Mapping[str, Any],
     options: Sequence[str],
-) -> Launch:
+) -> ServerCommand:
     command += ("--host", "127.0.0.1", "--port", str(port), *options)
     command += ("--kv-transfer-config", json.dumps(config))
-    return Launch(name, f"http://127.0.0.1:{port}", command, environment)
+    return ServerCommand(name, f"http://127.0.0.1:{port}", command, environment)
 
 
-def _mistakes(model: LocalModel, host: Host, port: int, options: Sequence[str]) -> Iterator[str]:
+def _mistakes(model: LocalModel, host: LocalHost, port: int, options: Sequence[str]) -> Iterator[str]:
     if model.problem:
         yield model.problem
     if not host.vllm:
@@ -219,7 +219,7 @@ def _unless(options: Sequence[str], *added: str) -> tuple[str, ...]:
     return () if is_given else added
 
 
-def _kv_gib(model: LocalModel, host: Host) -> int:
+def _kv_gib(model: LocalModel, host: LocalHost) -> int:
     """GiB of KV cache for each of two servers: half of what is free, so that the machine stays usable."""
     left = host.free_bytes - 2 * (model.weight_bytes + _RUNTIME_BYTES)
     whole = math.floor(left / 2 / _GIB)
@@ -231,14 +231,14 @@ def _cores(cpus: Sequence[int], rank: int, ranks: int) -> str:
     return ",".join(map(str, own))
 
 
-def look_at_host(port: int) -> Host:
+def look_at_host(port: int) -> LocalHost:
     """This machine, with those of the three ports from ``port`` on that are taken."""
     version = package_versions().get("vllm", "")
     is_cpu_build = "+cpu" in version or (bool(version) and not _has_distribution("vllm"))
     ports = [
         at for at in (port, port + _PREFILL_AT, port + _DECODE_AT) if look_at_port("127.0.0.1", at).taken
     ]
-    return Host(
+    return LocalHost(
         vllm=version,
         vllm_command=_vllm_command(),
         is_cpu_build=is_cpu_build,

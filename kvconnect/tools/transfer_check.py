@@ -17,7 +17,7 @@ from kvconnect.node.children import Samples, growth
 from kvconnect.outcome import Outcome
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.tools.inspect_runner import look
-from kvconnect.tools.serving import complete, random_text, read_samples, served_model, side_channels
+from kvconnect.tools.server_client import complete, random_text, read_samples, served_model, side_channels
 from kvconnect.tools.showing import printable, size
 
 ASKS_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -13,7 +13,7 @@ from types import FrameType
 
 from kvconnect.config import ExtraConfig
 from kvconnect.node.children import Child, ChildFailed, Children, answers
-from kvconnect.tools.local_pair import Launch, LocalPair, look_at_host, look_at_model, plan_pair
+from kvconnect.tools.local_pair import LocalPair, ServerCommand, look_at_host, look_at_model, plan_pair
 from kvconnect.tools.transfer_check import check, route_of
 
 _START_TIMEOUT_S = 1800.0
@@ -63,7 +63,7 @@ def run_pair(pair: LocalPair, model: str) -> int:
     return code
 
 
-def _start(children: Children, folder: Path, launch: Launch) -> Child:
+def _start(children: Children, folder: Path, launch: ServerCommand) -> Child:
     print(f"\n{launch}\n", flush=True)
     log = folder / f"{launch.name}.log"
     environment = {"PYTHONUNBUFFERED": "1", **launch.environment}

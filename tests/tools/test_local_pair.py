@@ -10,12 +10,12 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.tools import local_pair
-from kvconnect.tools.local_pair import Host, LocalModel, free_memory, look_at_model, plan_pair
+from kvconnect.tools.local_pair import LocalHost, LocalModel, free_memory, look_at_model, plan_pair
 
 GIB = 1 << 30
 MODEL = LocalModel("org/model", 32768, GIB)
-CPU = Host("0.32.0", ("serve",), is_cpu_build=True, cpus=tuple(range(8)), free_bytes=32 * GIB)
-GPUS = Host("0.33.0", ("serve",), gpus=("4", "6"))
+CPU = LocalHost("0.32.0", ("serve",), is_cpu_build=True, cpus=tuple(range(8)), free_bytes=32 * GIB)
+GPUS = LocalHost("0.33.0", ("serve",), gpus=("4", "6"))
 
 
 def config(launch):
@@ -77,7 +77,7 @@ def test_a_cpu_is_halved_and_its_memory_left_usable():
 
 
 def test_everything_that_is_missing_is_named_at_once(tmp_path):
-    host = Host(lacks=("aiohttp", "nixl", "mooncake"), taken_ports=(8000, 8200))
+    host = LocalHost(lacks=("aiohttp", "nixl", "mooncake"), taken_ports=(8000, 8200))
     with pytest.raises(ConfigError) as caught:
         plan_pair(look_at_model(str(tmp_path / "none")), host, 8000)
     text = str(caught.value)

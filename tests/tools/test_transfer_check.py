@@ -98,9 +98,9 @@ def test_an_answer_other_than_ds_own_is_found(nodes, monkeypatch):
 
 CHILD = """
 import json, sys
-from kvconnect.tools.local_pair import Launch, LocalPair
+from kvconnect.tools.local_pair import ServerCommand, LocalPair
 from kvconnect.tools.up_runner import run_pair
-launches = [Launch(**one) for one in json.loads(sys.argv[1])]
+launches = [ServerCommand(**one) for one in json.loads(sys.argv[1])]
 sys.exit(run_pair(LocalPair(*launches, one_by_one=sys.argv[2] == "1"), "gqa"))
 """
 
