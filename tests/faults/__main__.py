@@ -89,10 +89,10 @@ def stops(
     protocol: Annotated[str, typer.Option(help="The engine's; auto for shared memory.")] = "",
     side: OneSide = "",
     count: Annotated[int, typer.Option(min=1, help="Stops of each side.")] = 10,
-    stop_s: Annotated[float, typer.Option(help="Seconds that each lasts.")] = 9.0,
+    stop_s: Annotated[float, typer.Option(help="Seconds that each lasts.")] = 25.0,
     seed: Seed = 0,
 ) -> None:
-    """SIGSTOP in the middle of transfers for longer than every deadline, then SIGCONT."""
+    """SIGSTOP in the middle of transfers for longer than every deadline and the quarantine, then SIGCONT."""
     sides = _sides(side)
     _run(
         stop_stage(engine, policy, protocol, stop_s),

@@ -1,4 +1,4 @@
-"""SIGSTOP in the middle of transfers, and SIGCONT once everybody else has given up."""
+"""SIGSTOP in the middle of transfers, and SIGCONT after every deadline, while slots are in quarantine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.faults.signals import StopReport, run_stops, stop_stage
 from tests.faults.stage import Questions, Side, Stage
 
-# Over well before the stop is.
+# Over well before the stop is. The quarantine lasts 15 s more: ``python -m tests.faults stops`` outlasts it.
 SHORT = {
     "lease_s": 2.0,
     "load_timeout_s": 2.0,
