@@ -48,15 +48,8 @@ class Entry(NamedTuple):
 MODEL, DTYPE, CACHE_DTYPE, WEIGHTS = "model", "dtype", "cache dtype", "weights"
 ENTRIES = (
     Entry(MODEL, Rule.EQUAL, "the class that computes", "--model"),
-    Entry(
-        "configuration",
-        Rule.EQUAL,
-        "each field of the model's configuration as it was derived",
-        "--model, --hf-overrides",
-    ),
-    Entry(
-        "settings", Rule.EQUAL, "each setting of the stack that is not its default", "the flag of that name"
-    ),
+    Entry("configuration", Rule.EQUAL, "each of its fields, as it was derived", "--model, --hf-overrides"),
+    Entry("settings", Rule.EQUAL, "each setting that is not at its default", "the flag of that name"),
     Entry(
         "attention",
         Rule.EQUAL,
@@ -69,22 +62,14 @@ ENTRIES = (
         "cosines and sines at fixed positions, and the choice of long factors",
         "--hf-overrides, --max-model-len",
     ),
+    Entry("quantization", Rule.EQUAL, "method and content, also of online quantization", "--quantization"),
     Entry(
-        "quantization",
-        Rule.EQUAL,
-        "method and content, also of one that is done while weights load",
-        "--quantization",
-    ),
-    Entry(
-        DTYPE,
-        Rule.EQUAL,
-        "of activations, and so of states; 16-bit ones with `convert_dtype` are bridged",
-        "--dtype",
+        DTYPE, Rule.EQUAL, "of activations, and so of states; `convert_dtype` bridges 16-bit ones", "--dtype"
     ),
     Entry(
         CACHE_DTYPE,
         Rule.EQUAL,
-        "as resolved, by layer; with `convert_dtype` what is converted is bridged",
+        "as resolved, by layer; `convert_dtype` bridges what it converts",
         "--kv-cache-dtype",
     ),
     Entry(
@@ -105,12 +90,7 @@ ENTRIES = (
         "the number of ranks, where a layer can only travel between equal ones",
         "--tensor-parallel-size",
     ),
-    Entry(
-        WEIGHTS,
-        Rule.EQUAL,
-        "samples of every tensor of the files, else of those in memory; embeddings whole; their generation",
-        "--model, --revision",
-    ),
+    Entry(WEIGHTS, Rule.EQUAL, "samples of every tensor, and embeddings whole", "--model, --revision"),
     Entry(
         "adapters",
         Rule.EQUAL,
@@ -118,7 +98,9 @@ ENTRIES = (
         "--lora-modules",
     ),
     Entry("draft", Rule.BRIDGED, "weights and configuration: its layers are left out where they differ"),
-    Entry("names", Rule.BRIDGED, "how blocks are named: nothing is fetched by name, or found, under others"),
+    Entry(
+        "names", Rule.BRIDGED, "how blocks are named: under other names nothing is pulled, or found in a tier"
+    ),
     Entry(
         "block size", Rule.BRIDGED, "of the scheduler and of kernels, where the backend's pages can be cut"
     ),

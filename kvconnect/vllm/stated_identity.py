@@ -40,8 +40,8 @@ def _words(by_reason: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 FREE_FIELDS = _words(
     {
         "where it comes from": "_name_or_path transformers_version _commit_hash",
-        "stated by an entry of its own": "dtype torch_dtype",
-        "how long a request may be: what is derived of it is compared": "max_model_len",
+        "has an entry of its own": "dtype torch_dtype",
+        "length of requests: what is derived of it is compared": "max_model_len",
         "what comes after the last layer": """
             id2label label2id problem_type num_labels finetuning_task task_specific_params bos_token_id
             eos_token_id pad_token_id sep_token_id decoder_start_token_id output_attentions
@@ -49,7 +49,7 @@ FREE_FIELDS = _words(
         "training": """
             attention_dropout hidden_dropout embd_pdrop attn_pdrop resid_pdrop dropout initializer_range
             router_aux_loss_coef aux_loss_alpha seq_aux router_jitter_noise""",
-        "another runtime": "use_cache chunk_size_feed_forward _attn_implementation attn_implementation",
+        "other runtimes": "use_cache chunk_size_feed_forward _attn_implementation attn_implementation",
     }
 )
 """By reason: fields of a model's configuration, at any depth, that KV does not depend on."""
@@ -61,11 +61,11 @@ FREE_SETTINGS = _words(
             model model_weights revision code_revision hf_config_path config_format hf_token
             trust_remote_code allowed_local_media_path allowed_media_domains served_model_name tokenizer
             tokenizer_mode tokenizer_revision skip_tokenizer_init""",
-        "stated by an entry of its own": """
+        "has an entry of its own": """
             dtype quantization hf_config hf_text_config hf_overrides generation_config
             override_generation_config model_impl model_class_overrides disable_sliding_window
             multimodal_config quantization_config allow_deprecated_quantization""",
-        "how long a request may be: what is derived of it is compared": """
+        "length of requests: what is derived of it is compared": """
             max_model_len spec_target_max_model_len""",
         "sampling and answers": """
             seed max_logprobs logprobs_mode logits_processors return_sampling_mask use_fp64_gumbel
