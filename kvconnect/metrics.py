@@ -313,7 +313,7 @@ class Metrics(MetricSet):
     transfer_bytes: Numbers = _counter("transfer_bytes", "KV bytes moved", "direction", "lane")
     transfer_seconds: Numbers = _counter(
         "transfer_seconds",
-        "Seconds from the first post to the last completion, summed over requests",
+        "Seconds from a request's first batch to its last completion, summed",
         "direction",
     )
     copies: Numbers = _counter("copies", "Chunks sent or received", "direction")
@@ -329,10 +329,10 @@ class Metrics(MetricSet):
         "chunk_seconds", "Seconds to write a chunk to a peer", _CHUNK_BUCKETS
     )
     lease_seconds: Observations = _histogram(
-        "lease_seconds", "Seconds that a request's blocks were held under a lease", _LEASE_BUCKETS
+        "lease_seconds", "Seconds that a request's blocks were leased", _LEASE_BUCKETS
     )
     link_rate: Numbers = _gauge(
-        "link_bytes_per_second", "Rate of the link measured last, by calibration or 64 MiB of chunks", "lane"
+        "link_bytes_per_second", "Rate of the link measured last, over a calibration or 64 MiB", "lane"
     )
     link_expected: Numbers = _gauge(
         "link_expected_bytes_per_second", "What its hardware should give, 0 where unknown", "lane"
@@ -358,22 +358,22 @@ class OffloadMetrics(MetricSet):
     failures: Numbers = _FAILURES
     rows: Numbers = _counter(
         "offload_rows",
-        "Blocks stored in and restored from host memory, kept in and fetched from lower tiers, not taken by "
-        "one (unkept) or not found (missed)",
+        "Blocks stored in and restored from host memory, kept in and fetched from lower tiers, not taken "
+        "(unkept) or found (missed) there",
         "move",
         "tier",
     )
     row_bytes: Numbers = _counter("offload_bytes", "Their bytes", "move", "tier")
     jobs: Numbers = _counter("offload_jobs", "Jobs of these that ended well", "move", "tier")
     seconds: Numbers = _counter(
-        "offload_seconds", "Seconds from order to end, summed over these jobs", "move", "tier"
+        "offload_seconds", "Seconds from order to end of these, summed", "move", "tier"
     )
     session_actions: Numbers = _counter(
-        "session_actions", "Actions that requests asked for on their sessions", "action", "outcome"
+        "session_actions", "Actions that requests asked for", "action", "outcome"
     )
     wait_seconds: Numbers = _counter(
         "offload_wait_seconds",
-        "Seconds that steps waited for staging memory (staging), and orders for their turn (turn)",
+        "Seconds that steps waited for staging memory, and orders for their turn",
         "cause",
     )
     open: ClassVar[dict[str, Number]] = {
@@ -393,7 +393,7 @@ class OffloadMetrics(MetricSet):
     }
     pinned: ClassVar[dict[str, Number]] = {
         "host": _gauge("offload_host_pinned_bytes", "Bytes of host memory that sessions pin"),
-        "disk": _gauge("offload_disk_pinned_bytes", "Bytes that sessions pin on disk, or on their way there"),
+        "disk": _gauge("offload_disk_pinned_bytes", "Bytes that sessions pin on disk or on the way there"),
     }
     held_rows: Number = _gauge("offload_held_rows", "Rows of host memory that a tier did not release in time")
 

@@ -25,33 +25,33 @@ class RouterMetrics:
         )
         self.requests = counter("requests", "Answered requests.", "endpoint", "status")
         self.in_flight = gauge("in_flight", "Requests being served now.")
-        text = "Seconds from the start of a request to a node to the end of its answer."
+        text = "Seconds that a node took to answer a request wholly."
         self.node_request_seconds = seconds("node_request_seconds", text, "role")
-        text = "Seconds from a request's arrival to the first byte of its answer."
+        text = "Seconds from a request's arrival to its answer's first byte."
         self.first_byte_seconds = seconds("first_byte_seconds", text)
         text = "Requests to nodes that gave no whole answer."
         self.node_request_failures = counter("node_request_failures", text, "role", "reason")
         self.retries = counter("retries", "Requests tried again on another node.", "role")
         text = "Requests that a decode node served alone; prefill_* where prefill failed."
         self.fallbacks = counter("fallbacks", text, "reason")
-        text = "Requests that went to both nodes; resumed: in parallel, with D's request given up."
+        text = "Requests to both nodes; resumed: in parallel, with D's request given up."
         self.flows = counter("flows", text, "flow")
         text = (
-            "Streamed answers and answers of one token, by where the first came from: prefill; only, where "
-            "it is all; D where it was withheld (no whole text) or not_tried; repeated where D was asked "
-            "again with P's token, differs where D kept its own."
+            "First tokens of streams, by where they came from: prefill; D, where P's was withheld (no whole "
+            "text) or not_tried; repeated where D was asked again with P's token; differs where D kept its "
+            "own. Answers of one token are only."
         )
         self.first_tokens = counter("first_tokens", text, "outcome")
-        text = "Releases, sent or failed, of what a prefill node holds and no decode node will fetch."
+        text = "Releases, sent or failed, of what a prefill node holds in vain."
         self.releases = counter("releases", text, "outcome")
         self.clients_gone = counter("clients_gone", "Clients that left before their answer ended.")
-        text = "Requests of policy prefix, by what decided: prefix, or load."
+        text = "Requests of policy prefix, by what decided: prefix or load."
         self.placements = counter("placements", text, "by")
         self.known_blocks = gauge("known_blocks", "Blocks that nodes are known to have.")
-        text = "Published blocks that are not known: too many, or the block before is not known."
+        text = "Published blocks left out: too many, or the one before is unknown."
         self.blocks_left_out = counter("blocks_left_out", text)
-        self.kv_events_missed = counter("kv_events_missed", "Messages of KV events that did not arrive.")
-        text = "Messages of KV events that could not be read."
+        self.kv_events_missed = counter("kv_events_missed", "KV event messages that did not arrive.")
+        text = "KV event messages that could not be read."
         self.kv_events_unread = counter("kv_events_unread", text, "node")
         self._registry.register(_PoolCollector(pools))
 
@@ -73,7 +73,7 @@ class _PoolCollector(Collector):
         labels = ["role", "node"]
         load = GaugeMetricFamily("kvconnect_router_node_in_flight", "Requests on a node now.", labels=labels)
         healthy = GaugeMetricFamily(
-            "kvconnect_router_node_healthy", "1 if a node answered and is in rotation.", labels=labels
+            "kvconnect_router_node_healthy", "1 if a node is in rotation.", labels=labels
         )
         ejections = CounterMetricFamily(
             "kvconnect_router_ejections", "Times that a node left rotation.", labels=labels

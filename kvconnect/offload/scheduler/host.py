@@ -245,16 +245,16 @@ Hashes = Callable[[RequestView, int], Sequence[bytes]]
 
 REASONS = {
     "offload_rows_short": "host memory had no row for a block: all are pinned, or being filled",
-    "offload_overwritten": "a block was used for something else before it could be stored",
-    "offload_wait_timeout": "a request did not wait any longer for what was on its way to host memory",
+    "offload_overwritten": "a block was used again before it could be stored",
+    "offload_wait_timeout": "a request waited too long for what was on its way to host memory",
     "offload_parameters_refused": "kv_transfer_params.max_offload_tokens is not a number of tokens",
     "offload_refused": "a serving stack asked for what could not be restored",
     "offload_restore_failed": "blocks could not be restored: the request is computed, or fails by the policy",
-    "offload_restores_paused": "several restores failed one after the other, so none is promised for a while",
+    "offload_restores_paused": "several restores failed in a row: none is promised for a while",
     "offload_store_failed": "blocks could not be stored",
     "offload_fetch_missed": "a lower tier did not have what it had reported",
-    "offload_overdue": "workers have not reported a job in time; its rows are out of use until they do",
-    "offload_unknown_rank": "a report came from a rank that does not exist",
+    "offload_overdue": "workers have not reported a job in time: its rows are out of use until they do",
+    "offload_unknown_rank": "a rank that does not exist reported",
 }
 """The log text of each counted reason."""
 
