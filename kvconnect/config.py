@@ -93,14 +93,14 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         cpu_bytes: bytes of host memory for blocks.
         shares: which part of ``cpu_bytes`` each cache group has, by group; empty for shares by what a prompt
-            of usual length leaves in each. Groups whose blocks are equally long share theirs.
+            of usual length leaves in each. Groups with equally long blocks share theirs.
         decoded: whether blocks that were filled while decoding are kept too.
         checkpoint_tokens: windows and states are kept at the end of a prompt and of an answer, and every so
-            many tokens of a prompt in between; 0 for never in between.
+            many tokens in between; 0 for never.
         min_tokens: fewer tokens than this are computed rather than restored.
         wait_s: how long a request waits for lower tiers.
         disk_path: a folder for blocks on disk; empty for none. Ranks and models have their own folders in it.
-        disk_bytes: most bytes on disk, at least 1 MiB with ``disk_path``. Folders of other models there that
+        disk_bytes: most bytes on disk, at least 1 MiB with ``disk_path``; folders of other models there that
             no process uses count too, and make room first.
         max_queued_bytes: most bytes that wait to be written to lower tiers; more are not written.
         store: the address ``host:port`` of a Mooncake Store master; empty for no shared tier.
@@ -111,7 +111,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         pin_quota: which part of host memory, and of the disk, one tenant's sessions may pin; 0 for none. All
             together may pin three quarters.
         peer_share: which part of ``cpu_bytes``, below 1, is for reading from disk what peers fetch; 0 for
-            none. Left out it is a sixteenth on a node with a disk that peers may ask.
+            none. Left out, a sixteenth on a node with a disk that peers may ask.
         tenant_key: the key of ``kv_transfer_params`` that names a tenant; empty for the ``cache_salt``.
     """
 
@@ -195,17 +195,17 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     Attributes:
         engine: the transfer library, by the name of its entry point; ``auto`` takes NIXL or Mooncake, what
-            works here, and logs which. ``none`` for a node that only offloads.
+            works here, and logs which; ``none`` for a node that only offloads.
         protocol: how the engine reaches its peer; ``auto`` for its own choice. Mooncake knows ``tcp``,
             ``rdma``, and ``nvlink`` between GPUs of one host, its choice on GPUs where ``host`` is a loopback
-            address; NIXL takes a backend such as ``UCX``. With ``auto``, slots between CPU caches of one
-            machine lie in shared memory, and no engine carries the bytes.
+            address; NIXL takes a backend such as ``UCX``. With ``auto``, bytes between CPU caches of one
+            machine go through shared memory.
         device_name: network devices for the engine: RDMA adapters for Mooncake, comma separated, or one
             device of UCX for NIXL; empty for all, with NIXL for ``host``'s interface where that is known.
         host: the address of this node that peers use; or a network such as ``10.0.0.0/16`` or ``fd00::/64``,
             in which each machine of the node has one address.
-        bind: where the side channel and the bootstrap port listen: an address, a network, ``0.0.0.0`` or
-            ``::`` for all addresses; empty for ``host``.
+        bind: where side channel and bootstrap port listen: an address, a network, ``0.0.0.0`` or ``::`` for
+            all addresses; empty for ``host``.
         ranks: objects with ``host``, ``bind`` and ``device_name`` of some ranks, by rank, such as ``0``,
             ``4-7`` or ``0,8-9``. Numbers continue over data-parallel engines, as ports do.
         insecure: the side channel is neither authenticated nor encrypted, and handles are not signed; only
@@ -214,34 +214,34 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             ``key_file`` and ``keys_dir`` loopback nodes of one user share a key that the first one makes.
         keys_dir: the folder with a node's own key and its peers' public ones (``kvconnect keys node``).
         require_lane: what may carry bytes: ``nvlink``, ``cuda_ipc``, ``rdma``, ``tcp`` and ``shared_memory``,
-            comma separated; empty for anything. A peer on another lane, or an unknown one, is refused; its
-            link is measured again within ``peer_timeout_s``.
-        min_gb_per_s: a peer whose calibration is slower, in 10^9 bytes a second, is refused likewise. Both
-            hold for the node that sets them, in either direction.
+            comma separated; empty for anything. A peer on another or an unknown lane is refused; its link is
+            measured again within ``peer_timeout_s``.
+        min_gb_per_s: a peer whose calibration is slower, in 10^9 bytes a second, is refused likewise; both
+            hold for the node that sets them, either way.
         allow_peers: the only peers that this node fetches from: host, host:port, network, and network:ports
-            such as ``10.0.0.0/24:14600-14607``. Empty for every peer that a signed handle names. Also hosts
-            that a peer's engine or other ranks may be at, beside the one that it connects from.
+            such as ``10.0.0.0/24:14600-14607``; empty for every peer that a signed handle names. Also hosts
+            of a peer's engine or other ranks, beside the one that it connects from.
         port: the side channel's port of rank 0; rank r listens on ``port + r``. 0 takes a free one.
-        bootstrap_port: where a prefill node answers a router of Mooncake's protocol, when the router starts;
-            0 for nowhere. Set ``port`` too, which the router keeps.
+        bootstrap_port: where a prefill node answers routers of Mooncake's protocol when they start; 0 for
+            nowhere. Set ``port`` too, which routers keep.
         slot_bytes: size of a slot, a multiple of 4096; 0 for one that suits the device.
         num_slots: how many slots a worker has for each direction.
-        convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the way,
-            with the scales of the quantised side; both sides must set it.
+        convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted, with the
+            scales of the quantised side; both sides must set it.
         stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
             asked both nodes at once; 0 for never.
         lease_s: how long prefilled blocks wait to be fetched, unless the decode node renews the lease.
-        lease_max_s: how long they wait at most, however often the lease is renewed.
-        drain_s: how long a stopping node sends what it was asked for. Under vLLM ``--shutdown-timeout``
-            decides, which is 0 by default.
+        lease_max_s: how long they wait at most, with renewals.
+        drain_s: how long a stopping node sends what it was asked for; under vLLM ``--shutdown-timeout``
+            decides, by default 0.
         warm_peers: ``host:port`` of prefill nodes, rank 0, that are met before any request names them.
-        sources: ``host:port`` of nodes with offload, rank 0, that are asked by name for the KV of requests
-            without a handle: three at most for each, in order. They are met as ``warm_peers`` are, and this
-            node may be among them. A request may name others in ``kv_transfer_params.kv_sources``.
+        sources: ``host:port`` of nodes with offload, rank 0, that are asked for the KV of requests without a
+            handle: three at most for each, in order. They are met as ``warm_peers`` are; this node may be
+            among them. A request may name others in ``kv_transfer_params.kv_sources``.
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
         peer_timeout_s: silence after which a peer that owes an answer counts as gone.
-        max_inflight_bytes: most bytes under way to peers; an idle peer gets one batch all the same.
+        max_inflight_bytes: most bytes under way to peers; an idle peer gets one batch even so.
         engine_options: passed to the engine's adapter as they are.
         offload: keep blocks in host memory, on disk, or in a store; left out, nothing is kept.
     """

@@ -14,13 +14,11 @@ from kvconnect.config import ExtraConfig, Limits, OffloadConfig
 _HEAD = """\
 # Configuration
 
-`kv_transfer_config` is vLLM's object: `kv_connector` (`KVConnect`), `kv_role` (`kv_producer` prefills for
-others, `kv_consumer` fetches from others, `kv_both`), `kv_load_failure_policy` (`fail` or `recompute`),
-`engine_id` (left out, a new one at every start). The settings below are in its `kv_connector_extra_config`.
-An unknown key or a wrong value is an error that names the key, the value, what is accepted and the nearest
-known key. `deploy/` has examples for every engine. Defaults are as in JSON.
-
-Made from `kvconnect/config.py` by `python -m tests.configuration_page > docs/configuration.md`.
+This page has every setting of a node, made from `kvconnect/config.py`. vLLM's `kv_transfer_config` has
+`kv_connector` (`KVConnect`), `kv_role` (`kv_producer` prefills for others, `kv_consumer` fetches from others,
+`kv_both`), `kv_load_failure_policy` (`fail` or `recompute`) and `engine_id` (left out, a new one at every
+start); the settings below are in its `kv_connector_extra_config`. An unknown key or a wrong value is an error
+that names it, what is accepted and the nearest known key. `deploy/` has examples.
 """
 
 
