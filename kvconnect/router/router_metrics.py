@@ -39,7 +39,7 @@ class RouterMetrics:
         text = (
             "First tokens of streams, by where they came from: prefill; D, where P's was withheld (no whole "
             "text) or not_tried; repeated where D was asked again with P's token; differs where D kept its "
-            "own. Answers of one token are only."
+            "own. Answers of one token count as only."
         )
         self.first_tokens = counter("first_tokens", text, "outcome")
         text = "Releases, sent or failed, of what a prefill node holds in vain."
