@@ -21,7 +21,7 @@ _START_TIMEOUT_S = 1800.0
 _NOTED_EACH_S = 15.0
 _POLLED_EACH_S = 0.2
 _ENDS_WITHIN_S = 20.0
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_up(model: str, port: int, options: Sequence[str]) -> int:
@@ -35,10 +35,10 @@ def run_up(model: str, port: int, options: Sequence[str]) -> int:
 def run_pair(pair: LocalPair, model: str) -> int:
     """As ``run_up``, with these processes."""
     folder = Path(tempfile.mkdtemp(prefix="kvconnect-up-"))
-    print(f"logs are in {folder}; Ctrl-C ends all three processes", flush=True)
     code = 1
     with _signals_raise(), Children(folder) as children:
         try:
+            print(f"logs are in {folder}; Ctrl-C ends all three processes", flush=True)
             prefill = _start(children, folder, pair.prefill)
             if pair.one_by_one:
                 _wait(children, [prefill])
@@ -52,7 +52,7 @@ def run_pair(pair: LocalPair, model: str) -> int:
                 children.wait_for_an_end()
         except ChildFailed as error:
             print(f"kvconnect: {error}", flush=True)
-        except (KeyboardInterrupt, SystemExit):
+        except SystemExit:
             code = 0
         # A second Ctrl-C must leave no process behind.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -106,9 +106,8 @@ def _signals_raise() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, raise_exit) for number in _SIGNALS}
-    interrupted = signal.getsignal(signal.SIGINT)
     try:
         yield
     finally:
-        for number, handler in {**before, signal.SIGINT: interrupted}.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
