@@ -66,9 +66,9 @@ def _message(call: ast.Call, names: Names) -> Iterator[tuple[str, str, str]]:
     function, arguments = ast.unparse(call.func), call.args
     owner, _, name = function.rpartition(".")
     if name in _LOGGED and "log" in owner:
-        at = name == "log"
-        if at and "level" not in ast.unparse(arguments[0]) and "WARNING" not in ast.unparse(arguments[0]):
+        if name == "log" and not re.search("level|WARNING", ast.unparse(arguments[0])):
             return
+        at = int(name == "log")
         kind = "info" if name == "info" else "warning"
         yield from ((kind, "", text) for text in _texts(arguments[at], names))
     elif name in _WARNED and len(arguments) > _WARNED[name][0]:
@@ -80,7 +80,7 @@ def _message(call: ast.Call, names: Names) -> Iterator[tuple[str, str, str]]:
     elif owner == "Cause" and name.isupper() and arguments:
         yield from (("reason", name, text) for text in _texts(arguments[0], names))
     elif function in _FOUND and len(arguments) > 2:
-        first = function.endswith("_if")
+        first = int(function.endswith("_if"))
         about = " or ".join(_texts(arguments[first], names))
         yield from (("finding", about, text) for text in _texts(arguments[first + 1], names))
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from kvconnect.cache import identity as i
 from kvconnect.cache.identity import Identity
+from kvconnect.peer.agreement import other_identity, other_weights
+from kvconnect.peer.messages import CacheMeaning
 
 EQUAL = [entry.name for entry in i.ENTRIES if entry.rule is i.Rule.EQUAL and entry.name != i.WEIGHTS]
 OTHERS = [entry.name for entry in i.ENTRIES if entry.rule is not i.Rule.EQUAL]
@@ -70,6 +72,47 @@ def test_a_default_equals_no_field_and_a_note_is_not_compared(one, other, same):
     sides = [Identity.of({"configuration": {} if text is None else {"f": text}}) for text in (one, other)]
     for pair in (sides, sides[::-1]):
         assert (i.differences(*pair) == []) is same
+
+
+SIDES = "float16 on the prefill node, bfloat16 on the decode node"
+
+
+def test_a_cache_that_follows_the_models_dtype_is_no_second_difference():
+    sides = [Identity.of({"dtype": name, "cache dtype": name}) for name in ("float16", "bfloat16")]
+    assert i.differences(*sides) == [f"dtype is {SIDES} (--dtype)"]
+    by_itself = sides[0].replace(**{"cache dtype": "fp8_e4m3"})
+    assert [one.partition(" is ")[0] for one in i.differences(by_itself, sides[1])] == [
+        "dtype",
+        "cache dtype",
+    ]
+    alike = [Identity.of({"dtype": "bfloat16", "cache dtype": name}) for name in ("float16", "bfloat16")]
+    assert i.differences(*alike) == [f"cache dtype is {SIDES} (--kv-cache-dtype)"]
+
+
+def served(folder: str, **values) -> Identity:
+    return Identity.of({"model": i.noted("Qwen3ForCausalLM", folder), **values})
+
+
+def test_models_are_named_as_they_were_given_to_the_servers_where_they_differ():
+    small, large = (
+        served("/m/small", configuration={"width": 1}),
+        served("/m/large", configuration={"width": 2}),
+    )
+    for refusal in (
+        other_identity(CacheMeaning(small, None, 1), CacheMeaning(large, None, 1)),
+        other_weights(
+            CacheMeaning(served("/m/small", weights={"files": "f"}), None, 1),
+            CacheMeaning(served("/m/large", weights={"files": "g"}), None, 1),
+        ),
+    ):
+        assert (
+            "model is /m/small (Qwen3ForCausalLM) on the prefill node, /m/large (Qwen3ForCausalLM) on the "
+            "decode node (--model); " in refusal.text
+        )
+    moved = served("/elsewhere", configuration={"width": 1})
+    assert other_identity(CacheMeaning(small, None, 1), CacheMeaning(moved, None, 1)) is None
+    assert not i.marks_differ(small.marks, moved.marks)
+    assert small.facts == moved.facts, "the disk keeps what it has"
 
 
 FILES, MEMORY, ROWS = {"files": "f"}, {"tensors": "t over 1 ranks"}, {"embeddings": "bfloat16 e"}

@@ -167,6 +167,23 @@ def test_tables_that_do_not_match_are_refused_with_both_values(source, target, r
         align_wire(card(**source), card(**target))
 
 
+def test_a_block_size_that_a_backend_cannot_divide_is_named_once_for_all_layers():
+    def undivided(block_tokens: int) -> TableCard:
+        names = [f"model.layers.{number}.attn" for number in range(28)]
+        layers = tuple(Layer(name, 0, "mla", 4, torch.float16, block_tokens) for name in names)
+        layouts, pads = dict.fromkeys(names, "block token"), dict.fromkeys(names, 0)
+        shape = Shape(layouts, pads, {0: block_tokens}, {0: 1})
+        return Side(Model(layers, 4, 1, 8), shape, HeadInterval(0, 4), 4, 1).card()
+
+    with pytest.raises(LayoutError) as refused:
+        align_wire(undivided(128), undivided(64))
+    assert str(refused.value) == (
+        "the two caches cannot be matched: layers 'model.layers.0.attn' to 'model.layers.27.attn' (28): the "
+        "block size is 128 tokens on the prefill node, 64 tokens on the decode node, and the attention "
+        "backend's pages cannot be divided by token: set the same --block-size on both"
+    )
+
+
 def test_pages_are_chosen_where_they_are_equal_and_refused_where_not():
     assert align_wire(card(), card()).order == "pages"
     for other in ({"layout": "block head token"}, {"kernel": 2}, {"heads": (0, 2)}):

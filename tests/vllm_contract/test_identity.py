@@ -150,6 +150,12 @@ def test_pages_of_slots_are_compared_as_they_lie_in_memory():
     assert differences(order_of(has_slots=True), order_of(has_slots=True, nhd=True))
 
 
+def test_pages_that_are_never_divided_are_refused_by_their_block_sizes_and_the_flag():
+    (found,) = differences(order_of(has_slots=True), order_of(has_slots=True, block=32))
+    for words in ("undivided pages of 16 tokens", "undivided pages of 32 tokens", "--block-size"):
+        assert words in found
+
+
 def test_a_backend_that_writes_no_page_is_named_with_its_release():
     assert "not shown: " in order_of(backend=False).text("page order")
 
