@@ -452,7 +452,7 @@ def test_an_output_that_cannot_be_read_ends_nothing_but_this(prefill, broken, ca
     with caplog.at_level(logging.WARNING):
         assert told(broken) == [HANDLE]
         assert told(broken) == []
-    assert caplog.text.count("prompts are sent once they are computed") == 1
+    assert caplog.text.count("prompts are sent only once they are computed") == 1
     assert told(output(running=[("p", 16, ([8],))], counts={"p": 16})) == []
     assert told(output()) == []
 
