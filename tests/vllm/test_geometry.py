@@ -168,7 +168,7 @@ def test_one_head_of_an_unknown_number_travels_whole_and_only_between_equal_rank
     assert cache.rank_bound == ("layer",)
     assert table.regions[0].heads is None
     _, other = build(config, {"layer": attention(5, 2, 4)}, 0, 1, HeadCounts(8))
-    with pytest.raises(LayoutError, match="only one side's pages can be divided by head"):
+    with pytest.raises(LayoutError, match="the decode node's pages cannot be divided by head"):
         align_wire(TableCard.of(other), TableCard.of(table))
 
 

@@ -130,7 +130,7 @@ def test_what_is_not_known_stays_bytes(layer, dtype):
     _, wide = cards(torch.bfloat16)
     _, narrow = cards(dtype, layer)
     assert narrow.regions[0].dtype == "uint8"
-    with pytest.raises(LayoutError, match="dtype differ, source bfloat16, target uint8|stored rows differ"):
+    with pytest.raises(LayoutError, match="dtype is bfloat16 on the prefill node, uint8 on|it is stored as"):
         align_wire(wide, narrow, convert=True)
     assert align_wire(narrow, narrow, convert=True).order == "pages"
 
@@ -178,7 +178,7 @@ def test_rows_of_a_whole_block_are_divided_by_head_and_never_by_token(dtype, con
 def test_unlike_scales_are_refused_with_and_without_conversion(convert):
     _, ours = cards(torch.uint8, Layer(k=0.5), convert=convert)
     _, theirs = cards(torch.uint8, Layer(k=0.25), convert=convert)
-    with pytest.raises(LayoutError, match=r"scales of K and V differ, source \(0.5, 2.0\)"):
+    with pytest.raises(LayoutError, match=r"scales of K and V are \(0.5, 2.0\) on the prefill node"):
         align_wire(ours, theirs, convert=convert)
 
 
