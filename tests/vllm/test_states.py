@@ -203,7 +203,7 @@ def test_what_is_not_told_travels_whole_and_only_between_equal_ranks():
     assert rank.cache.rank_bound == (STATE,)
     assert rank.cache.finest(rank.counts) == 4
     whole = Rank(silent, 0, 1, "SD", 4, 0)
-    with pytest.raises(LayoutError, match="none of the bytes"):
+    with pytest.raises(LayoutError, match="the prefill node has none of it"):
         align_wire(whole.card, rank.card)
     assert text_of(whole) != text_of(rank)
 
