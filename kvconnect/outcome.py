@@ -114,7 +114,7 @@ _REMEDIES = {
     Cause.OUT_OF_REACH: "start it; check host, port and the firewall (rank r listens on port + r)",
     Cause.LOST: "start it, if it does not come back",
     Cause.STOPPING: "have the router ask another one",
-    Cause.BUSY: "add decode nodes, or raise max_leases",
+    Cause.BUSY: "add decode nodes",
     Cause.ENGINE: "see its log and `kvconnect doctor`",
     Cause.DIGEST: "report it, if it repeats: the fabric or the engine is faulty",
     Cause.EPOCH: "report it, if it repeats",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvconnect.config import Limits
 from kvconnect.metrics import FAMILIES
 from kvconnect.outcome import Actor, Cause
 from tests import configuration_page, identity_page, metrics_page
@@ -123,6 +124,13 @@ def test_the_messages_to_look_for_are_those_of_the_program():
         for fragment in row.pattern.replace("\\", "").split(".*"):
             if len(fragment) > 2:
                 assert any(fragment in text for text in program), f"no text has {fragment!r}"
+
+
+def test_no_message_names_a_bound_that_is_no_setting():
+    bounds = re.compile(rf"\b({'|'.join(Limits.__struct_fields__)})\b")
+    assert not [one for one in messages() if one.about != "ConfigError" and bounds.search(one.text)]
+    assert not [cause for cause in Cause if bounds.search(cause.remedy)]
+    assert not bounds.search((ROOT / "docs" / "troubleshooting.md").read_text())
 
 
 def test_no_message_shows_a_collection_as_python_writes_it():

@@ -82,7 +82,7 @@ class Finds:
             if asked.answer is not None:
                 self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)
             elif now >= asked.deadline:
-                late = f"it did not answer a lookup within {self._config.find_s:g} s, which is find_s"
+                late = f"it did not answer a lookup within {self._config.find_s:g} s"
                 self._end(number, error=Cause.TIMEOUT(late))
             elif not asked.link:
                 self._try(number, asked, now)

@@ -376,7 +376,7 @@ def encode(message: Message) -> bytes:
 def decode(side: Side, frame: bytes, max_bytes: int) -> ToPrefill | ToDecode:
     """Decode a frame received as ``side``. Raises ``PeerError``: too long, or no message for this side."""
     if len(frame) > max_bytes:
-        raise PeerError(f"a message of {len(frame)} bytes, max_message_bytes is {max_bytes}")
+        raise PeerError(f"a message of {len(frame)} bytes, accepted are {max_bytes}")
     try:
         message: ToPrefill | ToDecode = _decoders[side].decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -210,7 +210,7 @@ class Session:
             was_greeted = self.state is SessionState.GREETED
             self.state = SessionState.ENDED
             if was_greeted:
-                limit = f"{self._limits.handshake_timeout_s:g} s, which is handshake_timeout_s"
+                limit = f"{self._limits.handshake_timeout_s:g} s, half of peer_timeout_s"
                 reason = f"the prefill node did not answer the greeting within {limit}"
             else:
                 limit = f"{self._limits.peer_timeout_s:g} s, which is peer_timeout_s"
@@ -265,7 +265,7 @@ class Session:
         reason = Cause.PROTOCOL(f"{type(message).__name__} is not expected in state {self.state.value}")
         if self.side is Side.PREFILL and self.state is SessionState.NEW:
             # D may still be in a session that P has forgotten. Only a refusal makes D greet again.
-            text = "the connection is not known: it was restarted, or has more than max_peers decode nodes"
+            text = "the connection is not known: it was restarted, or too many decode nodes connected since"
             self.refuse(Cause.LOST(text))
             return [Misused(reason), Ended(Cause.LOST(text))]
         return self._misused(reason)

@@ -156,8 +156,8 @@ class ZapAuthenticator:
             self._is_ours(descriptor, shut=True)
             self.complain(
                 "max_connections",
-                f"a client beyond {self._max_connections} connections; raise max_peers and the limit of open "
-                "files (ulimit -n)",
+                f"a client beyond {self._max_connections} connections; raise the limit of open files (ulimit "
+                "-n), or use fewer nodes",
             )
 
     def _is_ours(self, descriptor: int, shut: bool = False) -> bool:

@@ -93,8 +93,7 @@ class KeptFetches:
             raise PeerError.of(refusal or _NOTHING)
         if len(self._book.leases) >= self._most_leases:
             raise PeerError(
-                f"{len(self._book.leases)} requests are held already, and max_leases of the prefill node is "
-                f"{self._most_leases}",
+                f"{len(self._book.leases)} requests are held already, and the prefill node holds no more",
                 Cause.BUSY,
             )
         # Only the names of the first ``num_tokens`` tokens are looked up.

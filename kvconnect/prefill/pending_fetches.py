@@ -241,8 +241,7 @@ class PendingFetches:
             return Cause.NOT_HELD(NO_REQUEST)
         if len(self.fetches) >= self._capacity:
             return Cause.BUSY(
-                f"{len(self.fetches)} fetches wait at the prefill node already, and its max_leases is "
-                f"{self._capacity}"
+                f"{len(self.fetches)} fetches wait at the prefill node already, which takes no more"
             )
         key = early.key
         if key in self.fetches:

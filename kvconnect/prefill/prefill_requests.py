@@ -380,9 +380,9 @@ class PrefillRequests:
 
     def _refuse_full(self) -> Reason:
         reason = Cause.BUSY(
-            f"max_leases is {self._extra.max_leases}, and that many requests wait to be fetched"
+            f"{self._extra.max_leases} requests wait to be fetched, and the prefill node holds no more"
         )
-        self._draft.warn("max_leases", "%s: more are answered without KV until some are", reason)
+        self._draft.warn("max_leases", "%s: prompts are answered without KV until some are fetched", reason)
         return reason
 
     def _hold(

@@ -58,7 +58,7 @@ class InboundPeer:
 def decode_node(peer: Introduction | None, host: str) -> str:
     """A rank of a decode node, or a client that has not introduced itself, for people."""
     who = "a client" if peer is None else rank_name(peer.engine_id, peer.rank)
-    return f"{who} at {host or 'an unknown host'}"
+    return f"{who} at {host.removeprefix('::ffff:') or 'an unknown host'}"
 
 
 def rank_name(engine_id: str, rank: int) -> str:

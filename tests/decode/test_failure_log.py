@@ -29,7 +29,7 @@ def test_twelve_requests_that_wait_for_an_unreachable_peer_are_one_line(caplog):
     all_fail(pair)
     (line,) = warnings(caplog)
     assert line.startswith("12 requests were not loaded from prefill node P at h:1 after 5")
-    assert "did not answer the greeting within 5 s, which is handshake_timeout_s [peer_out_of_reach; " in line
+    assert "did not answer the greeting within 5 s, half of peer_timeout_s [peer_out_of_reach; " in line
     assert "must act: start it; check host, port and the firewall" in line
     assert "; r0, r1, r2 and 9 more are computed here, or end with an error, by kv_load_failure" in line
     assert "(" in line

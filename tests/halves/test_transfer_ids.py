@@ -207,7 +207,7 @@ def test_transfers_under_way_are_bounded():
     orders = prefill.build_orders()
     assert len(orders.expected) == 2
     assert [withdrawn.handle for withdrawn in orders.withdrawn] == ["transfer:t2", "transfer:t3"]
-    assert "max_leases is 2" in orders.withdrawn[0].reason.text
+    assert "2 requests wait to be fetched" in orders.withdrawn[0].reason.text
     assert orders.failures == ("max_leases", "max_leases")
     assert [finish(prefill, request)[0] for request in requests] == [True, True, False, False]
     prefill.update_results(Results(sent=("p0", "p1")))

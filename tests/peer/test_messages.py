@@ -282,7 +282,7 @@ def test_a_lane_that_would_change_how_a_log_is_shown_is_not_read(field, text):
 
 def test_what_is_too_long_is_not_read():
     frame = m.encode(m.CreditGrant(1, (GRANT,) * 100))
-    with pytest.raises(PeerError, match=f"a message of {len(frame)} bytes, max_message_bytes is 99"):
+    with pytest.raises(PeerError, match=f"a message of {len(frame)} bytes, accepted are 99"):
         m.decode(m.Side.PREFILL, frame, 99)
 
 

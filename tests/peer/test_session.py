@@ -271,7 +271,7 @@ def test_no_bytes_raise_and_what_is_misused_changes_nothing(frame):
 def test_frames_beyond_the_limit_are_not_read():
     _, prefill = ready_pair()
     (event,) = prefill.receive(b"\0" * ((1 << 16) + 1), 0)
-    assert "65537 bytes, max_message_bytes is 65536" in event.reason.text
+    assert "65537 bytes, accepted are 65536" in event.reason.text
 
 
 def test_bad_is_never_answered():
