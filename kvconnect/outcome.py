@@ -105,7 +105,7 @@ _REMEDIES = {
     Cause.NOT_TRUSTED: "list the address in allow_peers, if it is one of yours",
     Cause.WRONG_ROLE: "set kv_role kv_producer on prefill nodes and kv_consumer on decode nodes",
     Cause.OTHER_PROMPT: "send both nodes the prompt unchanged",
-    Cause.PARAMETERS: "pass on kv_transfer_params as the prefill node made them",
+    Cause.PARAMETERS: "give both nodes one key, and pass on kv_transfer_params unchanged",
     Cause.NOT_HELD: "send the request to the decode node within lease_s, and once",
     Cause.FETCHED_BEFORE: "prefill again: a handle is good for one request",
     Cause.BLOCKS: "report it",

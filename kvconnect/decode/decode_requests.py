@@ -400,7 +400,8 @@ class DecodeRequests:
             # Nothing is offered: vLLM would count the offered tokens as a hit, and nothing is fetched.
             self._outcomes.missed()
             cause = remote.refusal.cause.value
-            self._draft.warn(cause, "a request is computed here: %s", remote.refusal)
+            text = "a request is computed here: %s %s"
+            self._draft.warn(cause, text, remote.refusal, remote.refusal.label)
         return remote
 
     def _refusal(self, remote: RemotePrefill, wanted: int, taken: int, offered: int) -> Reason | None:

@@ -103,7 +103,10 @@ class Handles:
             raise PeerError("it is signed: the prefill node has keys, this one is insecure")
         code, payload = data[:_CODE_BYTES], data[_CODE_BYTES:]
         if not hmac.compare_digest(code, self._code(version, payload)):
-            raise PeerError("its signature is wrong: it was changed, or signed with another key than ours")
+            raise PeerError(
+                "its signature is wrong: the prefill node has another key (compare `kvconnect keys show` on "
+                "both nodes), or the handle was changed on its way"
+            )
         try:
             claims = _decoder.decode(payload)
         except (msgspec.MsgspecError, ValueError) as error:

@@ -172,7 +172,7 @@ class Lease:
 
 _NOT_FETCHED = Cause.LEASE_OVER("rows pinned for the decode node were not fetched in time")
 SERVED = Cause.FETCHED_BEFORE("every decode rank that wanted it was served")
-_ANYONE = "decode nodes"
+_DECODE_NODES = "decode nodes"
 
 
 class LeaseBook:
@@ -284,7 +284,7 @@ class LeaseBook:
             held.timer.at(due_at)
         elif is_satisfied:
             if self._repeats.logged:
-                self._repeats.succeeded(_ANYONE)
+                self._repeats.succeeded(_DECODE_NODES)
             self._end(lease, held, SERVED, now)
         elif held.kept is not None:
             # A pin holds up no eviction, so that its expiry needs no warning.
@@ -298,7 +298,7 @@ class LeaseBook:
                 reason = Cause.LEASE_OVER(
                     f"it was held for {self._config.lease_max_s:g} s, which is lease_max_s"
                 )
-            if self._repeats.is_first(_ANYONE, reason.cause):
+            if self._repeats.is_first(_DECODE_NODES, reason.cause):
                 logger.warning(
                     "%s was not fetched, its blocks are freed: %s %s (further ones are only counted, as "
                     "lease_expired, until one is fetched)",

@@ -69,7 +69,7 @@ def test_a_peer_that_dies_with_twelve_requests_under_way_is_one_line_of_each_sid
     assert "nothing listens at h:1, the prefill node is gone [lost_with_peer" in ours[0]
 
 
-def test_an_idle_peer_that_dies_waits_for_nobody(caplog):
+def test_an_idle_peer_that_dies_fails_no_request(caplog):
     pair = Pair()
     pair.start("a", (1,), (1,))
     pair.run(1)
@@ -92,7 +92,7 @@ def test_a_refusal_is_one_line_of_each_side(caplog):
         assert "[other_identity; the operator of the two nodes must act: " in line
 
 
-def test_leases_that_nobody_fetches_are_one_line_until_one_is_fetched(caplog):
+def test_leases_that_no_decode_node_fetches_are_one_line_until_one_is_fetched(caplog):
     pair = Pair()
     for number, name in enumerate(REQUESTS):
         pair.hold(name, (1 + number,))
@@ -135,7 +135,7 @@ def test_a_peer_with_two_causes_has_a_line_for_each(caplog):
     assert causes == ["not_held", "lost_with_peer"]
 
 
-def test_a_client_that_talks_nonsense_is_one_line(caplog):
+def test_a_client_of_unreadable_messages_is_one_line(caplog):
     pair = Pair()
     for number in range(5):
         link = f"in:{pair.decode.channel.port}:{number}"

@@ -99,7 +99,7 @@ def test_no_text_raises_anything_but_a_peer_error(text):
 @given(CLAIMS, st.binary(min_size=1, max_size=40))
 def test_a_handle_of_another_secret_is_refused(claims, other):
     assume(other != SECRET)
-    with pytest.raises(PeerError, match="signed with another key"):
+    with pytest.raises(PeerError, match="the prefill node has another key"):
         at(0).read(at(0, other).make(claims))
 
 
