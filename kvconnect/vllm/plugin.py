@@ -69,13 +69,17 @@ def check_early() -> None:
             from kvconnect.vllm.configuration import check_ours
 
             check_ours({name: getattr(given, name) for name in OURS})
+            # A process that reads options has this module by now, unlike others: it is slow to import.
+            if (options := sys.modules.get("vllm.engine.arg_utils")) is not None:
+                _check_created(options)
 
     KVTransferConfig.__post_init__ = read_and_checked
-    # Only a process that reads options has this module; it is slow to import.
-    options: Any = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
-    create: Any = getattr(options, "create_engine_config", None)
-    if create is None:
-        return
+
+
+@functools.cache
+def _check_created(options: Any) -> None:
+    """Make vLLM check what it made of a server's options. Once per process."""
+    create: Any = options.EngineArgs.create_engine_config
 
     @functools.wraps(create)
     def created_and_checked(self: Any, *arguments: Any, **more: Any) -> Any:
@@ -88,7 +92,7 @@ def check_early() -> None:
             check_before_start(made)
         return made
 
-    options.create_engine_config = created_and_checked
+    options.EngineArgs.create_engine_config = created_and_checked
 
 
 # Which vLLM this is

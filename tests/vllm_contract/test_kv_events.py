@@ -198,7 +198,7 @@ def test_vllm_s_publisher_and_decoder_carry_them():
 
 def test_a_node_s_events_are_decoded_by_vllm_too():
     events = node_events.tier_events(scheduler_config(kept_config(CACHE)))
-    view, hashes = SimpleNamespace(token_ids=[*range(4, 16)]), [b"h" * 16, b"i" * 16]
+    view, hashes = SimpleNamespace(token_ids=[*range(4, 16)], cache_salt=None), [b"h" * 16, b"i" * 16]
     origins = [(0, view, b"g" * 16, 4), (1, view, hashes[0], 4)]
     events.gained(DEVICE, 1, hashes, origins)
     events.removed(HOST, 0, hashes[:1])
