@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from kvconnect.addresses import join_address
@@ -52,12 +53,15 @@ def run_inspect(
     keyring, console = load_keyring(extra, os.environ), Console(width=WIDTH, highlight=False)
 
     def show() -> None:
-        shown: list[Table] = []
+        shown: list[Table | str] = []
         for worker in workers:
             described, found = look(extra, keyring, worker, request=request, whole=json_output)
             if json_output:
                 print(as_json(join_address(*worker), described, found), flush=True)
             else:
+                if request and not (found.leases or found.loads or found.ended):
+                    at, text = join_address(*worker), escape(printable(request))
+                    shown.append(f"{at} holds nothing of {text}: its decode server knows what came of it\n")
                 shown += tables(join_address(*worker), described, found)
         if json_output:
             return

@@ -17,6 +17,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.node.children import COMMAND, Children, answers
 from kvconnect.node.pair_demo import start_nodes, start_router
 from kvconnect.tools import transfer_check
+from kvconnect.tools.inspect_runner import run_inspect
 from kvconnect.tools.transfer_check import check, route_of, run_check
 from tests.ports import free_port
 
@@ -104,6 +105,14 @@ def test_answers_other_than_ds_own_are_found(nodes, monkeypatch, turned, place, 
 
     monkeypatch.setattr(transfer_check, "complete", altered)
     assert line in str(check(route_of([prefill, decode]), ExtraConfig()))
+
+
+def test_a_request_that_a_worker_does_not_know_is_said_not_to_be_there(nodes, capsys):
+    _, decode, router = nodes
+    assert run_check([router], ExtraConfig(), json_output=False) == 0
+    for request, is_known in (("kvconnect-check-", True), ("of no one [b]", False)):
+        assert run_inspect([decode], ExtraConfig(), request=request, watch=False, json_output=False) == 0
+        assert (f"holds nothing of {request}" in " ".join(capsys.readouterr().out.split())) is not is_known
 
 
 # kvconnect up
