@@ -292,3 +292,5 @@ def _begin() -> None:
     # all threads of another child on the same cores from running.
     os.setpgid(0, 0)
     die_with_parent()
+    # The parent may have blocked signals while it forks, which a program that is executed would inherit.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

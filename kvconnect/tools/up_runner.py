@@ -67,7 +67,12 @@ def _start(children: Children, folder: Path, launch: ServerCommand) -> Child:
     print(f"\n{launch}\n", flush=True)
     log = folder / f"{launch.name}.log"
     environment = {"PYTHONUNBUFFERED": "1", **launch.environment}
-    return children.add(Child(launch.name, launch.command, log, environment, launch.url))
+    # Python drops what a signal handler raises while it forks, in the callbacks of modules such as logging.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        return children.add(Child(launch.name, launch.command, log, environment, launch.url))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _wait(children: Children, servers: Sequence[Child]) -> None:
