@@ -151,6 +151,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
+def prefill_name(engine_id: str, host: str, port: int) -> str:
+    """A prefill node, for people; ``engine_id`` may be empty."""
+    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return " ".join(filter(None, ("prefill node", engine_id, "at", at)))
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """The outcome of one load of this rank from a peer; ``reason`` is None if the KV was loaded.
 
@@ -172,9 +178,7 @@ class Outcome(msgspec.Struct, frozen=True):
     @property
     def peer(self) -> str:
         """The peer, as a text."""
-        host, port = self.channel
-        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return " ".join(filter(None, ("prefill node", self.engine_id, "at", at)))
+        return prefill_name(self.engine_id, *self.channel)
 
     def __str__(self) -> str:
         took = f"after {duration(self.seconds)}"

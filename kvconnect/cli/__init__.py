@@ -31,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(up)
+app.command(context_settings={"allow_extra_args": True})(up)
 for command in (serve, router, demo, check, doctor, inspect):
     app.command()(command)
 app.add_typer(cache_app, name="cache")

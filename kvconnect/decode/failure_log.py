@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvconnect.decode.loads import PeerKey, peer_name
-from kvconnect.outcome import Cause, Outcome, Reason, duration
+from kvconnect.decode.loads import PeerKey
+from kvconnect.outcome import Cause, Outcome, Reason, duration, prefill_name
 from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class FailureLog:
     def _write(self) -> None:
         new, self.new = self.new, {}
         for (peer, _), failure in new.items():
-            name, cause = peer_name(peer), failure.reason.cause
+            name, cause = prefill_name(*peer), failure.reason.cause
             is_shared = not self._is_met(peer) if cause in _REACH else cause in _OF_SERVERS
             if (self._is_first_rank or not is_shared) and self._repeats.is_first(peer, cause):
                 logger.warning("%s", _line(name, failure))

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvconnect.addresses import join_address
 from kvconnect.decode.landing import Landing
 from kvconnect.outcome import Cause, Reason
 from kvconnect.transfer.orders import Load
@@ -53,12 +52,6 @@ _WAITING = (RankFetchState.MEETING, RankFetchState.ASKED)
 
 PeerKey = tuple[str, str, int]
 """A remote engine as a request names it: engine id, host, port of rank 0."""
-
-
-def peer_name(key: PeerKey) -> str:
-    """A remote engine, for people."""
-    engine_id, host, port = key
-    return " ".join(filter(None, ("prefill node", engine_id, "at", join_address(host, port))))
 
 
 @dataclass(eq=False)

@@ -181,11 +181,16 @@ class Child:
         """Poll ``is_ready``. Raises ``ChildFailed`` if the child ends or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not is_ready():
-            if (code := self.exit_code()) is not None:
-                raise ChildFailed(f"{self.name} ended with code {code} before it was ready\n{self.tail()}")
+            self.check(" before it was ready")
             if time.monotonic() > deadline:
                 raise ChildFailed(f"{self.name} was not ready in time\n{self.tail()}")
             time.sleep(0.02)
+
+    def check(self, when: str = "") -> None:
+        """Raise ``ChildFailed`` if the child has ended by itself."""
+        if (code := self.exit_code()) is not None:
+            why = "; it was killed, perhaps since memory ran out" if code == -signal.SIGKILL else ""
+            raise ChildFailed(f"{self.name} ended with code {code}{when}{why}\n{self.tail()}")
 
     def exit_code(self) -> int | None:
         """The exit code; None while the child runs."""
@@ -254,9 +259,7 @@ class Children:
     def check(self) -> None:
         """Raise ``ChildFailed`` if a child has ended by itself."""
         for child in self._all:
-            if (code := child.exit_code()) is not None:
-                why = "; it was killed, perhaps since memory ran out" if code == -signal.SIGKILL else ""
-                raise ChildFailed(f"{child.name} ended with code {code}{why}\n{child.tail()}")
+            child.check()
 
     def wait_for_an_end(self) -> None:
         """Wait until a child ends by itself, which raises ``ChildFailed``."""

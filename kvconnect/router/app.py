@@ -32,9 +32,6 @@ from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 
 logger = logging.getLogger("kvconnect.router")
 
-_API_KEY = "VLLM_API_KEY"
-"""The environment variable that vLLM's servers read their key from, too."""
-
 
 def _is_ours(record: logging.LogRecord) -> bool:
     """False for the errors of a client that leaves or sends invalid HTTP: these are not logged."""
@@ -62,7 +59,7 @@ class Router:
         self.is_draining = self.is_hurried = False
         self._clock = clock
         self._decode_fallback = options.decode_fallback
-        self._upstream = Upstream(limits, self.metrics, clock, os.environ.get(_API_KEY, ""))
+        self._upstream = Upstream(limits, self.metrics, clock, os.environ.get(bodies.API_KEY_VARIABLE, ""))
         by_prefix = options.policy == "prefix"
         self._followed = Followed(options, self.pools, self._upstream) if by_prefix else None
         placing = self._followed.placing if self._followed else None

@@ -15,6 +15,8 @@ from typing import Any
 from kvconnect.config import RELEASE_KEY
 
 REQUEST_ID = "X-Request-Id"
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""The environment variable that vLLM's servers read their key from, too."""
 PARAMS = "kv_transfer_params"
 
 # Parameters with which a prefill node keeps the blocks of a request for a decode node.

@@ -13,11 +13,11 @@ from kvconnect.addresses import split_address
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.metrics import PREFIX
 from kvconnect.node.children import BadAnswer, Samples, fetch, fetch_json, parse_metrics
+from kvconnect.router.bodies import API_KEY_VARIABLE, REQUEST_ID
 
 _METRICS_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 300.0
 _REPORTED_WITHIN_S = 10.0
-REQUEST_ID = "X-Request-Id"
 
 
 def served_model(url: str) -> Mapping[str, Any]:
@@ -116,5 +116,5 @@ def _reported(samples: Samples) -> list[tuple[str, int]]:
 
 def _headers() -> dict[str, str]:
     """The API key that clients of vLLM's servers have, where the environment has it, as the router's own."""
-    key = os.environ.get("VLLM_API_KEY", "")
+    key = os.environ.get(API_KEY_VARIABLE, "")
     return {"Authorization": f"Bearer {key}"} if key else {}

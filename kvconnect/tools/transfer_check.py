@@ -16,11 +16,11 @@ from kvconnect.errors import ConfigError, KVConnectError, PeerError
 from kvconnect.node.children import Samples, growth
 from kvconnect.outcome import Outcome
 from kvconnect.peer.keyring import load_keyring
+from kvconnect.router.bodies import ASK_FOR_REMOTE_DECODE, PARAMS
 from kvconnect.tools.inspect_runner import look
 from kvconnect.tools.server_client import complete, random_text, read_samples, served_model, side_channels
 from kvconnect.tools.showing import printable, size
 
-ASKS_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 _CHARACTERS = 1000
 _SHORTEST = 64
 _TOKENS_OUT = 8
@@ -76,9 +76,9 @@ class Route:
         more: dict[str, Any] = {"max_tokens": _TOKENS_OUT, "return_token_ids": True}
         if self.router:
             return complete(self.router, model, prompt, request_id, **more)
-        asked = {"max_tokens": 1, "kv_transfer_params": ASKS_FOR_KV}
+        asked = {"max_tokens": 1, PARAMS: ASK_FOR_REMOTE_DECODE}
         first = complete(self.prefill[0], model, prompt, request_id, **asked)
-        if not (params := first.get("kv_transfer_params")):
+        if not (params := first.get(PARAMS)):
             raise PeerError(
                 f"{self.prefill[0]} holds no KV for a decode server: start it with a kv_transfer_config "
                 "whose kv_role is kv_producer"
