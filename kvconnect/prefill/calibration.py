@@ -6,8 +6,11 @@ peer's fetches wait until the calibration ends, which takes no longer than to ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 from kvconnect.engine.base import Completion
 from kvconnect.prefill.outbox import Columns, Parcel
@@ -58,6 +61,17 @@ class ProbeOutbox:
         timed = [one for one in self.samples if one.seconds > 0]
         largest = max((one.total_bytes for one in timed), default=0)
         return max((largest / one.seconds for one in timed if one.total_bytes == largest), default=0.0)
+
+    def seconds_of(self, total_bytes: int) -> float:
+        """The seconds of a batch of so many bytes, by the fastest samples; 0 without any."""
+        best: dict[int, float] = {}
+        for sample in self.samples:
+            best[sample.total_bytes] = min(sample.seconds, best.get(sample.total_bytes, math.inf))
+        if not best:
+            return 0.0
+        sizes = sorted(best)
+        times = [best[size] for size in sizes]
+        return float(np.interp(total_bytes, sizes, times)) * max(1.0, total_bytes / sizes[-1])
 
     @property
     def is_whole(self) -> bool:

@@ -336,7 +336,7 @@ class FetchService:
             refused = refusal(self._config, path.found, "prefill")
             found = msgspec.structs.replace(path.found, refusal=str(refused or ""))
             who = decode_node(peer, inbound.host)
-            path.meter = LinkMeter(who, found, self._transports)
+            path.meter = LinkMeter(who, found, self._transports, path.calibrated_s)
             self._transports.met(who, found)
             self._inbound_peers.send(link, found)
 

@@ -45,8 +45,9 @@ class SendPath:
     the packer of host memory rows; raises ``LayoutError`` where rows do not travel as blocks do. ``mapped``:
     the peer's landing slots, where they are memory of this machine; elsewhere the engine writes, and fetches
     wait until the link ``is_measured``. ``new_probe`` makes a
-    calibration, ``probe`` is the one under way, ``calibrations`` counts those cut short. ``traffic``: this
-    machine's traffic when the calibration began. ``found``: the result of the calibration, or the engine's
+    calibration, ``probe`` is the one under way, ``calibrations`` counts those cut short. ``calibrated_s``:
+    the seconds that a batch of so many bytes took in the last whole one. ``traffic``: this machine's traffic
+    when the calibration began. ``found``: the result of the calibration, or the engine's
     own statement without one; ``meter`` measures the link after that.
     """
 
@@ -61,6 +62,7 @@ class SendPath:
     new_probe: Callable[[], ProbeOutbox] | None = None
     is_measured: bool = False
     probe: ProbeOutbox | None = None
+    calibrated_s: Callable[[int], float] | None = None
     calibrations: Breaker = field(default_factory=Breaker)
     traffic: Traffic = field(default_factory=Traffic)
     meter: LinkMeter | None = None
@@ -88,7 +90,7 @@ class SendPath:
 
         A probe that showed a lower rate than the one before changes nothing.
         """
-        self.probe = None
+        probe, self.probe = self.probe, None
         if error:
             metrics.failures.labels("calibration").inc()
         if error and not self.calibrations.failures:
@@ -99,6 +101,7 @@ class SendPath:
             )
         if not self.is_measured or found.bytes_per_s > self.found.bytes_per_s:
             self.is_measured, self.found, self.meter = True, found, None
+            self.calibrated_s = probe.seconds_of if probe is not None and probe.is_whole else None
 
 
 def owner_name(peer: Introduction) -> str:

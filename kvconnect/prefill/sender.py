@@ -132,6 +132,8 @@ class Sender:
         self._lost: deque[tuple[float, Slot]] = deque()
         self._settling = context.timers.timer(self._settle)
         self._has_written = False
+        # The last time at which the engine was polled for completions before the present turn.
+        self._polled_at = 0.0
 
     @property
     def busy(self) -> bool:
@@ -190,10 +192,11 @@ class Sender:
             self._metrics.chunk_seconds.observe(completion.seconds)
             if sending.meter is not None:
                 is_alone = all(other.peer == sending.peer for other in self._batches.values())
-                sending.meter.moved(completion, now, is_alone=is_alone)
+                sending.meter.moved(completion, now, is_alone=is_alone, unfinished_at=self._polled_at)
 
     def advance(self, now: float) -> list[Sending]:
         """Pack and submit. Returns, and forgets, the sendings that have ended."""
+        self._polled_at = now
         for sending in list(self.active.values()):
             self._advance(sending, now)
         self._feed(now)

@@ -15,6 +15,8 @@ from kvconnect.outcome import Cause, Reason
 
 logger = logging.getLogger(__name__)
 
+_NETWORKS = ("tcp", "rdma")
+
 
 def refusal(config: ExtraConfig, found: Transport | None, side: str) -> Reason | None:
     """Why the settings of this node, a ``side``, refuse this lane and rate, or None.
@@ -54,9 +56,21 @@ class Transports:
             self._metrics.link_expected.labels(found.lane).set(found.expected_bytes_per_s)
 
     def measured(self, peer: str, found: Transport) -> None:
-        """Take a measured rate, from a calibration or from chunks, and warn if it is slow."""
+        """Take the rate of a calibration, and warn if it is slow for the network interfaces that carry it.
+
+        Between GPUs of one host the interpreter may be slower than the link: there the hardware's rate is no
+        measure.
+        """
         self.show(found)
-        if found.share >= LEAST_SHARE or peer in self._warned:
+        if found.lane in _NETWORKS and found.share < LEAST_SHARE:
+            self._warn(peer, str(found))
+
+    def slowed(self, peer: str, found: Transport, calibrated: float) -> None:
+        """Warn that chunks travel more slowly than in the calibration, which reached so many bytes per s."""
+        self._warn(peer, f"{found}; its calibration reached {calibrated / 1e9:.3g} with as much in flight")
+
+    def _warn(self, peer: str, found: str) -> None:
+        if peer in self._warned:
             return
         self._warned[peer] = None
         if len(self._warned) > self._most:
@@ -64,7 +78,7 @@ class Transports:
         self._metrics.failures.labels("slow_link").inc()
         logger.warning(
             "the link with %s is slow: %s. Look at `kvconnect doctor --peer HOST:PORT --measure`, other "
-            "traffic, and NUMA (further measurements are only counted, as slow_link)",
+            "traffic, and NUMA (logged once for a peer)",
             peer,
             found,
         )

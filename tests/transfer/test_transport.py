@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
 from kvconnect.engine.lanes import Fabric, Transport
+from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import Fetch
-from kvconnect.prefill.calibration import ProbeOutbox
+from kvconnect.prefill.calibration import ProbeOutbox, Sample
 from kvconnect.prefill.link_meter import LinkMeter
-from kvconnect.transfer.link_reports import refusal
+from kvconnect.transfer.link_reports import Transports, refusal
 from tests.engine.faulty_engine import FaultyEngine
 from tests.transfer.pair import SLOT_BYTES, Clock, FakeWorker, Pair
 
@@ -210,21 +213,28 @@ class Reported:
 
     def __init__(self) -> None:
         self.shown: list[float] = []
-        self.judged: list[float] = []
+        self.slow: list[float] = []
 
     def show(self, found: Transport) -> None:
         self.shown.append(found.bytes_per_s)
 
-    def measured(self, peer: str, found: Transport) -> None:
-        self.judged.append(found.bytes_per_s)
+    def slowed(self, peer: str, found: Transport, calibrated: float) -> None:
+        assert calibrated == pytest.approx(10e9)
+        self.slow.append(found.bytes_per_s)
 
 
-def metered(chunks, expected=10e9):
-    """A meter that saw chunks: of so many bytes, posted and ended at these times, alone or not."""
+def metered(chunks, calibrated=10e9, poll_s=0.0):
+    """A meter that saw chunks: of so many bytes, posted and ended at these times, alone or not.
+
+    The poll before the one that saw a chunk's end was ``poll_s`` earlier.
+    """
     reported = Reported()
-    meter = LinkMeter("D", Transport("rdma", expected_bytes_per_s=expected), reported)
+    meter = LinkMeter(
+        "D", Transport("nvlink", expected_bytes_per_s=450e9), reported, lambda n: n / calibrated
+    )
     for number, (size, began, ended, is_alone) in enumerate(chunks):
-        meter.moved(Completion(number, True, True, size, ended - began), ended, is_alone=is_alone)
+        done = Completion(number, True, True, size, ended - began)
+        meter.moved(done, ended, is_alone=is_alone, unfinished_at=ended - poll_s)
     return reported
 
 
@@ -241,16 +251,49 @@ def test_what_is_small_or_shares_the_link_measures_nothing():
     assert metered(small + shared).shown == []
 
 
+def window(at, rate, posted_s=0.0):
+    """The chunks of a window, one after the other at this rate; all but the first are posted ahead."""
+    times = [at + number * 16 * MIB / rate for number in range(5)]
+    return [(16 * MIB, began - posted_s * (began > at), ended, True) for began, ended in pairwise(times)]
+
+
 @pytest.mark.parametrize(("slow", "judged"), [(3, 0), (4, 1), (6, 3)])
 def test_a_link_is_slow_if_it_is_so_four_windows_in_a_row(slow, judged):
-    def window(at, rate):
-        return [(16 * MIB, at + n * 16 * MIB / rate, at + (n + 1) * 16 * MIB / rate, True) for n in range(4)]
-
     windows = [window(10.0 * n, 1e9) for n in range(2)] + [window(100.0, 9e9)]
-    windows += [window(200.0 + 10 * n, 4e9) for n in range(slow)]
+    windows += [window(200.0 + 10 * n, 4e9, posted_s=0.01) for n in range(slow)]
     reported = metered([chunk for one in windows for chunk in one])
-    assert reported.judged == pytest.approx([4e9] * judged)
-    assert len(reported.shown) == 3 + slow - judged
+    assert reported.slow == pytest.approx([4e9] * judged)
+    assert len(reported.shown) == 3 + slow
+
+
+@pytest.mark.parametrize(("poll_s", "is_slow"), [(0.9, False), (0.4, True)])
+def test_time_in_which_the_thread_does_not_poll_is_not_the_links(poll_s, is_slow):
+    """Chunks that came five times as late as in the calibration, most of it before the engine was polled."""
+    chunk_s = 5 * 16 * MIB / 10e9
+    chunks = [one for n in range(6) for one in window(10.0 * n, 2e9)]
+    reported = metered(chunks, poll_s=poll_s * chunk_s)
+    assert bool(reported.slow) == is_slow
+    assert len(reported.shown) == 6
+
+
+def test_without_a_calibration_no_link_is_slow():
+    reported = Reported()
+    meter = LinkMeter("D", Transport("nvlink", expected_bytes_per_s=450e9), reported)
+    for number, (size, began, ended, _) in enumerate(one for n in range(6) for one in window(9.0 * n, 1e6)):
+        meter.moved(
+            Completion(number, True, True, size, ended - began), ended, is_alone=True, unfinished_at=ended
+        )
+    assert not reported.slow
+    assert len(reported.shown) == 6
+
+
+@pytest.mark.parametrize(("lane", "is_slow"), [("nvlink", False), ("cuda_ipc", False), ("rdma", True)])
+def test_a_calibration_is_judged_by_the_hardware_only_where_a_network_carries_it(lane, is_slow):
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    Transports(ExtraConfig(), metrics).met("P", Transport(lane, "", "", 27.2e9, 450e9))
+    counted = registry.get_sample_value("kvconnect_failures_total", {"reason": "slow_link"})
+    assert (counted or 0) == is_slow
 
 
 def probed(bytes_per_s: float) -> tuple[ProbeOutbox, list[int]]:
@@ -270,6 +313,16 @@ def test_a_calibration_connects_by_a_small_batch_and_then_fills_the_scratch_memo
     probe, sizes = probed(1e9)
     assert sizes == [4096, 4096, 16384, 65536, 262144, MIB, MIB, MIB]
     assert probe.bytes_per_s == pytest.approx(1e9)
+
+
+def test_a_batch_takes_as_long_as_those_of_its_size_in_the_calibration():
+    probe, _ = probed(1e9)
+    probe.samples = [Sample(size, 1e-3 + size / 1e9) for size in (4096, 65536, MIB, MIB)]
+    probe.samples.append(Sample(MIB, 5.0))
+    for size in (4096, 30000, 65536, 500000, MIB):
+        assert probe.seconds_of(size) == pytest.approx(1e-3 + size / 1e9)
+    assert probe.seconds_of(4 * MIB) == pytest.approx(4 * probe.seconds_of(MIB))
+    assert ProbeOutbox(1 << 20, 1 << 30, MIB).seconds_of(MIB) == 0
 
 
 @pytest.mark.parametrize("rate", [3e3, 5e4, 1e6])
