@@ -76,6 +76,11 @@ class SchedulerHalf:
         if self.prefill is not None:
             self.prefill.drain()
 
+    def pause(self, *, is_paused: bool) -> None:
+        """The stack waits until no request holds blocks, as before it sleeps; or it goes on."""
+        if self.prefill is not None:
+            (self.prefill.pause if is_paused else self.prefill.resume)()
+
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
         """Register a request that arrived, before all other hooks for it. Raises nothing.
 

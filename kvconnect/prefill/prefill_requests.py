@@ -34,6 +34,8 @@ from kvconnect.transfer.params import (
 from kvconnect.transfer.stack import RequestView, StackTraits, Step
 
 _ABORTED = Cause.PREFILL_ENDED("the prefill was aborted, or failed")
+_STOPPING = Cause.STOPPING("the prefill node is stopping")
+_PAUSED = Cause.STOPPING("the prefill node is paused, and frees all blocks, as before it sleeps")
 _RELEASED = Cause.ABORTED("the router released it, as its client left")
 
 
@@ -65,7 +67,7 @@ class _Prefill:
 class _Places:
     """Places for at most ``most`` requests that are held, or promised a handle under which they will be held.
 
-    ``owners``: request id by handle. ``held``: handle by id of a held request, empty without a transfer id.
+    ``owners``: request id by handle of a transfer id. ``held``: the handle of each held request, by its id.
     """
 
     def __init__(self, most: int) -> None:
@@ -79,12 +81,11 @@ class _Places:
 
     def hold(self, request_id: str, handle: str) -> None:
         self.held[request_id] = handle
-        self._num_unnamed += not handle
+        self._num_unnamed += handle not in self.owners
 
     def free(self, request_id: str) -> None:
-        handle = self.held.pop(request_id)
-        self._num_unnamed -= not handle
-        self.owners.pop(handle, None)
+        if self.owners.pop(self.held.pop(request_id), None) is None:
+            self._num_unnamed -= 1
 
 
 class _Releasable:
@@ -151,10 +152,10 @@ class PrefillRequests:
         self._went_on: dict[str, None] = {}
         self._places = _Places(config.extra.max_leases)
         self._releasable = _Releasable()
-        # Handles of held requests that were released since the last orders.
-        self._released: list[str] = []
+        # Handles of held requests that are to be given up, with the reason.
+        self._given_up: dict[str, Reason] = {}
         self._answers: dict[str, dict[str, Any]] = {}
-        self._draining = False
+        self._draining: Reason | None = None
         self.bootstrap: Bootstrap | None = None
         """Serves routers that use Mooncake's protocol, until the node drains."""
         # States are not streamed: they are sent last.
@@ -167,7 +168,17 @@ class PrefillRequests:
         """Hold no further request. Callable from any thread."""
         if self.bootstrap is not None:
             self.bootstrap.close()
-        self._draining = True
+        self._draining = _STOPPING
+
+    def pause(self) -> None:
+        """The stack waits until no request holds blocks: give up those that are held, and hold none."""
+        self._draining = self._draining or _PAUSED
+        self._given_up.update(dict.fromkeys(self._places.held.values(), _PAUSED))
+
+    def resume(self) -> None:
+        """The stack goes on after a pause."""
+        if self._draining is _PAUSED:
+            self._draining = None
 
     def prefill_tokens(self, request: RequestView) -> int:
         """The prompt tokens that P computes: all but those that P has to leave to D."""
@@ -270,9 +281,9 @@ class PrefillRequests:
         prefill.known, prefill.fresh, prefill.computed, prefill.computed_sent = {}, {}, 0, 0
 
     def ordered(self) -> None:
-        """Before the draft is taken: order releases, and the progress of streamed prefills."""
-        if self._released:
-            self._order_releases()
+        """Before the draft is taken: give up held requests, and order the progress of streamed prefills."""
+        if self._given_up:
+            self._order_withdrawals()
         for request_id in self._went_on:
             prefill = self._requests.get(request_id)
             if prefill is None or not (prefill.fresh or prefill.computed > prefill.computed_sent):
@@ -287,15 +298,15 @@ class PrefillRequests:
             prefill.fresh, prefill.computed_sent = {}, prefill.computed
         self._went_on.clear()
 
-    def _order_releases(self) -> None:
-        """Withdraw released handles; one that is held by these orders waits, as holds are taken last."""
-        released, self._released = self._released, []
+    def _order_withdrawals(self) -> None:
+        """Withdraw given-up handles; one that is held by these orders waits, as holds are taken last."""
+        given_up, self._given_up = self._given_up, {}
         begun = {hold.handle for hold in self._draft.holds}
-        for handle in released:
+        for handle, reason in given_up.items():
             if handle in begun:
-                self._released.append(handle)
+                self._given_up[handle] = reason
             else:
-                self._draft.withdraw(handle, _RELEASED)
+                self._draft.withdraw(handle, reason)
 
     def reset(self) -> None:
         """The caches were reset: requests with blocks are not held, unless they lose these and begin anew."""
@@ -329,10 +340,10 @@ class PrefillRequests:
                 if isinstance(held, Reason):
                     reason = held
                 else:
-                    params = held
-                    self._places.hold(request_id, prefill.handle)
+                    params, handle = held, self._draft.holds[-1].handle
+                    self._places.hold(request_id, handle)
                     self._answers[parent] = dict(params)
-                    self._releasable.held(request_id, self._draft.holds[-1].handle)
+                    self._releasable.held(request_id, handle)
                     return True, params
         self._releasable.forget(request_id)
         if prefill.handle:
@@ -363,7 +374,7 @@ class PrefillRequests:
         """End what is held for the requests of a router's name, and hold none of those that are computed."""
         for request_id, handle in self._releasable.take(self._release_name(request)).items():
             if handle:
-                self._released.append(handle)
+                self._given_up[handle] = _RELEASED
             else:
                 self._requests[request_id].is_released = True
 
@@ -394,7 +405,7 @@ class PrefillRequests:
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
             return Cause.NOT_HELD("the prompt leaves no KV to hold")
         if self._draining:
-            return Cause.STOPPING("the prefill node is stopping")
+            return self._draining
         if not handle and self._places.are_taken:
             return self._refuse_full()
         transfer_id = self._named(request)[0].get(TRANSFER_KEY)

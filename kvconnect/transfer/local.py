@@ -276,7 +276,16 @@ def _make_arenas(
         )
         for number, kind in enumerate(kinds)
     }
-    logger.info("%s slots: %d of %d bytes each way on %s", " and ".join(kinds), count, slot_bytes, device)
+    logger.info(
+        "%s slots: %d of %d bytes each way on %s; transfers take %d MiB there, beside what the serving stack "
+        "counts as its own%s",
+        " and ".join(kinds),
+        count,
+        slot_bytes,
+        device,
+        sum(arena.length_bytes for arena in arenas.values()) >> 20,
+        "" if spare is None else f" and out of {spare >> 20} MiB that it leaves",
+    )
     if (slot_bytes, count) != (wanted, config.extra.num_slots):
         metrics.failures.labels("slots_reduced").inc()
         logger.warning(

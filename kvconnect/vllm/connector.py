@@ -31,6 +31,7 @@ from kvconnect.vllm.metadata import (
     hit_sources,
 )
 from kvconnect.vllm.offload import kept_groups
+from kvconnect.vllm.pauses import follow_pauses
 from kvconnect.vllm.plugin import check_vllm, register, warn_of_known_faults
 from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.spans import Spans
@@ -79,6 +80,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             settings.recompute_if_alone(vllm_config, self._config)
             warn_of_known_faults(vllm_config)
+            follow_pauses()
         self._kept = kept_groups(kv_cache_config) if self._config.extra.offload else ()
         self._scheduler: SchedulerHalf | None = None
         self._workers: dict[int, AddressMetadata] = {}
@@ -116,6 +118,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return self._config.is_producer and self._config.extra.engine != "none"
 
     # The scheduler's half
+
+    def paused(self, *, is_paused: bool) -> None:
+        """See ``pauses``."""
+        self._half.pause(is_paused=is_paused)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """Take the workers' addresses. May be called again; other connectors' metadata is ignored."""

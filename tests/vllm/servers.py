@@ -372,6 +372,7 @@ def pair(
     prefill_options: Sequence[str] = (),
     decode_options: Sequence[str] = (),
     cpus: tuple[str, str] = ("0", "1"),
+    environment: dict[str, str] | None = None,
     **shared: Any,
 ) -> Iterator[tuple[Server, Server]]:
     """A prefill and a decode server that write down what they move."""
@@ -379,8 +380,9 @@ def pair(
         transfer_config(role, engine, OBSERVED, **{**shared, **(own or {})})
         for role, own in (("producer", prefill), ("consumer", decode))
     ]
-    both = Server(recipe, folder, "prefill", cpus[0], configs[0], [*options, *prefill_options])
-    other = Server(recipe, folder, "decode", cpus[1], configs[1], [*options, *decode_options])
+    more = {"environment": environment or {}}
+    both = Server(recipe, folder, "prefill", cpus[0], configs[0], [*options, *prefill_options], **more)
+    other = Server(recipe, folder, "decode", cpus[1], configs[1], [*options, *decode_options], **more)
     with running(both, other):
         # Blocks that only the decode server has used: equal ids on both sides would hide a mix-up.
         # No test has these seeds: it would find the beginning of its prompts there.

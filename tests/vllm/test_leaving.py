@@ -13,12 +13,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.node.children import fetch_json
+from kvconnect.node.children import BadAnswer, fetch_json
 from tests.vllm.servers import EXACT, pair, random_prompt, router, send_signal
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
+PAUSES = {"VLLM_SERVER_DEV_MODE": "1"}
 SOON_S = 1.0
 """A lease that nobody ends lasts for 30 s."""
 
@@ -26,7 +27,8 @@ SOON_S = 1.0
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaving")
-    with pair(write_model("gqa", folder), folder, "nixl", options=EXACT, load_timeout_s=20) as both:
+    recipe = write_model("gqa", folder)
+    with pair(recipe, folder, "nixl", options=EXACT, environment=PAUSES, load_timeout_s=20) as both:
         yield both
 
 
@@ -121,3 +123,19 @@ def test_others_are_served_meanwhile(servers, routing):
     assert got == fetch_json(prefill.url + "/v1/completions", alone, 120)["choices"][0]["text"]
     assert_nothing_is_held(prefill)
     decode.wait_idle()
+
+
+def test_a_prefill_server_that_pauses_gives_up_what_it_holds(servers):
+    """As before it sleeps: vLLM waits until no request holds blocks."""
+    prefill, decode = servers
+    prompt = random_prompt(900, 77)
+    handed = prefill.prefilled(prompt)
+    assert prefill.used_blocks() > 0
+    prefill.fetch("/pause?mode=wait", {}, SOON_S * 10)
+    assert prefill.used_blocks() == 0
+    with pytest.raises(BadAnswer, match="the prefill node is paused.*peer_stopping"):
+        # By kv_load_failure_policy "fail", vLLM's default; D computes it by "recompute".
+        decode.tokens(prompt, kv_transfer_params=handed)
+    prefill.fetch("/resume", {})
+    assert decode.from_prefill(prefill, random_prompt(900, 78))
+    assert_nothing_is_held(*servers)
