@@ -224,6 +224,10 @@ class DecodeSide(TransferPart):
             self._finish(load, now)
 
     @property
+    def has_work(self) -> bool:
+        return bool(self._due) or self.bay.busy
+
+    @property
     def is_busy(self) -> bool:
         """Landed chunks wait for the device, or a peer may be writing with an engine that must be polled."""
         return self.bay.busy or (

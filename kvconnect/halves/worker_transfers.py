@@ -191,8 +191,11 @@ class WorkerTransfers:
                     part.completed(completion, now)
             except Exception as error:
                 count_error(self._metrics, error, "a completion")
-        self.timers.run(now)
+        has_event = self.timers.run(now) or progress
         for part in self._parts:
+            # Most turns of a thread that polls bring nothing.
+            if not (has_event or part.has_work):
+                continue
             try:
                 progress |= part.advance(now)
             except Exception as error:

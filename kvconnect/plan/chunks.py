@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -85,6 +85,7 @@ class Chunker:
         # Cached: a chunk is placed twice, when cut and when staged, and other requests have the same chunk.
         self._placed = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
         self._bytes_of = functools.lru_cache(_MOST_SIZES)(self._measure)
+        self._least_steps = functools.lru_cache(_MOST_SIZES)(self._at_least)
 
     @property
     def num_groups(self) -> int:
@@ -163,9 +164,9 @@ class Chunker:
 
     def _parts(self, spans: tuple[TokenSpan, ...], slot_bytes: int) -> list[tuple[int, int]]:
         """The fewest ranges of streams such that the spans of each range fit a slot."""
-        placed = self._place(0, len(self.wire.streams), spans)
-        if placed.total_bytes <= slot_bytes:
+        if self._bytes_of(0, len(self.wire.streams), spans) <= slot_bytes:
             return [(0, len(self.wire.streams))]
+        placed = self._place(0, len(self.wire.streams), spans)
         parts, first, filled = [], 0, 0
         for index, size in enumerate(np.diff(placed.base, append=placed.total_bytes).tolist()):
             if size > slot_bytes:
@@ -189,12 +190,11 @@ class Chunker:
         spans = tuple(span for span in spans if span.group in groups)
         at = min(span.start for span in spans) // step
         end = div_ceil(max(span.stop for span in spans), step)
-        least = self._at_least(first, stop, step, slot_bytes)
+        least = self._least_steps(first, stop, step, slot_bytes)
         while at < end:
-            # A binary search that starts at the number of steps that is certain to fit.
-            ends, begin = range(min(at + least, end), end + 1), at
+            begin = at
             bytes_to = functools.partial(self._steps_bytes, first, stop, spans, step, begin)
-            at = ends[max(0, bisect_right(ends, slot_bytes, key=bytes_to) - 1)]
+            at = _last_fitting(min(at + least, end), end, slot_bytes, bytes_to)
             clipped = _clip(spans, begin * step, at * step)
             if clipped:
                 yield Chunk(first, stop, clipped)
@@ -215,6 +215,19 @@ class Chunker:
         """A lower bound of the steps that fit, at least 1: a step takes ``width`` bytes plus padding."""
         width = int((self._width[first:stop] * (step // self._row_tokens[first:stop])).sum())
         return max(1, (slot_bytes - ALIGN_BYTES * (stop - first)) // width)
+
+
+def _last_fitting(certain: int, end: int, limit: int, bytes_to: Callable[[int], int]) -> int:
+    """The last of ``certain..end`` with at most ``limit`` bytes; they do not decrease, ``certain`` fits.
+
+    Tries ``end``, then doubles the distance to ``certain``, which is most often the last or next to it.
+    """
+    if bytes_to(end) <= limit:
+        return end
+    reach = 1
+    while certain + reach < end and bytes_to(certain + reach) <= limit:
+        certain, reach = certain + reach, 2 * reach
+    return certain + bisect_right(range(certain + 1, min(certain + reach, end)), limit, key=bytes_to)
 
 
 def _clip(spans: Iterable[TokenSpan], start: int, stop: int) -> tuple[TokenSpan, ...]:

@@ -224,6 +224,8 @@ class PrefillSide(TransferPart, Service):
     def is_sending(self) -> bool:
         return self.fetches.busy
 
+    has_work = is_sending
+
     def _give_up(self, now: float) -> None:
         """The time to drain is over: end all leases, sendings and pending fetches."""
         reason = self._draining or STOPPING

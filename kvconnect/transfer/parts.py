@@ -211,6 +211,11 @@ class TransferPart:
         return False
 
     @property
+    def has_work(self) -> bool:
+        """``advance`` has work in a turn without an event."""
+        return False
+
+    @property
     def is_busy(self) -> bool:
         """Work is under way whose end wakes no thread."""
         return False

@@ -6,6 +6,8 @@ wanted must stay as it was.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +17,7 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
 from kvconnect.errors import LayoutError
 from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.plan.chunks import Chunker, RequestCutter
+from kvconnect.plan.chunks import Chunker, RequestCutter, _last_fitting
 from kvconnect.plan.wire import align_wire
 from tests.caches import attention_layer, block_values, fill_random
 from tests.pack.sides import NUM_BLOCKS, Shape, Side, held_blocks, models, rank_heads, shapes
@@ -121,3 +123,13 @@ def test_a_state_is_one_block_whatever_its_position():
     for lacking in ((), (0,)):
         with pytest.raises(LayoutError, match="the state of the request shall be packed, but no block holds"):
             carry_over(source, target, [GroupBlocks(0, 0, lacking)], wanted, 1000)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 59), st.integers(0, 800))
+def test_the_last_number_of_steps_that_fits_is_found(sizes, certain, limit):
+    """Whatever the sizes: all numbers up to it fit, and the next one does not."""
+    bytes_to = [0, *itertools.accumulate(sizes)]
+    certain = min(certain, len(sizes))
+    limit = max(limit, bytes_to[certain])
+    found = _last_fitting(certain, len(sizes), limit, bytes_to.__getitem__)
+    assert found == max(n for n in range(certain, len(bytes_to)) if bytes_to[n] <= limit)
