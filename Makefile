@@ -15,7 +15,7 @@ WORKERS ?= $(shell nproc | awk '{print ($$1 < 4 ? $$1 + 1 : 4)}')
 # every kind of model over both engines.
 MARKS ?= not full
 
-.PHONY: help setup setup-system setup-vllm setup-routers demo test test-vllm test-vllm-releases test-routers check bench simulate faults dist
+.PHONY: help setup setup-system setup-vllm setup-sglang setup-routers demo test test-vllm test-sglang test-vllm-releases test-routers check bench simulate faults dist
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -59,6 +59,13 @@ test-vllm-releases: setup ## a part of the same on other releases of vLLM, each 
 	@VLLM=vllm==0.33.0 deploy/setup-vllm.sh
 	@echo "test-vllm-releases: vLLM 0.33.0, without a model"
 	@VLLM_TARGET_DEVICE=cpu .venv-vllm-0.33.0/bin/python -m pytest tests/vllm_contract tests/vllm_bench $(PYTEST_ARGS)
+
+setup-sglang: ## make .venv-sglang, with SGLang on a CPU
+	@deploy/setup-sglang.sh
+
+test-sglang: setup-sglang ## prefill and decode servers of real SGLang, in an environment of their own
+	@echo "test-sglang: pytest over tests/sglang_contract/, and tests/sglang/ with real servers"
+	@.venv-sglang/bin/python -m pytest tests/sglang_contract tests/sglang -m "$(MARKS)" $(PYTEST_ARGS)
 
 setup-routers: setup-vllm ## make .venv-routers and .venv-ray, with released routers of others
 	@deploy/setup-routers.sh

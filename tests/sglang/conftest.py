@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+# Before transformers, which imports torchvision where it is.
+from tests.sglang.stand_ins import sitecustomize  # noqa: F401
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not any(item.get_closest_marker("servers") for item in request.session.items):
+        yield
+        return
+    from tests.sglang.servers import forked
+
+    with forked():
+        yield
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory):
+    from tests.vllm.tiny_models import write_model
+
+    return write_model("gqa", tmp_path_factory.mktemp("model")).folder

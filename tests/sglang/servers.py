@@ -1,0 +1,260 @@
+"""Real SGLang servers as child processes, on two cores, and what tests ask of them.
+
+Tests that start them are marked ``servers``: others run in parallel.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvconnect.node.children import BadAnswer, Child, ChildFailed, fetch
+from kvconnect.node.pair_demo import PROTOCOLS
+from tests.nursery import Nursery
+from tests.ports import free_port
+
+START_TIMEOUT_S = 300
+ANSWER_TIMEOUT_S = 120
+TAIL_LINES = 60
+PAGE_TOKENS = 16
+CHUNK_TOKENS = 512
+MAX_TOTAL_TOKENS = 16384
+ROOT = Path(__file__).parents[2]
+PREFILL_SIDE, DECODE_SIDE = 0, 1
+_RANDOM = random.SystemRandom()
+STAND_INS = Path(__file__).parent / "stand_ins"
+WHEN_IMPORTED = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "PYTHONFAULTHANDLER": "1",
+    # Without it, SGLang takes a machine without a GPU for one whose GPU is not found.
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # A page that no request and no prefix accounts for ends the server.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    # /health answers without a request of its own, which takes a second.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    "PYTHONPATH": f"{STAND_INS}{os.pathsep}{ROOT}",
+}
+"""What the environment of every server has, and is read when SGLang is imported."""
+COMMON = (
+    *("--device", "cpu", "--dtype", "float32", "--page-size", str(PAGE_TOKENS)),
+    *("--max-total-tokens", str(MAX_TOTAL_TOKENS), "--chunked-prefill-size", str(CHUNK_TOKENS)),
+    *("--context-length", "4096", "--max-running-requests", "16", "--enable-metrics", "--sleep-on-idle"),
+)
+PREFILL = ("--disaggregation-mode", "prefill", "--disable-overlap-schedule")
+DECODE = ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor")
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def settings(role: str, engine: str, **more: Any) -> dict[str, Any]:
+    """What KVCONNECT_CONFIG has. The engine carries the bytes, as between machines."""
+    return {"engine": engine, "protocol": PROTOCOLS.get(engine, "auto"), **more}
+
+
+class SglangServer(Child):
+    """One SGLang server process. ``log`` has what it and its workers printed."""
+
+    nursery: ClassVar[Nursery | None] = None
+    """What forks servers, where there is one: each of their processes imports SGLang, most of a start."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        name: str,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self.port = free_port()
+        self.bootstrap_port = 0
+        self.together: tuple[SglangServer, ...] = (self,)
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+        command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += [*COMMON, *options]
+        url = f"http://127.0.0.1:{self.port}"
+        super().__init__(name, command, folder / f"{name}.log", {**WHEN_IMPORTED, **(environment or {})}, url)
+        self._changed = dict(environment or {})
+
+    def _spawn(self) -> Any:
+        if self.nursery is None:
+            return super()._spawn()
+        assert self.log is not None
+        return self.nursery.start(self.command[3:], self.log, environment=self._changed)
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        try:
+            self.wait_answer("/health", timeout_s)
+        except ChildFailed as error:
+            raise ChildFailed(f"{error}\n{self.logs()}") from error
+        return self.url
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        assert self.log is not None
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def logs(self) -> str:
+        """``tail`` of all servers that work together, each under its name."""
+        return "\n".join(f"--- log of {server.name}:\n{server.tail()}" for server in self.together)
+
+    def text(self) -> str:
+        """All that it printed."""
+        assert self.log is not None
+        return self.log.read_text(errors="replace")
+
+    def fetch(
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> bytes:
+        try:
+            return fetch(self.url + path, body, timeout_s)
+        except BadAnswer as error:
+            raise BadAnswer(f"{error}\n{self.logs()}") from error
+
+    def tokens(self, prompt: list[int], **more: Any) -> list[int]:
+        """What it answers by itself, greedily."""
+        return list(json.loads(self.fetch("/generate", generation(prompt, **more)))["output_ids"])
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of ``/metrics``, summed over its labels."""
+        found: dict[str, float] = {}
+        for line in self.fetch("/metrics").decode().splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def end(self, grace_s: float = 15.0) -> int:
+        return super().end(grace_s)
+
+
+def generation(prompt: list[int], max_new_tokens: int = 16, **more: Any) -> dict[str, Any]:
+    """The body of a request to ``/generate``."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return {"input_ids": prompt, "sampling_params": sampling, **more}
+
+
+class Asked:
+    """A request as a router sends it: the same body to both servers, with the room where they meet.
+
+    ``more`` are keys of the body; ``decode_only`` are keys of D's body alone.
+    """
+
+    def __init__(
+        self,
+        prefill: SglangServer,
+        decode: SglangServer,
+        prompt: list[int],
+        *,
+        room: int | None = None,
+        decode_only: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.room = _RANDOM.getrandbits(63) if room is None else room
+        body = generation(prompt, **more)
+        body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port}
+        body["bootstrap_room"] = self.room
+        self._servers = prefill, decode
+        self.began = time.monotonic()
+        self._clients = []
+        for server, own in ((prefill, {}), (decode, decode_only or {})):
+            client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_TIMEOUT_S)
+            client.request("POST", "/generate", json.dumps(body | own), {"Content-Type": "application/json"})
+            self._clients.append(client)
+
+    def answer(self, at: int = DECODE_SIDE) -> dict[str, Any]:
+        """What D (1) or P (0) answers. Raises ``BadAnswer`` for an error; its text has the reason."""
+        server = self._servers[at]
+        try:
+            response = self._clients[at].getresponse()
+            raw = response.read()
+        except OSError as error:
+            raise BadAnswer(f"{server.url} gave no answer: {error!r}") from error
+        if response.status != 200:
+            raise BadAnswer(f"{server.url} answered {response.status}: {raw[:1000]!r}\n{server.logs()}")
+        return dict(json.loads(raw))
+
+    def tokens(self) -> list[int]:
+        """D's answer; P has answered too when this returns."""
+        try:
+            tokens = list(self.answer()["output_ids"])
+            self.answer(PREFILL_SIDE)
+        finally:
+            self.leave()
+        return tokens
+
+    def reason(self, at: int = DECODE_SIDE) -> str:
+        """The text of the error that a server answers with; an error without one, or no error, fails."""
+        with pytest.raises(BadAnswer) as caught:
+            self.answer(at)
+        return str(caught.value)
+
+    def leave(self) -> None:
+        """Close both connections, as a client that has left, through its router."""
+        for client in self._clients:
+            client.close()
+
+
+def use_of(server: SglangServer) -> dict[str, float]:
+    """What holds pages on a server now: tokens and requests by ``/v1/loads``."""
+    (load,) = json.loads(server.fetch("/v1/loads?include=core,disagg"))["loads"]
+    return load
+
+
+@contextmanager
+def running(*servers: SglangServer) -> Iterator[tuple[SglangServer, ...]]:
+    """Start all, wait until they answer, and end them in the end."""
+    for server in servers:
+        server.together = servers
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def prefill_server(
+    model: Path, folder: Path, backend: str, name: str = "prefill", **more: Any
+) -> SglangServer:
+    """A prefill server over a transfer backend, not yet started. ``more`` are of ``SglangServer``."""
+    port = free_port()
+    options = [*PREFILL, "--disaggregation-transfer-backend", backend]
+    options += ["--disaggregation-bootstrap-port", str(port), *more.pop("options", ())]
+    server = SglangServer(model, folder, name, options, **more)
+    server.bootstrap_port = port
+    return server
+
+
+def decode_server(model: Path, folder: Path, backend: str, name: str = "decode", **more: Any) -> SglangServer:
+    """A decode server over a transfer backend, not yet started. ``more`` are of ``SglangServer``."""
+    options = [*DECODE, "--disaggregation-transfer-backend", backend, *more.pop("options", ())]
+    return SglangServer(model, folder, name, options, **more)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Servers of this interpreter are forked meanwhile, by a process that has imported SGLang."""
+    SglangServer.nursery = Nursery("tests.sglang.forked_server", environment=WHEN_IMPORTED)
+    try:
+        yield
+    finally:
+        SglangServer.nursery.end()
+        SglangServer.nursery = None
