@@ -172,12 +172,12 @@ class RegionTable:
             config.group_of(layer)
         for layer, cache in tensors.items():
             group = config.group_of(layer)
-            spec = config.groups[group].spec_of(layer)
+            spec, num_blocks = config.groups[group].spec_of(layer), config.groups[group].num_blocks
             ratio = div_exact(spec.block_size, kernel_block_sizes[group])
             view = _TensorView(layer, cache)
             made = view.regions(
                 group,
-                config.num_blocks * ratio,
+                (num_blocks or config.num_blocks) * ratio,
                 spec,
                 (heads or {}).get(layer),
                 view.scales(spec, (scales or {}).get(layer, UNSCALED)),

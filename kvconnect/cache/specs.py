@@ -220,10 +220,14 @@ GroupSpec = LayerSpec | EncoderOnlySpec | UniformTypeSpec
 
 @dataclass(frozen=True)
 class KVCacheGroup:
-    """Layers that share one list of block ids per request."""
+    """Layers that share one list of block ids per request.
+
+    ``num_blocks``: the logical blocks of the group's own pool; None for the pool that all groups share.
+    """
 
     layer_names: tuple[str, ...]
     spec: GroupSpec
+    num_blocks: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.spec, UniformTypeSpec) and set(self.spec.specs) != set(self.layer_names):
@@ -286,8 +290,8 @@ class KVCacheGroup:
 class KVCacheConfig:
     """The whole cache of one worker: the number of logical blocks, and the groups of layers that use them.
 
-    Block ids index one pool that all groups share. Block 0 is the null block, which marks positions
-    whose tokens are not kept.
+    Block ids index one pool that all groups share, but those with a pool of their own. Block 0 of a pool is
+    the null block, which marks positions whose tokens are not kept.
     """
 
     num_blocks: int

@@ -429,7 +429,7 @@ class DecodeSide(TransferPart):
                 self._reports.ragged(request_id)
             # After the count, so that the receiver of the report finds the load counted; and also after an
             # error: a load without a report would leave its request waiting for ever.
-            self._reports.received(request_id, load.error)
+            self._reports.received(request_id, load.error, load.attachment)
             self._metrics.timeline.note(
                 Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
             )

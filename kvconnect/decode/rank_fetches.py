@@ -91,6 +91,7 @@ class RankFetches:
             chunks=chunks,
             grants=grants,
             until_s=load.deadline + link.clock_ahead_s,
+            first_token=order.first_token,
         )
         self._note(fetch, Moment.FETCH_SENT, link.rank)
         if order.prefix is not None:
@@ -216,6 +217,7 @@ class RankFetches:
         moved[1] += written.copies
         if math.isfinite(written.seconds):
             load.seconds = max(load.seconds, written.seconds)
+        load.attachment = load.attachment or written.attachment
         self._leave(fetch, RankFetchEvent.ARRIVE, now)
         if fetch.landing is not None:
             # The fetch needs no more slots.

@@ -191,13 +191,18 @@ class SentCache:
 
 @dataclass(frozen=True)
 class RankTraits:
-    """The traits that a stack states of one rank; it will still allocate ``reserved_bytes`` of the device."""
+    """The traits that a stack states of one rank; it will still allocate ``reserved_bytes`` of the device.
+
+    ``reports_fetches``: ``Results.wanted`` has the expected handles that a peer fetches, each with the first
+    token of the fetch, and those that a peer released, with -1; for a stack that prefills only then.
+    """
 
     rank: int = 0
     world_size: int = 1
     reserved_bytes: int = 0
     sent: SentCache | None = None
     kept: KeptCache | None = None
+    reports_fetches: bool = False
 
 
 def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
@@ -222,6 +227,8 @@ def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
                 sent.meaning,
                 rank=traits.rank,
             )
+            if traits.reports_fetches:
+                transfer.report_fetches()
             if offload is not None:
                 transfer.tiers, transfer.kept = offload.tiers, offload.names
             transfer.register_kv_caches(

@@ -27,6 +27,7 @@ from kvconnect.errors import LocalError
 from kvconnect.halves.inspection_page import write_inspection
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Changes, Metrics, merge_changes
+from kvconnect.outcome import Reason
 from kvconnect.packages import package_versions
 from kvconnect.peer import description, inspection, timeline_page
 from kvconnect.peer.allow_list import AllowList
@@ -219,6 +220,14 @@ class TransferWorker:
         else:
             self._transfers.replace_weights(weights)
 
+    def report_fetches(self) -> None:
+        """See ``RankTraits.reports_fetches``. To be called before the first orders."""
+        self._reports.has_wanted = True
+
+    def revoke(self, handle: str, reason: Reason) -> None:
+        if self._transfers is not None:
+            self._transfers.revoke(handle, reason)
+
     def before_step(self, orders: Orders) -> None:
         """Mark the start of this step on the device, before its kernels are launched.
 
@@ -391,6 +400,15 @@ class WorkerHalf:
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         for part in self._parts:
             part.replace_weights(weights)
+
+    def revoke(self, handle: str, reason: Reason) -> None:
+        """The stack frees the blocks under a handle at once, without waiting for ``Results.sent``.
+
+        From now on no peer uses what it is sent of them: P answers its fetches with the reason. A hold of the
+        handle is still reported sent, once nothing reads its blocks.
+        """
+        if self.transfer is not None:
+            self.transfer.revoke(handle, reason)
 
     def before_step(self, orders: Orders) -> None:
         """Mark the step's start on the device, snapshot blocks that it may overwrite, and begin its orders.

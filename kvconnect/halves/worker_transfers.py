@@ -118,6 +118,13 @@ class WorkerTransfers:
         self._commands.append(command)
         self._channel.wake()
 
+    def revoke(self, handle: str, reason: Reason) -> None:
+        """From now on no peer uses what it is sent under a handle; nothing is held there."""
+        prefill = self.prefill
+        if prefill is not None:
+            prefill.book.revoked.add(handle)
+            self.call(lambda now: prefill.revoke(handle, reason, now))
+
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         """Put other weights into this node's introduction, before all orders given after this call."""
 

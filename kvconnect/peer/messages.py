@@ -37,6 +37,7 @@ Epoch = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 MAX_CHUNKS = 65_536
 MAX_HANDLES = 4096
 """Most handles that one message names."""
+MAX_ATTACHMENT_BYTES = 64 << 10
 Chunks = Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
 
@@ -166,7 +167,8 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
     ``consumers`` is the number of D's ranks that fetch from this rank; P frees the blocks after the last one.
     P starts no write later than ``timeout_s`` after it received the message, nor from ``until_s`` of P's own
-    clock on. The latter bounds writes by D's deadline however long the message was on its way.
+    clock on. The latter bounds writes by D's deadline however long the message was on its way. D has the
+    tokens before ``first_token`` already.
     """
 
     transfer_id: int
@@ -177,6 +179,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     chunks: Chunks = ()
     grants: Grants = ()
     until_s: float = math.inf
+    first_token: Count = 0
 
 
 PIN_PREFIX = "pin:"
@@ -245,7 +248,8 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     ``quiescent``: P will not write to D's memory any more on behalf of this fetch. ``ok`` implies that, and
     that every byte was written under the lease's ``epoch``. ``again``: the prefill has lost the blocks that
     were sent and computes them again, so D may repeat the fetch. ``unsettled``, if not quiescent, are the
-    generations of the slots that may still be written; None if P does not know them.
+    generations of the slots that may still be written; None if P does not know them. ``attachment``: what P's
+    serving stack sends along with the KV.
     """
 
     transfer_id: int
@@ -258,6 +262,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     again: bool = False
     epoch: Epoch = 0
     unsettled: Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_CHUNKS)] | None = None
+    attachment: Annotated[bytes, msgspec.Meta(max_length=MAX_ATTACHMENT_BYTES)] = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

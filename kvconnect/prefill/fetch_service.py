@@ -40,6 +40,7 @@ from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
+_REVOKED = Cause.PREFILL_ENDED("the prefill was aborted while its KV was sent")
 _DEVICE_POLL_S = 2e-3
 """Seconds between two checks of a prefill that a fetch waits for. More checks would slow the prefill."""
 _CALIBRATION = 0
@@ -60,7 +61,7 @@ class FetchService:
         self._waiting: dict[TransferKey, None] = {}
         self.not_quiescent: dict[TransferKey, float] = {}
         self._transports = Transports(context.config, context.metrics)
-        self._repeats = context.repeats
+        self._repeats, self._reports = context.repeats, context.reports
 
     def advance(self, now: float) -> None:
         """Retry pending fetches, submit batches to the engine, answer ended fetches, request credit."""
@@ -241,6 +242,8 @@ class FetchService:
         if fetch.chunks and not pending.has_waited:
             request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
             self._inbound_peers.send(pending.link, request)
+        if self._reports.has_wanted and fetch.handle in self.pending.expected:
+            self._reports.wanted(fetch.handle, fetch.first_token)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
         """Claim a lease for one rank: a fetch covers all tokens of the lease, and a rank may fetch it once.
@@ -360,6 +363,9 @@ class FetchService:
                     self._announce(path, inbound, sending.key[0])
             return
         lease.sending.discard(sending.key)
+        if lease.handle in self._book.revoked:
+            # Before the answer: until it is sent, what arrived is not used.
+            sending.stop(_REVOKED)
         if not sending.error and not lease.is_intact:
             self._metrics.failures.labels("evicted").inc()
             sending.stop(EVICTED)

@@ -185,6 +185,8 @@ class LeaseBook:
     def __init__(self, context: TransferContext, ended: Callable[[Lease, Reason], None]) -> None:
         self.leases: dict[str, Lease] = {}
         self.streaming: dict[str, Lease] = {}
+        self.revoked: set[str] = set()
+        """Handles whose blocks the stack may have overwritten by now. Any thread adds to it."""
         self._config, self._metrics, self._timers = context.config, context.metrics, context.timers
         self._ended, self._repeats = ended, context.repeats
         # With a token held back, the lease has no KV of it; otherwise D computes the last token again.

@@ -191,6 +191,11 @@ class PendingFetches:
         if len(self.over) > self._capacity:
             self.over.popitem(last=False)
 
+    def first_tokens(self, handle: str) -> list[int]:
+        """The tokens at which the fetches of a handle begin; -1 for ranks that released it."""
+        waiting = [self.fetches[key].fetch.first_token for key in self._by_handle.get(handle, ())]
+        return waiting + [-1] * (handle in self.let_go)
+
     def watch(self, handle: str, link: str) -> None:
         """Have a connection's peer informed once a handle is held or ends. The oldest are dropped."""
         self._watchers.setdefault(handle, set()).add(link)

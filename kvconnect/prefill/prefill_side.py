@@ -87,6 +87,9 @@ class PrefillSide(TransferPart, Service):
             return
         if not self.pending.expect(handle):
             self._metrics.failures.labels("max_leases").inc()
+        if self._reports.has_wanted:
+            for first_token in self.pending.first_tokens(handle):
+                self._reports.wanted(handle, first_token)
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
         """Take a streaming prefill's progress: chunks of its computed tokens can be sent."""
@@ -254,6 +257,8 @@ class PrefillSide(TransferPart, Service):
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         if lease is None:
             self.pending.refuse(message.handle, consumer, message.consumers, now)
+            if self._reports.has_wanted and message.handle in self.pending.expected:
+                self._reports.wanted(message.handle, -1)
             return
         self.book.release(lease, consumer, message.consumers, now)
 
@@ -283,7 +288,7 @@ class PrefillSide(TransferPart, Service):
         self.pending.end(lease.handle, over)
         if lease.held is not None and lease.held.kept is None:
             request_id = lease.held.order.request_id
-            self._reports.sent(request_id)
+            self._reports.sent(request_id, None if reason is SERVED else reason)
             self._metrics.timeline.note(Moment.LEASE_ENDED, handle=lease.handle, request_id=request_id)
         if reason is not SERVED:
             self._report_over(lease.handle, over, lease.renewers)
@@ -295,6 +300,12 @@ class PrefillSide(TransferPart, Service):
             self._void(order.handle, order.reason)
         else:
             self.book.revoke(lease, order.reason, now)
+
+    def revoke(self, handle: str, reason: Reason, now: float) -> None:
+        """The stack uses the blocks of a handle again: void what was sent of them, and hold nothing."""
+        self._cut_short(self.book.get(handle), reason, again=False)
+        self._withdraw(Withdraw(handle, reason), now)
+        self.book.revoked.discard(handle)
 
     def _void(self, handle: str, reason: Reason) -> None:
         """End a handle that has no lease: cancel the sendings of its prefill, inform its watchers."""

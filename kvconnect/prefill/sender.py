@@ -77,6 +77,7 @@ class Sending:
     @property
     def answer(self) -> Written:
         """The message to the peer about this sending, which has ended."""
+        held = None if self.error or self.lease is None else self.lease.held
         return Written(
             transfer_id=self.key[1],
             ok=not self.error,
@@ -88,6 +89,7 @@ class Sending:
             again=self.again and self.quiescent,
             epoch=self.epoch,
             unsettled=tuple(self.unsettled) if isinstance(self.outbox, SlotOutbox) else None,
+            attachment=b"" if held is None else held.order.attachment,
         )
 
     @property

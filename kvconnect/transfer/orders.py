@@ -54,7 +54,8 @@ class Withdraw(msgspec.Struct, frozen=True):
 class Hold(msgspec.Struct, frozen=True):
     """Hold these blocks until they were fetched or ``lease_s`` seconds passed; then report the request sent.
 
-    The device computes the last of the tokens in ``step``, as the orders of steps are numbered.
+    The device computes the last of the tokens in ``step``, as the orders of steps are numbered. D receives
+    the ``attachment``, at most ``MAX_ATTACHMENT_BYTES``, once all KV has arrived.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class Hold(msgspec.Struct, frozen=True):
     groups: tuple[GroupBlocks, ...]
     lease_s: float
     step: int
+    attachment: bytes = b""
 
 
 class Find(msgspec.Struct, frozen=True):
@@ -99,7 +101,7 @@ class Load(msgspec.Struct, frozen=True):
 
     ``num_tokens``: exactly what the peer must hold. ``engine_id``: empty for any engine at the address.
     ``refusal``: fetch no block, and report the request failed with this reason. ``prefix``: the peer first
-    pins the rows of these names under ``handle``, which D made.
+    pins the rows of these names under ``handle``, which D made. D has the tokens before ``first_token``.
     """
 
     request_id: str
@@ -111,6 +113,7 @@ class Load(msgspec.Struct, frozen=True):
     groups: tuple[GroupBlocks, ...]
     refusal: Reason | None = None
     prefix: Prefix | None = None
+    first_token: int = 0
 
 
 class Await(msgspec.Struct, frozen=True):
@@ -296,7 +299,9 @@ class Results(_Parts, frozen=True):
     No peer or copy touches the blocks of ``received`` requests any more; ``failed`` has those without valid
     KV, with the reason. ``offload``: at most one report per rank. ``settled``: awaited handles that the peer
     holds, or never will. ``ragged``: received requests whose windows may begin with a partly filled block, as
-    the peer's blocks end elsewhere. Rank 0 reports ``settled`` and ``found``.
+    the peer's blocks end elsewhere. Rank 0 reports ``settled`` and ``found``. ``unsent``: sent requests that
+    no peer was served, with the reason. ``attachments``: what came with received requests. ``wanted``: see
+    ``RankTraits.reports_fetches``.
     """
 
     sent: tuple[str, ...] = ()
@@ -306,6 +311,9 @@ class Results(_Parts, frozen=True):
     settled: tuple[str, ...] = ()
     found: tuple[Found, ...] = ()
     ragged: tuple[str, ...] = ()
+    unsent: Mapping[str, Reason] = {}
+    attachments: Mapping[str, bytes] = {}
+    wanted: Mapping[str, int] = {}
 
 
 @dataclass
@@ -391,17 +399,19 @@ class Reports:
 
     def __init__(self, rank: int) -> None:
         self.wake: Callable[[], None] = lambda: None
+        self.has_wanted = False
+        """Whether fetches that wait for their prefill are reported."""
         self._rank = rank
-        self._ended: deque[tuple[str, str, Reason | None]] = deque()
+        self._ended: deque[tuple[str, str, Reason | None, Any]] = deque()
         self._found: deque[Found] = deque()
 
-    def sent(self, request_id: str) -> None:
-        """No peer reads the blocks of a held request any more."""
-        self._add("sent", request_id)
+    def sent(self, request_id: str, error: Reason | None = None) -> None:
+        """No peer reads the blocks of a held request any more; ``error`` states why no peer was served."""
+        self._add("sent", request_id, error)
 
-    def received(self, request_id: str, error: Reason | None) -> None:
+    def received(self, request_id: str, error: Reason | None, attachment: bytes = b"") -> None:
         """No peer writes to the blocks of a loaded request any more; ``error`` states why it failed."""
-        self._add("received", request_id, error)
+        self._add("received", request_id, error, attachment)
 
     def settled(self, handle: str) -> None:
         """The peer holds an awaited handle's request, or never will: rank 0 reports it for all ranks."""
@@ -415,6 +425,10 @@ class Reports:
         """
         self._add("ragged", request_id)
 
+    def wanted(self, handle: str, first_token: int) -> None:
+        """A peer fetches an expected handle from ``first_token`` on, or with -1 will not fetch it."""
+        self._add("wanted", handle, more=first_token)
+
     def found(self, found: Found) -> None:
         """Add the result of a prefix lookup at a peer."""
         self._found.append(found)
@@ -425,19 +439,34 @@ class Reports:
         if not self._ended and not self._found:
             return Results()
         named: dict[str, list[str]] = {"sent": [], "received": [], "settled": [], "ragged": []}
-        failed: dict[str, Reason] = {}
+        wanted: dict[str, int] = {}
+        errors: dict[str, dict[str, Reason]] = {"received": {}, "sent": {}}
+        attachments: dict[str, bytes] = {}
         found: list[Found] = []
         # No lock: the transfer thread appends meanwhile, which a deque allows.
         while self._ended:
-            what, name, error = self._ended.popleft()
+            what, name, error, more = self._ended.popleft()
+            if what == "wanted":
+                # A rank may release what another one fetches.
+                wanted[name] = max(more, wanted.get(name, more))
+                continue
             named[what].append(name)
             if error is not None:
-                failed[name] = error
+                errors[what][name] = error
+            elif more:
+                attachments[name] = more
         while self._found:
             found.append(self._found.popleft())
         lists: dict[str, Any] = {what: tuple(names) for what, names in named.items()}
-        return Results(failed=failed, found=tuple(found), **lists)
+        return Results(
+            failed=errors["received"],
+            found=tuple(found),
+            unsent=errors["sent"],
+            attachments=attachments,
+            wanted=wanted,
+            **lists,
+        )
 
-    def _add(self, what: str, name: str, error: Reason | None = None) -> None:
-        self._ended.append((what, name, error))
+    def _add(self, what: str, name: str, error: Reason | None = None, more: Any = None) -> None:
+        self._ended.append((what, name, error, more))
         self.wake()
