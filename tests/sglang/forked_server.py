@@ -19,6 +19,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
 from kvconnect.node.children import die_with_parent
+from tests.sglang.own_backends import fit_to_cpu
+
+_BACKEND = "--disaggregation-transfer-backend"
 
 
 def main() -> None:
@@ -29,5 +32,7 @@ def main() -> None:
 
     multiprocessing.set_start_method = fork  # type: ignore[assignment]
     os.register_at_fork(after_in_child=lambda: die_with_parent(signal.SIGKILL))
+    if _BACKEND in sys.argv:
+        fit_to_cpu(sys.argv[sys.argv.index(_BACKEND) + 1])
     load_plugins()
     run_server(prepare_server_args(sys.argv[1:]))
