@@ -96,8 +96,8 @@ class LoadRecord:
     load has had its turn. ``fetches``: empty until the peer's ranks are known. ``met_again``: the peer had
     dropped this node's connection, and was greeted anew. ``given_back``: the peer was informed of the
     failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as far as known,
-    renewed at ``renew_at``. ``is_ragged``: see ``Results``. ``attachment``: what came with the KV. ``changed``
-    is called with the load when it has to be advanced.
+    renewed at ``renew_at``. ``is_ragged``: see ``Results``. ``attachment``: what came with the KV.
+    ``changed`` is called with the load when it has to be advanced.
     """
 
     order: Load

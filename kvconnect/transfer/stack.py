@@ -22,9 +22,9 @@ with its own engine id. No hook waits, except ``drain``.
 
 A stack whose requests have one name on both nodes, and whose ranks each schedule them alike, needs no
 scheduler half: every rank writes the orders of its requests itself (``OrdersDraft``), numbered by when it
-gives them to ``before_step``. There the handle is that of a transfer id,
-P orders ``expected``, ``progress`` as parts are complete and a ``Hold``, D a ``Load``. ``RankTraits.reports_fetches``
-states when P may begin, and ``WorkerHalf.revoke`` that blocks are freed while they may be read.
+gives them to ``before_step``. There the handle is that of a transfer id. P orders ``expected``, ``progress``
+as parts are complete, and a ``Hold``, D a ``Load``. ``RankTraits.reports_fetches`` states when P may begin,
+and ``WorkerHalf.revoke`` that blocks are freed while they may be read.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from kvconnect.cache.identity import weights_differ
+from kvconnect.runner_kit.checkpoint_files import files_name
 from kvconnect.vllm.weights import (
     LoadedWeights,
     _embeddings_name,
     checkpoint_name,
     embedding_sums,
-    files_name,
     loaded_weights,
     tensors_digest,
 )
