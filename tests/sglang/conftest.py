@@ -24,3 +24,12 @@ def model(tmp_path_factory: pytest.TempPathFactory):
     from tests.vllm.tiny_models import write_model
 
     return write_model("gqa", tmp_path_factory.mktemp("model")).folder
+
+
+@pytest.fixture(scope="session")
+def plain(model, tmp_path_factory: pytest.TempPathFactory):
+    """What a server answers by itself to a prompt."""
+    from tests.sglang.servers import SglangServer, running
+
+    with running(SglangServer(model, tmp_path_factory.mktemp("plain"), "plain")) as (server,):
+        yield server.tokens

@@ -11,7 +11,7 @@ ENVIRONMENT = {"nixl": {}, "mooncake": {"MC_FORCE_TCP": "1"}}
 
 
 def fit_to_cpu(backend: str) -> None:
-    """Change what would end a server of this backend: at registration (nixl), with the first chunk (mooncake)."""
+    """Change what would end a server: at registration (nixl), with the first chunk (mooncake)."""
     if backend == "nixl":
         from nixl._api import nixl_agent
 

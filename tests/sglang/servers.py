@@ -31,6 +31,8 @@ CHUNK_TOKENS = 512
 MAX_TOTAL_TOKENS = 16384
 ROOT = Path(__file__).parents[2]
 PREFILL_SIDE, DECODE_SIDE = 0, 1
+_NOWHERE = "2.2.2.2"
+"""The bootstrap host with which SGLang's own warm-up skips the transfer."""
 _RANDOM = random.SystemRandom()
 STAND_INS = Path(__file__).parent / "stand_ins"
 WHEN_IMPORTED = {
@@ -61,9 +63,10 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
 
-def settings(role: str, engine: str, **more: Any) -> dict[str, Any]:
-    """What KVCONNECT_CONFIG has. The engine carries the bytes, as between machines."""
-    return {"engine": engine, "protocol": PROTOCOLS.get(engine, "auto"), **more}
+def settings(engine: str, own: Mapping[str, Any] | None = None, **shared: Any) -> dict[str, str]:
+    """The variable that configures kvconnect. The engine carries the bytes, as between machines."""
+    chosen = {"engine": engine, "protocol": PROTOCOLS.get(engine, "auto"), **shared, **(own or {})}
+    return {"KVCONNECT_CONFIG": json.dumps(chosen)}
 
 
 class SglangServer(Child):
@@ -138,6 +141,28 @@ class SglangServer(Child):
                 found[name] = found.get(name, 0.0) + float(value)
         return found
 
+    def held(self) -> dict[str, float]:
+        """What requests hold here now: tokens in pages, and requests by queue; empty for none of it."""
+        (load,) = json.loads(self.fetch("/v1/loads?include=disagg"))["loads"]
+        counts = {**load, **load.get("disaggregation", {})}
+        return {
+            name: value
+            for name, value in counts.items()
+            if value and (name.endswith("_reqs") or name == "num_used_tokens")
+        }
+
+    def wait_idle(self, within_s: float = 30.0) -> None:
+        """Wait until no request holds a page; pages that a prefix in the cache accounts for do not count."""
+        deadline = time.monotonic() + within_s
+        while held := self.held():
+            assert time.monotonic() < deadline, f"{self.name} still holds {held}\n{self.logs()}"
+            time.sleep(0.05)
+
+    def use_pages(self, tokens: int) -> None:
+        """Compute a prompt on a prefill server that goes nowhere: its pages stay in the prefix cache."""
+        body = generation(random_prompt(tokens, tokens), 1)
+        self.fetch("/generate", body | {"bootstrap_host": _NOWHERE, "bootstrap_room": 0})
+
     def end(self, grace_s: float = 15.0) -> int:
         return super().end(grace_s)
 
@@ -188,6 +213,12 @@ class Asked:
             raise BadAnswer(f"{server.url} answered {response.status}: {raw[:1000]!r}\n{server.logs()}")
         return dict(json.loads(raw))
 
+    def lines(self) -> Iterator[bytes]:
+        """The events of D's streamed answer, as they come."""
+        for line in self._clients[DECODE_SIDE].getresponse():
+            if line.startswith(b"data: {"):
+                yield line
+
     def tokens(self) -> list[int]:
         """D's answer; P has answered too when this returns."""
         try:
@@ -208,11 +239,11 @@ class Asked:
         for client in self._clients:
             client.close()
 
+    def __enter__(self) -> Asked:
+        return self
 
-def use_of(server: SglangServer) -> dict[str, float]:
-    """What holds pages on a server now: tokens and requests by ``/v1/loads``."""
-    (load,) = json.loads(server.fetch("/v1/loads?include=core,disagg"))["loads"]
-    return load
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
 
 @contextmanager
@@ -247,6 +278,37 @@ def decode_server(model: Path, folder: Path, backend: str, name: str = "decode",
     """A decode server over a transfer backend, not yet started. ``more`` are of ``SglangServer``."""
     options = [*DECODE, "--disaggregation-transfer-backend", backend, *more.pop("options", ())]
     return SglangServer(model, folder, name, options, **more)
+
+
+@contextmanager
+def pair(
+    model: Path,
+    folder: Path,
+    engine: str,
+    *,
+    prefill: Mapping[str, Any] | None = None,
+    decode: Mapping[str, Any] | None = None,
+    prefill_options: Sequence[str] = (),
+    decode_options: Sequence[str] = (),
+    **shared: Any,
+) -> Iterator[tuple[SglangServer, SglangServer]]:
+    """A pair over kvconnect whose page ids differ; ``shared`` are settings of both servers."""
+    made = (
+        prefill_server(
+            model,
+            folder,
+            "kvconnect",
+            options=prefill_options,
+            environment=settings(engine, prefill, **shared),
+        ),
+        decode_server(
+            model, folder, "kvconnect", options=decode_options, environment=settings(engine, decode, **shared)
+        ),
+    )
+    with running(*made) as (p, d):
+        # Equal ids on both sides would hide a mix-up.
+        p.use_pages(37 * PAGE_TOKENS)
+        yield p, d
 
 
 @contextmanager
