@@ -16,7 +16,7 @@ BASE = {
 # A folder imports only from those before it.
 ORDER = [
     "cache", "plan", "pack", "runner_kit", "engine", "peer", "transfer", "prefill", "decode", "offload",
-    "halves", "vllm", "router", "node", "tools", "cli",
+    "halves", "sglang", "vllm", "router", "node", "tools", "cli",
 ]  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -25,6 +25,7 @@ NATIVE = {
     "mooncake": "engine",
     "nixl": "engine",
     "vllm": "vllm",
+    "sglang": "sglang",
     "opentelemetry": "vllm",
     "zmq": "peer",
     "aiohttp": ("node", "router"),

@@ -1,0 +1,326 @@
+"""The classes that SGLang calls: a manager per rank, and a view of one room for each request.
+
+SGLang polls all of them in its scheduler's loop, and frees pages as it sees a request fail. So no call waits:
+what needs the network is done on threads, and a state that cannot be given yet is the one before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+from kvconnect.addresses import RankAddress, join_address
+from kvconnect.cache.shard import layer_number
+from kvconnect.halves.building import RankTraits, SentCache, build_worker_half, configured_trust
+from kvconnect.outcome import Cause
+from kvconnect.peer.messages import CacheMeaning
+from kvconnect.sglang.environment import read_settings
+from kvconnect.sglang.exported_metrics import ExportedMetrics
+from kvconnect.sglang.prefill_directory import KEY, PrefillDirectory
+from kvconnect.sglang.rank_pools import AuxRows, RankShape, dtype_of, read_pools
+from kvconnect.sglang.room_ledger import FAILED, SUCCESS, RoomLedger
+from kvconnect.sglang.served_model import read_identity
+
+logger = logging.getLogger(__name__)
+
+_STALE = (Cause.OUT_OF_REACH, Cause.LOST, Cause.NOT_HELD)
+"""Failures after which a prefill node's address is asked for anew."""
+
+
+class KVConnectManager(BaseKVManager):
+    """One rank's transfers, in its scheduler's process. Raises ``ConfigError``, which ends the server."""
+
+    enable_deferred_decode_kv_release = True
+    supports_deferred_decode_kv_release = True
+    is_dummy_cp_rank = False
+    enable_all_cp_ranks_for_transfer = False
+    enable_staging = False
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        self.kv_args, self.disaggregation_mode = args, disaggregation_mode
+        self.transfer_infos: dict[int, Any] = {}
+        self.request_status: dict[int, int] = {}
+        self.prefill_info_table = _AnyServer()
+        _log_like_sglang()
+        parallel, config = get_parallel(), read_settings(disaggregation_mode.value, os.environ)
+        model = ModelConfig.from_server_args(server_args)
+        tensor, rank = parallel.attn_tp_size, parallel.attn_tp_rank
+        device, gpu = server_args.device, getattr(args, "gpu_id", 0)
+        dtype = dtype_of(args.kv_cache_dtype_str, model.dtype)
+        shape = RankShape(
+            None if is_mla_backend else int(model.get_total_num_kv_heads()),
+            rank,
+            tensor,
+            int(model.num_hidden_layers),
+            dtype,
+            device if device == "cpu" else f"{device}:{gpu}",
+        )
+        pools, aux = read_pools(args, shape), AuxRows(args.aux_data_ptrs, args.aux_item_lens)
+        identity = read_identity(
+            model,
+            server_args,
+            args,
+            cache_dtype=str(dtype).removeprefix("torch."),
+            ranks=tensor if pools.cut_by_rank else 0,
+            convert_dtype=config.extra.convert_dtype,
+        )
+        number = parallel.pp_rank * tensor + rank
+        numbers = [found for name in pools.cache.tensors if (found := layer_number(name)) is not None]
+        first, group = min(numbers) if parallel.pp_rank else 0, _dp_rank(args)
+        every = [one for of, *one in _all_ranks((group, number, first, config.engine_id)) if of == group]
+        stages = tuple(sorted({stage for _, stage, _ in every}))
+        # All ranks of a node have one name, that of the first.
+        config = msgspec.structs.replace(config, engine_id=min(every)[2])
+        meaning = CacheMeaning(identity, shape.num_heads, tensor, stages=stages, draft_from=pools.draft_from)
+        traits = RankTraits(
+            number, tensor * parallel.pp_size, sent=SentCache(pools.cache, meaning), reports_fetches=True
+        )
+        self.worker = build_worker_half(config, traits)
+        address = self.worker.address()
+        assert address is not None, "a rank with an engine listens"
+        trust = configured_trust(config, os.environ, time.time)
+        addresses = _all_ranks((group, number, address.host, address.port))
+        ranks = [RankAddress(*where) for of, *where in addresses if of == group]
+        self.ledger = RoomLedger(
+            self.worker,
+            pools,
+            aux,
+            ranks,
+            lease_s=config.extra.lease_s,
+            bootstrap_timeout_s=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+            clock=time.monotonic,
+            replicated=is_mla_backend is True and tensor > 1,
+        )
+        assert self.worker.transfer is not None
+        self.worker.transfer.know_ranks(ranks)
+        self.page_bytes = pools.page_bytes
+        self.directory = PrefillDirectory(trust, config.extra.handshake_timeout_s)
+        if getattr(server_args, "enable_metrics", False):
+            ExportedMetrics(self.worker, number)
+        if disaggregation_mode.value == "prefill":
+            self._introduction = trust.handles.introduce(address.host, address.port)
+            self._address = address
+            self.register_to_bootstrap()
+
+    def register_to_bootstrap(self) -> None:
+        """Register this rank, on a thread: its server may still be starting."""
+        parallel, host = get_parallel(), get_serving().host
+        if parallel.dist_init_addr:
+            host = parallel.dist_init_addr.rpartition(":")[0].strip("[]")
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        rank = {
+            "attn_tp_size": parallel.attn_tp_size,
+            "attn_tp_rank": parallel.attn_tp_rank,
+            "attn_cp_size": 1,
+            "attn_cp_rank": 0,
+            "attn_dp_size": parallel.attn_dp_size,
+            "attn_dp_rank": parallel.attn_dp_rank,
+            "pp_size": parallel.pp_size,
+            "pp_rank": parallel.pp_rank,
+            "system_dp_size": parallel.dp_size,
+            "system_dp_rank": self.kv_args.system_dp_rank or 0,
+            "rank_ip": self._address.host,
+            "rank_port": self._address.port,
+            "page_size": self.kv_args.page_size,
+            "kv_cache_dtype": self.kv_args.kv_cache_dtype_str,
+            "load_balance_method": parallel.load_balance_method,
+            "prefill_http_port": get_serving().port,
+            KEY: self._introduction,
+        }
+        port = get_disagg().disaggregation_bootstrap_port
+        self.directory.register(f"http://{join_address(host, port)}", rank)
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """True: the receiver asks for what it needs, and fails with the reason."""
+        return True
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int = 0) -> bool:
+        """Whether nothing writes to D's pages of a failed request any more."""
+        return not self.ledger.is_loading(bootstrap_room)
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """Nothing: the room is forgotten when its load has ended."""
+
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        return False
+
+
+class _AnyServer(dict[str, Any]):
+    """SGLang's table of prefill servers, in which all are known: they are asked for off its thread."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
+
+
+class KVConnectSender(BaseKVSender):
+    """P's view of one request."""
+
+    supports_host_tensor_indices = False
+
+    def __init__(
+        self,
+        mgr: KVConnectManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+        **of_other_releases: Any,
+    ) -> None:
+        self.kv_mgr, self.bootstrap_room = mgr, bootstrap_room
+        self._room, self._aux_index = mgr.ledger.open_prefill(bootstrap_room), 0
+        self._early_send_wait_event: Any = None
+        self._early: list[tuple[Any, Sequence[int]]] = []
+        parallel = get_parallel()
+        is_divided = max(parallel.dp_size, parallel.attn_dp_size) > 1 and not req_has_disagg_prefill_dp_rank
+        if is_divided and parallel.load_balance_method != "follow_bootstrap_room":
+            mgr.directory.register_room(bootstrap_addr, bootstrap_room, _dp_rank(mgr.kv_args))
+
+    def poll(self) -> int:
+        self._send_early()
+        return self.kv_mgr.ledger.poll_prefill(self._room)
+
+    poll_pp_consensus = poll
+
+    def pop_decode_prefix_len(self) -> int:
+        return self._room.first_token
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._aux_index = aux_index or 0
+        self.kv_mgr.ledger.begin(self._room, num_kv_indices)
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        **of_other_releases: Any,
+    ) -> None:
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        if event is not None and not event.query():
+            # A cached prefix, which the device may not have computed yet.
+            self._early.append((event, kv_indices))
+            return
+        self._send_early(at_once=True)
+        self.kv_mgr.ledger.send(self._room, kv_indices, state_indices, self._aux_index)
+
+    def _send_early(self, at_once: bool = False) -> None:
+        """Send what waited for the device; what is sent after it was computed later."""
+        while self._early and (at_once or self._early[0][0].query()):
+            _, pages = self._early.pop(0)
+            self.kv_mgr.ledger.send(self._room, pages, None, self._aux_index)
+
+    def get_transfer_metric(self) -> Any:
+        room = self._room
+        total_bytes = len(room.pages) * self.kv_mgr.page_bytes
+        return KVTransferMetric(transfer_latency_s=room.seconds, transfer_total_bytes=total_bytes)
+
+    def abort(self) -> None:
+        self.kv_mgr.ledger.fail(self._room)
+
+    def clear(self) -> None:
+        # SGLang has freed the pages, or is about to: of a request that has not ended, no more is sent.
+        self.kv_mgr.ledger.fail(self._room)
+
+    def failure_exception(self) -> None:
+        is_own = self._room.state == FAILED
+        # Another rank has failed, and SGLang frees the pages of all.
+        self.kv_mgr.ledger.fail(self._room)
+        raise _error(self.bootstrap_room, self._room.reason if is_own else None)
+
+    def mark_prefill_complete(self) -> None:
+        """Nothing: D allocates before P computes."""
+
+
+class KVConnectReceiver(BaseKVReceiver):
+    """D's view of one request. ``bootstrap_infos`` are the ranks whose end of writes is awaited: our own."""
+
+    bootstrap_infos = (None,)
+    require_staging = False
+    conclude_state: int | None = None
+
+    def __init__(self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr, self.bootstrap_addr, self.bootstrap_room = mgr, bootstrap_addr, int(bootstrap_room or 0)
+        self.abort_notified = False
+        found = mgr.directory.find(bootstrap_addr, self.bootstrap_room)
+        self._room = mgr.ledger.open_decode(self.bootstrap_room, found)
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Nothing: the prefill node is being asked for."""
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **of_other_releases: Any,
+    ) -> None:
+        self.kv_mgr.ledger.load(self._room, kv_indices, state_indices, aux_index, decode_prefix_len or 0)
+
+    def poll(self) -> int:
+        return self.kv_mgr.ledger.poll_decode(self._room)
+
+    def abort(self) -> None:
+        self.kv_mgr.ledger.abort(self._room)
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Another rank has failed: end the load, and have SGLang hold the pages until it has ended."""
+        self.kv_mgr.ledger.abort(self._room)
+        self.abort_notified = self._room.is_loading
+
+    def is_abort_release_safe(self) -> bool:
+        return not self._room.is_loading
+
+    def failure_exception(self) -> None:
+        room = self._room
+        if room.reason is not None and room.reason.cause in _STALE:
+            self.kv_mgr.directory.forget(self.bootstrap_addr)
+        raise _error(self.bootstrap_room, room.reason if room.state == FAILED else None)
+
+    def clear(self) -> None:
+        if self._room.state != SUCCESS:
+            self.kv_mgr.ledger.abort(self._room)
+
+
+def _error(room: int, reason: Any) -> KVTransferError:
+    text = "it failed on another rank" if reason is None else f"{reason.text} {reason.label}"
+    return KVTransferError(room, text, is_from_another_rank=reason is None)
+
+
+def _dp_rank(args: Any) -> int:
+    """The number of this rank's data-parallel engine, as bootstrap servers count them."""
+    parallel = get_parallel()
+    return int(parallel.attn_dp_rank if parallel.dp_size == 1 else args.system_dp_rank or 0)
+
+
+def _all_ranks(value: Any) -> list[Any]:
+    """Each rank's value. A collective call."""
+    parallel = get_parallel()
+    if parallel.tp_size * parallel.pp_size == 1:
+        return [value]
+    return list(parallel.world_group.all_gather_object(value))
+
+
+def _log_like_sglang() -> None:
+    """SGLang gives its handlers to the root logger: only the level is missing."""
+    logging.getLogger("kvconnect").setLevel(logging.getLogger("sglang").getEffectiveLevel())
