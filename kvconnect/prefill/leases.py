@@ -180,15 +180,21 @@ class LeaseBook:
 
     Args:
         ended: called for every lease that ends, with the reason.
+        overdue: called for a lease that expires while a sending reads it: D is gone, which renews it.
     """
 
-    def __init__(self, context: TransferContext, ended: Callable[[Lease, Reason], None]) -> None:
+    def __init__(
+        self,
+        context: TransferContext,
+        ended: Callable[[Lease, Reason], None],
+        overdue: Callable[[Lease], None] = lambda lease: None,
+    ) -> None:
         self.leases: dict[str, Lease] = {}
         self.streaming: dict[str, Lease] = {}
         self.revoked: set[str] = set()
         """Handles whose blocks the stack may have overwritten by now. Any thread adds to it."""
         self._config, self._metrics, self._timers = context.config, context.metrics, context.timers
-        self._ended, self._repeats = ended, context.repeats
+        self._ended, self._overdue, self._repeats = ended, overdue, context.repeats
         # With a token held back, the lease has no KV of it; otherwise D computes the last token again.
         self._replay = int(not context.local.introduction.meaning.held_back)
         # A random start: no epoch of this process equals one of an earlier process at this address.
@@ -278,7 +284,13 @@ class LeaseBook:
     def end_if_due(self, lease: Lease, now: float) -> None:
         """End a lease that no sending reads, if it was served to all ranks or has expired."""
         held = lease.held
-        if held is None or lease.sending or self.leases.get(lease.handle) is not lease:
+        if held is None or self.leases.get(lease.handle) is not lease:
+            return
+        if lease.sending:
+            if now < held.expires_at:
+                held.timer.by(held.expires_at)
+            elif held.expires_at < held.last_until:
+                self._overdue(lease)
             return
         is_satisfied = lease.satisfied
         due_at = now if is_satisfied else held.expires_at

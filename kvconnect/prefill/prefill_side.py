@@ -39,6 +39,7 @@ from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, ea
 logger = logging.getLogger(__name__)
 
 STOPPING = Cause.STOPPING("the prefill node is stopping")
+_NOT_RENEWED = Cause.LEASE_OVER("the decode node no longer renews the lease")
 _PREEMPTED = Cause.PREFILL_ENDED("the prefill was preempted")
 _NO_LONGER = Cause.FETCHED_BEFORE("the request is no longer held: every rank that wanted it was served")
 ASLEEP = Cause.STOPPING("the prefill node sleeps, and keeps no KV meanwhile")
@@ -54,7 +55,9 @@ class PrefillSide(TransferPart, Service):
     """The counts of ``state`` for a node without this part."""
 
     def __init__(self, context: TransferContext, inbound_peers: InboundPeers) -> None:
-        self.book = LeaseBook(context, self._lease_ended)
+        self.book = LeaseBook(
+            context, self._lease_ended, lambda lease: self._cut_short(lease, _NOT_RENEWED, again=False)
+        )
         self.leases = self.book.leases
         self.inbound_peers = inbound_peers
         self.fetches = FetchService(context, self.book, inbound_peers)
