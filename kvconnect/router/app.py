@@ -26,6 +26,7 @@ from kvconnect.router.flow import Flow
 from kvconnect.router.membership import admin_served, follow_names
 from kvconnect.router.policy import Followed
 from kvconnect.router.pool import Pool
+from kvconnect.router.room_flow import RoomFlow
 from kvconnect.router.router_metrics import RouterMetrics
 from kvconnect.router.router_options import RouterLimits, RouterOptions, clean_url
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
@@ -63,7 +64,8 @@ class Router:
         by_prefix = options.policy == "prefix"
         self._followed = Followed(options, self.pools, self._upstream) if by_prefix else None
         placing = self._followed.placing if self._followed else None
-        self.flow = Flow(self.prefill, self.decode, self._upstream, clock, options, placing)
+        nodes = (self.prefill, self.decode, self._upstream, clock, options)
+        self.flow = RoomFlow(*nodes) if options.bootstrap_port else Flow(*nodes, placing)
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         """Hold the client session, and meanwhile check nodes, their names and their KV events."""
@@ -230,8 +232,9 @@ def create_router_app(
 def _serve(app: web.Application, router: Router) -> None:
     """Serve the paths of a serving stack."""
     flow = router.flow
+    split = endpoints.SPLIT if not isinstance(flow, RoomFlow) else endpoints.SGLANG
     served: list[tuple[str, str, _Run]] = [
-        *(("POST", path, partial(flow.run, endpoint)) for path, endpoint in endpoints.SPLIT.items()),
+        *(("POST", path, partial(flow.run, endpoint)) for path, endpoint in split.items()),
         *(("POST", path, partial(flow.pass_to_decode, is_alone=True)) for path in endpoints.ALONE),
         *((method, path, flow.pass_to_holder) for method, path in endpoints.STORED),
         *((method, path, flow.pass_to_decode) for method, path in endpoints.PASSED),

@@ -150,6 +150,11 @@ SPLIT: Mapping[str, Endpoint] = {
 }
 """Generating requests, whose answers name what P holds: split over P and D."""
 
+SGLANG: Mapping[str, Endpoint] = {
+    path: SPLIT.get(path, Endpoint()) for path in ("/generate", "/v1/completions", "/v1/chat/completions")
+}
+"""The same of SGLang's servers, both of which get the client's body."""
+
 ALONE = ("/v1/chat/completions/batch", "/invocations", "/v1/audio/transcriptions", "/v1/audio/translations")
 """Generating requests whose answers do not name it: one decode node serves each, which is counted."""
 

@@ -34,7 +34,9 @@ class RouterMetrics:
         self.retries = counter("retries", "Requests tried again on another node.", "role")
         text = "Requests that a decode node served alone; prefill_* where prefill failed."
         self.fallbacks = counter("fallbacks", text, "reason")
-        text = "Requests to both nodes; resumed: in parallel, with D's request given up."
+        text = (
+            "Requests to both nodes; resumed: in parallel, with D's request given up; room: SGLang servers."
+        )
         self.flows = counter("flows", text, "flow")
         text = (
             "First tokens of streams, by where they came from: prefill; D, where P's was withheld (no whole "

@@ -40,6 +40,11 @@ class RouterOptions:
         "Which node takes a request: the least loaded, or by prefix the one that has most of its prompt, in "
         "any tier, with regard to load. Of plain servers and of prefill nodes.",
     ] = "least-loaded"
+    bootstrap_port: Annotated[
+        list[str],
+        "The nodes are SGLang servers, and this is the bootstrap port of all prefill nodes (theirs is 8998 "
+        "unless set), or as URL=PORT of one. Both nodes are asked at once.",
+    ] = field(default_factory=list)
     kv_event_source: Annotated[
         list[str],
         "For policy prefix, URL=tcp://HOST:PORT of a node's KV events; * as the host of dns+URL.",
