@@ -1,0 +1,124 @@
+"""First tokens over kvconnect, beside SGLang's own backends: ``python -m tests.sglang.measure --help``.
+
+A tiny model on two cores. Each turn starts a pair over one backend, asks for prompts of each length, one and
+several at a time, and ends it; the backends take turns. One JSON object a backend and length, with seconds
+from asking both servers to the first token of D's stream; nothing here asserts.
+
+    .venv-sglang/bin/python -m tests.sglang.measure
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.sglang.own_backends import ENVIRONMENT
+from tests.sglang.servers import (
+    Asked,
+    SglangServer,
+    decode_server,
+    forked,
+    pair,
+    prefill_server,
+    random_prompt,
+    running,
+)
+from tests.sglang.stand_ins import sitecustomize  # noqa: F401
+
+_SEEDS = itertools.count(1)
+
+
+@contextmanager
+def started(backend: str, model: Path, folder: Path) -> Iterator[tuple[SglangServer, SglangServer]]:
+    """A pair over ``kvconnect:ENGINE``, or over a backend of SGLang's own."""
+    name, _, engine = backend.partition(":")
+    if name == "kvconnect":
+        with pair(model, folder, engine) as both:
+            yield both
+    else:
+        more = {"environment": ENVIRONMENT[name]}
+        made = prefill_server(model, folder, name, **more), decode_server(model, folder, name, **more)
+        with running(*made) as (prefill, decode):
+            yield prefill, decode
+
+
+def first_tokens(prefill: SglangServer, decode: SglangServer, length: int, at_once: int) -> list[float]:
+    """Seconds to the first token of each of ``at_once`` prompts that are asked together."""
+    found: list[float] = []
+
+    def ask(prompt: list[int]) -> None:
+        began = time.perf_counter()
+        with Asked(prefill, decode, prompt, max_new_tokens=4, stream=True) as asked:
+            lines = asked.lines()
+            next(lines)
+            found.append(time.perf_counter() - began)
+            for _ in lines:
+                pass
+
+    threads = [
+        threading.Thread(target=ask, args=(random_prompt(length, next(_SEEDS)),)) for _ in range(at_once)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == at_once, "a request failed; its error is above"
+    return found
+
+
+def measured(
+    backends: Sequence[str], lengths: Sequence[int], at_once: int, turns: int, rounds: int, model: Path
+) -> dict[tuple[str, int, int], list[float]]:
+    """Seconds by backend, length and how many at once: one, or ``at_once``."""
+    found = defaultdict(list)
+    for turn, backend in itertools.product(range(turns), backends):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            started(backend, model, Path(folder)) as (prefill, decode),
+        ):
+            # The two servers meet with the first.
+            first_tokens(prefill, decode, 100, 1)
+            for length, many in itertools.product(lengths, (1, at_once)):
+                for _ in range(rounds):
+                    took = first_tokens(prefill, decode, length, many)
+                    found[backend, length, many] += took
+                print(
+                    json.dumps({"turn": turn, "backend": backend, "tokens": length, "at_once": many}),
+                    flush=True,
+                )
+    return found
+
+
+def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--backend", action="append", help="of SGLang, or kvconnect:ENGINE; repeatable")
+    parser.add_argument("--length", action="append", type=int, help="of prompts; repeatable")
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3, help="of each backend, whose servers start anew")
+    parser.add_argument("--rounds", type=int, default=3, help="of each length in a turn")
+    given = parser.parse_args()
+    backends = given.backend or ["kvconnect:nixl", "nixl", "kvconnect:mooncake", "mooncake"]
+    lengths = given.length or [1000, 3000]
+    from tests.vllm.tiny_models import write_model
+
+    with tempfile.TemporaryDirectory() as folder, forked():
+        model = write_model("gqa", Path(folder)).folder
+        found = measured(backends, lengths, given.at_once, given.turns, given.rounds, model)
+    for (backend, length, many), took in sorted(found.items()):
+        line = {"backend": backend, "tokens": length, "at_once": many, "requests": len(took)}
+        line |= {"median_s": round(statistics.median(took), 3), "min_s": round(min(took), 3)}
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
