@@ -28,8 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def plain(model, tmp_path_factory: pytest.TempPathFactory):
-    """What a server answers by itself to a prompt."""
+    """A server by itself; called with a prompt, it has what to expect."""
     from tests.sglang.servers import SglangServer, running
 
     with running(SglangServer(model, tmp_path_factory.mktemp("plain"), "plain")) as (server,):
-        yield server.tokens
+        yield server

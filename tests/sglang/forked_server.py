@@ -32,6 +32,9 @@ def main() -> None:
 
     multiprocessing.set_start_method = fork  # type: ignore[assignment]
     os.register_at_fork(after_in_child=lambda: die_with_parent(signal.SIGKILL))
+    # The library of metrics chooses at its import where values lie, which SGLang sets later.
+    for name in [one for one in sys.modules if one.startswith(("prometheus_client", "kvconnect."))]:
+        del sys.modules[name]
     if _BACKEND in sys.argv:
         fit_to_cpu(sys.argv[sys.argv.index(_BACKEND) + 1])
     load_plugins()

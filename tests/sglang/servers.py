@@ -30,6 +30,7 @@ PAGE_TOKENS = 16
 CHUNK_TOKENS = 512
 MAX_TOTAL_TOKENS = 16384
 ROOT = Path(__file__).parents[2]
+_LOGS = "\nthe servers' logs:\n"
 PREFILL_SIDE, DECODE_SIDE = 0, 1
 _NOWHERE = "2.2.2.2"
 """The bootstrap host with which SGLang's own warm-up skips the transfer."""
@@ -131,6 +132,8 @@ class SglangServer(Child):
         """What it answers by itself, greedily."""
         return list(json.loads(self.fetch("/generate", generation(prompt, **more)))["output_ids"])
 
+    __call__ = tokens
+
     def metrics(self) -> dict[str, float]:
         """Every sample of ``/metrics``, summed over its labels."""
         found: dict[str, float] = {}
@@ -167,7 +170,7 @@ class SglangServer(Child):
         return super().end(grace_s)
 
 
-def generation(prompt: list[int], max_new_tokens: int = 16, **more: Any) -> dict[str, Any]:
+def generation(prompt: list[Any], max_new_tokens: int = 16, **more: Any) -> dict[str, Any]:
     """The body of a request to ``/generate``."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     return {"input_ids": prompt, "sampling_params": sampling, **more}
@@ -210,7 +213,7 @@ class Asked:
         except OSError as error:
             raise BadAnswer(f"{server.url} gave no answer: {error!r}") from error
         if response.status != 200:
-            raise BadAnswer(f"{server.url} answered {response.status}: {raw[:1000]!r}\n{server.logs()}")
+            raise BadAnswer(f"{server.url} answered {response.status}: {raw[:1000]!r}{_LOGS}{server.logs()}")
         return dict(json.loads(raw))
 
     def lines(self) -> Iterator[bytes]:
@@ -229,10 +232,10 @@ class Asked:
         return tokens
 
     def reason(self, at: int = DECODE_SIDE) -> str:
-        """The text of the error that a server answers with; an error without one, or no error, fails."""
+        """The error that a server answers with; an answer without one fails."""
         with pytest.raises(BadAnswer) as caught:
             self.answer(at)
-        return str(caught.value)
+        return str(caught.value).partition(_LOGS)[0]
 
     def leave(self) -> None:
         """Close both connections, as a client that has left, through its router."""
