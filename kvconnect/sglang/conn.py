@@ -6,7 +6,6 @@ what needs the network is done on threads, and a state that cannot be given yet 
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -28,16 +27,15 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.shard import layer_number
 from kvconnect.halves.building import RankTraits, SentCache, build_worker_half, configured_trust
+from kvconnect.halves.multiprocess_metrics import MultiprocessMetrics
 from kvconnect.outcome import Cause
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.sglang.environment import read_settings
-from kvconnect.sglang.exported_metrics import ExportedMetrics
 from kvconnect.sglang.prefill_directory import KEY, PrefillDirectory
-from kvconnect.sglang.rank_pools import AuxRows, RankShape, dtype_of, read_pools
+from kvconnect.sglang.rank_pools import RankShape, dtype_of, read_pools
 from kvconnect.sglang.room_ledger import FAILED, SUCCESS, RoomLedger
 from kvconnect.sglang.served_model import read_identity
-
-logger = logging.getLogger(__name__)
+from kvconnect.transfer.attached_rows import AttachedRows
 
 _STALE = (Cause.OUT_OF_REACH, Cause.LOST, Cause.NOT_HELD)
 """Failures after which a prefill node's address is asked for anew."""
@@ -48,19 +46,15 @@ class KVConnectManager(BaseKVManager):
 
     enable_deferred_decode_kv_release = True
     supports_deferred_decode_kv_release = True
-    is_dummy_cp_rank = False
-    enable_all_cp_ranks_for_transfer = False
-    enable_staging = False
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         self.kv_args, self.disaggregation_mode = args, disaggregation_mode
-        self.transfer_infos: dict[int, Any] = {}
-        self.request_status: dict[int, int] = {}
         self.prefill_info_table = _AnyServer()
-        _log_like_sglang()
-        parallel, config = get_parallel(), read_settings(disaggregation_mode.value, os.environ)
+        parallel, group = get_parallel(), _dp_rank(args)
+        first_rank = group * parallel.attn_tp_size * parallel.pp_size
+        config = read_settings(disaggregation_mode.value, os.environ, first_rank)
         model = ModelConfig.from_server_args(server_args)
         tensor, rank = parallel.attn_tp_size, parallel.attn_tp_rank
         device, gpu = server_args.device, getattr(args, "gpu_id", 0)
@@ -73,7 +67,7 @@ class KVConnectManager(BaseKVManager):
             dtype,
             device if device == "cpu" else f"{device}:{gpu}",
         )
-        pools, aux = read_pools(args, shape), AuxRows(args.aux_data_ptrs, args.aux_item_lens)
+        pools, aux = read_pools(args, shape), AttachedRows(args.aux_data_ptrs, args.aux_item_lens)
         identity = read_identity(
             model,
             server_args,
@@ -84,7 +78,7 @@ class KVConnectManager(BaseKVManager):
         )
         number = parallel.pp_rank * tensor + rank
         numbers = [found for name in pools.cache.tensors if (found := layer_number(name)) is not None]
-        first, group = min(numbers) if parallel.pp_rank else 0, _dp_rank(args)
+        first = min(numbers) if parallel.pp_rank else 0
         every = [one for of, *one in _all_ranks((group, number, first, config.engine_id)) if of == group]
         stages = tuple(sorted({stage for _, stage, _ in every}))
         # All ranks of a node have one name, that of the first.
@@ -109,12 +103,10 @@ class KVConnectManager(BaseKVManager):
             clock=time.monotonic,
             replicated=is_mla_backend is True and tensor > 1,
         )
-        assert self.worker.transfer is not None
-        self.worker.transfer.know_ranks(ranks)
         self.page_bytes = pools.page_bytes
         self.directory = PrefillDirectory(trust, config.extra.handshake_timeout_s)
         if getattr(server_args, "enable_metrics", False):
-            ExportedMetrics(self.worker, number)
+            MultiprocessMetrics(self.worker, number)
         if disaggregation_mode.value == "prefill":
             self._introduction = trust.handles.introduce(address.host, address.port)
             self._address = address
@@ -148,10 +140,6 @@ class KVConnectManager(BaseKVManager):
         port = get_disagg().disaggregation_bootstrap_port
         self.directory.register(f"http://{join_address(host, port)}", rank)
 
-    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """True: the receiver asks for what it needs, and fails with the reason."""
-        return True
-
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int = 0) -> bool:
         """Whether nothing writes to D's pages of a failed request any more."""
         return not self.ledger.is_loading(bootstrap_room)
@@ -159,8 +147,18 @@ class KVConnectManager(BaseKVManager):
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """Nothing: the room is forgotten when its load has ended."""
 
-    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
-        return False
+    def submit_prefill_recompute(self, receiver: KVConnectReceiver, payload: Any) -> None:
+        """SGLang has a retracted request computed anew by P, which this backend does not support."""
+        receiver.abort()
+
+    def deregister_buffer_to_engine(self) -> None:
+        """SGLang frees the pools: no page is read or written until they are there again."""
+        assert self.worker.transfer is not None
+        self.worker.transfer.sleep()
+
+    def register_buffer_to_engine(self) -> None:
+        assert self.worker.transfer is not None
+        self.worker.transfer.wake()
 
 
 class _AnyServer(dict[str, Any]):
@@ -172,8 +170,6 @@ class _AnyServer(dict[str, Any]):
 
 class KVConnectSender(BaseKVSender):
     """P's view of one request."""
-
-    supports_host_tensor_indices = False
 
     def __init__(
         self,
@@ -203,7 +199,7 @@ class KVConnectSender(BaseKVSender):
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._aux_index = aux_index or 0
-        self.kv_mgr.ledger.begin(self._room, num_kv_indices)
+        self._room.num_pages = num_kv_indices
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk
@@ -247,9 +243,6 @@ class KVConnectSender(BaseKVSender):
         self.kv_mgr.ledger.fail(self._room)
         raise _error(self.bootstrap_room, self._room.reason if is_own else None)
 
-    def mark_prefill_complete(self) -> None:
-        """Nothing: D allocates before P computes."""
-
 
 class KVConnectReceiver(BaseKVReceiver):
     """D's view of one request. ``bootstrap_infos`` are the ranks whose end of writes is awaited: our own."""
@@ -275,7 +268,7 @@ class KVConnectReceiver(BaseKVReceiver):
         decode_prefix_len: int | None = None,
         **of_other_releases: Any,
     ) -> None:
-        self.kv_mgr.ledger.load(self._room, kv_indices, state_indices, aux_index, decode_prefix_len or 0)
+        self.kv_mgr.ledger.load(self._room, kv_indices, state_indices, aux_index or 0, decode_prefix_len or 0)
 
     def poll(self) -> int:
         return self.kv_mgr.ledger.poll_decode(self._room)
@@ -287,9 +280,6 @@ class KVConnectReceiver(BaseKVReceiver):
         """Another rank has failed: end the load, and have SGLang hold the pages until it has ended."""
         self.kv_mgr.ledger.abort(self._room)
         self.abort_notified = self._room.is_loading
-
-    def is_abort_release_safe(self) -> bool:
-        return not self._room.is_loading
 
     def failure_exception(self) -> None:
         room = self._room
@@ -319,8 +309,3 @@ def _all_ranks(value: Any) -> list[Any]:
     if parallel.tp_size * parallel.pp_size == 1:
         return [value]
     return list(parallel.world_group.all_gather_object(value))
-
-
-def _log_like_sglang() -> None:
-    """SGLang gives its handlers to the root logger: only the level is missing."""
-    logging.getLogger("kvconnect").setLevel(logging.getLogger("sglang").getEffectiveLevel())

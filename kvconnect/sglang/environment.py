@@ -20,10 +20,20 @@ _DEFAULT_LOAD_S = 300.0
 """SGLang's own default for a decode node's wait: its requests wait for their turn on P within this time."""
 _UNUSED = ("offload", "sources", "bootstrap_port", "stream_min_tokens", "drain_s")
 """Keys that this backend has no use for."""
+_ACCEPTED = {
+    **dict.fromkeys(("enable_pd_role_switch", "enable_hisparse", "enable_kv_cache_sharding"), False),
+    **dict.fromkeys(("enable_dsa_cache_layer_split", "disaggregation_enable_kv_checksum"), False),
+    "disaggregation_decode_allocation_policy": "early",
+    **dict.fromkeys(("disaggregation_decode_host_receive_threshold", "attn_cp_size", "dcp_size"), 1),
+}
+"""Of options of SGLang, the only value that works with this backend."""
 
 
-def read_settings(mode: str, environ: Mapping[str, str]) -> TransferConfig:
-    """The settings of a server in SGLang's disaggregation ``mode``. Raises ``ConfigError``."""
+def read_settings(mode: str, environ: Mapping[str, str], first_rank: int = 0) -> TransferConfig:
+    """The settings of a server in SGLang's disaggregation ``mode``. Raises ``ConfigError``.
+
+    ``first_rank``: the number of a data-parallel engine's first rank; every rank has a port of its own.
+    """
     given = environ.get(VARIABLE, "").strip()
     if not given:
         raise ConfigError(
@@ -31,24 +41,21 @@ def read_settings(mode: str, environ: Mapping[str, str]) -> TransferConfig:
             "the path of a file with one; {} for two servers on this machine"
         )
     try:
-        extra = (
-            json_object(given, "it") if given.startswith("{") else read_file(Path(given).expanduser(), dict)
-        )
-        refuse(
-            [
-                f"it has {key!r}, which SGLang's backend does not use; leave it out"
-                for key in _UNUSED
-                if key in extra
-            ]
-        )
-        made = {"load_timeout_s": _DEFAULT_LOAD_S, **extra}
+        is_text = given.startswith("{")
+        read = json_object(given, "it") if is_text else read_file(Path(given).expanduser(), dict)
+        unused = [key for key in _UNUSED if key in read]
+        refuse([f"it has {key!r}, which SGLang's backend does not use; leave it out" for key in unused])
+        made = {"load_timeout_s": _DEFAULT_LOAD_S, **read}
         config = parse_kv_transfer_config({"kv_role": _ROLES[mode], "kv_connector_extra_config": made})
         if config.extra.engine == "none":
             raise ConfigError("engine is 'none'; accepted: an engine, or auto")
     except ConfigError as error:
         raise ConfigError(f"{VARIABLE}: {error}") from error
     # P may receive a request, whose scheduler is busy, long after D has asked for it.
-    extra = msgspec.structs.replace(config.extra, early_fetch_s=config.extra.load_timeout_s)
+    extra, port = config.extra, config.extra.port and config.extra.port + first_rank
+    extra = msgspec.structs.replace(
+        extra, early_fetch_s=extra.load_timeout_s, port=port, first_rank=first_rank
+    )
     return msgspec.structs.replace(config, kv_connector_extra_config=extra)
 
 
@@ -61,19 +68,7 @@ def check_settings(mode: str, server_args: Any) -> None:
 
 def _unsupported(server_args: Any) -> Iterator[str]:
     """Options of SGLang that do not work with this backend."""
-    for name, off in (
-        ("enable_pd_role_switch", False),
-        ("enable_hisparse", False),
-        ("enable_kv_cache_sharding", False),
-        ("enable_dsa_cache_layer_split", False),
-        ("disaggregation_enable_kv_checksum", False),
-        ("disaggregation_decode_allocation_policy", "early"),
-        ("disaggregation_decode_host_receive_threshold", 1),
-    ):
-        value = getattr(server_args, name, off)
-        if value is not None and value != off and not (off == 1 and value >= 1):
+    for name, accepted in _ACCEPTED.items():
+        if (value := getattr(server_args, name, None)) not in (None, accepted):
             option = name.replace("_", "-")
-            yield f"--{option} is {value}; accepted by the transfer backend kvconnect: {off}"
-    for name in ("attn_cp_size", "dcp_size"):
-        if (value := getattr(server_args, name, 1)) not in (None, 1):
-            yield f"--{name.replace('_', '-')} is {value}; accepted by the transfer backend kvconnect: 1"
+            yield f"--{option} is {value}; accepted by the transfer backend kvconnect: {accepted}"

@@ -6,7 +6,6 @@ group with a pool of its own, whose blocks SGLang names only with the last part 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvconnect.cache.borrowed_memory import memory_at
 from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import (
@@ -27,7 +27,6 @@ from kvconnect.cache.specs import (
 )
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.halves.building import RankCache
-from kvconnect.peer.messages import MAX_ATTACHMENT_BYTES
 from kvconnect.plan.blocks import GroupBlocks
 
 _PAGED = ("swa", "dsa")
@@ -93,7 +92,8 @@ class RankPools:
 
 def dtype_of(name: str, model_dtype: torch.dtype) -> torch.dtype:
     """The type of a cache's values, by SGLang's name of it."""
-    return model_dtype if name == "auto" else _DTYPES.get(name) or getattr(torch, name, torch.uint8)
+    named = {"auto": model_dtype, **_DTYPES}
+    return named[name] if name in named else getattr(torch, name, torch.uint8)
 
 
 def read_pools(args: Any, shape: RankShape) -> RankPools:
@@ -207,54 +207,4 @@ class _Maker:
         if self._blocks.setdefault(group, blocks) != blocks:
             raise LayoutError(f"pool {name} has {blocks} blocks, others of its group {self._blocks[group]}")
         self._specs.setdefault(group, {})
-        return _memory(address, blocks * item, torch.device(self._shape.device)).view(blocks, item)
-
-
-def _memory(address: int, length: int, device: torch.device) -> torch.Tensor:
-    """Memory that SGLang owns, as bytes."""
-    if device.type == "cpu":
-        return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
-    return torch.as_tensor(_CudaMemory(address, length), device=device)
-
-
-class _CudaMemory:
-    """What torch reads to make a tensor of memory that it did not allocate."""
-
-    def __init__(self, address: int, length: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (length,),
-            "typestr": "|u1",
-            "strides": None,
-            "version": 3,
-        }
-
-
-class AuxRows:
-    """The rows that P fills beside a prompt's KV, such as its first token: one of each buffer, by index.
-
-    In host memory. Raises ``ConfigError``: they are larger than an attachment.
-    """
-
-    def __init__(self, addresses: Sequence[int], row_bytes: Sequence[int]) -> None:
-        self.row_bytes = tuple(row_bytes)
-        self._addresses = tuple(addresses)
-        if sum(row_bytes) > MAX_ATTACHMENT_BYTES:
-            raise ConfigError(
-                f"the rows beside a prompt's KV have {sum(row_bytes)} bytes; accepted: "
-                f"{MAX_ATTACHMENT_BYTES} (without SGLANG_ENABLE_DISAGG_SAMPLING_MASK they are smaller)"
-            )
-
-    def read(self, index: int) -> bytes:
-        pools = zip(self._addresses, self.row_bytes, strict=True)
-        return b"".join(ctypes.string_at(address + index * size, size) for address, size in pools)
-
-    def write(self, index: int, data: bytes) -> bool:
-        """Write what ``read`` returned on the other node. False: it is of other rows."""
-        if len(data) != sum(self.row_bytes):
-            return False
-        at = 0
-        for address, size in zip(self._addresses, self.row_bytes, strict=True):
-            ctypes.memmove(address + index * size, data[at : at + size], size)
-            at += size
-        return True
+        return memory_at(address, blocks * item, self._shape.device).view(blocks, item)

@@ -17,7 +17,8 @@ from kvconnect.errors import LayoutError
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.outcome import Cause, Reason
 from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.sglang.rank_pools import AuxRows, RankPools
+from kvconnect.sglang.rank_pools import RankPools
+from kvconnect.transfer.attached_rows import AttachedRows
 from kvconnect.transfer.orders import Hold, Load, OrdersDraft, Progress, Results
 from kvconnect.transfer.params import TRANSFER_KEY, read_transfer_id
 
@@ -85,7 +86,7 @@ class RoomLedger:
         self,
         worker: WorkerHalf,
         pools: RankPools,
-        aux: AuxRows,
+        aux: AttachedRows,
         directory: Sequence[RankAddress],
         *,
         lease_s: float,
@@ -95,7 +96,10 @@ class RoomLedger:
     ) -> None:
         self._worker, self._pools, self._aux, self._clock = worker, pools, aux, clock
         self._lease_s, self._bootstrap_timeout_s, self._replicated = lease_s, bootstrap_timeout_s, replicated
-        self._draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), clock)
+        self._draft = OrdersDraft([], clock)
+        if worker.transfer is not None:
+            # Before any peer asks, which may be before the first orders.
+            worker.transfer.know_ranks(sorted(directory, key=lambda address: address.rank))
         self._prefill: dict[str, PrefillRoom] = {}
         self._decode: dict[str, DecodeRoom] = {}
         self._has_results = False
@@ -118,10 +122,6 @@ class RoomLedger:
         self._order()
         return made
 
-    def begin(self, room: PrefillRoom, num_pages: int) -> None:
-        """P computes a request of which D wants this many pages."""
-        room.num_pages = num_pages
-
     def send(
         self, room: PrefillRoom, pages: Sequence[int], states: Sequence[Any] | None, aux_index: int
     ) -> None:
@@ -132,7 +132,8 @@ class RoomLedger:
             room.sending_since = self._clock()
         room.state = TRANSFERRING
         tokens, first = self._pools.page_tokens, len(room.pages)
-        room.pages.extend(pages)
+        new = tuple(map(int, pages))
+        room.pages.extend(new)
         first_page, is_last = room.first_token // tokens, len(room.pages) >= room.num_pages
         num_tokens = (first_page + room.num_pages) * tokens
         if not is_last:
@@ -140,28 +141,19 @@ class RoomLedger:
                 # Blocks are counted from the prompt's beginning: there D has no use for any.
                 skipped = (0,) * first_page if not first else ()
                 begin = first_page + first if first else 0
-                blocks = GroupBlocks(0, begin, (*skipped, *map(int, pages)))
+                blocks = GroupBlocks(0, begin, (*skipped, *new))
                 computed = (first_page + len(room.pages)) * tokens
                 self._draft.progress.append(Progress(room.handle, num_tokens, computed, (blocks,)))
                 self._order()
             return
         try:
-            groups = self._pools.groups(first_page, list(map(int, room.pages)), states)
+            groups = self._pools.groups(first_page, room.pages, states)
         except LayoutError as error:
             self.fail(room, Cause.BLOCKS(str(error)))
             return
         room.is_held = True
-        self._draft.holds.append(
-            Hold(
-                room.handle,
-                room.handle,
-                num_tokens,
-                groups,
-                self._lease_s,
-                self._draft.step,
-                self._aux.read(aux_index),
-            )
-        )
+        held = room.handle, room.handle, num_tokens, groups, self._lease_s, self._draft.step
+        self._draft.holds.append(Hold(*held, self._aux.read(aux_index)))
         self._order()
 
     def poll_prefill(self, room: PrefillRoom) -> int:
@@ -206,7 +198,7 @@ class RoomLedger:
         tokens = self._pools.page_tokens
         first_page, num_tokens = first_token // tokens, first_token + len(pages) * tokens
         try:
-            groups = self._pools.groups(first_page, list(map(int, pages)), states)
+            groups = self._pools.groups(first_page, [*map(int, pages)], states)
         except LayoutError as error:
             self._end(room, Cause.BLOCKS(str(error)))
             return

@@ -17,7 +17,7 @@ import torch
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.halves.building import RankTraits, SentCache, build_worker_half
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.sglang.rank_pools import AuxRows, RankShape, read_pools
+from kvconnect.sglang.rank_pools import RankShape, read_pools
 from kvconnect.sglang.room_ledger import (
     FAILED,
     SUCCESS,
@@ -26,6 +26,7 @@ from kvconnect.sglang.room_ledger import (
     PrefillRoom,
     RoomLedger,
 )
+from kvconnect.transfer.attached_rows import AttachedRows
 from tests.identities import named
 
 PAGE, LAYERS, HEADS, WIDTH = 4, 3, 2, 8
@@ -111,14 +112,13 @@ class Rank:
         self.ledger = RoomLedger(
             self.worker,
             self.pools,
-            AuxRows(self.args.aux_data_ptrs, self.args.aux_item_lens),
+            AttachedRows(self.args.aux_data_ptrs, self.args.aux_item_lens),
             directory,
             lease_s=lease_s,
             bootstrap_timeout_s=timeout_s,
             clock=time.monotonic,
             replicated=replicated,
         )
-        self.worker.transfer.know_ranks(directory)
 
     def fill(self, seed: int) -> None:
         """Give every page, slot and row its own content."""

@@ -45,7 +45,7 @@ def begin(prefill, decode, number=77, first_token=0, targets=D_PAGES, states=Non
     assert decode.ledger.poll_decode(of_d) == WAITING_FOR_INPUT
     decode.ledger.load(of_d, pages(*targets), states, aux, first_token)
     asked(prefill, of_p)
-    prefill.ledger.begin(of_p, len(targets))
+    of_p.num_pages = len(targets)
     return of_p, of_d
 
 
@@ -109,7 +109,7 @@ def test_a_fetch_may_come_before_the_request_does(pair):
     until(lambda: prefill.worker.state()["pending_fetches"])
     of_p = prefill.ledger.open_prefill(5)
     asked(prefill, of_p)
-    prefill.ledger.begin(of_p, 4)
+    of_p.num_pages = 4
     prefill.ledger.send(of_p, pages(*P_PAGES), None, 2)
     assert ended(decode, of_d) == SUCCESS, of_d.reason
 
@@ -209,7 +209,7 @@ def test_a_dead_prefill_node_fails_its_requests_soon(pair):
 def test_more_pages_than_prefill_has_are_refused(pair):
     prefill, decode = pair
     of_p, of_d = begin(prefill, decode)
-    prefill.ledger.begin(of_p, 3)
+    of_p.num_pages = 3
     prefill.ledger.send(of_p, pages(*P_PAGES[:3]), None, 2)
     assert ended(decode, of_d) == FAILED
     assert of_d.reason.cause is Cause.OTHER_PROMPT
@@ -291,7 +291,7 @@ def test_ranks_of_another_number_exchange_their_heads(ranks, of_p, of_d, heads):
         one.ledger.load(room, pages(*D_PAGES), None, 4, 0)
     for one, room in zip(prefill, p_rooms, strict=True):
         asked(one, room)
-        one.ledger.begin(room, 4)
+        room.num_pages = 4
         one.ledger.send(room, pages(*P_PAGES[:2]), None, 2)
         one.ledger.send(room, pages(*P_PAGES[2:]), None, 2)
     for one, room in zip(decode, d_rooms, strict=True):

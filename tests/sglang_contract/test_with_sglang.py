@@ -27,7 +27,8 @@ from kvconnect.peer.handles import Handles
 from kvconnect.sglang import conn, environment, room_ledger
 from kvconnect.sglang.bootstrap_server import KVConnectBootstrapServer
 from kvconnect.sglang.prefill_directory import KEY, PrefillDirectory
-from kvconnect.sglang.rank_pools import AuxRows, RankShape, read_pools
+from kvconnect.sglang.rank_pools import RankShape, read_pools
+from kvconnect.transfer.attached_rows import AttachedRows
 from tests.ports import free_port
 
 PAGE, TOKENS = 4, 64
@@ -161,7 +162,7 @@ def test_the_rows_beside_a_prompts_kv_travel_in_one_piece():
     rows = []
     for buffers in both:
         addresses, _, sizes = buffers.get_buf_infos()
-        rows.append(AuxRows(addresses, sizes))
+        rows.append(AttachedRows(addresses, sizes))
     source, target = both
     source.output_ids[2, 0], source.bootstrap_room[2, 0] = 4711, 2**62 + 1
     assert rows[1].write(3, rows[0].read(2))
@@ -170,7 +171,7 @@ def test_the_rows_beside_a_prompts_kv_travel_in_one_piece():
     assert not target.output_ids[:3].any()
     assert not rows[1].write(3, b"short")
     with pytest.raises(ConfigError, match="65536"):
-        AuxRows([1], [65537])
+        AttachedRows([1], [65537])
 
 
 @pytest.mark.parametrize(

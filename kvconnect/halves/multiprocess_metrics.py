@@ -1,6 +1,6 @@
-"""Our metrics on their way into SGLang's ``/metrics``, which another process serves from shared files.
+"""A worker's metrics for a serving stack whose ``/metrics`` another process serves, from shared files.
 
-SGLang sets where these files lie before a scheduler starts; the library chooses at its import.
+That is the multiprocess mode of ``prometheus_client``, which it enters at its import by the environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvconnect.metrics import FAMILIES, PREFIX
 _EVERY_S = 1.0
 
 
-class ExportedMetrics:
+class MultiprocessMetrics:
     """Adds the changes of a rank's metrics, once a second, on a thread of its own."""
 
     def __init__(self, worker: WorkerHalf, rank: int) -> None:
