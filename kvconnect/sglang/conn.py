@@ -57,25 +57,13 @@ class KVConnectManager(BaseKVManager):
         config = read_settings(disaggregation_mode.value, os.environ, first_rank)
         model = ModelConfig.from_server_args(server_args)
         tensor, rank = parallel.attn_tp_size, parallel.attn_tp_rank
-        device, gpu = server_args.device, getattr(args, "gpu_id", 0)
-        dtype = dtype_of(args.kv_cache_dtype_str, model.dtype)
-        shape = RankShape(
-            None if is_mla_backend else int(model.get_total_num_kv_heads()),
-            rank,
-            tensor,
-            int(model.num_hidden_layers),
-            dtype,
-            device if device == "cpu" else f"{device}:{gpu}",
-        )
+        heads, layers = int(model.get_total_num_kv_heads()), int(model.num_hidden_layers)
+        device, dtype = server_args.device, dtype_of(args.kv_cache_dtype_str, model.dtype)
+        device = device if device == "cpu" else f"{device}:{args.gpu_id}"
+        shape = RankShape(None if is_mla_backend else heads, rank, tensor, layers, dtype, device)
         pools, aux = read_pools(args, shape), AttachedRows(args.aux_data_ptrs, args.aux_item_lens)
-        identity = read_identity(
-            model,
-            server_args,
-            args,
-            cache_dtype=str(dtype).removeprefix("torch."),
-            ranks=tensor if pools.cut_by_rank else 0,
-            convert_dtype=config.extra.convert_dtype,
-        )
+        bound = tensor if pools.cut_by_rank else 0
+        identity = read_identity(model, server_args, args, dtype, bound, config.extra.convert_dtype)
         number = parallel.pp_rank * tensor + rank
         numbers = [found for name in pools.cache.tensors if (found := layer_number(name)) is not None]
         first = min(numbers) if parallel.pp_rank else 0
@@ -84,25 +72,18 @@ class KVConnectManager(BaseKVManager):
         # All ranks of a node have one name, that of the first.
         config = msgspec.structs.replace(config, engine_id=min(every)[2])
         meaning = CacheMeaning(identity, shape.num_heads, tensor, stages=stages, draft_from=pools.draft_from)
-        traits = RankTraits(
-            number, tensor * parallel.pp_size, sent=SentCache(pools.cache, meaning), reports_fetches=True
-        )
+        sent = SentCache(pools.cache, meaning)
+        traits = RankTraits(number, tensor * parallel.pp_size, sent=sent, reports_fetches=True)
         self.worker = build_worker_half(config, traits)
         address = self.worker.address()
         assert address is not None, "a rank with an engine listens"
         trust = configured_trust(config, os.environ, time.time)
         addresses = _all_ranks((group, number, address.host, address.port))
         ranks = [RankAddress(*where) for of, *where in addresses if of == group]
-        self.ledger = RoomLedger(
-            self.worker,
-            pools,
-            aux,
-            ranks,
-            lease_s=config.extra.lease_s,
-            bootstrap_timeout_s=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
-            clock=time.monotonic,
-            replicated=is_mla_backend is True and tensor > 1,
-        )
+        times: dict[str, Any] = {"lease_s": config.extra.lease_s, "clock": time.monotonic}
+        times["bootstrap_timeout_s"] = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+        replicated = bool(is_mla_backend) and tensor > 1
+        self.ledger = RoomLedger(self.worker, pools, aux, ranks, **times, replicated=replicated)
         self.page_bytes = pools.page_bytes
         self.directory = PrefillDirectory(trust, config.extra.handshake_timeout_s)
         if getattr(server_args, "enable_metrics", False):
@@ -118,25 +99,12 @@ class KVConnectManager(BaseKVManager):
         if parallel.dist_init_addr:
             host = parallel.dist_init_addr.rpartition(":")[0].strip("[]")
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        rank = {
-            "attn_tp_size": parallel.attn_tp_size,
-            "attn_tp_rank": parallel.attn_tp_rank,
-            "attn_cp_size": 1,
-            "attn_cp_rank": 0,
-            "attn_dp_size": parallel.attn_dp_size,
-            "attn_dp_rank": parallel.attn_dp_rank,
-            "pp_size": parallel.pp_size,
-            "pp_rank": parallel.pp_rank,
-            "system_dp_size": parallel.dp_size,
-            "system_dp_rank": self.kv_args.system_dp_rank or 0,
-            "rank_ip": self._address.host,
-            "rank_port": self._address.port,
-            "page_size": self.kv_args.page_size,
-            "kv_cache_dtype": self.kv_args.kv_cache_dtype_str,
-            "load_balance_method": parallel.load_balance_method,
-            "prefill_http_port": get_serving().port,
-            KEY: self._introduction,
-        }
+        copied = ("attn_tp_size", "attn_tp_rank", "attn_dp_size", "attn_dp_rank", "pp_size", "pp_rank")
+        rank = {name: getattr(parallel, name) for name in (*copied, "load_balance_method")}
+        rank |= {"attn_cp_size": 1, "attn_cp_rank": 0, "page_size": self.kv_args.page_size}
+        rank |= {"system_dp_size": parallel.dp_size, "system_dp_rank": self.kv_args.system_dp_rank or 0}
+        rank |= {"rank_ip": self._address.host, "rank_port": self._address.port, KEY: self._introduction}
+        rank |= {"kv_cache_dtype": self.kv_args.kv_cache_dtype_str, "prefill_http_port": get_serving().port}
         port = get_disagg().disaggregation_bootstrap_port
         self.directory.register(f"http://{join_address(host, port)}", rank)
 
@@ -172,19 +140,15 @@ class KVConnectSender(BaseKVSender):
     """P's view of one request."""
 
     def __init__(
-        self,
-        mgr: KVConnectManager,
-        bootstrap_addr: str,
-        bootstrap_room: int,
-        req_has_disagg_prefill_dp_rank: bool = False,
-        **of_other_releases: Any,
+        self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int, *has_dp_rank: Any, **more: Any
     ) -> None:
         self.kv_mgr, self.bootstrap_room = mgr, bootstrap_room
         self._room, self._aux_index = mgr.ledger.open_prefill(bootstrap_room), 0
         self._early_send_wait_event: Any = None
         self._early: list[tuple[Any, Sequence[int]]] = []
         parallel = get_parallel()
-        is_divided = max(parallel.dp_size, parallel.attn_dp_size) > 1 and not req_has_disagg_prefill_dp_rank
+        is_named = any(has_dp_rank) or more.get("req_has_disagg_prefill_dp_rank")
+        is_divided = max(parallel.dp_size, parallel.attn_dp_size) > 1 and not is_named
         if is_divided and parallel.load_balance_method != "follow_bootstrap_room":
             mgr.directory.register_room(bootstrap_addr, bootstrap_room, _dp_rank(mgr.kv_args))
 
@@ -204,13 +168,7 @@ class KVConnectSender(BaseKVSender):
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk
 
-    def send(
-        self,
-        kv_indices: Any,
-        state_indices: list[Any] | None = None,
-        num_kv_tokens: int | None = None,
-        **of_other_releases: Any,
-    ) -> None:
+    def send(self, kv_indices: Any, state_indices: Any = None, *num_kv_tokens: Any, **more: Any) -> None:
         event, self._early_send_wait_event = self._early_send_wait_event, None
         if event is not None and not event.query():
             # A cached prefix, which the device may not have computed yet.
@@ -233,9 +191,8 @@ class KVConnectSender(BaseKVSender):
     def abort(self) -> None:
         self.kv_mgr.ledger.fail(self._room)
 
-    def clear(self) -> None:
-        # SGLang has freed the pages, or is about to: of a request that has not ended, no more is sent.
-        self.kv_mgr.ledger.fail(self._room)
+    # SGLang frees the pages: of a request that has not ended, no more is sent.
+    clear = abort
 
     def failure_exception(self) -> None:
         is_own = self._room.state == FAILED
@@ -261,14 +218,10 @@ class KVConnectReceiver(BaseKVReceiver):
         """Nothing: the prefill node is being asked for."""
 
     def send_metadata(
-        self,
-        kv_indices: Any,
-        aux_index: int | None = None,
-        state_indices: list[Any] | None = None,
-        decode_prefix_len: int | None = None,
-        **of_other_releases: Any,
+        self, kv_indices: Any, aux_index: Any = None, state_indices: Any = None, *prefix: Any, **more: Any
     ) -> None:
-        self.kv_mgr.ledger.load(self._room, kv_indices, state_indices, aux_index or 0, decode_prefix_len or 0)
+        first_token = more.get("decode_prefix_len") or next(iter(prefix), None) or 0
+        self.kv_mgr.ledger.load(self._room, kv_indices, state_indices, aux_index or 0, first_token)
 
     def poll(self) -> int:
         return self.kv_mgr.ledger.poll_decode(self._room)

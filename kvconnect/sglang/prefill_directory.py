@@ -30,6 +30,7 @@ _THREADS, _TRY_S, _AGAIN_S, _REGISTER_S = 8, 2.0, 0.2, 300.0
 _REMEMBERED_S = 1.0
 """So long a failure stands for all requests of the same server."""
 _MOST_BYTES, _MOST_SERVERS = 1 << 16, 256
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _EVERY = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
 
@@ -95,13 +96,11 @@ class PrefillDirectory:
                 return
             error = f"{status or 'no answer'}: {answer}"
             time.sleep(_AGAIN_S)
-        logger.error(
+        text = (
             "this rank could not register at the bootstrap server %s within %g s (%s): decode nodes do not "
-            "find it; is --disaggregation-bootstrap-port free, and the server reachable?",
-            url,
-            _REGISTER_S,
-            error,
         )
+        text += "find it; is --disaggregation-bootstrap-port free, and the server reachable?"
+        logger.error(text, url, _REGISTER_S, error)
 
     def _ask(self, server: _Server, bootstrap: str, room: int) -> Found:
         """On a thread of the pool."""
@@ -116,10 +115,7 @@ class PrefillDirectory:
                 server.failure, server.failed_at = error.reason, time.monotonic()
                 return error.reason
             except Exception as error:
-                logger.debug("a bootstrap server's answer cannot be used", exc_info=True)
-                return Cause.PROTOCOL(
-                    f"the bootstrap server at {bootstrap} answers what cannot be read: {error}"
-                )
+                return Cause.PROTOCOL(f"the bootstrap server at {bootstrap} is not understood: {error!r}")
 
     def _look_up(self, server: _Server, bootstrap: str, room: int) -> Found:
         """Ask a server. Raises ``PeerError``: it does not answer, or not as one of ours."""
@@ -135,17 +131,12 @@ class PrefillDirectory:
             where = f"prefill_dp_rank={dp_rank}&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
             handle = _get(bootstrap, f"/route?{where}", until).get(KEY)
             if not isinstance(handle, str):
-                text = (
-                    f"the prefill server of {bootstrap} does not use the transfer backend kvconnect: start "
-                    "both servers with --disaggregation-transfer-backend kvconnect"
-                )
-                raise PeerError(text, Cause.OTHER_IDENTITY)
+                text = f"the prefill server of {bootstrap} has another --disaggregation-transfer-backend"
+                raise PeerError(f"{text}; accepted: kvconnect", Cause.OTHER_IDENTITY)
             try:
                 claims = self._trust.handles.read(handle, even_expired=True)
             except PeerError as error:
-                text = (
-                    f"what vouches for the address of the prefill server of {bootstrap} is of no use: {error}"
-                )
+                text = f"the address of the prefill server of {bootstrap} is not proven: {error}"
                 raise PeerError(text, Cause.PARAMETERS) from error
             peers, vouched = self._trust.peers, self._trust.handles.are_signed
             if peers is not None and (refusal := peers.refusal(claims.host, claims.port, vouched=vouched)):
@@ -168,12 +159,11 @@ def _get(bootstrap: str, path: str, until: float) -> dict[str, Any]:
         status, answer = _fetch(f"http://{bootstrap}{path}")
         if status == 200 and isinstance(answer, dict):
             return answer
-        if status == 0:
-            raise PeerError(
-                f"no bootstrap server answers at {bootstrap} ({answer}): accepted is the address of a "
-                "prefill server, with its --disaggregation-bootstrap-port",
-                Cause.OUT_OF_REACH,
+        if not status:
+            text = (
+                f"no bootstrap server answers at {bootstrap} ({answer}); accepted: the address of a prefill"
             )
+            raise PeerError(f"{text} server, with its --disaggregation-bootstrap-port", Cause.OUT_OF_REACH)
         if status != 503 or time.monotonic() >= until:
             text = f"the bootstrap server at {bootstrap} answers {status}: {str(answer)[:200]}"
             raise PeerError(text, Cause.OUT_OF_REACH)
@@ -185,9 +175,7 @@ def _fetch(url: str, body: Mapping[str, Any] | None = None, method: str = "GET")
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-            request, timeout=_TRY_S
-        ) as answer:
+        with _direct.open(request, timeout=_TRY_S) as answer:
             text = answer.read(_MOST_BYTES)
             return answer.status, json.loads(text) if text[:1] == b"{" else text.decode(errors="replace")
     except urllib.error.HTTPError as error:

@@ -120,12 +120,8 @@ def read_pools(args: Any, shape: RankShape) -> RankPools:
                 f"the model keeps the state component {kind!r} in the layout {layout}, which the transfer "
                 "backend kvconnect does not move; accepted: swa as nhd, dsa, mamba"
             )
-        pools = zip(
-            args.state_data_ptrs[number],
-            args.state_data_lens[number],
-            args.state_item_lens[number],
-            strict=True,
-        )
+        sizes = args.state_data_lens[number], args.state_item_lens[number]
+        pools = zip(args.state_data_ptrs[number], *sizes, strict=True)
         half = len(args.state_data_ptrs[number]) // 2
         for entry, pool in enumerate(pools):
             if kind == "swa" and planes > 1:
@@ -136,14 +132,8 @@ def read_pools(args: Any, shape: RankShape) -> RankPools:
             else:
                 made.opaque(group, f"{kind}.{entry}", *pool)
         states.append(kind == "mamba")
-    return RankPools(
-        made.cache(),
-        page,
-        sum(args.kv_item_lens),
-        tuple(states),
-        shape.num_layers if num_draft else 0,
-        made.cut_by_rank,
-    )
+    draft_from, page_bytes = shape.num_layers if num_draft else 0, sum(args.kv_item_lens)
+    return RankPools(made.cache(), page, page_bytes, tuple(states), draft_from, made.cut_by_rank)
 
 
 class _Maker:

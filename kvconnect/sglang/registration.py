@@ -7,6 +7,7 @@ nothing of ``prometheus_client``, which must not be imported before SGLang has s
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from typing import Any
 
@@ -29,10 +30,8 @@ def register() -> None:
 
     add_disagg_transfer_backend_choices([BACKEND])
     _add_member(utils.TransferBackend)
-    classes = "sglang.srt.disaggregation.utils.get_kv_class"
-    HookRegistry.register(classes, _class_of, HookType.AROUND)
-    arguments = "sglang.srt.server_args.prepare_server_args"
-    HookRegistry.register(arguments, _check_arguments, HookType.AFTER)
+    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _class_of, HookType.AROUND)
+    HookRegistry.register("sglang.srt.server_args.prepare_server_args", _check_arguments, HookType.AFTER)
 
 
 def _add_member(backends: Any) -> None:
@@ -47,10 +46,7 @@ def _class_of(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     found = _CLASSES.get(class_type.value)
     if transfer_backend.value != BACKEND or found is None:
         return original(transfer_backend, class_type)
-    module, name = found
-    import importlib
-
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(found[0]), found[1])
 
 
 def _check_arguments(given: Any, *arguments: Any, **more: Any) -> None:
@@ -65,4 +61,5 @@ def _check_arguments(given: Any, *arguments: Any, **more: Any) -> None:
         check_settings(mode, given)
     except ConfigError as error:
         # SGLang logs exceptions of plugins, and goes on.
-        sys.exit(f"kvconnect: {error}")
+        print(f"kvconnect: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)

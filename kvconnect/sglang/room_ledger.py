@@ -33,6 +33,9 @@ _ABORTED = Cause.ABORTED("the request was aborted")
 _RELEASED = Cause.ABORTED("the decode node released the request: its client left, or it failed there")
 _OTHER_AUX = Cause.OTHER_LAYOUT("the rows beside the KV have another size on the prefill node")
 
+States = Sequence[Any] | None
+"""SGLang's indices by state component; given with the last pages."""
+
 Found = tuple[str, int] | Reason
 """The address of P's rank 0, or why it is not known."""
 
@@ -68,7 +71,7 @@ class DecodeRoom:
     peer: tuple[str, int] = ("", 0)
     state: int = BOOTSTRAPPING
     reason: Reason | None = None
-    aux_index: int | None = None
+    aux_index: int = 0
     is_loading: bool = False
     is_aborted: bool = False
 
@@ -114,17 +117,14 @@ class RoomLedger:
     def open_prefill(self, room: int) -> PrefillRoom:
         """A request arrived at P. One whose room is in use has failed."""
         made = PrefillRoom(_handle(room), self._clock())
-        if made.handle in self._prefill:
+        if made is not self._prefill.setdefault(made.handle, made):
             made.state, made.reason = FAILED, _IN_USE
             return made
-        self._prefill[made.handle] = made
         self._draft.expected.append(made.handle)
         self._order()
         return made
 
-    def send(
-        self, room: PrefillRoom, pages: Sequence[int], states: Sequence[Any] | None, aux_index: int
-    ) -> None:
+    def send(self, room: PrefillRoom, pages: Sequence[int], states: States, aux_index: int) -> None:
         """The KV in these pages, which follow those sent before, is complete. The last have the states."""
         if room.state in (FAILED, SUCCESS):
             return
@@ -139,11 +139,10 @@ class RoomLedger:
         if not is_last:
             if self._pools.streams:
                 # Blocks are counted from the prompt's beginning: there D has no use for any.
-                skipped = (0,) * first_page if not first else ()
-                begin = first_page + first if first else 0
-                blocks = GroupBlocks(0, begin, (*skipped, *new))
+                skipped, begin = ((), first_page + first) if first else ((0,) * first_page, 0)
+                blocks = (GroupBlocks(0, begin, (*skipped, *new)),)
                 computed = (first_page + len(room.pages)) * tokens
-                self._draft.progress.append(Progress(room.handle, num_tokens, computed, (blocks,)))
+                self._draft.progress.append(Progress(room.handle, num_tokens, computed, blocks))
                 self._order()
             return
         try:
@@ -178,19 +177,12 @@ class RoomLedger:
     def open_decode(self, room: int, found: Future[Found]) -> DecodeRoom:
         """A request arrived at D; ``found`` gets the address of P. One whose room is in use has failed."""
         made = DecodeRoom(_handle(room), found)
-        if made.handle in self._decode:
+        if made is not self._decode.setdefault(made.handle, made):
             made.state, made.reason = FAILED, _IN_USE
-            return made
-        self._decode[made.handle] = made
         return made
 
     def load(
-        self,
-        room: DecodeRoom,
-        pages: Sequence[int],
-        states: Sequence[Any] | None,
-        aux_index: int,
-        first_token: int,
+        self, room: DecodeRoom, pages: Sequence[int], states: States, aux_index: int, first_token: int
     ) -> None:
         """Fetch the pages that follow the prompt's first tokens, which D has."""
         if room.state != WAITING_FOR_INPUT:
@@ -284,11 +276,8 @@ class RoomLedger:
         room = self._decode.get(handle)
         if room is None:
             return
-        reason = results.failed.get(handle)
-        if reason is None and room.is_aborted:
-            reason = _ABORTED
-        is_written = reason is not None or room.aux_index is None
-        if not is_written and not self._aux.write(room.aux_index or 0, results.attachments.get(handle, b"")):
+        reason = results.failed.get(handle) or (_ABORTED if room.is_aborted else None)
+        if not reason and not self._aux.write(room.aux_index, results.attachments.get(handle, b"")):
             reason = _OTHER_AUX
         self._end(room, reason)
 

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from kvconnect.cache.identity import Identity
 from kvconnect.runner_kit.checkpoint_files import files_name, local_files
 
@@ -21,11 +23,11 @@ _FREE = {
 
 
 def read_identity(
-    model: Any, server_args: Any, kv_args: Any, *, cache_dtype: str, ranks: int, convert_dtype: bool
+    model: Any, server_args: Any, kv_args: Any, dtype: torch.dtype, ranks: int, convert_dtype: bool
 ) -> Identity:
     """The identity of a server's KV: of ``ModelConfig``, its arguments and its pools.
 
-    ``ranks``: the number of ranks where a pool travels only between equal ones, else 0.
+    ``dtype``: of the cache. ``ranks``: their number where a pool travels only between equal ones, else 0.
     """
     architectures = getattr(model.hf_config, "architectures", None) or ["unknown"]
     draft = getattr(server_args, "speculative_draft_model_path", None)
@@ -40,8 +42,8 @@ def read_identity(
                 "layout": str(getattr(kv_args, "kv_layout", None)),
             },
             "quantization": str(getattr(model, "quantization", None)),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "cache dtype": "any of 16 and 8 bits, by convert_dtype" if convert_dtype else cache_dtype,
+            "dtype": str(model.dtype),
+            "cache dtype": "any of 16 and 8 bits, by convert_dtype" if convert_dtype else str(dtype),
             "ranks": ranks,
             "weights": _weights(model, server_args),
             "draft": {} if not draft else {"": _files(draft, None) or str(draft)},
