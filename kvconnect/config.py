@@ -235,9 +235,11 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         drain_s: how long a stopping node sends what it was asked for; under vLLM ``--shutdown-timeout``
             decides, by default 0.
         warm_peers: ``host:port`` of prefill nodes, rank 0, that are met before any request names them.
-        sources: ``host:port`` of nodes with offload, rank 0, that are asked for the KV of requests without a
-            handle: three at most for each, in order. They are met as ``warm_peers`` are; this node may be
+        sources: ``host:port`` of nodes, rank 0, that are asked for the KV of requests without a handle: three
+            at most for each, in order. They are met as ``warm_peers`` are; this node may be
             among them. A request may name others in ``kv_transfer_params.kv_sources``.
+        share_prefix_cache: whether other nodes may fetch by name what this node's prefix cache has on the
+            device, of requests that have ended.
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
         peer_timeout_s: silence after which a peer that owes an answer counts as gone.
@@ -269,6 +271,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     drain_s: Seconds = 30.0
     warm_peers: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    share_prefix_cache: bool = False
     transfer_timeout_s: Seconds = 30.0
     load_timeout_s: Seconds = 60.0
     peer_timeout_s: Seconds = 10.0
@@ -418,6 +421,11 @@ def _mistakes(config: TransferConfig) -> Iterator[str]:
         yield (
             f"{where}.sources is set and this node fetches nothing; accepted: kv_role kv_consumer or "
             "kv_both, and an engine"
+        )
+    if extra.share_prefix_cache and (config.kv_role == "kv_consumer" or extra.engine == "none"):
+        yield (
+            f"{where}.share_prefix_cache is true and this node sends nothing; accepted: kv_role kv_producer "
+            "or kv_both, and an engine"
         )
     if extra.load_timeout_s < extra.peer_timeout_s / 2:
         yield (

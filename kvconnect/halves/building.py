@@ -6,6 +6,7 @@ A stack states its caches, its requests and what its KV depends on; it makes no 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from kvconnect.peer.messages import CacheMeaning
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import OrdersDraft
 from kvconnect.transfer.params import SOURCES_KEY
-from kvconnect.transfer.stack import Names, StackTraits
+from kvconnect.transfer.stack import Names, PrefixPool, StackTraits
 
 # The tiers are a fifth of the package: a node without offload does not load them.
 if TYPE_CHECKING:
@@ -75,6 +76,18 @@ class KeptBlocks:
     events: TierEvents | None = None
 
 
+@dataclass(frozen=True)
+class SharedBlocks:
+    """The traits that a stack states of its prefix cache, whose blocks peers may fetch by name.
+
+    ``hashes`` name the contents of a request's blocks, of which ``pool`` has those that are reused.
+    """
+
+    requirements: HitRequirements
+    hashes: Names
+    pool: PrefixPool
+
+
 def build_scheduler_half(
     config: TransferConfig,
     cache_config: KVCacheConfig,
@@ -83,6 +96,7 @@ def build_scheduler_half(
     directory: Sequence[RankAddress] = (),
     trust: Trust | None = None,
     kept: KeptBlocks | None = None,
+    shared: SharedBlocks | None = None,
     new_handle: Callable[[], str] = new_handle,
 ) -> SchedulerHalf:
     """Make the half beside the request scheduler.
@@ -122,10 +136,14 @@ def build_scheduler_half(
     handles, peers = trust or Trust(Handles())
     draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
     rank0, prefill, decode, pulls = draft.directory[0], None, None, None
-    offered = None
+    offered = prefixes = None
+    if shared is not None:
+        from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
+
+        prefixes = SharedPrefixes(shared.requirements.groups, shared.hashes, shared.pool, draft)
     if config.is_producer:
         prefill = PrefillRequests(config, groups, traits, handles, new_handle, draft)
-        if config.extra.offload is not None and traits.naming is not None:
+        if (config.extra.offload is not None or prefixes is not None) and traits.naming is not None:
             offered = {SOURCES_KEY: [join_address(rank0.host, rank0.port)]}
         if config.extra.bootstrap_port:
             listens_at = config.extra.here(0).listens_at
@@ -136,7 +154,10 @@ def build_scheduler_half(
         if traits.names and traits.naming and traits.clock:
             pulls = PullRequests(config, groups, traits, peers, new_handle, draft)
     return SchedulerHalf(
-        draft, prefill, decode, pulls, offload, offered=offered, zeroes_loads=traits.zeroes_loads
+        *(draft, prefill, decode, pulls, offload),
+        shared=prefixes,
+        offered=offered,
+        zeroes_loads=traits.zeroes_loads,
     )
 
 
@@ -182,11 +203,23 @@ class KeptCache:
 
 
 @dataclass(frozen=True)
+class SharedCache:
+    """How peers may name the blocks of a rank's prefix cache, and which of them a hit needs."""
+
+    naming: Naming
+    requirements: HitRequirements
+
+
+@dataclass(frozen=True)
 class SentCache:
-    """The caches of which a rank sends blocks to peers, and the meaning that peers must agree on."""
+    """The caches of which a rank sends blocks to peers, and the meaning that peers must agree on.
+
+    ``shared``: None where peers fetch under handles only, or by name from the offload.
+    """
 
     cache: RankCache
     meaning: CacheMeaning
+    shared: SharedCache | None = None
 
 
 @dataclass(frozen=True)
@@ -231,6 +264,10 @@ def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
                 transfer.report_fetches()
             if offload is not None:
                 transfer.tiers, transfer.kept = offload.tiers, offload.names
+            if (shared := sent.shared) is not None:
+                from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
+
+                transfer.share = functools.partial(PrefixBlocks, shared.naming, shared.requirements)
             transfer.register_kv_caches(
                 cache.tensors, cache.heads, cache.scales, reserved_bytes=traits.reserved_bytes
             )

@@ -21,6 +21,7 @@ from kvconnect.transfer.stack import RequestView, Step
 
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+    from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
 
 PEER = "peer"
 """The name of a peer where hits are counted by source."""
@@ -56,20 +57,21 @@ class SchedulerHalf:
         pulls: PullRequests | None = None,
         offload: OffloadScheduler | None = None,
         *,
+        shared: SharedPrefixes | None = None,
         offered: Mapping[str, Any] | None = None,
         zeroes_loads: bool = False,
     ) -> None:
         self.draft, self.prefill, self.decode = draft, prefill, decode
-        self.pulls, self.offload = pulls, offload
+        self.pulls, self.offload, self._shared = pulls, offload, shared
         self._offered, self._zeroes_loads = offered, zeroes_loads
         self._parts = [part for part in (prefill, decode, pulls, offload) if part is not None]
         # Few requests name a source: the hooks of pulls are called only while one that does exists.
-        others = [part for part in self._parts if part is not pulls]
+        others = [part for part in (prefill, decode, offload, shared) if part is not None]
         self._update_results = _hooks(others, "update_results")
         self._launched = _hooks(others, "launched")
         self._ordered = _hooks(others, "ordered")
         self._preempted = _hooks(self._parts, "preempted")
-        self._reset = _hooks(self._parts, "reset")
+        self._reset = _hooks([*self._parts, shared], "reset")
 
     def drain(self) -> None:
         """Hold no further request. The only hook that any thread may call."""
@@ -208,6 +210,8 @@ class SchedulerHalf:
         whether the blocks must be kept until ``Results.sent`` has the request, and the parameters for D.
         """
         done = None if self.offload is None else self.offload.request_finished(request, block_ids)
+        if self._shared is not None:
+            self._shared.request_finished(request)
         is_loading = self.decode is not None and self.decode.request_finished(request)
         if self.pulls is not None and self.pulls.requests:
             is_loading |= self.pulls.request_finished(request.request_id)

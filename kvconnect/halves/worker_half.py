@@ -44,6 +44,7 @@ from kvconnect.transfer.parts import DeviceSteps, Finished, always
 
 if TYPE_CHECKING:
     from kvconnect.offload.worker.offload_worker import OffloadWorker
+    from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,9 @@ class TransferWorker:
         """Returns the state of each tier, for the inspection. Quick, and callable from any thread."""
         self.kept: KeptByName | None = None
         """The rows that peers may look up by name. To be set before caches are registered."""
+        self.share: Callable[[RegionTable, int, KeptByName | None], PrefixBlocks] | None = None
+        """Makes the named blocks of the prefix cache, of a table and a count. To be set likewise."""
+        self._shared: PrefixBlocks | None = None
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s, port %d",
             config.kv_role,
@@ -195,8 +199,11 @@ class TransferWorker:
         )
         if local.stream is not None:
             self._steps = DeviceSteps(self._record)
-        if self.kept is not None:
-            local.keep(self.kept)
+        kept = self.kept
+        if self.share is not None:
+            kept = self._shared = self.share(table, self._cache_config.num_blocks, kept)
+        if kept is not None:
+            local.keep(kept)
         self._transfers = WorkerTransfers(config, self._channel, local, self._reports, self._metrics)
         topics, timeline = self._transfers.inbound_peers.topics, self._metrics.timeline
         # Here, not on the transfer thread: reading the versions of packages takes milliseconds, and files.
@@ -215,6 +222,8 @@ class TransferWorker:
         To be called before ``start`` of the first orders for KV of the new weights.
         """
         self._metrics.failures.labels("weights_replaced").inc()
+        if self._shared is not None:
+            self._shared.forget()
         if self._transfers is None:
             self._meaning = self._meaning.with_weights(weights)
         else:
@@ -233,6 +242,8 @@ class TransferWorker:
 
         Called for every step: a hold refers to the step that computed it, whose orders do not name it.
         """
+        if self._shared is not None:
+            self._shared.begin(orders.step, orders.reused)
         if self._is_producer and self._steps is not None:
             self._steps.begin(orders.step)
 
@@ -247,7 +258,11 @@ class TransferWorker:
             return
         if self._transfers is None:
             raise LocalError("orders came before register_kv_caches was called")
-        self._transfers.order(orders, self._finished if self._steps is None else self._steps.finished)
+        finished = self._finished if self._steps is None else self._steps.finished
+        if orders.named and self._shared is not None:
+            name, number, is_computed = self._shared.name, self._shared.number, finished(orders.step - 1)
+            self._transfers.call(lambda now: name(orders.named, number, is_computed))
+        self._transfers.order(orders, finished)
 
     def results(self) -> Results:
         return self._reports.take()
@@ -315,6 +330,8 @@ class TransferWorker:
         """
         if self._transfers is None:
             return
+        if self._shared is not None:
+            self._shared.forget()
         asleep = threading.Event()
         self._transfers.drain(asleep.set, ASLEEP, 0.0)
         if asleep.wait(_CLOSE_TIMEOUT_S) and not self._transfers.state().get("loads"):

@@ -75,6 +75,9 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self._first, num_blocks))
         self.events: TierEvents | None = None
         """Records the contents of the device's blocks; None where KV events are off."""
+        self.reused: list[int] = []
+        """Watched blocks that were allocated again, until ``take_reused``."""
+        self._watched: set[int] = set()
         self._block_of: dict[ContentKey, int] = {}
         self._key_of: dict[int, ContentKey] = {}
 
@@ -114,6 +117,9 @@ class BlockPool:
             if key := self._key_of.pop(block_id, None):
                 del self._block_of[key]
                 gone.setdefault(key[0], []).append(key[1])
+                if block_id in self._watched:
+                    self._watched.remove(block_id)
+                    self.reused.append(block_id)
             self._references[block_id] = 1
         if self.events is not None:
             for group, names in gone.items():
@@ -150,6 +156,25 @@ class BlockPool:
             self._block_of[key] = block_id
             self._key_of[block_id] = key
         return is_new
+
+    def watch(self, group: int, hashes: Sequence[bytes]) -> Sequence[int]:
+        """See ``PrefixPool``."""
+        found = [self._block_of.get((group, name), NULL_BLOCK) for name in hashes]
+        self._watched.update(filter(None, found))
+        return found
+
+    def take_reused(self) -> Sequence[int]:
+        """See ``PrefixPool``."""
+        if not self.reused:
+            return ()
+        reused, self.reused = self.reused, []
+        return reused
+
+    def refresh(self, block_ids: Sequence[int]) -> None:
+        """See ``PrefixPool``."""
+        for block_id in reversed(block_ids):
+            if block_id in self._free and block_id in self._key_of:
+                self._free.move_to_end(block_id)
 
     def find(self, key: ContentKey) -> int | None:
         """A block with this content, free or held; None without one."""

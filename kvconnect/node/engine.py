@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from kvconnect.errors import LocalError
@@ -24,6 +25,7 @@ from kvconnect.node.node_connector import Connector
 from kvconnect.node.request import EngineStep, Failure, Output, Request
 from kvconnect.node.scheduler import Scheduler
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
+from kvconnect.transfer.orders import Orders
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +235,10 @@ class NodeEngine:
         # step that may take long.
         self._send_orders()
         step = scheduler.schedule()
-        self.runner.prepare(step)
+        if scheduler.manager.pool.reused:
+            self._prepare_reused(step)
+        else:
+            self.runner.prepare(step)
         sampled = self.runner.execute(step) if step.chunks else {}
         scheduler.update(step, sampled)
         self._send_orders()
@@ -251,11 +256,23 @@ class NodeEngine:
 
     def _send_orders(self) -> None:
         orders = self.scheduler.transfers.hooks.build_orders()
+        self._settle_cache(orders)
+        # Blocks to be stored are computed by now, and no other request has got them yet.
+        self.worker.before_step(orders)
+
+    def _settle_cache(self, orders: Orders) -> None:
         if orders.holds or orders.loads or orders.progress:
             # From here on a peer or an engine may access the cache: computing and zeroing must be over.
             self.runner.synchronize()
-        # Blocks to be stored are computed by now, and no other request has got them yet.
+
+    def _prepare_reused(self, step: EngineStep) -> None:
+        """Prepare a step that overwrites blocks which peers may be reading: the worker must know before."""
+        orders = self.scheduler.transfers.hooks.build_orders()
+        orders = msgspec.structs.replace(orders, zeroes_loads=True)
         self.worker.before_step(orders)
+        self.runner.prepare(step)
+        self._settle_cache(orders)
+        self.worker.after_zeroing(orders)
 
     def _deliver(self) -> None:
         outputs, self.scheduler.outputs = self.scheduler.outputs, []

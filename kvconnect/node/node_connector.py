@@ -19,13 +19,15 @@ from kvconnect.halves.building import (
     RankCache,
     RankTraits,
     SentCache,
+    SharedBlocks,
+    SharedCache,
     build_scheduler_half,
     build_worker_half,
     configured_trust,
 )
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.node.block_manager import HASH_SCHEME
+from kvconnect.node.block_manager import HASH_SCHEME, BlockPool
 from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
 from kvconnect.node.models import Model
 from kvconnect.node.node_options import NodeOptions
@@ -34,7 +36,6 @@ from kvconnect.node.scheduler import align_tokens
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
-from kvconnect.offload.tier_events import TierEvents
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.handles import digest_prompt
 from kvconnect.peer.messages import CacheMeaning
@@ -80,12 +81,10 @@ def naming(config: KVCacheConfig, offload: OffloadConfig | None) -> Naming:
     return Naming(salted(f"node {HASH_SCHEME}", offload), math.gcd(*tokens))
 
 
-def configured_connector(
-    options: NodeOptions, model: Model, cache: NodeCache, events: TierEvents | None = None
-) -> Connector:
+def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, pool: BlockPool) -> Connector:
     """Both halves as ``kv_transfer_config`` defines them, with the cache registered; without it, empty ones.
 
-    Changes of the tiers are recorded in ``events``.
+    ``pool`` has the blocks of the prefix cache; changes of the tiers are recorded in its ``events``.
 
     Raises:
         ConfigError: the configuration is not valid, or not possible with this cache.
@@ -108,9 +107,12 @@ def configured_connector(
             requirements,
             label=options.model,
             naming=named,
-            announces=events is not None,
+            announces=pool.events is not None,
         )
-    sent = SentCache(rank, CacheMeaning(stated, None, 1))
+    # A state group turns prefix reuse off.
+    shares = config.extra.share_prefix_cache and not any(group.is_state for group in cache.config.groups)
+    shared = SharedCache(named, requirements) if shares else None
+    sent = SentCache(rank, CacheMeaning(stated, None, 1), shared)
     worker = build_worker_half(config, RankTraits(sent=sent, kept=kept))
     with contextlib.ExitStack() as opened:
         # On failure a folder on disk must not stay locked, nor memory stay allocated.
@@ -124,7 +126,7 @@ def configured_connector(
                 row_bytes=worker.offload.row_bytes,
                 num_ranks=1,
                 clock=time.monotonic,
-                events=events,
+                events=pool.events,
             )
         scheduler = build_scheduler_half(
             config,
@@ -133,6 +135,7 @@ def configured_connector(
             directory=() if address is None else (address,),
             trust=None if address is None else configured_trust(config, os.environ, time.time),
             kept=blocks,
+            shared=SharedBlocks(requirements, _content_hashes, pool) if shares else None,
         )
         opened.pop_all()
     state = None

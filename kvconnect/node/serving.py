@@ -51,7 +51,7 @@ def build_engine(
     runner = Runner(model, cache)
     publisher = configured_publisher(options.kv_events_config, cache.config)
     pool.events = None if publisher is None else publisher.events
-    connector = connector or configured_connector(options, model, cache, pool.events)
+    connector = connector or configured_connector(options, model, cache, pool)
     transfers = Transfers(
         connector.scheduler, cache.config, recompute_failed_loads=connector.recompute_failed_loads
     )

@@ -272,7 +272,7 @@ class FetchService:
             PeerError: the chunks exceed their bounds, or a chunk is larger than a send slot.
         """
         fetch = pending.fetch
-        packer = path.packer if source.kept is None else path.kept_packer()
+        packer = path.packer if source.kept is None else path.kept_packer(source.kept.on_device)
         check_chunks(fetch, packer.chunker, path.slot_bytes)
         pool, max_bytes = self._local.send, self._local.engine.capabilities.max_bytes
         supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, path.share)

@@ -1,7 +1,8 @@
-"""P serves KV of host memory and disk by name: prefix lookups of peers, and pins, which fetches then use.
+"""P serves KV by name, of its prefix cache, host memory and disk: lookups of peers, and pins for fetches.
 
-A peer's pin has a lease like any other. The scheduler half's orders may still evict its rows: chunks of rows
-that were overwritten while they were sent are void. Owned by the transfer thread.
+A peer's pin has a lease like any other. What it names may still be evicted: chunks of rows and blocks that
+were given away while they were sent are void. A stack is asked to reuse pinned blocks last, which takes until
+its next step; a stack that does not step reuses none. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvconnect.transfer.parts import TransferContext, count_misuse
 
 logger = logging.getLogger(__name__)
 
-EVICTED = Cause.EVICTED("the prefill node evicted it from host memory while it was sent")
+EVICTED = Cause.EVICTED("the prefill node evicted it while it was sent")
 TOO_MANY = Cause.BUSY("the prefill node was asked for more names than it looks up for one decode node")
 _NOTHING = Cause.NOT_HELD("the prefill node keeps nothing under names for peers")
 
@@ -53,6 +54,7 @@ class KeptFetches:
     def __init__(self, context: TransferContext, book: LeaseBook) -> None:
         self._local, self._metrics, self._book = context.local, context.metrics, book
         self._most_leases, self._repeats = context.config.max_leases, context.repeats
+        self._reports = context.reports
         self._allowances: dict[str, NameAllowance] = {}
 
     def forget(self, link: str) -> None:
@@ -104,6 +106,8 @@ class KeptFetches:
         if found is None:
             raise not_all(asked.num_tokens)
         self._book.pin(handle, peer.engine_id, asked.num_tokens, found, now)
+        if found.on_device:
+            self._reports.read(block for group in found.groups for block in group.block_ids if block)
 
     def _allowance(self, link: str) -> NameAllowance:
         return self._allowances.setdefault(link, NameAllowance())

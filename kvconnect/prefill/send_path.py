@@ -42,9 +42,9 @@ class SendPath:
 
     ``who`` is the peer for people, ``name`` the engine's name of it. ``slot_bytes``: the largest chunk that
     fits the slots of both sides. ``share``: the tokens that both ranks keep. ``kept_packer``: makes, once,
-    the packer of host memory rows; raises ``LayoutError`` where rows do not travel as blocks do. ``mapped``:
-    the peer's landing slots, where they are memory of this machine; elsewhere the engine writes, and fetches
-    wait until the link ``is_measured``. ``new_probe`` makes a
+    the packer of what has names, on the device or in rows of host memory; raises ``LayoutError`` where rows
+    do not travel as blocks do. ``mapped``: the peer's landing slots, where they are memory of this machine;
+    elsewhere the engine writes, and fetches wait until the link ``is_measured``. ``new_probe`` makes a
     calibration, ``probe`` is the one under way, ``calibrations`` counts those cut short. ``calibrated_s``:
     the seconds that a batch of so many bytes took in the last whole one. ``traffic``: this machine's traffic
     when the calibration began. ``found``: the result of the calibration, or the engine's
@@ -56,7 +56,7 @@ class SendPath:
     packer: Packer
     slot_bytes: int
     share: Share
-    kept_packer: Callable[[], Packer]
+    kept_packer: Callable[[bool], Packer]
     found: Transport
     mapped: MappedMemory | None = None
     new_probe: Callable[[], ProbeOutbox] | None = None
@@ -160,10 +160,11 @@ class SendPaths:
             raise LayoutError(without_slots("decode" if ours.slot_bytes else "prefill"))
         packer = local.packer(ours, peer, "source", convert)
 
-        def make_kept_packer() -> Packer:
-            assert local.kept is not None, "it was asked for what is kept"
-            rows = msgspec.structs.replace(ours, table=TableCard.of(local.kept.table))
-            made = local.packer(rows, peer, "source", convert, local.kept.table)
+        def make_kept_packer(on_device: bool) -> Packer:
+            table = local.table if on_device or local.kept is None else local.kept.table
+            assert table is not None, "it was asked for rows"
+            card = msgspec.structs.replace(ours, table=TableCard.of(table))
+            made = local.packer(card, peer, "source", convert, table)
             if made.chunker.wire != packer.chunker.wire:
                 # The peer cuts its chunks by the wire of the blocks, computed from P's introduction.
                 raise LayoutError(

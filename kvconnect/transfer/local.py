@@ -77,7 +77,7 @@ class Local:
         """Offer these rows to peers, if there are slots to send them from. Before any peer is met."""
         if not self.send.slots:
             return
-        if self.stream is not None:
+        if self.stream is not None and kept.table is not None:
             self._warm_up(self.send, "source", kept.table)
         self.kept = kept
         self.introduction = msgspec.structs.replace(self.introduction, naming=kept.naming)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -140,6 +140,17 @@ class LetGo(msgspec.Struct, frozen=True):
     port: int
 
 
+class NamedBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of the device's prefix cache and the names of their contents, pairwise, of one cache group.
+
+    The device was given what they hold before the step of these orders.
+    """
+
+    group: Index
+    block_ids: tuple[Count, ...]
+    names: tuple[bytes, ...]
+
+
 class RowCopies(msgspec.Struct, frozen=True, array_like=True):
     """Logical blocks of one cache group and their rows, pairwise.
 
@@ -268,12 +279,15 @@ class Orders(_Parts, frozen=True):
     preempted, progress, holds; and loads or let_go before awaited. ``step`` numbers the orders of one
     scheduler half: the device was given all that they name before step ``step``. ``zeroes_loads``: the step
     may still zero blocks that its loads and restores fill. ``notes``: records for the timeline of rank 0.
-    ``pulls``: outcomes of pulls and loaded tokens, for the metrics.
+    ``pulls``: outcomes of pulls and loaded tokens, for the metrics. ``named``: blocks that peers may fetch by
+    name from now on; ``reused``: named blocks that this step, or a load or restore of it, may overwrite, also
+    of those in ``named``. A worker takes ``reused`` before the step's kernels are launched.
     """
 
     step: int = 0
     zeroes_loads: bool = False
     notes: tuple[Record, ...] = ()
+    reused: tuple[Count, ...] = ()
     holds: tuple[Hold, ...] = ()
     loads: tuple[Load, ...] = ()
     let_go: tuple[LetGo, ...] = ()
@@ -287,10 +301,11 @@ class Orders(_Parts, frozen=True):
     awaited: tuple[Await, ...] = ()
     finds: tuple[Find, ...] = ()
     pulls: tuple[tuple[str, int], ...] = ()
+    named: tuple[NamedBlocks, ...] = ()
     offload: OffloadOrders = NO_OFFLOAD
 
     def __bool__(self) -> bool:
-        return any(astuple(self)[3:-1]) or self.offload != NO_OFFLOAD
+        return any(astuple(self)[4:-1]) or self.offload != NO_OFFLOAD
 
 
 class Results(_Parts, frozen=True):
@@ -299,9 +314,10 @@ class Results(_Parts, frozen=True):
     No peer or copy touches the blocks of ``received`` requests any more; ``failed`` has those without valid
     KV, with the reason. ``offload``: at most one report per rank. ``settled``: awaited handles that the peer
     holds, or never will. ``ragged``: received requests whose windows may begin with a partly filled block, as
-    the peer's blocks end elsewhere. Rank 0 reports ``settled`` and ``found``. ``unsent``: sent requests that
-    no peer was served, with the reason. ``attachments``: what came with received requests. ``wanted``: see
-    ``RankTraits.reports_fetches``.
+    the peer's blocks end elsewhere. ``unsent``: sent requests that no peer was served, with the reason.
+    ``attachments``: what came with received requests. ``wanted``: see ``RankTraits.reports_fetches``.
+    ``read``: blocks of the prefix cache that peers read by name, to be reused after all others. Rank 0
+    reports ``settled``, ``found`` and ``read``.
     """
 
     sent: tuple[str, ...] = ()
@@ -314,6 +330,7 @@ class Results(_Parts, frozen=True):
     unsent: Mapping[str, Reason] = {}
     attachments: Mapping[str, bytes] = {}
     wanted: Mapping[str, int] = {}
+    read: tuple[int, ...] = ()
 
 
 @dataclass
@@ -338,6 +355,8 @@ class OrdersDraft:
     awaited: dict[str, Await] = field(default_factory=dict)
     finds: list[Find] = field(default_factory=list)
     pulls: list[tuple[str, int]] = field(default_factory=list)
+    named: list[NamedBlocks] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
 
     def __post_init__(self, clock: Callable[[], float] | None) -> None:
         self._parts = dict(vars(self))
@@ -404,6 +423,8 @@ class Reports:
         self._rank = rank
         self._ended: deque[tuple[str, str, Reason | None, Any]] = deque()
         self._found: deque[Found] = deque()
+        # As keys: an idle stack takes no reports, and peers may read the same blocks many times.
+        self._read: dict[int, None] = {}
 
     def sent(self, request_id: str, error: Reason | None = None) -> None:
         """No peer reads the blocks of a held request any more; ``error`` states why no peer was served."""
@@ -434,9 +455,14 @@ class Reports:
         self._found.append(found)
         self.wake()
 
+    def read(self, block_ids: Iterable[int]) -> None:
+        """A peer reads these blocks of the prefix cache: rank 0 reports it for all ranks."""
+        if self._rank == 0:
+            self._read.update(dict.fromkeys(block_ids))
+
     def take(self) -> Results:
         """The results since the last call."""
-        if not self._ended and not self._found:
+        if not self._ended and not self._found and not self._read:
             return Results()
         named: dict[str, list[str]] = {"sent": [], "received": [], "settled": [], "ragged": []}
         wanted: dict[str, int] = {}
@@ -458,12 +484,14 @@ class Reports:
         while self._found:
             found.append(self._found.popleft())
         lists: dict[str, Any] = {what: tuple(names) for what, names in named.items()}
+        read, self._read = self._read, {}
         return Results(
             failed=errors["received"],
             found=tuple(found),
             unsent=errors["sent"],
             attachments=attachments,
             wanted=wanted,
+            read=tuple(read),
             **lists,
         )
 

@@ -63,6 +63,25 @@ Names = Callable[[Any, int], Sequence[bytes]]
 """The names of a request's tokens, one per given number of tokens: see ``Prefix``. Raises nothing."""
 
 
+class PrefixPool(Protocol):
+    """A stack's prefix cache, for peers that fetch its blocks by name. Called by the thread of the hooks."""
+
+    def watch(self, group: int, hashes: Sequence[bytes]) -> Sequence[int]:
+        """For each content of a cache group the block that later requests may reuse, 0 for none.
+
+        These blocks are watched from now on. The device was given what they hold.
+        """
+        ...
+
+    def take_reused(self) -> Sequence[int]:
+        """The watched blocks that the stack gave to other contents since the last call."""
+        ...
+
+    def refresh(self, block_ids: Sequence[int]) -> None:
+        """Have the stack give away these blocks after all others that are free."""
+        ...
+
+
 class LongestRequest(NamedTuple):
     """The most tokens that a stack allows one request; ``step_tokens`` are kept beside a window."""
 

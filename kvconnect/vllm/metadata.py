@@ -65,7 +65,10 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Reports of ranks: tiers, addresses where asked, KV that peers found or settled, reasons of failures."""
+    """Reports of ranks: tiers, addresses where asked, KV that peers found or settled, reasons of failures.
+
+    ``read``: blocks of the prefix cache that peers read.
+    """
 
     reports: tuple[OffloadReport, ...]
     addresses: tuple[AddressMetadata, ...] = ()
@@ -73,6 +76,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     found: tuple[Found, ...] = ()
     ragged: tuple[str, ...] = ()
     failed: tuple[tuple[str, Reason], ...] = ()
+    read: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return any(vars(self).values())

@@ -242,6 +242,32 @@ def usable_naming(vllm_config: VllmConfig, config: TransferConfig, naming: Namin
     return naming
 
 
+def shared_naming(
+    vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig, naming: Naming | None, pool: Any
+) -> Naming | None:
+    """The naming of the blocks that peers may fetch from the prefix cache; None where they cannot.
+
+    A worker takes a step's orders before the step writes to any block that it was given. That is not so where
+    vLLM zeroes blocks, which its newer runner does first. ``pool`` is vLLM's block pool, None in a worker.
+    """
+    if not config.extra.share_prefix_cache:
+        return None
+    reason = ""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        reason = "its prefix cache is off; set --enable-prefix-caching"
+    elif naming is None or context_ranks(vllm_config) > 1:
+        reason = (
+            "it names no KV for peers. Set PYTHONHASHSEED to the same number on all servers, or "
+            "prefix_caching_hash_algo to sha256; models of which vLLM replays a part, and context parallel "
+            "ranks, have no names"
+        )
+    elif getattr(kv_cache_config, "needs_kv_cache_zeroing", True):
+        reason = "vLLM zeroes blocks of this model before workers know of it: states, or types of two widths"
+    if reason and pool is not None:
+        logger.warning("peers get nothing of this server's prefix cache: %s", reason)
+    return None if reason else naming
+
+
 def recompute_if_alone(vllm_config: VllmConfig, config: TransferConfig) -> None:
     """Set the policy to recompute where no KV comes from peers: then a failed restore fails no request.
 

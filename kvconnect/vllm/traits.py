@@ -20,6 +20,8 @@ from kvconnect.halves.building import (
     KeptCache,
     RankTraits,
     SentCache,
+    SharedBlocks,
+    SharedCache,
     build_scheduler_half,
     build_worker_half,
     configured_trust,
@@ -49,6 +51,7 @@ from kvconnect.vllm.offload import (
     kept_config,
     naming,
 )
+from kvconnect.vllm.prefix_pool import WatchedPool
 from kvconnect.vllm.requests import Adapters, batch_of, parent_of, prompt_digest
 from kvconnect.vllm.stated_identity import Stated
 from kvconnect.vllm.values import attention_layers
@@ -67,15 +70,21 @@ def make_scheduler_half(
     workers: Mapping[int, AddressMetadata],
     *,
     zeroes_loads: bool,
+    pool: Any = None,
 ) -> SchedulerHalf:
-    """The scheduler half. Called once the workers have announced themselves."""
+    """The scheduler half, with vLLM's block ``pool``. Called once the workers have announced themselves."""
     extra, adapters = config.extra, Adapters()
-    named = kept = trust = None
+    named = kept = shared = trust = None
     if extra.engine != "none":
         trust = configured_trust(config, os.environ, time.time)
-        named = settings.usable_naming(
-            vllm_config, config, naming(vllm_config, kv_cache_config, extra.offload)
-        )
+        own = naming(vllm_config, kv_cache_config, extra.offload)
+        named = settings.usable_naming(vllm_config, config, own)
+        if settings.shared_naming(vllm_config, kv_cache_config, config, own, pool) is not None:
+            shared = SharedBlocks(
+                hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
+                hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
+                pool=WatchedPool(pool),
+            )
     traits = StackTraits(
         # vLLM before 0.31 does not state the lookahead; it is 1, as drafters of several modules are refused.
         held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
@@ -117,6 +126,7 @@ def make_scheduler_half(
         directory=tuple(meta.address for meta in workers.values() if meta.address is not None),
         trust=trust,
         kept=kept,
+        shared=shared,
     )
 
 
@@ -168,7 +178,12 @@ def make_worker_half(
             held_back=held_back(kv_cache_config, lookahead),
             draft_from=counts.num_layers,
         )
-        sent = SentCache(cache, meaning)
+        named, shared = naming(vllm_config, kv_cache_config, extra.offload), None
+        named = settings.shared_naming(vllm_config, kv_cache_config, config, named, None)
+        if named is not None:
+            drafts = draft_groups(vllm_config, kv_cache_config)
+            shared = SharedCache(named, hit_requirements(kv_cache_config, drafts))
+        sent = SentCache(cache, meaning, shared)
     return build_worker_half(config, RankTraits(rank, ranks.size, reserved_bytes, sent, kept))
 
 

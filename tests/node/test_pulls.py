@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 
+from kvconnect.cache.identity import Prefix
 from kvconnect.decode.sources import MISS_S
 from kvconnect.engine.memory import MemoryEngine
+from kvconnect.node.block_manager import PrefixHashes
 from kvconnect.timeline import Moment
 from tests.node.node_harness import make_client, make_prompt
 from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper, patient
 
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
+SHARED = ("gqa", "mla", "mixed", "sliding")
+"""A node reuses no prefix of models with states."""
 SLOW_BYTES_PER_S = 1e5
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -22,19 +27,21 @@ ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 def node(
     *sources: Keeper,
     keeps: bool = True,
+    shares: bool = False,
     learns: bool = False,
     role: str = "kv_both",
     cpu_bytes: int = 64 << 20,
     **options,
 ) -> Keeper:
-    """A node that asks others, and keeps what it computes."""
-    extra = {"engine": "memory", "insecure": True, "slot_bytes": 64 << 10}
+    """A node that asks others, and keeps what it computes, or ``shares`` what its device has of it."""
+    extra = {"engine": "memory", "insecure": True, "slot_bytes": 64 << 10, "share_prefix_cache": shares}
     extra["sources"] = [address(source) for source in sources]
     extra["offload"] = {"cpu_bytes": cpu_bytes} if keeps else None
     config = {"kv_role": role, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
     if keeps:
         return patient(make_keeper(json.dumps(config), **options), learns)
-    made = make_client(kv_transfer_config=json.dumps(config), enable_prefix_caching=False, **options)
+    options = {"enable_prefix_caching": shares, **options}
+    made = make_client(kv_transfer_config=json.dumps(config), **options)
     made.engine.worker.on_results(made.engine.wake)
     return patient(Puller(made.engine), learns)
 
@@ -111,6 +118,105 @@ def test_a_node_gets_what_another_has_computed_and_answers_alike(model, keeps):
         assert target.ask(other) == plain.complete(other)
         assert target.cached == 0
         assert pulled(target)["missed"] >= 1
+
+
+@pytest.mark.parametrize("model", SHARED)
+def test_a_node_gets_what_only_the_device_of_another_has(model):
+    plain = make_client(model=model, enable_prefix_caching=False)
+    shares = {"model": model, "keeps": False, "shares": True}
+    with source_and_target(shares, **shares) as (source, target):
+        prompt = make_prompt(300, seed=1)
+        answer = source.ask(prompt)
+        for _ in range(2):
+            # At rest: its engine's loop does not run.
+            assert target.ask(prompt) == answer == plain.complete(prompt)
+            assert target.cached >= 256
+        assert pulled(target) == {"loaded": 1, "tokens": target.cached}, "its own device has it now"
+        longer = [*prompt, *answer, *make_prompt(90, seed=2)]
+        assert source.ask(longer) == plain.complete(longer)
+        kept = source.engine.worker.transfer._transfers.local.kept
+        hashes = PrefixHashes(kept.naming.tokens)
+        hashes.extend_to(longer)
+        assert kept.find(Prefix(kept.naming, 0, tuple(hashes)), 398)[0] >= 320, "what was decoded there too"
+        assert target.ask([*longer, 3]) == plain.complete([*longer, 3])
+
+
+def test_the_device_and_host_memory_of_a_node_give_what_each_of_them_has():
+    source = node(shares=True, enable_prefix_caching=True, num_blocks=40)
+    target = node(source, reserved_blocks=61)
+    plain = make_client(enable_prefix_caching=False)
+    with closing(source, target):
+        kept = source.engine.worker.transfer._transfers.local.kept
+        prompts = [make_prompt(300, seed=seed) for seed in range(1, 5)]
+        for prompt in prompts:
+            source.ask(prompt)
+        places = []
+        for prompt in prompts:
+            hold = kept.hold
+            kept.hold = lambda *asked, hold=hold: places.append(held := hold(*asked)) or held
+            assert target.ask(prompt) == plain.complete(prompt)
+            assert target.cached == 288
+            kept.hold = hold
+        assert [held.on_device for held in places] == [False, False, True, True]
+        assert pulled(target) == {"loaded": 4, "tokens": 4 * 288}
+        assert_at_rest(source, target)
+
+
+def test_what_the_device_has_given_to_other_prompts_is_not_found():
+    with source_and_target(
+        {"keeps": False, "shares": True, "num_blocks": 24}, keeps=False, enable_prefix_caching=False
+    ) as (source, target):
+        plain = make_client(enable_prefix_caching=False)
+        prompts = [make_prompt(200, seed=seed) for seed in range(1, 7)]
+        for prompt in prompts:
+            source.ask(prompt)
+        for prompt in prompts:
+            assert target.ask(prompt) == plain.complete(prompt)
+        outcomes = pulled(target)
+        assert outcomes["loaded"] >= 1
+        assert outcomes["missed"] >= 4
+
+
+@pytest.mark.parametrize("at", ["packed", "sent"])
+def test_a_prompt_whose_blocks_are_given_away_while_it_is_pulled_is_computed(monkeypatch, at):
+    """The blocks are overwritten at once, so that what is served late would be another prompt's KV."""
+    source = node(keeps=False, shares=True, num_blocks=24)
+    target = node(source, keeps=False, reserved_blocks=61)
+    plain = make_client(enable_prefix_caching=False)
+    with closing(source, target):
+        prompt, others = make_prompt(300, seed=1), [make_prompt(300, seed=seed) for seed in (2, 3)]
+        source.ask(prompt)
+        gone, advance = threading.Event(), MemoryEngine._advance
+        kept = source.engine.worker.transfer._transfers.local.kept
+        hold = kept.hold
+
+        def overwritten(*asked):
+            held = hold(*asked)
+            if held is not None:
+                begun.set()
+                if at == "packed":
+                    assert gone.wait(DEADLINE_S)
+            return held
+
+        def move_late(self, flight):
+            if at == "packed" or gone.is_set() or not begun.is_set():
+                advance(self, flight)
+
+        begun = threading.Event()
+        monkeypatch.setattr(kept, "hold", overwritten)
+        monkeypatch.setattr(MemoryEngine, "_advance", move_late)
+        target.submit("r", prompt)
+        deadline = time.monotonic() + DEADLINE_S
+        while not begun.is_set():
+            assert time.monotonic() < deadline
+            target.step()
+        for other in others:
+            source.ask(other)
+        gone.set()
+        target.run("r")
+        assert target.tokens("r") == plain.complete(prompt, 8)
+        assert pulled(target)["failed"] == 1
+        assert_at_rest(source, target)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (64, 16), (16, 48)])

@@ -13,8 +13,10 @@ from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.jobs import RankJobs, Report
 from kvconnect.offload.worker.named_rows import NamedRows
+from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.transfer.orders import Load, Orders, RowCopies
+from kvconnect.transfer.orders import Load, NamedBlocks, Orders, RowCopies
+from kvconnect.transfer.parts import always
 from tests.transfer.ranks import Blocks, Ranks
 from tests.transfer.shapes import Truth
 
@@ -59,12 +61,35 @@ class Keeper:
         return rows
 
 
-class KeepingRanks(Ranks):
-    """Ranks of P that keep prompts by name."""
+class Sharer:
+    """The named blocks of one worker's device, over what its ``keeper`` has in rows."""
 
-    def __init__(self, *given, drafts=(), **settings) -> None:
+    def __init__(self, keeper: Keeper, worker) -> None:
+        self.keeper, self.step = keeper, 0
+        table, num_blocks = worker.cache.table, worker.cache.config.num_blocks
+        self.blocks = PrefixBlocks(keeper.naming, keeper.needs, table, num_blocks, keeper.rows)
+        worker.local.kept = self.blocks
+
+    def begin(self, reused=()) -> None:
+        """A step, which gives away these blocks."""
+        self.step += 1
+        self.blocks.begin(self.step, reused)
+
+    def name(self, group: int, pairs, is_computed=always) -> None:
+        """The orders of a step name blocks; ``pairs`` are of name and block."""
+        self.begin()
+        names, blocks = zip(*pairs, strict=True)
+        self.blocks.name([NamedBlocks(group, blocks, names)], self.blocks.number, is_computed)
+
+
+class KeepingRanks(Ranks):
+    """Ranks of P that keep prompts by name; with ``shares`` on the device too."""
+
+    def __init__(self, *given, drafts=(), shares=False, **settings) -> None:
         super().__init__(*given, **settings)
         self.keepers = [Keeper(worker, drafts) for worker in self.prefill]
+        both = zip(self.keepers, self.prefill, strict=True)
+        self.sharers = [Sharer(keeper, worker) for keeper, worker in both] if shares else []
         self.naming = self.keepers[0].naming
         for worker in self.prefill:
             worker.order(Orders(directory=self.directory))
@@ -89,6 +114,21 @@ class KeepingRanks(Ranks):
             for cache in worker.cache.tensors.values():
                 cache.tensor.view(-1).fill_(0) if cache.tensor.is_contiguous() else cache.tensor.fill_(0)
         return truth
+
+    def share(self, request: str, num_tokens: int, is_computed=always) -> tuple[Truth, Blocks]:
+        """All ranks have a prompt in named blocks of the device: its content, and the blocks."""
+        truth = Truth(self.model, num_tokens, next(self._seeds))
+        blocks = self.blocks("P", num_tokens)
+        names = names_of(request, num_tokens + 1024, self.naming.tokens)
+        for worker, sharer in zip(self.prefill, self.sharers, strict=True):
+            worker.cache.write(truth, blocks)
+            for group in sharer.keeper.needs.groups:
+                (held,) = (found for found in blocks.values() if found.group == group.group)
+                step = group.block_tokens // self.naming.tokens
+                named = group.names(names[step - 1 :: step], 0, num_tokens // group.block_tokens)
+                pairs = zip(named, held.block_ids, strict=False)
+                sharer.name(group.group, [pair for pair in pairs if pair[1]], is_computed)
+        return truth, blocks
 
     def prefix(self, request: str, num_tokens: int, start_tokens: int = 0) -> Prefix:
         return Prefix(self.naming, start_tokens, names_of(request, num_tokens, self.naming.tokens))

@@ -244,7 +244,7 @@ def test_what_is_overwritten_while_it_is_sent_does_not_count(when):
     ranks.pull("a", 64)
     ranks.run_until_ended()
     assert len(landed) > 1
-    assert "evicted it from host memory while it was sent" in ranks.failed[0]
+    assert "evicted it while it was sent" in ranks.failed[0]
     (written,) = ranks.network.heard(m.Written)
     assert (written.ok, written.quiescent) == (False, True)
     assert ranks.prefill[0].count("failures", reason="evicted") == 1

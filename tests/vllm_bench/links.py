@@ -37,7 +37,8 @@ class Links:
             if hold.handle in self._unwanted:
                 self._release(hold.handle)
         for load in orders.loads:
-            if load.refusal:
+            if load.refusal or load.prefix is not None:
+                # By name: a source answers without a step of its own.
                 self._await(engine, "recving", load.request_id)
             else:
                 self._loads.setdefault(load.handle, {})[load.request_id] = engine

@@ -1,46 +1,42 @@
 """The rows of one rank by name, for peers that fetch KV by name.
 
-A row has the name of the content that its last job put there. From the moment a job takes the row until that
-job succeeds, the row has no name, even if a late write reaches it. There are no locks: the thread that
-launches steps notes which job took a row, the tiers' thread notes a row's content, and a reader compares the
-two. For lent rows, into which disk contents are read for peers, the thread that serves peers notes both.
+From the moment a job takes a row until that job succeeds, the row has no name, even if a late write reaches
+it. The thread that launches steps notes which job took a row, the tiers' thread notes a row's content. For
+lent rows, into which disk contents are read for peers, the thread that serves peers notes both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import chain, compress, repeat
+from itertools import compress
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.errors import ConfigError, PeerError
+from kvconnect.errors import PeerError
 from kvconnect.offload.copies.rows import RowArena, row_table
-from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
-from kvconnect.offload.tier import DISK, Content
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.tier import DISK
 from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
+from kvconnect.offload.worker.named_contents import NamedContents, Needed, placed
 from kvconnect.pack.page_lanes import Column
-from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.kept import Kept, Stock
 from kvconnect.transfer.orders import RowCopies
 
 if TYPE_CHECKING:
     from kvconnect.offload.worker.tier_loop import TierLoop
 
-_Place = tuple[int, int]
-"""A row in a group's class, and the number of the job that put a content there."""
-_NOWHERE = -1, -1
-_Needed = tuple[HitGroup, tuple[range, ...], list[bytes]]
 _Lent = tuple[int, tuple[bytes, ...], tuple[int, ...]]
 _PROBE_ROWS = 8
 
 
-class NamedRows:
-    """The rows of an arena by name, as ``KeptByName``. Evicted contents keep names until rows are reused.
+class NamedRows(NamedContents):
+    """The rows of an arena by name, as ``KeptByName``; a row's number is that of the job that filled it.
 
     Args:
         table: the device's region table, whose blocks the rows are copies of.
@@ -60,25 +56,15 @@ class NamedRows:
         jobs: RankJobs,
         loop: TierLoop | None = None,
     ) -> None:
-        for group in requirements.groups:
-            if group.block_tokens % naming.tokens:
-                raise ConfigError(
-                    f"cache group {group.group} has blocks of {group.block_tokens} tokens, and names are of "
-                    f"{naming.tokens}: accepted are those that divide it"
-                )
-        self.naming = naming
+        plan = arena.plan
+        class_of = {group: plan.class_of[group] for group in plan.groups}
+        super().__init__(naming, requirements, class_of, [rows.num_all for rows in plan.classes])
         self.table: RegionTable
         self.table, self._pages = row_table(table, arena)
-        self._requirements = requirements
-        plan = arena.plan
         self._plan, self._jobs, self._loop = plan, jobs, loop
         self._reading: dict[int, RankJob] = {}
         # Rows that fetches of peers read; an entry goes when its fetch drops it.
         self._kept: WeakSet[Kept] = WeakSet()
-        # By class and row the last job that took it, and its last content; by group the place of each name.
-        self._taken = [np.zeros(rows.num_all, dtype=np.int64) for rows in plan.classes]
-        self._contents: list[list[Content | None]] = [[None] * rows.num_all for rows in plan.classes]
-        self._places: dict[int, dict[bytes, _Place]] = {group: {} for group in plan.groups}
 
     # Changes of rows
 
@@ -95,21 +81,13 @@ class NamedRows:
 
     def fill(self, job: RankJob, failed: Collection[bytes] = ()) -> None:
         """Name the rows of a job by its contents, except ``failed`` ones; a disk read may be under way."""
-        contents, taken = self._contents[job.row_class], self._taken[job.row_class]
-        group, wrong = job.copies.group, set(failed)
+        taken, group, wrong = self._taken[job.row_class], job.copies.group, set(failed)
         for name, row in zip(job.named, job.copies.rows, strict=True):
             if name in wrong:
                 # Lets ``Kept.is_intact`` detect that the row was not read.
                 taken[row] *= taken[row] != job.number
                 continue
-            former = contents[row]
-            if (
-                former not in (None, (group, name))
-                and self._places[former[0]].get(former[1], _NOWHERE)[0] == row
-            ):
-                self._places[former[0]].pop(former[1], None)
-            contents[row] = group, name
-            self._places[group][name] = row, job.number
+            self._put(group, name, row, job.number)
 
     # For the thread that serves peers
 
@@ -141,15 +119,11 @@ class NamedRows:
 
     def hold(self, prefix: Prefix, num_tokens: int) -> Kept | None:
         """See ``KeptByName``."""
-        named_tokens = len(prefix.names) * self.naming.tokens
-        if prefix.naming != self.naming or not prefix.start_tokens < num_tokens <= named_tokens:
+        if not self._is_named(prefix, num_tokens):
             return None
         needed = self._needed(prefix, num_tokens)
-        for group, parts, names in needed:
-            if (group.is_state and num_tokens % group.block_tokens) or len(names) < sum(map(len, parts)):
-                return None
-            if not self._known(group.group, names, from_disk=True).all():
-                return None
+        if not self._are_known(needed, num_tokens, from_disk=True):
+            return None
         if (lent := self._lend(needed)) is None:
             raise PeerError("the rows into which this node reads what peers fetch from its disk are in use")
         self._read(lent)
@@ -157,59 +131,31 @@ class NamedRows:
         for group, parts, names in needed:
             rows, numbers = self._find(group.group, names)
             held.append((self._plan.class_of[group.group], rows, numbers))
-            groups.append(self._blocks(group, parts, rows))
+            groups.append(placed(group, parts, self._pages[group.group].ids(rows)))
             jobs.update(self._reading[number] for number in self._reading.keys() & set(numbers.tolist()))
-        is_intact = partial(_are_untaken, self._taken, held)
+        is_intact = partial(self._are_intact, held)
         kept = Kept(tuple(groups), is_intact, lambda: not any(job.owed for job in jobs), tuple(held))
         self._kept.add(kept)
         return kept if is_intact() else None
 
-    def _hit(self, prefix: Prefix, max_tokens: int, *, from_disk: bool = False) -> int:
-        """The longest hit in tokens, 0 for none; with ``from_disk`` contents on disk count too."""
-        needs, start_tokens = self._requirements, prefix.start_tokens
-        if prefix.naming != self.naming:
-            return 0
+    def _are_there(self, index: int, places: Column, numbers: Column) -> NDArray[np.bool_]:
+        there: NDArray[np.bool_] = self._taken[index][places] == numbers
+        return there
 
-        def known(group: HitGroup, first: int, end: int) -> list[bool]:
-            names = self._names(prefix, group, range(first, end))
-            flags: list[bool] = self._known(group.group, names, from_disk=from_disk).tolist()
-            return flags
-
-        limit = min(max_tokens + needs.ahead_tokens, len(prefix.names) * self.naming.tokens)
-        num_tokens, _ = needs.hit(start_tokens, limit, known)
-        return num_tokens if num_tokens > start_tokens else 0
-
-    def _find(self, group: int, names: Sequence[bytes]) -> tuple[Column, Column]:
-        """For each content the row that has or had it, and the job that put it there; -1 for unknown ones."""
-        places = chain.from_iterable(map(self._places[group].get, names, repeat(_NOWHERE)))
-        rows, numbers = np.fromiter(places, dtype=np.int64, count=2 * len(names)).reshape(-1, 2).T
-        return rows, numbers
-
-    def _known(self, group: int, names: Sequence[bytes], *, from_disk: bool = False) -> Column:
+    def _known(self, group: int, names: Sequence[bytes], *, from_disk: bool = False) -> NDArray[np.bool_]:
         """For each content whether a row has it or is to get it; with ``from_disk`` the disk counts too."""
-        rows, numbers = self._find(group, names)
-        known: Column = self._taken[self._plan.class_of[group]][rows] == numbers
+        known = super()._known(group, names)
         (absent,) = np.nonzero(~known)
         if from_disk and self._loop is not None and len(absent):
             known[absent] = self._loop.on_disk([(group, names[at]) for at in absent.tolist()])
         return known
 
-    def _needed(self, prefix: Prefix, num_tokens: int) -> list[_Needed]:
-        """By group the positions that a hit needs, and their names; fewer names if the prefix ends before."""
-        found = []
-        for group in self._requirements.groups:
-            parts = group.needed(num_tokens, prefix.start_tokens) if num_tokens else ()
-            found.append(
-                (group, parts, [name for part in parts for name in self._names(prefix, group, part)])
-            )
-        return found
-
-    def _length_bytes(self, needed: Sequence[_Needed]) -> int:
+    def _length_bytes(self, needed: Sequence[Needed]) -> int:
         return sum(
             self._pages[group.group].content_bytes * sum(map(len, parts)) for group, parts, _ in needed
         )
 
-    def _lend(self, needed: Sequence[_Needed]) -> list[_Lent] | None:
+    def _lend(self, needed: Sequence[Needed]) -> list[_Lent] | None:
         """By group the contents that no row has, and free lent rows for them; None: too few are free.
 
         No job writes to a free lent row, and no fetch reads it. The rows taken longest ago come first.
@@ -245,21 +191,3 @@ class NamedRows:
                 self._reading[job.number] = job
                 self.fill(job)
                 self._loop.order(self._loop.fetch, job, DISK, job=job)
-
-    def _names(self, prefix: Prefix, group: HitGroup, part: range) -> Sequence[bytes]:
-        step = group.block_tokens // self.naming.tokens
-        return group.names(prefix.names[step - 1 :: step], part.start, part.stop)
-
-    def _blocks(self, group: HitGroup, parts: Sequence[range], rows: Column) -> GroupBlocks:
-        """The kernel blocks, in the numbers of ``table``, of rows that hold the positions ``parts``."""
-        pages = self._pages[group.group].ids(rows)
-        if group.is_state or not parts:
-            return GroupBlocks(group.group, 0, tuple(pages.ravel().tolist()))
-        first, stop = parts[0].start, parts[-1].stop
-        ids = np.zeros((stop - first, pages.shape[1]), dtype=np.int64)
-        ids[np.concatenate([np.arange(part.start, part.stop) for part in parts]) - first] = pages
-        return GroupBlocks(group.group, first * pages.shape[1], tuple(ids.ravel().tolist()))
-
-
-def _are_untaken(taken: Sequence[Column], held: Sequence[tuple[int, Column, Column]]) -> bool:
-    return all(bool((taken[index][rows] == numbers).all()) for index, rows, numbers in held)
