@@ -113,6 +113,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         peer_share: which part of ``cpu_bytes``, below 1, is for reading from disk what peers fetch; 0 for
             none. Left out, a sixteenth on a node with a disk that peers may ask.
         tenant_key: the key of ``kv_transfer_params`` that names a tenant; empty for the ``cache_salt``.
+        park_share: which part of ``cpu_bytes`` a decode node may fill with KV of requests that wait for
+            blocks, so that the prefill node need not hold it; 0 for none.
+        park_after_s: how long such a request waits before its KV is fetched into host memory.
     """
 
     cpu_bytes: Bound
@@ -132,6 +135,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pin_quota: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
     peer_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     tenant_key: str = ""
+    park_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    park_after_s: Annotated[float, msgspec.Meta(ge=0)] = 0.25
 
 
 def _offload_mistakes(offload: OffloadConfig) -> Iterator[str]:

@@ -382,6 +382,7 @@ class OffloadMetrics(MetricSet):
         "keep": _gauge("offload_keeps_open", "Jobs that write blocks to lower tiers"),
         "fetch": _gauge("offload_fetches_open", "Jobs that read blocks from lower tiers"),
         "seek": _gauge("offload_seeks_open", "Lookups in lower tiers under way"),
+        "park": _gauge("offload_parks_open", "Jobs that fetch KV of waiting requests into host memory"),
     }
     taken: ClassVar[dict[str, Number]] = {
         "host": _gauge("offload_host_bytes", "Bytes of host memory in use"),

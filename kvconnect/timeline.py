@@ -56,6 +56,7 @@ class Moment:
     ANSWER_RECEIVED = "answer received"
     REPORTED = "reported"
     LOADED = "loaded"
+    PARKED = "parked"
     FIRST_TOKEN = "first token"
 
     PULL = "pull: "

@@ -176,6 +176,8 @@ OFFLOAD = {
     "pin_quota": 0.5,
     "peer_share": 0.125,
     "tenant_key": "tenant",
+    "park_share": 0.25,
+    "park_after_s": 1.5,
 }
 
 

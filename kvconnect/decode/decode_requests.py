@@ -3,6 +3,9 @@
 A handle is good for one fetch, and several requests may name it: a serving stack splits a request that wants
 several answers, and a router may send a request twice. One of them loads; the others wait, and then use the
 local prefix cache. Pure bookkeeping, empty when idle: D forgets a handle with the last request that names it.
+
+With ``parking`` the KV of a request that has waited for blocks is loaded into host memory, so that P need not
+hold it, and restored from there once the request has blocks. If that fails, the request waits as before.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import Handles, PeerTrust
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.timeline import Moment
+from kvconnect.transfer.kept import Parked, Parking
 from kvconnect.transfer.orders import Await, LetGo, Load, OrdersDraft, Results, blocks_of
 from kvconnect.transfer.params import (
     MOST_LATER_PROMPTS,
@@ -30,6 +34,8 @@ from kvconnect.transfer.stack import LongestRequest, RequestView, StackTraits
 logger = logging.getLogger(__name__)
 
 WINDOW_S = 60.0
+_MOST_PARKED_AT_ONCE = 4
+"""Requests whose KV is on its way into host memory: they take slots from loads of requests with blocks."""
 
 
 class FetchOutcomes:
@@ -74,7 +80,8 @@ class _Share:
     ``decided``: requests that got their blocks. ``is_spent``: a fetch was ordered, or the handle was
     released. ``loader``: the request whose load is under way; ``is_cancelled``: that load was ordered to end;
     ``failure``: why it failed otherwise. ``is_asked``: D asked P to report when the handle is settled;
-    ``is_settled``: P did.
+    ``is_settled``: P did. ``parked``: its KV in host memory, or on its way there, ordered for the request
+    ``parker``; ``is_unparkable``: that failed once, or there is nothing to park.
     """
 
     remote: RemotePrefill
@@ -86,6 +93,9 @@ class _Share:
     failure: Reason | None = None
     is_asked: bool = False
     is_settled: bool = False
+    parked: Parked | None = None
+    parker: str = ""
+    is_unparkable: bool = False
 
 
 class EarlyLoads:
@@ -155,6 +165,7 @@ class DecodeRequests:
         handles: Handles,
         trust: PeerTrust | None,
         draft: OrdersDraft,
+        parking: Parking | None = None,
     ) -> None:
         self._groups = cache_config.groups
         self._recomputes = config.kv_load_failure_policy == "recompute"
@@ -170,6 +181,11 @@ class DecodeRequests:
         # that time; and the loaded ones among them, whose next token is due.
         self._tokenless: dict[str, tuple[RequestView, int, str]] = {}
         self._loaded: dict[str, None] = {}
+        self._parking = parking
+        # With parking: requests without blocks, oldest first, and since when; and handles being parked.
+        self._waiting: dict[str, tuple[RequestView, float]] = {}
+        self._being_parked: list[_Share] = []
+        self._is_short = False
 
     def new_request(self, request: RequestView) -> None:
         """Register a request that arrived with parameters."""
@@ -207,6 +223,8 @@ class DecodeRequests:
         self._draft.note(Moment.QUEUED, remote.handle, request.request_id, request.num_tokens)
         if not share.is_spent and not remote.refusal:
             self._await(share.remote)
+            if self._parking is not None and self._stack.clock is not None:
+                self._waiting[request.request_id] = request, self._stack.clock()
         return share
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> int | None:
@@ -226,9 +244,11 @@ class DecodeRequests:
             return 0
         # After a failure every sibling orders a load, which is refused: the serving stack's policy then
         # decides whether the sibling is computed.
-        if share.is_spent and not (share.loader or share.failure):
+        if share.is_spent and not (share.loader or share.failure or share.parked):
             return 0
         if share.loader or not (share.is_spent or self._may_load(share, request.num_tokens)):
+            return None
+        if share.parked is not None and not share.parked.is_ready:
             return None
         share.undecided[request.request_id] = num_computed_tokens
         return count
@@ -242,6 +262,7 @@ class DecodeRequests:
             return
         first = share.undecided.pop(request_id)
         share.decided.add(request_id)
+        self._waiting.pop(request_id, None)
         if num_external_tokens <= 0:
             if share.is_cancelled and not share.failure:
                 # The cancelled load left nothing in the prefix cache: its siblings compute their prompts.
@@ -258,23 +279,31 @@ class DecodeRequests:
             first = wanted - num_external_tokens
         handle, refusal = remote.handle, self._refusal(remote, wanted, num_external_tokens, wanted - first)
         self._loading[request_id] = share
+        groups = blocks_of(self._groups, block_ids, first, first + num_external_tokens)
+        parked = share.parked
+        if parked is not None and parked.is_ready and refusal is None and self._parking is not None:
+            share.loader, share.parked = request_id, None
+            self._parking.restore(request_id, parked, groups)
+            self._ordered_load(request, handle, num_external_tokens)
+            return
         if share.is_spent:
             # Two requests were offered the load before either got its blocks, or the loader has failed. The
             # load is ordered without the handle: a worker releases the handle of a load that fails, and this
             # handle belongs to another request.
             handle = ""
-            refusal = share.failure or Cause.FETCHED_BEFORE(
+            refusal = share.failure or (refusal if parked is not None else None)
+            refusal = refusal or Cause.FETCHED_BEFORE(
                 "another request of this node has fetched under its handle"
             )
+            if parked is not None and not share.undecided:
+                self._unpark(share)
         else:
             if remote.is_announced and not share.is_settled:
                 self._early.begin(request_id, request.num_tokens)
             share.loader, share.is_spent, share.is_asked = request_id, True, False
         self._draft.awaited.pop(handle, None)
-        groups = blocks_of(self._groups, block_ids, first, first + num_external_tokens)
         self._draft.loads.append(Load(request_id, handle, *remote.peer, wanted, groups, refusal))
-        self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
-        self._tokenless[request_id] = request, request.num_tokens, handle
+        self._ordered_load(request, handle, num_external_tokens)
 
     def request_finished(self, request: RequestView) -> bool:
         """A request ended. Returns whether its load is under way, which is then ordered to end."""
@@ -282,6 +311,7 @@ class DecodeRequests:
         self._look_for_token(request_id)
         self._tokenless.pop(request_id, None)
         self._loaded.pop(request_id, None)
+        self._waiting.pop(request_id, None)
         if share is not None:
             del self._shares[request_id]
             share.undecided.pop(request_id, None)
@@ -295,7 +325,9 @@ class DecodeRequests:
         return is_loading
 
     def ordered(self) -> None:
-        """Before the draft is taken: mark the loads that it aborts, so that no sibling fails with them."""
+        """Before the draft is taken: park, and mark the loads that it aborts: no sibling fails with them."""
+        if self._waiting or self._being_parked:
+            self._park()
         for request_id in list(self._loaded):
             self._look_for_token(request_id)
         for request_id in self._draft.aborted:
@@ -335,6 +367,93 @@ class DecodeRequests:
             "early": len(self._early) + asked,
         }
 
+    def reset(self) -> None:
+        """The weights may have changed: what is parked was of the old ones, and is computed here."""
+        for share in list(self._by_handle.values()):
+            if share.parked is not None:
+                self._outcomes.missed()
+                text = "a request is computed here: its KV was in host memory when the caches were reset"
+                self._draft.warn(Cause.REPLACED.value, text)
+                self._unpark(share)
+
+    def _ordered_load(self, request: RequestView, handle: str, num_external_tokens: int) -> None:
+        self._draft.note(Moment.LOAD_ORDERED, handle, request.request_id, num_external_tokens)
+        self._tokenless[request.request_id] = request, request.num_tokens, handle
+
+    def _park(self) -> None:
+        """Have the KV of requests that have waited long enough parked, some at a time."""
+        assert self._parking is not None
+        assert self._stack.clock is not None
+        for share in self._being_parked:
+            parked = share.parked
+            if parked is not None and parked.is_ready:
+                self._draft.note(Moment.PARKED, share.remote.handle, share.parker)
+            elif parked is not None and parked.is_lost:
+                # The request waits on: a load once it has blocks finds out whether P still has the KV.
+                share.parked, share.is_spent, share.is_unparkable = None, False, True
+                self._await(share.remote)
+        self._being_parked = [
+            share for share in self._being_parked if share.parked and not share.parked.is_ready
+        ]
+        until = self._stack.clock() - self._parking.after_s
+        for request_id, (request, since) in list(self._waiting.items()):
+            if since > until or len(self._being_parked) >= _MOST_PARKED_AT_ONCE:
+                break
+            share = self._shares[request_id]
+            if self._is_parkable(share, request) and not self._begin_parking(share, request):
+                break
+
+    def _is_parkable(self, share: _Share, request: RequestView) -> bool:
+        remote, wanted = share.remote, self._wanted_tokens(request)
+        if share.is_spent or share.is_unparkable:
+            return False
+        if remote.is_announced and not share.is_settled:
+            if not share.is_asked:
+                share.is_asked = True
+                self._await(remote, reports=True)
+            return False
+        is_own = remote.peer[1:] == self._own
+        share.is_unparkable = is_own or wanted <= 0 or bool(self._refusal(remote, wanted, wanted, wanted))
+        return not share.is_unparkable
+
+    def _begin_parking(self, share: _Share, request: RequestView) -> bool:
+        """Order a load into rows of host memory. False: they do not fit now."""
+        assert self._parking is not None
+        wanted, request_id = self._wanted_tokens(request), request.request_id
+        # One token more than the next token reads: where the stack computes the last token again.
+        parked = self._parking.park(
+            {
+                index: group.retention.blocks(wanted, group.block_size, 1)
+                if not group.is_state
+                else (range(1),)
+                for index, group in enumerate(self._groups)
+                if group.has_cache
+            }
+        )
+        if parked is None:
+            if not self._is_short:
+                self._draft.failures.append("park_rows_short")
+            self._is_short = True
+            return False
+        self._is_short = False
+        remote = share.remote
+        share.parked, share.parker, share.is_spent, share.is_asked = parked, request_id, True, False
+        self._being_parked.append(share)
+        self._draft.awaited.pop(remote.handle, None)
+        self._draft.loads.append(
+            Load(request_id, remote.handle, *remote.peer, wanted, parked.groups, parks=parked.parks)
+        )
+        return True
+
+    def _unpark(self, share: _Share) -> None:
+        """No request takes parked KV: end its load, or free its rows."""
+        assert self._parking is not None
+        assert share.parked is not None
+        if not share.parked.is_ready:
+            self._draft.aborted.append(share.parker)
+        self._parking.leave(share.parked)
+        share.parked = None
+
     def _look_for_token(self, request_id: str) -> None:
         """Note in the timeline the first token of a loaded request, once it is generated."""
         request, num_tokens, handle = self._tokenless.get(request_id, (None, 0, ""))
@@ -358,7 +477,11 @@ class DecodeRequests:
 
     def _let_go_if_unwanted(self, request_id: str, share: _Share) -> None:
         """A request does not fetch. If no other request may fetch under the handle, release it on P."""
-        if share.is_spent or share.undecided:
+        if share.undecided:
+            return
+        if share.parked is not None:
+            self._unpark(share)
+        if share.is_spent:
             return
         share.is_spent, share.is_asked = True, False
         remote = share.remote

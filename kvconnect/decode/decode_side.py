@@ -33,7 +33,15 @@ from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders
-from kvconnect.transfer.parts import AGAIN_S, Finished, TransferContext, TransferPart, count_misuse, each
+from kvconnect.transfer.parts import (
+    AGAIN_S,
+    Finished,
+    TransferContext,
+    TransferPart,
+    always,
+    count_misuse,
+    each,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +102,9 @@ class DecodeSide(TransferPart):
             )
             return
         key = self._peer_of(order)
+        if order.parks:
+            # Rows that no copy reads.
+            is_unused = always
         timer = self._timers.timer(lambda now: self._look_again(load, now))
         deadline = now + self._config.load_timeout_s
         load = LoadRecord(order, key, now, deadline, is_unused, self._touched, timer)
@@ -103,12 +114,19 @@ class DecodeSide(TransferPart):
         self._by_peer.setdefault(key, {})[load] = None
         self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
         self.renewals.load(load, now)
-        reason = load.error or order.refusal or self.peers.refusal(key, now)
+        reason = load.error or order.refusal or self._no_rows(order) or self.peers.refusal(key, now)
         if reason:
             load.fail(reason)
         else:
             # Also for a load that waits for its turn: its lease is renewed meanwhile.
             self.peers.reach(key, now)
+
+    def _no_rows(self, order: Load) -> Reason | None:
+        """Why a parked load cannot fill its rows, or None."""
+        if not order.parks or self._local.parked is None:
+            return None
+        refusal = self._local.parked.refusal(order.parks)
+        return Cause.BLOCKS(refusal) if refusal else None
 
     def abort(self, request_id: str) -> None:
         """The client left: end the load, which is no failure. Reported once its blocks are quiescent."""
@@ -216,8 +234,10 @@ class DecodeSide(TransferPart):
         self.rank_fetches.move_on(load, now)
         if load.admitted and not load.error and load.is_to_ask:
             self._ask(load, now)
-        if load.error and load.handle and not load.given_back:
-            # Released, so that the peer need not hold the blocks until the lease expires.
+        is_kept = load.order.parks and load.error and load.error.cause is not Cause.ABORTED
+        if load.error and load.handle and not load.given_back and not is_kept:
+            # Released, so that the peer need not hold the blocks until the lease expires. What could not be
+            # parked waits there.
             load.given_back = True
             self.peers.let_go(load.peer, load.handle, now)
         if load.over:
@@ -409,7 +429,7 @@ class DecodeSide(TransferPart):
         self.renewals.loaded(load)
         engine_id, host, port = load.peer
         failed = "aborted" if load.error is not None and load.error.cause is Cause.ABORTED else "failed"
-        label = "ok" if load.error is None else failed
+        label = "parked" if load.order.parks and not load.error else "ok" if load.error is None else failed
         outcome = Outcome(
             request_id,
             engine_id,
@@ -425,16 +445,19 @@ class DecodeSide(TransferPart):
             self._count(outcome, load, label)
             self._metrics.loads.set(len(self.loads))
         finally:
-            if load.is_ragged:
-                self._reports.ragged(request_id)
             # After the count, so that the receiver of the report finds the load counted; and also after an
             # error: a load without a report would leave its request waiting for ever.
-            self._reports.received(request_id, load.error, load.attachment)
+            if load.order.parks and self._local.parked is not None:
+                self._local.parked.end(load.order.parks, ok=load.error is None)
+            else:
+                if load.is_ragged:
+                    self._reports.ragged(request_id)
+                self._reports.received(request_id, load.error, load.attachment)
             self._metrics.timeline.note(
                 Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
             )
         logger.debug("%s", outcome)
-        if outcome.reason is not None or self._repeats.logged:
+        if (outcome.reason is not None or self._repeats.logged) and not load.order.parks:
             self._failures.ended(load.peer, outcome)
 
     def _count(self, outcome: Outcome, load: LoadRecord, label: str) -> None:
@@ -443,7 +466,11 @@ class DecodeSide(TransferPart):
         self.outcomes.append(outcome)
         metrics.transfers.labels("received", label).inc()
         if reason is not None:
-            if reason.cause is not Cause.ABORTED:
+            if load.order.parks and reason.cause is not Cause.ABORTED:
+                # No request fails with it.
+                metrics.failures.labels("park_failed").inc()
+                logger.info("%s; it waits for blocks of this node as before", outcome)
+            elif reason.cause is not Cause.ABORTED:
                 metrics.failures.labels(reason.cause.value).inc()
             return
         for lane, (total_bytes, copies) in load.moved.items():

@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Container
 
+from kvconnect.cache.region_table import RegionTable
 from kvconnect.decode.landing import LandingBay
 from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, RankFetch, RankFetchEvent, RankFetchState
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
@@ -30,6 +31,7 @@ from kvconnect.peer.messages import (
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
+from kvconnect.transfer.kept import ParkedRows
 from kvconnect.transfer.local import without_slots
 from kvconnect.transfer.parts import TransferContext, count_misuse
 
@@ -106,7 +108,8 @@ class RankFetches:
     def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> Opened:
         """The chunks of a fetch, and slots for the first. Raises ``LayoutError``: the caches do not fit."""
         order, fetch.landing = fetch.load.order, None
-        packed = self.path_over(link)
+        parked = self._local.parked if order.parks else None
+        packed = self.path_over(link) if parked is None else self._parked_path(link, parked)
         if isinstance(packed, str):
             raise LayoutError(packed)
         cutter, packer = packed
@@ -114,6 +117,8 @@ class RankFetches:
         chunks = cutter.cut(groups, num_tokens)
         if not chunks:
             return (), ()
+        if parked is not None:
+            groups = parked.pages(groups)
         staged = packer.stage(groups, chunks, num_tokens)
         fetch.landing, grants = self.bay.open(transfer_id, fetch.load, staged, packer, link)
         return chunks, grants
@@ -123,14 +128,22 @@ class RankFetches:
         link.path = link.path or self._make_path(link)
         return link.path
 
-    def _make_path(self, link: RankLink) -> FetchPath | str:
-        """Make the path of a connection whose peer has introduced itself."""
+    def _parked_path(self, link: RankLink, parked: ParkedRows) -> FetchPath | str:
+        """The same with a packer that fills rows of host memory."""
+        if link.is_ragged:
+            # The windows of a load end where the peer's blocks end, which a restore does not report.
+            return "its blocks are of another length, and the model has windows"
+        link.parked_path = link.parked_path or self._make_path(link, parked.table)
+        return link.parked_path
+
+    def _make_path(self, link: RankLink, table: RegionTable | None = None) -> FetchPath | str:
+        """Make the path of a connection whose peer has introduced itself, to ``table`` or to the pages."""
         ours, peer = link.session.ours, link.session.peer
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes) if peer is not None else 0
         try:
             if peer is None or not slot_bytes:
                 raise LayoutError(without_slots("prefill" if ours.slot_bytes else "decode"))
-            packer = self._local.packer(peer, ours, "target", self._config.convert_dtype)
+            packer = self._local.packer(peer, ours, "target", self._config.convert_dtype, table)
         except LayoutError as error:
             return str(error)
         rate = self._local.pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S

@@ -64,7 +64,8 @@ class KeptBlocks:
     """The traits that a stack states of the blocks kept below the device's memory.
 
     ``hashes`` name the contents of a request's blocks; ``row_bytes``: by cache group, the bytes of a row on
-    all ranks; ``events`` receives the contents that tiers gain and lose.
+    all ranks; ``events`` receives the contents that tiers gain and lose. ``parks``: on every rank, loads can
+    fill rows.
     """
 
     groups: Sequence[KVCacheGroup]
@@ -74,6 +75,7 @@ class KeptBlocks:
     num_ranks: int
     clock: Callable[[], float]
     events: TierEvents | None = None
+    parks: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,11 @@ def build_scheduler_half(
             answer = bootstrap_answer(rank0, handles)
             prefill.bootstrap = Bootstrap(listens_at, config.extra.bootstrap_port, answer)
     if config.is_consumer:
-        decode = DecodeRequests(config, cache_config, traits, handles, peers, draft)
+        parking = None
+        if offload is not None and kept is not None and kept.parks and traits.clock is not None:
+            groups_moved = {index for index, group in enumerate(groups) if group.has_cache}
+            parking = offload.parking if groups_moved <= set(offload.plan.groups) else None
+        decode = DecodeRequests(config, cache_config, traits, handles, peers, draft, parking)
         if traits.names and traits.naming and traits.clock:
             pulls = PullRequests(config, groups, traits, peers, new_handle, draft)
     return SchedulerHalf(
@@ -264,6 +270,7 @@ def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
                 transfer.report_fetches()
             if offload is not None:
                 transfer.tiers, transfer.kept = offload.tiers, offload.names
+                transfer.parked = offload.load_rows
             if (shared := sent.shared) is not None:
                 from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 
@@ -303,4 +310,6 @@ def _open_offload(
     )
     if kept.naming is not None and config.is_producer and config.extra.engine != "none":
         offload.name_rows(kept.naming, kept.requirements)
+    if config.is_consumer and config.extra.engine != "none" and config.extra.offload.park_share:
+        offload.open_for_loads()
     return offload

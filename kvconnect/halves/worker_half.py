@@ -37,7 +37,7 @@ from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import ASLEEP, STOPPING
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
-from kvconnect.transfer.kept import KeptByName
+from kvconnect.transfer.kept import KeptByName, ParkedRows
 from kvconnect.transfer.local import open_local
 from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results
 from kvconnect.transfer.parts import DeviceSteps, Finished, always
@@ -115,6 +115,8 @@ class TransferWorker:
         self.share: Callable[[RegionTable, int, KeptByName | None], PrefixBlocks] | None = None
         """Makes the named blocks of the prefix cache, of a table and a count. To be set likewise."""
         self._shared: PrefixBlocks | None = None
+        self.parked: ParkedRows | None = None
+        """The rows that loads may fill for requests that wait for blocks. To be set before that, too."""
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s, port %d",
             config.kv_role,
@@ -204,6 +206,8 @@ class TransferWorker:
             kept = self._shared = self.share(table, self._cache_config.num_blocks, kept)
         if kept is not None:
             local.keep(kept)
+        if self.parked is not None:
+            local.park(self.parked)
         self._transfers = WorkerTransfers(config, self._channel, local, self._reports, self._metrics)
         topics, timeline = self._transfers.inbound_peers.topics, self._metrics.timeline
         # Here, not on the transfer thread: reading the versions of packages takes milliseconds, and files.
@@ -450,6 +454,10 @@ class WorkerHalf:
         is_both = orders.offload != NO_OFFLOAD
         if self.offload is not None and is_both:
             self.offload.start(orders.offload)
+        if self.offload is not None:
+            for load in orders.loads:
+                if load.parks and self.offload.load_rows is not None:
+                    self.offload.load_rows.begin(load.parks)
         if self.transfer is not None:
             alone = msgspec.structs.replace(orders, offload=NO_OFFLOAD) if is_both else orders
             self.transfer.start(alone)

@@ -127,6 +127,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
                 num_ranks=1,
                 clock=time.monotonic,
                 events=pool.events,
+                parks=worker.offload.load_rows is not None,
             )
         scheduler = build_scheduler_half(
             config,

@@ -1,12 +1,13 @@
-"""The seam to what a worker keeps under names for peers: rows in host memory, blocks of its prefix cache.
+"""The seams to what a worker keeps: what peers fetch by name (rows in host memory, blocks of its prefix
+cache), and the rows that loads fill.
 
-The scheduler half, or the serving stack, may overwrite them; neither knows of a reader, so nothing is locked.
-Bytes read from a row or a block are valid only if it was not given to another content meanwhile.
+The scheduler half, or the serving stack, may overwrite what has names; neither knows of a reader, so nothing
+is locked. Bytes read from a row or a block are valid only if it was not given to another content meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.pack.page_lanes import Column
 from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.orders import Park
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,4 +64,60 @@ class KeptByName(Protocol):
         None: something that such a hit needs is not kept any more. Raises ``PeerError``: no row is free to
         read into.
         """
+        ...
+
+
+@dataclass(eq=False)
+class Parked:
+    """The KV of a waiting request on its way into rows of host memory, or in them.
+
+    ``groups``: by position the number of each row, plus one. One of ``is_ready`` and ``is_lost`` becomes true
+    once all ranks have reported.
+    """
+
+    groups: tuple[GroupBlocks, ...]
+    parks: tuple[Park, ...]
+    is_ready: bool = False
+    is_lost: bool = False
+
+
+class Parking(Protocol):
+    """The rows of the scheduler half for KV of requests that wait for blocks."""
+
+    after_s: float
+    """How long a request waits for blocks before its KV is parked."""
+
+    def park(self, wanted: Mapping[int, Sequence[range]]) -> Parked | None:
+        """Take rows for these positions, by cache group; None if they do not fit now."""
+        ...
+
+    def restore(self, request_id: str, parked: Parked, blocks: Sequence[GroupBlocks]) -> None:
+        """Order that what is ready is copied to a request's blocks, which is then reported received."""
+        ...
+
+    def leave(self, parked: Parked) -> None:
+        """Free the rows, at once or when all ranks have reported: no request takes their KV."""
+        ...
+
+
+class ParkedRows(Protocol):
+    """One rank's rows as a target of loads."""
+
+    table: RegionTable
+    """The rows as kernel blocks, numbered as in ``pages``."""
+
+    def pages(self, groups: Sequence[GroupBlocks]) -> tuple[GroupBlocks, ...]:
+        """The kernel blocks of these rows."""
+        ...
+
+    def begin(self, parks: Sequence[Park]) -> None:
+        """Note that a load takes these rows. Called by the thread that launches steps, before ``refusal``."""
+        ...
+
+    def refusal(self, parks: Sequence[Park]) -> str:
+        """Why the rows cannot be written now, or nothing."""
+        ...
+
+    def end(self, parks: Sequence[Park], *, ok: bool) -> None:
+        """Report the jobs of these rows, which are written no more."""
         ...

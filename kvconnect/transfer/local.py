@@ -36,7 +36,7 @@ from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import ORDERS, Wire, align_wire
-from kvconnect.transfer.kept import KeptByName
+from kvconnect.transfer.kept import KeptByName, ParkedRows
 from kvconnect.transfer.slots import SlotPool
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Local:
     ``stream``: where a GPU packs and unpacks pages, None elsewhere. ``pack_bytes_per_s``: the rate of
     packing, None if not measured. ``arenas``: the memory of the slots. ``look_at_traffic`` counts the bytes
     that left this machine over the networks in ``fabric``. ``kept``: rows that peers may look up by name.
+    ``parked``: rows that loads may fill in place of pages.
     ``maps_peers``: this process writes to mapped landing slots of peers on this machine.
     """
 
@@ -67,6 +68,7 @@ class Local:
     fabric: Fabric = field(default_factory=Fabric)
     look_at_traffic: Callable[[], Traffic] = Traffic
     kept: KeptByName | None = None
+    parked: ParkedRows | None = None
     maps_peers: bool = False
 
     def introduce(self) -> Introduction:
@@ -81,6 +83,12 @@ class Local:
             self._warm_up(self.send, "source", kept.table)
         self.kept = kept
         self.introduction = msgspec.structs.replace(self.introduction, naming=kept.naming)
+
+    def park(self, parked: ParkedRows) -> None:
+        """Let loads fill these rows, if there are slots to land in. Before any peer is met."""
+        if self.landing.slots and self.stream is not None:
+            self._warm_up(self.landing, "target", parked.table)
+        self.parked = parked
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         """Set the weights that peers must have from now on."""
@@ -127,7 +135,8 @@ class Local:
 
     def _warm_up(self, pool: SlotPool, side: str, table: RegionTable) -> None:
         card, last = TableCard.of(table), dict.fromkeys((group.group for group in table.groups), 0)
-        if side == "source":
+        if table is not self.table or side == "source":
+            # Block 0 of rows has no memory.
             ratios = {group.group: group.blocks_per_kv_block for group in table.groups}
             last |= {region.group: region.num_blocks // ratios[region.group] - 1 for region in table.regions}
         blocks = [GroupBlocks(group, 0, (block,)) for group, block in last.items()]

@@ -96,12 +96,23 @@ class Found(msgspec.Struct, frozen=True):
     is_busy: bool = False
 
 
+class Park(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of host memory, of one cache group, that a parked load fills; then report the job parked."""
+
+    job: int
+    group: Index
+    names: tuple[bytes, ...]
+    rows: tuple[Count, ...]
+
+
 class Load(msgspec.Struct, frozen=True):
     """Fetch these blocks from a peer, then report the request received or failed.
 
     ``num_tokens``: exactly what the peer must hold. ``engine_id``: empty for any engine at the address.
     ``refusal``: fetch no block, and report the request failed with this reason. ``prefix``: the peer first
     pins the rows of these names under ``handle``, which D made. D has the tokens before ``first_token``.
+    ``parks``: fill these rows in place of blocks, and report only their jobs; a block id is then the number
+    of its row, plus one.
     """
 
     request_id: str
@@ -114,6 +125,7 @@ class Load(msgspec.Struct, frozen=True):
     refusal: Reason | None = None
     prefix: Prefix | None = None
     first_token: int = 0
+    parks: tuple[Park, ...] = ()
 
 
 class Await(msgspec.Struct, frozen=True):
@@ -246,9 +258,10 @@ class OffloadReport(msgspec.Struct, frozen=True):
     """The results of one rank's tiers since its last report. Jobs come back exactly once in each list.
 
     By job: ``stored`` has the hashes that failed, usually none; ``fetched`` the hashes that are missing or
-    damaged, whose rows are void; ``found`` the hashes that a tier has. ``kept``: jobs whose rows no lower
-    tier reads any more. ``cleared`` counts the clear orders carried out: ``changes`` are later than these.
-    While a rank ``is_recovering``, its tiers have more contents of before their start to report.
+    damaged, whose rows are void, and ``parked`` those of a parked load; ``found`` the hashes that a tier has.
+    ``kept``: jobs whose rows no lower tier reads any more. ``cleared`` counts the clear orders carried out:
+    ``changes`` are later than these. While a rank ``is_recovering``, its tiers have more contents of before
+    their start to report.
     """
 
     rank: int
@@ -257,6 +270,7 @@ class OffloadReport(msgspec.Struct, frozen=True):
     kept: tuple[int, ...] = ()
     fetched: Mapping[int, tuple[bytes, ...]] = {}
     found: Mapping[int, tuple[bytes, ...]] = {}
+    parked: Mapping[int, tuple[bytes, ...]] = {}
     changes: tuple[TierChange, ...] = ()
     is_recovering: bool = False
 

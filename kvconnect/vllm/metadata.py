@@ -53,7 +53,7 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
     """A worker's announcement: its address or None if it does not listen, and row bytes by cache group.
 
     ``others`` are the announcements of the other ranks, where this one passes them on. ``identity_marks``
-    are marks of the identity of its KV, which handles carry.
+    are marks of the identity of its KV, which handles carry. ``parks``: loads can fill its rows.
     """
 
     rank: int
@@ -61,6 +61,7 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
     row_bytes: dict[int, int] = field(default_factory=dict)
     others: tuple[AddressMetadata, ...] = ()
     identity_marks: bytes = b""
+    parks: bool = False
 
 
 @dataclass

@@ -118,6 +118,7 @@ def make_scheduler_half(
             num_ranks=vllm_config.parallel_config.pipeline_parallel_size * stage_ranks(vllm_config),
             clock=time.monotonic,
             events=events,
+            parks=all(meta.parks for meta in workers.values()),
         )
     return build_scheduler_half(
         config,

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tests.simulator.run import Outcome, Summary, format_event, run_seed, run_seeds
+from tests.simulator.run import Outcome, Summary, format_event, parks, run_seed, run_seeds
+from tests.simulator.run import pulls as asks_by_name
 
 _LAST_EVENTS = 40
 _MOST_REASONS = 12
@@ -27,6 +28,9 @@ def simulate(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that run them.")] = 2,
     pulls: Annotated[
         bool, typer.Option("--pulls", help="Of the seeds only those in which nodes ask for KV by name.")
+    ] = False,
+    parked: Annotated[
+        bool, typer.Option("--parked", help="Of the seeds only those in which decode nodes park KV.")
     ] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Run the first seed only, and print every event of it.")
@@ -45,7 +49,8 @@ def simulate(
     columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("seeds", total=seeds)
-        for outcome in run_seeds(first_seed, seeds, jobs, only_pulls=pulls):
+        only = asks_by_name if pulls else parks if parked else None
+        for outcome in run_seeds(first_seed, seeds, jobs, only=only):
             summary.add(outcome)
             progress.advance(task)
             if outcome.invariant:

@@ -56,6 +56,7 @@ class Books:
     loads: dict[str, Owed] = field(default_factory=dict)
     finds: dict[str, list[Asked]] = field(default_factory=dict)
     restores: set[str] = field(default_factory=set)
+    parks: set[int] = field(default_factory=set)
     slots: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -85,6 +86,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("unreported loads", len(owed.loads)),
             ("unreported finds", sum(map(len, owed.finds.values()))),
             ("unreported restores", len(owed.restores)),
+            ("unreported parks", len(owed.parks)),
             ("finds", len(decode.finds)),
             ("leases", len(prefill.leases)),
             ("expected prefills", len(prefill.pending.expected)),
@@ -151,11 +153,17 @@ class Checks:
             books.holds[hold.request_id] = self._owed(worker, hold, hold.groups)
         for load in orders.loads:
             self.forged_opens_nothing(load)
+            if load.parks:
+                books.parks.update(park.job for park in load.parks)
+                continue
             books.loads[load.request_id] = self._owed(worker, load, load.groups)
             self._loaded_by[load.request_id] = "name" if load.prefix is not None else "handle"
         for restore in orders.offload.restores:
             books.restores.add(restore.request_id)
             self._loaded_by[restore.request_id] = "restore"
+            half = worker.node.connector.offload
+            if half is not None and restore.request_id in half.parking.restoring:
+                self._loaded_by[restore.request_id] = "parked"
         # For all ranks.
         for find in orders.finds if worker.rank == 0 else ():
             books.finds.setdefault(find.request_id, []).append(Asked(self.world.now, worker.stopped_s))
@@ -193,6 +201,15 @@ class Checks:
                     "each_once", f"{worker.who} reports {name} as restored, which it does not owe"
                 )
             owed.discard(name)
+        for report in results.offload:
+            parks = self._books[worker].parks
+            for job, failed in report.parked.items():
+                if job not in parks:
+                    self.world.fail(
+                        "each_once", f"{worker.who} reports {job} as parked, which it does not owe"
+                    )
+                parks.discard(job)
+                self.count("parks failed" if failed else "parks ok")
 
     def stepped(self, worker: SimWorker) -> None:
         """A worker's transfer thread did a step."""
@@ -230,7 +247,7 @@ class Checks:
         suffix = "" if way == "handle" else f" by {way}"
         if why is None:
             self.count(f"loads ok{suffix}")
-            if not node.plan.is_stranger and way == "handle":
+            if not node.plan.is_stranger and way in ("handle", "parked"):
                 self.opens_once(request)
             self.bytes_are_right(node, request, self._loaded[request.request_id], later=False)
             return

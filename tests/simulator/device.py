@@ -78,8 +78,8 @@ class SimTicket:
 class SimPacker:
     """A packer whose kernels run on a stream. The rest of it is the real one's.
 
-    ``fills`` is told of every slot that is packed, ``takes`` of every one that is unpacked. ``source`` is
-    what is packed: pages, or rows that are ``kept`` in host memory.
+    ``fills`` is told of every slot that is packed, ``takes`` of every one that is unpacked. ``sides``
+    are what is packed, pages or rows that are ``kept`` in host memory, and what is filled.
     """
 
     is_blocking = False
@@ -90,10 +90,10 @@ class SimPacker:
         stream: Stream,
         fills: Callable[[int], None],
         takes: Callable[[int], None],
-        source: str,
+        sides: tuple[str, str],
     ) -> None:
         self._packer = packer
-        self._source = source
+        self._source, self._target = sides
         self._stream = stream
         self._fills = fills
         self._takes = takes
@@ -107,7 +107,7 @@ class SimPacker:
 
     def unpack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
         self._takes(slot)
-        return self._launch("target", staged, lambda: self._packer.unpack(slot, staged, seed))
+        return self._launch(self._target, staged, lambda: self._packer.unpack(slot, staged, seed))
 
     def _launch(self, side: str, staged: StagedChunk, kernel: Callable[[], PackTicket]) -> SimTicket:
         ticket, what = SimTicket(), (side, staged)
@@ -134,5 +134,6 @@ class SimLocal(Local):
         if self.packing is None:
             return packer
         is_kept = self.kept is not None and any(arg is self.kept.table for arg in args)
-        side = "kept" if is_kept else "source"
-        return SimPacker(packer, self.packing, self.fills, self.takes, side)  # type: ignore[return-value]
+        is_parked = self.parked is not None and any(arg is self.parked.table for arg in args)
+        sides = ("kept" if is_kept else "source", "parked" if is_parked else "target")
+        return SimPacker(packer, self.packing, self.fills, self.takes, sides)  # type: ignore[return-value]

@@ -278,6 +278,7 @@ _BOTH, _HANDLES, _STRANGER, _LEAVERS, _PULLS = 0.15, 0.2, 0.12, 0.4, 0.4
 _SESSIONS = 0.45
 """Of the seeds with pulls."""
 _WINDOWS = 0.3
+_WALLS = 0.12
 _SMALL, _SMALL_AND_CALM = 0.1, 0.5
 """Where nothing else goes wrong it is seen at once that nothing moves."""
 
@@ -292,8 +293,9 @@ def twist(scenario: Scenario) -> None:
         ("leavers", _LEAVERS, _add_leavers),
         ("sessions", _SESSIONS, add_sessions),
         ("windows", _WINDOWS, _reuse_windows),
-        # Last, since all requests must have room.
+        # Last, since all requests must have room. A small scenario has no walls.
         ("small", _SMALL if scenario.kinds else _SMALL_AND_CALM, _make_small),
+        ("walls", _WALLS, add_walls),
     ):
         # Text seeds a generator alike in every process.
         rng = random.Random(f"{scenario.seed} {name}")
@@ -342,6 +344,39 @@ def _make_small(scenario: Scenario, rng: random.Random) -> None:
         request.start_s = begin_s + 0.5 * rng.random()
     for node in scenario.nodes:
         node.longest_tokens = longest + most
+
+
+_WALL_TEXT = 80_000
+
+
+def add_walls(scenario: Scenario, rng: random.Random) -> None:
+    """Decode nodes have room for one or two requests, and host memory for the KV of some that wait."""
+    honest_nodes = [node for node in scenario.nodes if not node.is_stranger]
+    if any(node.role == "kv_both" or node.longest_tokens for node in honest_nodes):
+        return
+    begin_s = min(request.start_s for request in scenario.requests)
+    honest = [request for request in scenario.requests if not request.is_strange]
+    for other in rng.choices(honest, k=rng.choice((2, 4, 8))):
+        number = len(scenario.requests)
+        prompt = Prompt(_WALL_TEXT + number, rng.choice((9, 16, 24, 40)))
+        flow = other.flow if rng.random() < 0.3 else "sequential"
+        scenario.requests.append(replace(other, number=number, prompt=prompt, flow=flow, turn_of=None))
+    for request in scenario.requests:
+        request.start_s = begin_s + 0.5 * rng.random()
+        if request.decode != STRANGER:
+            # Whose room is that of a prefill node.
+            request.max_tokens = rng.choice((1, 5, 20, 40))
+    longest = max(request.prompt.num_tokens + request.max_tokens for request in scenario.requests)
+    share, after_s = rng.choice((0.2, 0.5, 1.0, 1.0)), rng.choice((0.0, 0.02, 0.3))
+    for node in scenario.nodes:
+        rows = rng.choice((12, 40, 200))
+        node.keeps = node.keeps or KeepPlan(
+            rows, node.shape.block_tokens, park_share=share, park_after_s=after_s
+        )
+        node.longest_tokens = longest
+        if node.role == "kv_consumer":
+            blocks = -(-longest // node.shape.block_tokens) + 1
+            node.num_blocks = 1 + blocks * len(scenario.model.kinds) * rng.choice((1, 2))
 
 
 def _add_handles(scenario: Scenario, rng: random.Random) -> None:

@@ -11,7 +11,7 @@ import random
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -286,12 +286,14 @@ class Summary:
             self.violations.append(outcome)
 
 
-def run_seeds(first_seed: int, seeds: int, jobs: int, *, only_pulls: bool = False) -> Iterator[Outcome]:
+def run_seeds(
+    first_seed: int, seeds: int, jobs: int, *, only: Callable[[Scenario], bool] | None = None
+) -> Iterator[Outcome]:
     """The outcomes of so many seeds, without their traces; with several jobs, in no certain order.
 
-    ``only_pulls``: of those among them in which nodes ask one another for KV by name.
+    ``only``: of those among them whose scenario is such.
     """
-    run_part = functools.partial(_run_part, only_pulls)
+    run_part = functools.partial(_run_part, only)
     numbers = range(first_seed, first_seed + seeds)
     if jobs <= 1:
         _prepare()
@@ -312,10 +314,16 @@ def _prepare() -> None:
     gc.freeze()
 
 
-def _run_part(only_pulls: bool, seeds: Iterable[int]) -> list[Outcome]:
-    wanted = filter(_pulls, seeds) if only_pulls else seeds
+def _run_part(only: Callable[[Scenario], bool] | None, seeds: Iterable[int]) -> list[Outcome]:
+    wanted = (seed for seed in seeds if only is None or only(draw_scenario(seed, World(seed).random)))
     return [replace(run_seed(seed), trace=[]) for seed in wanted]
 
 
-def _pulls(seed: int) -> bool:
-    return draw_scenario(seed, World(seed).random).nodes[0].keeps is not None
+def pulls(scenario: Scenario) -> bool:
+    """Nodes ask one another for KV by name."""
+    return scenario.nodes[0].keeps is not None and not parks(scenario)
+
+
+def parks(scenario: Scenario) -> bool:
+    """Decode nodes park the KV of requests that wait for blocks."""
+    return any(node.keeps is not None and node.keeps.park_share > 0 for node in scenario.nodes)

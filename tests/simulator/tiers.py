@@ -28,7 +28,7 @@ from kvconnect.offload.tier import DISK, Content
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload.worker.tier_loop import TierLoop
-from kvconnect.transfer.orders import OffloadOrders, RowCopies
+from kvconnect.transfer.orders import Orders, RowCopies
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.identities import named
 from tests.offload.memory_tier import MemoryTier
@@ -103,6 +103,8 @@ class SimTiers(OffloadWorker):
             disk_bytes=keeps.disk_bytes,
             pin_quota=keeps.pin_quota,
             tenant_key=keeps.tenant_key,
+            park_share=keeps.park_share,
+            park_after_s=keeps.park_after_s,
         )
         self.disk = SimDisk(worker, keeps, max(sizes.values())) if keeps.disk_bytes else None
         super().__init__(
@@ -123,11 +125,16 @@ class SimTiers(OffloadWorker):
         self._copier, self._loop = copier, loop  # type: ignore[assignment]
         self._jobs.on_results(worker.node.wake)
         self._jobs.names = NamedRows(naming, requirements, memory.table, arena, self._jobs)
+        if keeps.park_share:
+            self.open_for_loads()
 
-    def carry_out(self, orders: OffloadOrders) -> None:
+    def carry_out(self, orders: Orders) -> None:
         """A step's orders: after all that the device was given before it, and before its kernels."""
-        self.before_step(orders)
-        self.start(orders)
+        self.before_step(orders.offload)
+        self.start(orders.offload)
+        for load in orders.loads:
+            if load.parks and self.load_rows is not None:
+                self.load_rows.begin(load.parks)
 
     def retire(self) -> None:
         """The registry is that of all runs."""
@@ -256,6 +263,7 @@ def kept_blocks(node: SimNode) -> KeptBlocks | None:
         row_bytes=tiers.row_bytes,
         num_ranks=node.plan.world_size,
         clock=node.world.clock,
+        parks=tiers.load_rows is not None,
     )
 
 

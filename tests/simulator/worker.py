@@ -105,6 +105,8 @@ class SimWorker:
         )
         if self.tiers is not None and self.tiers.names is not None:
             local.keep(self.tiers.names)
+            if self.tiers.load_rows is not None:
+                local.park(self.tiers.load_rows)
         # Of any role: what a node does not do its halves do not order.
         config = TransferConfig(kv_role="kv_both", kv_connector_extra_config=self.config)
         return WorkerTransfers(
@@ -163,7 +165,7 @@ class SimWorker:
         if not self.is_dead:
             self.checks.ordered(self, orders)
             if self.tiers is not None:
-                self.tiers.carry_out(orders.offload)
+                self.tiers.carry_out(orders)
             self.transfers.order(orders, finished)
 
     def take_results(self) -> list[Results]:

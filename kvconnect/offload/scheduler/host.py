@@ -255,6 +255,7 @@ REASONS = {
     "offload_fetch_missed": "a lower tier did not have what it had reported",
     "offload_overdue": "workers have not reported a job in time: its rows are out of use until they do",
     "offload_unknown_rank": "a rank that does not exist reported",
+    "park_rows_short": "host memory had no room for the KV of a request that waits for blocks: it waits on",
 }
 """The log text of each counted reason."""
 
@@ -268,6 +269,7 @@ class JobKind(enum.Enum):
     STORE = "stored"
     FETCH = "fetched"
     SEEK = "found"
+    PARK = "parked"
 
 
 @dataclass(eq=False)

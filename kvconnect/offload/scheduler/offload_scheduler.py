@@ -19,6 +19,7 @@ from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import NEVER, Hashes, Host, JobKind, OffloadRequest
+from kvconnect.offload.scheduler.parking_lot import ParkingLot
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.scheduler.stores import Stores
@@ -65,6 +66,8 @@ class OffloadScheduler:
         pins = SessionPins(index, self.plan, config.pin_quota, config.disk_bytes)
         self.host = Host(requirements, index, pins, hashes, num_ranks)
         self._lookup = PrefixLookup(self.host, config)
+        self.parking = ParkingLot(self.host, self.plan, config)
+        """KV of requests that wait for blocks."""
         self._sessions = Sessions(self.host, self._lookup, config)
         self._stores = Stores(
             self.host,
@@ -194,8 +197,11 @@ class OffloadScheduler:
     def build_orders(self) -> OffloadOrders:
         # No request waits for overdue jobs any more; their rows stay out of use.
         for job in self.host.jobs.tick(self._clock()):
-            self._lookup.overdue(job)
+            # A load has a deadline of its own.
+            if job.kind is not JobKind.PARK:
+                self._lookup.overdue(job)
         restores, fetches, seeks = self._lookup.take()
+        restores += self.parking.take()
         clear, self._clear = self._clear, False
         self._num_clears += clear
         asked = self._sessions.orders(self._clock())
@@ -208,6 +214,7 @@ class OffloadScheduler:
         for request_id in results.ragged:
             if (record := self._requests.get(request_id)) is not None:
                 record.ragged_tokens = record.known_tokens
+        self.parking.restored(results.received, results.failed)
         for request_id in results.received:
             failed = request_id in results.failed
             if self._lookup.restored(request_id, failed=failed):
@@ -224,6 +231,7 @@ class OffloadScheduler:
             JobKind.STORE: self._stores.settle,
             JobKind.FETCH: self._lookup.fetched,
             JobKind.SEEK: self._lookup.found,
+            JobKind.PARK: self.parking.ended,
         }
         # Changes from before the last order to clear are void. The others come before the jobs: a fetch may
         # drop contents again that this rank has read and another rank missed.
@@ -273,7 +281,8 @@ class OffloadScheduler:
     @property
     def pending(self) -> bool:
         """Whether orders or events are left, or a request or an event waits for reports of workers."""
-        waits = self._lookup.restoring or self.host.jobs.num_awaited or len(self._stores) or self._clear
+        waits = self._lookup.restoring or self.parking.restoring or self.host.jobs.num_awaited
+        waits = waits or len(self._stores) or self._clear
         is_heard = self.host.events is not None and (self.host.events or self.host.jobs.are_due)
         return bool(waits or is_heard)
 
@@ -284,6 +293,7 @@ class OffloadScheduler:
             "offload_restoring": len(self._lookup.restoring),
             "offload_outgoing": len(self._stores),
             "offload_awaited": len(self._lookup),
+            "offload_parked": len(self.parking),
             "offload_described": self.host.events.num_described if self.host.events else 0,
         }
 

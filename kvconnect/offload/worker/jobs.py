@@ -41,6 +41,7 @@ class Report(enum.Enum):
     FETCHED = "fetch"
     FOUND = "seek"
     RECEIVED = "restore"
+    PARKED = "park"
 
 
 _FILLS = (Report.STORED, Report.FETCHED)
@@ -225,6 +226,7 @@ class RankJobs:
             kept=tuple(named.get(Report.KEPT, ())),
             fetched=named[Report.FETCHED],
             found=named[Report.FOUND],
+            parked=named[Report.PARKED],
             changes=tuple(changes),
             is_recovering=is_recovering,
         )

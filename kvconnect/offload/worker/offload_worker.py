@@ -30,6 +30,7 @@ from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.jobs import RankJobs, Report
+from kvconnect.offload.worker.load_rows import LoadRows
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.tier_loop import TierLoop
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
@@ -69,6 +70,8 @@ class OffloadWorker:
         self._loop: TierLoop | None = None
         self.announces = False
         """Whether contents of lower tiers are published as events. Set it before caches are registered."""
+        self.load_rows: LoadRows | None = None
+        """The rows as a target of loads; None if loads fill none."""
 
     # The next two, and the hooks that take orders, raise ``LocalError`` before ``register_kv_caches``.
 
@@ -154,6 +157,20 @@ class OffloadWorker:
             self._jobs.names = NamedRows(naming, requirements, self._table, self._arena, self._jobs, loop)
         except (LayoutError, EngineError) as error:
             logger.warning("peers that ask for KV by name get none of this node: %s", error)
+
+    def open_for_loads(self) -> None:
+        """Let loads fill rows, for requests that wait for blocks, if rows of this cache can be filled."""
+        try:
+            if not self._arena.is_mapped:
+                raise LayoutError("the device does not reach host memory at its own addresses")
+            self.load_rows = LoadRows(self._table, self._arena, self._jobs)
+        except (LayoutError, EngineError) as error:
+            self._metrics.failures.labels("park_refused").inc()
+            logger.warning(
+                "KV of requests that wait for blocks is not fetched into host memory, and prefill nodes hold "
+                "it as without offload: %s",
+                error,
+            )
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         """Move all tiers to the namespace of new weights.

@@ -1,0 +1,124 @@
+"""Rows of host memory for the KV of requests that wait for blocks: D fetches it there, and frees P's blocks.
+
+These rows stay pending in the index: no lookup finds them, nothing evicts them, no event names them, and a
+reset leaves them. Their names say nothing about their content, and no peer can ask for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvconnect.config import OffloadConfig
+from kvconnect.offload.index.budgets import ArenaPlan
+from kvconnect.offload.scheduler.host import Host, Job, JobKind
+from kvconnect.plan.blocks import NULL_BLOCK, GroupBlocks
+from kvconnect.transfer.kept import Parked
+from kvconnect.transfer.orders import Park, Restore, RowCopies
+
+
+class ParkingLot:
+    """All parked KV of a node, in at most ``park_share`` of the rows of each class. See ``Parking``."""
+
+    def __init__(self, host: Host, plan: ArenaPlan, config: OffloadConfig) -> None:
+        self._host, self._class_of = host, plan.class_of
+        self._most = [int(config.park_share * rows.num_rows) for rows in plan.classes]
+        self._taken = Counter[int]()
+        self.after_s = config.park_after_s
+        self._filling: dict[int, Parked] = {}
+        # The parked KV that has rows, with the numbers of its open jobs; and what no request takes any more.
+        self._parked: dict[Parked, set[int]] = {}
+        self._left: set[Parked] = set()
+        self.restoring: dict[str, Parked] = {}
+        self._restores: list[Restore] = []
+        self._serial = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def park(self, wanted: Mapping[int, Sequence[range]]) -> Parked | None:
+        needed = Counter[int]()
+        for group, parts in wanted.items():
+            needed[self._class_of[group]] += sum(map(len, parts))
+        if any(self._taken[index] + count > self._most[index] for index, count in needed.items()):
+            return None
+        serial, reserved = next(self._serial), dict[int, tuple[list[bytes], list[int]]]()
+        for group, parts in wanted.items():
+            names = [f"parked {serial} {at}".encode() for part in parts for at in part]
+            reserved[group] = taken, _ = self._host.index.reserve(group, names)
+            if len(taken) < len(names):
+                for other, (some, _) in reserved.items():
+                    self._host.index.drop(other, some)
+                return None
+        self._taken += needed
+        groups, parks = [], []
+        for group, (names, rows) in reserved.items():
+            first, ids = wanted[group][0].start, iter(rows)
+            by_position = [NULL_BLOCK] * (wanted[group][-1].stop - first)
+            for part in wanted[group]:
+                for at in part:
+                    by_position[at - first] = next(ids) + 1
+            groups.append(GroupBlocks(group, first, tuple(by_position)))
+            job = self._host.jobs.open(JobKind.PARK, group, names)
+            parks.append(Park(job.number, group, tuple(names), tuple(rows)))
+        parked = Parked(tuple(groups), tuple(parks))
+        self._parked[parked] = {park.job for park in parks}
+        self._filling.update(dict.fromkeys(self._parked[parked], parked))
+        return parked
+
+    def ended(self, job: Job) -> None:
+        """All ranks have reported a job."""
+        self._host.jobs.close(job)
+        parked = self._filling.pop(job.number)
+        is_open = self._parked[parked]
+        is_open.discard(job.number)
+        parked.is_lost |= bool(job.named) or job.stale
+        if not is_open:
+            parked.is_ready = not parked.is_lost
+            if parked.is_lost or parked in self._left:
+                self._free(parked)
+
+    def leave(self, parked: Parked) -> None:
+        if self._parked.get(parked):
+            self._left.add(parked)
+        elif parked in self._parked:
+            self._free(parked)
+
+    def restore(self, request_id: str, parked: Parked, blocks: Sequence[GroupBlocks]) -> None:
+        rows_of = {group.group: group for group in parked.groups}
+        copies = tuple(_copies(rows_of[one.group], one) for one in blocks)
+        self.restoring[request_id] = parked
+        self._restores.append(Restore(request_id, tuple(copy for copy in copies if copy.rows)))
+
+    def restored(self, request_ids: Iterable[str], failed: Mapping[str, object]) -> None:
+        """Loads have ended, restores among them."""
+        for request_id in request_ids if self.restoring else ():
+            parked = self.restoring.pop(request_id, None)
+            if parked is not None:
+                self._free(parked)
+                if request_id in failed:
+                    self._host.count("offload_restore_failed")
+
+    def take(self) -> tuple[Restore, ...]:
+        """The restores since the last call."""
+        taken, self._restores = tuple(self._restores), []
+        return taken
+
+    def _free(self, parked: Parked) -> None:
+        del self._parked[parked]
+        self._left.discard(parked)
+        for park in parked.parks:
+            self._host.index.drop(park.group, park.names)
+            self._taken[self._class_of[park.group]] -= len(park.rows)
+
+
+def _copies(rows: GroupBlocks, blocks: GroupBlocks) -> RowCopies:
+    """The pairs of block and row at the positions that have both."""
+    by_position = dict(enumerate(rows.block_ids, rows.first_block))
+    pairs = [
+        (block, row - 1)
+        for at, block in enumerate(blocks.block_ids, blocks.first_block)
+        if block and (row := by_position.get(at, NULL_BLOCK))
+    ]
+    return RowCopies(rows.group, tuple(block for block, _ in pairs), tuple(row for _, row in pairs))

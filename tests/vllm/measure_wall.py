@@ -1,0 +1,156 @@
+"""D's memory wall: ``python -m tests.vllm.measure_wall --help``.
+
+One pair whose decode server has room for few requests, and whose prefill server has room for some more. Many
+clients ask at once, each the prefill server and then the decode server. The prefill server computed all
+prompts before, for its own answers, and has them in host memory: so it is much faster than the decode server,
+on a CPU too. Each run is of one setting of the decode server: without offload, or with it. Its JSON line has
+the seconds until all answers were complete, those of the decode work (what the answers took from their first
+token on, divided by the room), how long leases lasted on the prefill server, for how long it computed nothing
+between its first prompt and its last, and how many answers are its own. Nothing here asserts a time.
+
+    python -m tests.vllm.measure_wall --cpu
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvconnect.config import ExtraConfig
+from kvconnect.timeline import Moment, Record
+from kvconnect.tools.inspect_runner import read_worker
+from tests.ports import free_port
+from tests.vllm.pairs import ask, command_line, environment, gpu_options, named_variant, prepared
+from tests.vllm.servers import EXACT, Server, random_prompt, running
+from tests.vllm.tiny_models import Recipe
+
+_HANDLE, _REQUEST = 2, 3
+_DECODE_S = "vllm:request_decode_time_seconds_sum"
+
+
+def spans(records: Iterable[Record], first: str, last: str, key: int) -> list[tuple[float, float]]:
+    """The first time of one moment and the last one of another, by the field ``key`` of records."""
+    began: dict[object, float] = {}
+    ended: dict[object, float] = {}
+    for record in records:
+        if record[1] == first:
+            began.setdefault(record[key], record[0])
+        elif record[1] == last:
+            ended[record[key]] = record[0]
+    return [(at, ended[name]) for name, at in began.items() if name in ended]
+
+
+def idle_s(busy: Sequence[tuple[float, float]]) -> float:
+    """Seconds between the first and the last time that are in none of the intervals."""
+    idle, until = 0.0, min(began for began, _ in busy)
+    for began, ended in sorted(busy):
+        idle, until = idle + max(0.0, began - until), max(until, ended)
+    return idle
+
+
+def measured(
+    prefill: Server, decode: Server, prompts: Sequence[list[int]], alone: Sequence[list[int]], given: Any
+) -> dict[str, Any]:
+    """Ask for all answers at once."""
+    warm = random_prompt(given.tokens, 1)
+    ask(decode.url, warm, 4, kv_transfer_params=prefill.prefilled(warm))
+    extra, address = ExtraConfig(insecure=True), ("127.0.0.1", given.port)
+    before, seen = decode.metrics().get(_DECODE_S, 0.0), len(read_worker(extra, None, address).records)
+    began = time.perf_counter()
+
+    def answer(prompt: list[int]) -> tuple[float, float, list[int]]:
+        params = prefill.prefilled(prompt)
+        prefilled_s = time.perf_counter() - began
+        got = ask(decode.url, prompt, given.out, kv_transfer_params=params)
+        return prefilled_s, time.perf_counter() - began, got.tokens
+
+    with ThreadPoolExecutor(given.requests) as pool:
+        answers = list(pool.map(answer, prompts))
+    records = read_worker(extra, None, address).records[seen:]
+    leases = [end - start for start, end in spans(records, Moment.HELD, Moment.LEASE_ENDED, _HANDLE)]
+    there = read_worker(extra, None, ("127.0.0.1", given.decode_port)).records
+    parts = {
+        name: spans([*records, *there], first, last, _HANDLE)
+        for name, first, last in (
+            ("to_decode", Moment.HELD, Moment.QUEUED),
+            ("waits", Moment.QUEUED, Moment.LOAD_TAKEN),
+            ("fetch", Moment.LOAD_TAKEN, Moment.LEASE_ENDED),
+        )
+    }
+    busy = spans(records, Moment.ADMITTED, Moment.COMPUTED, _REQUEST)
+    metrics = decode.metrics()
+    return {
+        "total_s": round(max(end for _, end, _ in answers), 2),
+        "decode_s": round((metrics[_DECODE_S] - before) / given.room, 2),
+        "last_prefill_s": round(max(prefilled for prefilled, _, _ in answers), 2),
+        "prefill_idle_s": round(idle_s(busy), 2),
+        "lease_s": _figures(leases),
+        "lease_parts_s": {name: _figures([end - at for at, end in found]) for name, found in parts.items()},
+        "leases": len(leases),
+        "exact": f"{sum(got == own for (*_, got), own in zip(answers, alone, strict=True))} of {len(alone)}",
+        "parked": decode.metrics(outcome="parked").get("vllm:kvconnect_transfers_total", 0.0),
+        "failures": {name: count for name, count in metrics.items() if "failures_total" in name and count},
+    }
+
+
+def _figures(seconds: Sequence[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(seconds), 2), "longest": round(max(seconds), 2)}
+
+
+def _server(role: str, name: str, room: int, offload: bool, recipe: Recipe, logs: Path, given: Any) -> Server:
+    cpu = int(role == "consumer")
+    variant = named_variant(given.engine, {"insecure": True, **given.extra})
+    config = variant.config(role)
+    own: dict[str, Any] = {"port": given.port if role == "producer" else given.decode_port}
+    own |= {"offload": {"cpu_bytes": given.cpu_gib << 30}} if offload else {}
+    config["kv_connector_extra_config"] |= own
+    blocks = -(-(given.tokens + given.out) // given.block_size)
+    options = ["--max-model-len", str(given.tokens + given.out + 1)]
+    options += [*(EXACT if given.cpu else ()), "--num-gpu-blocks-override", str(1 + room * blocks)]
+    options += [] if given.cpu else gpu_options(8192, given.kv_gib, given.block_size)
+    settings = environment(None if given.cpu else given.gpus.split(",")[cpu])
+    return Server(recipe, logs, name, str(cpu), config, options, settings, answer_timeout_s=3600)
+
+
+def main() -> None:
+    given = command_line(
+        __doc__,
+        None,
+        {
+            "tokens": "of each prompt",
+            "room": "requests that the decode server's cache has room for",
+            "prefill_room": "requests that the prefill server's cache has room for",
+            "modes": "comma separated: without, with",
+        },
+        requests=24,
+        tokens=(3000, 8192),
+        out=64,
+        room=(2, 8),
+        prefill_room=(4, 16),
+        modes="without,with",
+        engine="nixl",
+        extra={},
+        gpus="0,1",
+        cpu_gib=(1, 24),
+        block_size=(128, 16),
+        kv_gib=(1, 24),
+    )
+    given.port, given.decode_port = free_port(), free_port()
+    prompts = [random_prompt(given.tokens, 1000 + number) for number in range(given.requests)]
+    with prepared(given, given.gpus.split(",")[0], tiny="gqa") as (recipe, logs, lines):
+        prefill = _server("producer", "prefill", given.prefill_room, True, recipe, logs, given)
+        with running(prefill):
+            alone = [prefill.tokens(prompt, max_tokens=given.out) for prompt in prompts]
+            for mode in given.modes.split(","):
+                decode = _server("consumer", mode, given.room, mode == "with", recipe, logs, given)
+                with running(decode):
+                    found = measured(prefill, decode, prompts, alone, given)
+                    lines.write("wall", offload=mode, **found)
+
+
+if __name__ == "__main__":
+    main()
