@@ -19,6 +19,7 @@ from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.offload.index.session_pins import Ledger, SessionPins
 from kvconnect.offload.index.tier_index import READY, ClassRows
 from kvconnect.offload.scheduler.host import LowerIndex
+from kvconnect.offload.scheduler.parking_lot import ParkingLot
 from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.outcome import Cause
@@ -36,7 +37,7 @@ from kvconnect.transfer.parts import DeviceSteps
 from kvconnect.transfer.slots import SlotEvent, SlotPool
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
-from tests.simulator.run import run_seed
+from tests.simulator.run import parks, pulls, run_seed
 from tests.simulator.tiers import SimCopier, SimDisk
 
 MOST_SEEDS = 300
@@ -532,6 +533,30 @@ def makes_room_on_disk(patch):
     patch.setattr(SimDisk, "__init__", small)
 
 
+def restores_what_is_on_its_way(patch):
+    """D takes parked KV as there once it is ordered."""
+    park = ParkingLot.park
+
+    def park_at_once(self, wanted):
+        parked = park(self, wanted)
+        if parked is not None:
+            parked.is_ready = True
+        return parked
+
+    patch.setattr(ParkingLot, "park", park_at_once)
+
+
+def frees_rows_that_are_restored(patch):
+    """The rows of parked KV are free once they are to be copied."""
+    restore = ParkingLot.restore
+
+    def restore_and_free(self, request_id, parked, blocks):
+        restore(self, request_id, parked, blocks)
+        self._free(self.restoring.pop(request_id))
+
+    patch.setattr(ParkingLot, "restore", restore_and_free)
+
+
 FOUND_AT = {
     "packs_into_what_may_be_read": 100834,
     "reads_expired_handles": 100118,
@@ -560,7 +585,7 @@ FOUND_AT = {
 """The seeds that found what takes dozens: a search begins there, and goes on where draws have changed."""
 
 
-def seeds_of(plant, *, theme="", kind="", kept=False, sessions=False, model=""):
+def seeds_of(plant, *, theme="", kind="", kept=False, parked=False, sessions=False, model=""):
     """Seeds in which a fault of this kind can happen, from the one on that found what was planted."""
     seeds = range(FOUND_AT.get(plant.__name__, 100_000), 200_000)
     drawn = ((seed, draw_scenario(seed, random.Random(seed))) for seed in seeds)
@@ -569,7 +594,8 @@ def seeds_of(plant, *, theme="", kind="", kept=False, sessions=False, model=""):
         for seed, plan in drawn
         if theme in ("", plan.theme)
         and (kind in ("", *plan.kinds) or (kind == "none" and not plan.kinds))
-        and (plan.nodes[0].keeps is not None or not kept)
+        and (pulls(plan) or not kept)
+        and (parks(plan) or not parked)
         and (not sessions or any(request.session is not None for request in plan.requests))
         and model in ("", plan.model.name)
     )
@@ -577,6 +603,7 @@ def seeds_of(plant, *, theme="", kind="", kept=False, sessions=False, model=""):
 
 
 KEPT = {"kept": True}
+PARKED = {"parked": True}
 SESSIONS = {"kept": True, "sessions": True}
 
 
@@ -648,6 +675,8 @@ SESSIONS = {"kept": True, "sessions": True}
         (ends_what_a_session_had, SESSIONS, {"pins_are_kept", "quotas_hold"}),
         (demotes_what_is_nowhere_else, SESSIONS, {"pins_are_kept"}),
         (makes_room_on_disk, SESSIONS, {"pins_are_kept"}),
+        (restores_what_is_on_its_way, PARKED, {"bytes_are_right"}),
+        (frees_rows_that_are_restored, PARKED, {"bytes_are_right"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

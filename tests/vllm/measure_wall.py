@@ -3,10 +3,11 @@
 One pair whose decode server has room for few requests, and whose prefill server has room for some more. Many
 clients ask at once, each the prefill server and then the decode server. The prefill server computed all
 prompts before, for its own answers, and has them in host memory: so it is much faster than the decode server,
-on a CPU too. Each run is of one setting of the decode server: without offload, or with it. Its JSON line has
-the seconds until all answers were complete, those of the decode work (what the answers took from their first
-token on, divided by the room), how long leases lasted on the prefill server, for how long it computed nothing
-between its first prompt and its last, and how many answers are its own. Nothing here asserts a time.
+on a CPU too. Each run is of one setting of the decode server, which has offload: without parking, or with it.
+Its JSON line has the seconds until all answers were complete, those of the decode work (what the answers took
+from their first token on, divided by the room), how long leases lasted on the prefill server, for how long it
+computed nothing between its first prompt and its last, and how many answers are its own. Nothing here asserts
+a time.
 
     python -m tests.vllm.measure_wall --cpu
 """
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from kvconnect.timeline import Moment, Record
 from kvconnect.tools.inspect_runner import read_worker
 from tests.ports import free_port
 from tests.vllm.pairs import ask, command_line, environment, gpu_options, named_variant, prepared
-from tests.vllm.servers import EXACT, Server, random_prompt, running
+from tests.vllm.servers import EXACT, Server, forked, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
 _HANDLE, _REQUEST = 2, 3
@@ -101,18 +103,19 @@ def _figures(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": round(statistics.median(seconds), 2), "longest": round(max(seconds), 2)}
 
 
-def _server(role: str, name: str, room: int, offload: bool, recipe: Recipe, logs: Path, given: Any) -> Server:
+def _server(role: str, name: str, room: int, parks: bool, recipe: Recipe, logs: Path, given: Any) -> Server:
     cpu = int(role == "consumer")
     variant = named_variant(given.engine, {"insecure": True, **given.extra})
     config = variant.config(role)
     own: dict[str, Any] = {"port": given.port if role == "producer" else given.decode_port}
-    own |= {"offload": {"cpu_bytes": given.cpu_gib << 30}} if offload else {}
+    own["offload"] = {"cpu_bytes": given.cpu_gib << 30, "park_share": 0.5 * parks}
     config["kv_connector_extra_config"] |= own
     blocks = -(-(given.tokens + given.out) // given.block_size)
     options = ["--max-model-len", str(given.tokens + given.out + 1)]
     options += [*(EXACT if given.cpu else ()), "--num-gpu-blocks-override", str(1 + room * blocks)]
     options += [] if given.cpu else gpu_options(8192, given.kv_gib, given.block_size)
-    settings = environment(None if given.cpu else given.gpus.split(",")[cpu])
+    # On a CPU as the tests do: each process more costs a minute of a machine that has few cores.
+    settings = None if given.cpu else environment(given.gpus.split(",")[cpu])
     return Server(recipe, logs, name, str(cpu), config, options, settings, answer_timeout_s=3600)
 
 
@@ -124,7 +127,7 @@ def main() -> None:
             "tokens": "of each prompt",
             "room": "requests that the decode server's cache has room for",
             "prefill_room": "requests that the prefill server's cache has room for",
-            "modes": "comma separated: without, with",
+            "modes": "whether the decode server parks: without, with",
         },
         requests=24,
         tokens=(3000, 8192),
@@ -141,15 +144,18 @@ def main() -> None:
     )
     given.port, given.decode_port = free_port(), free_port()
     prompts = [random_prompt(given.tokens, 1000 + number) for number in range(given.requests)]
-    with prepared(given, given.gpus.split(",")[0], tiny="gqa") as (recipe, logs, lines):
-        prefill = _server("producer", "prefill", given.prefill_room, True, recipe, logs, given)
+    place = given.gpus.split(",")[0]
+    with prepared(given, place, tiny="gqa") as (recipe, logs, lines), ExitStack() as stack:
+        if given.cpu:
+            stack.enter_context(forked())
+        prefill = _server("producer", "prefill", given.prefill_room, False, recipe, logs, given)
         with running(prefill):
             alone = [prefill.tokens(prompt, max_tokens=given.out) for prompt in prompts]
             for mode in given.modes.split(","):
                 decode = _server("consumer", mode, given.room, mode == "with", recipe, logs, given)
                 with running(decode):
                     found = measured(prefill, decode, prompts, alone, given)
-                    lines.write("wall", offload=mode, **found)
+                    lines.write("wall", parking=mode, **found)
 
 
 if __name__ == "__main__":
