@@ -250,6 +250,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         peer_timeout_s: silence after which a peer that owes an answer counts as gone.
         max_inflight_bytes: most bytes under way to peers; an idle peer gets one batch even so.
         engine_options: passed to the engine's adapter as they are.
+        receipts: whether every answer has a receipt of what served its prompt; a request may ask for one with
+            `kvconnect_receipt` in `kv_transfer_params`.
         offload: keep blocks in host memory, on disk, or in a store; left out, nothing is kept.
     """
 
@@ -282,6 +284,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     peer_timeout_s: Seconds = 10.0
     max_inflight_bytes: Bound = 1 << 30
     engine_options: dict[str, Any] = {}
+    receipts: bool = False
     offload: OffloadConfig | None = None
 
     def derived(self) -> ExtraConfig:

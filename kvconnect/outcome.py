@@ -162,7 +162,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     ``engine_id`` is the peer's, "" where any at the side channel ``channel`` would do. ``source``:
     ``lease``, a request that the peer held, or ``name``, rows that it keeps. ``seconds``: from the order to
-    the end. ``lane``: what carried the bytes.
+    the end. ``lane``: what carried the bytes. ``identities``: the digests of this node's KV and of the
+    peer's, and ``digest`` that of what was committed; both only where a receipt is wanted.
     """
 
     request_id: str
@@ -174,6 +175,8 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float
     lane: str = ""
     reason: Reason | None = None
+    identities: tuple[str, str] = ("", "")
+    digest: str = ""
 
     @property
     def peer(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 
 import pytest
@@ -14,6 +15,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning
+from kvconnect.receipt import Receipt, sign
 from tests.identities import named
 
 CACHE = KVCacheConfig(8, (KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float32)),))
@@ -119,3 +121,25 @@ def test_what_is_wrong_is_said(keys, tmp_path, arguments, match):
 def test_without_a_path_it_shows_what_a_node_of_this_user_would_use(keys, tmp_path):
     (line,) = keys("show")
     assert str(tmp_path / "home" / ".config" / "kvconnect" / "key") in line
+
+
+def test_a_receipt_is_verified_from_an_answer_with_the_key_of_the_cluster(keys, tmp_path):
+    path, other = tmp_path / "key", tmp_path / "other"
+    keys("new", path)
+    keys("new", other)
+    keyring = load_keyring(ExtraConfig(host="10.0.0.1", key_file=str(path)), {})
+    tokens = {"peer": 5, "computed": 1}
+    names = {"request_id": "r\x1b[31m", "engine_id": "D", "prompt": ""}
+    receipt = Receipt(**names, prompt_tokens=6, tokens=tokens, issued_at=0, version=1)
+    signed, file = sign(receipt, keyring.receipt_secret), tmp_path / "answer.json"
+    for given in (signed, {"kv_transfer_params": {"kvconnect_receipt": signed}, "id": "cmpl"}):
+        file.write_text(json.dumps(given))
+        assert keys("verify", file, "--key", path) == [
+            "valid: request r [31m, 6 prompt tokens: 5 peer, 1 computed"
+        ]
+        assert "another key" in keys("verify", file, "--key", other, code=1)[0]
+    file.write_text(json.dumps({**signed, "prompt_tokens": 7}))
+    assert "was changed" in keys("verify", file, "--key", path, code=1)[0]
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="has no JSON"):
+        keys("verify", file, "--key", path)

@@ -145,6 +145,14 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         """
         return b"".join(self._mark(name) for name in _MARKED) if self.entries else b""
 
+    @property
+    def digest(self) -> str:
+        """A digest, in hex, of the entries that must be equal and of the weights; empty without entries."""
+        if not self.entries:
+            return ""
+        weights = json.dumps(sorted(self.facts.get(WEIGHTS, {}).items()))
+        return hashlib.blake2b(self.marks + weights.encode(), digest_size=16).hexdigest()
+
     def _mark(self, name: str) -> bytes:
         fields = self.entries.get(name, {})
         stated = sorted(

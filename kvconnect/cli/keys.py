@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvconnect.cli.options import keys_at
+from kvconnect.cli.options import Key, keys_at
 from kvconnect.errors import ConfigError
 from kvconnect.peer import keyring
 from kvconnect.peer.allow_list import AllowList
@@ -122,6 +122,44 @@ def show(
         _show_node(keyring.folder)
     else:
         typer.echo(keyring.describe())
+
+
+@keys_app.command()
+def verify(
+    receipt: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A receipt, or an answer with one; - for standard input."),
+    ],
+    key: Key = None,
+) -> None:
+    """Check the signature of a request's receipt, and print what it states; exit 1 if it is wrong.
+
+    A prefill node's receipt within it is covered by its signature.
+    """
+    import json
+    import sys
+
+    from kvconnect.errors import PeerError
+    from kvconnect.peer.keyring import load_keyring
+    from kvconnect.receipt import RECEIPT_KEY
+    from kvconnect.receipt import verify as verified
+    from kvconnect.tools.showing import printable
+
+    try:
+        given = json.loads(sys.stdin.read() if str(receipt) == "-" else receipt.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"FILE is {str(receipt)!r}, which has no JSON: {error}") from error
+    for name in ("kv_transfer_params", RECEIPT_KEY):
+        given = given[name] if isinstance(given, dict) and name in given else given
+    keyring = load_keyring(keys_at(key), os.environ)
+    assert keyring is not None, "only `insecure` has none"
+    try:
+        found = verified(given, keyring.receipt_secret)
+    except PeerError as error:
+        typer.echo(f"the receipt is not valid: {error}")
+        raise typer.Exit(1) from error
+    served = ", ".join(f"{count} {origin}" for origin, count in found.tokens.items())
+    typer.echo(f"valid: request {printable(found.request_id)}, {found.prompt_tokens} prompt tokens: {served}")
 
 
 def _write_key(path: Path, text: str, replace: bool) -> None:

@@ -358,6 +358,16 @@ class DecodeRequests:
             if share is not None and share.is_asked:
                 share.is_settled = True
 
+    def refusal_of(self, request_id: str) -> Reason | None:
+        """Why a request computes the KV that it names, until it ends; None: it is here, or none is named."""
+        share = self._shares.get(request_id)
+        if share is None or share.remote.peer[1:] == self._own:
+            return None
+        if share.remote.is_of_other_prompt:
+            return Cause.OTHER_PROMPT("the handle is of another prompt")
+        fetched = Cause.FETCHED_BEFORE("another request has fetched under its handle")
+        return share.remote.refusal or share.failure or (fetched if share.is_cancelled else None)
+
     def state(self) -> dict[str, int]:
         """Counts of the requests kept here. All zero when idle."""
         asked = sum(share.is_asked for share in self._by_handle.values())

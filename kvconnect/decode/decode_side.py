@@ -10,6 +10,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+import msgspec
+
+from kvconnect.cache.identity import Identity
 from kvconnect.decode.failure_log import SERVER_LOST_S, FailureLog
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
@@ -67,6 +70,8 @@ class DecodeSide(TransferPart):
         self.finds = Finds(context, self.peers, self.rank_fetches.path_over)
         self.bay = self.rank_fetches.bay
         self._by_peer: dict[PeerKey, dict[LoadRecord, None]] = {}
+        # Digests for receipts, by peer; None for this node.
+        self._digests: dict[PeerKey | None, tuple[Identity, str]] = {}
         self._queue: OrderedDict[LoadRecord, None] = OrderedDict()
         self._admitted = 0
         self._due: dict[LoadRecord, None] = {}
@@ -441,10 +446,15 @@ class DecodeSide(TransferPart):
             "+".join(sorted(load.moved)),
             load.error,
         )
+        if load.order.wants_outcome:
+            digest = load.digest() if load.error is None else ""
+            outcome = msgspec.structs.replace(outcome, identities=self._identities(load.peer), digest=digest)
         try:
             self._count(outcome, load, label)
             self._metrics.loads.set(len(self.loads))
         finally:
+            if load.order.wants_outcome:
+                self._reports.outcome(outcome)
             # After the count, so that the receiver of the report finds the load counted; and also after an
             # error: a load without a report would leave its request waiting for ever.
             if load.order.parks and self._local.parked is not None:
@@ -459,6 +469,22 @@ class DecodeSide(TransferPart):
         logger.debug("%s", outcome)
         if (outcome.reason is not None or self._repeats.logged) and not load.order.parks:
             self._failures.ended(load.peer, outcome)
+
+    def _identities(self, key: PeerKey) -> tuple[str, str]:
+        """The digests of what this node's KV and a peer's depend on; empty of a peer that is not met."""
+        peer = self.peers.peers.get(key)
+        theirs = None if peer is None or 0 not in peer.links else peer.links[0].session.peer
+        found = []
+        for side, introduced in ((None, self._local.introduction), (key, theirs)):
+            known, digest = self._digests.get(side, (None, ""))
+            if introduced is not None and known is not introduced.meaning.identity:
+                # A digest takes longer than a load may, and changes with weights alone.
+                digest = introduced.meaning.identity.digest
+                self._digests[side] = introduced.meaning.identity, digest
+            found.append("" if introduced is None else digest)
+        while len(self._digests) > self._config.max_peers + 1:
+            del self._digests[next(iter(self._digests))]
+        return found[0], found[1]
 
     def _count(self, outcome: Outcome, load: LoadRecord, label: str) -> None:
         """Count a load that has ended."""

@@ -44,7 +44,8 @@ class Landing:
     """The landing of one fetch, sent over connection ``link`` to the node ``holder``.
 
     ``lent``: granted slots by generation. ``arrived``: chunks that the peer reported written. ``due``: chunks
-    that the peer can send by now, as it reports. ``landed_bytes``: bytes in their pages. Chunks wait in
+    that the peer can send by now, as it reports. ``landed_bytes``: bytes in their pages. ``digests``: by
+    chunk in its pages, if digests are checked. Chunks wait in
     ``packed`` until ``is_unused``: the device has finished all earlier use of their blocks. A fetch that has
     ended is ``closed``; its landing stays while slots are being unpacked, or in ``quarantine``, as the peer
     may still write to them. ``changed`` is called when the landing has failed, or is idle again.
@@ -66,6 +67,7 @@ class Landing:
     packed: deque[tuple[Slot, Landed]] = field(default_factory=deque)
     unpacking: deque[_Unpacking] = field(default_factory=deque)
     committed: int = 0
+    digests: dict[int, int] = field(default_factory=dict)
     landed_bytes: int = 0
     error: Reason | None = None
     closed: bool = False
@@ -299,6 +301,8 @@ class LandingBay:
         self._note(landing, Moment.UNPACKED, unpacked.chunk)
         if unpacked.ticket.digest == unpacked.expected:
             landing.committed += 1
+            if unpacked.expected is not None:
+                landing.digests[unpacked.chunk] = unpacked.expected
             landing.landed_bytes += landing.staged[unpacked.chunk].total_bytes
             return
         text = f"chunk {unpacked.chunk} landed with another digest than it was sent with"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -146,6 +148,15 @@ class LoadRecord:
     def touch(self) -> None:
         """Have the load advanced in this turn."""
         self.changed(self)
+
+    def digest(self) -> str:
+        """A digest of the digests of all chunks that were committed, in hex; empty without any."""
+        digest, count = hashlib.blake2b(digest_size=16), 0
+        for rank, fetch in sorted(self.fetches.items()):
+            for chunk, of_chunk in sorted(fetch.landing.digests.items() if fetch.landing else ()):
+                digest.update(struct.pack("<IIQ", rank, chunk, of_chunk))
+                count += 1
+        return digest.hexdigest() if count else ""
 
     @property
     def over(self) -> bool:

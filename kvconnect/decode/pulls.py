@@ -42,8 +42,8 @@ class _Pull:
     ``prefix``: the prefix looked up there; it must answer by ``deadline``; ``found``: its answer.
     ``computed``, ``local``: tokens computed, and restorable on D, at the time of the lookup. ``waits_until``:
     end of the wait for another request that pulls the same. ``asks_until``: after that no further source is
-    asked. ``outcome``: counted if nothing is loaded; empty if no source was asked. ``is_over``: no lookup
-    follows until the request begins anew.
+    asked. ``outcome``: counted if nothing is loaded; empty if no source was asked. ``tier``: the source's
+    slowest that has some of what was found. ``is_over``: no lookup follows until the request begins anew.
     """
 
     sources: tuple[Address, ...]
@@ -58,6 +58,7 @@ class _Pull:
     computed: int = 0
     local: int = 0
     outcome: str = ""
+    tier: str = ""
     is_over: bool = False
 
     def begin(self) -> None:
@@ -236,6 +237,10 @@ class PullRequests:
             if loading is not None:
                 self._loaded(request_id, loading, request_id not in results.failed, now)
 
+    def tier_of(self, request_id: str) -> str:
+        """The source's slowest tier that has some of what a request loads by name; empty without a pull."""
+        return self.requests[request_id].tier if request_id in self.loading else ""
+
     def state(self) -> dict[str, int]:
         """Counts of the pulls kept here. All zero when idle."""
         return {"pulling": len(self.loading), "pulls": len(self.requests) + len(self._under_way)}
@@ -259,8 +264,10 @@ class PullRequests:
         """A source's tokens in host memory or, if that saves more, with those on its disk."""
         gain = found.disk_tokens - found.num_tokens
         is_enough = self._pays(found.num_tokens - pull.computed, pull.local, found.seconds)
+        pull.tier = "host"
         if gain <= 0 or (is_enough and not self._pays(gain, 0, found.disk_s - found.seconds)):
             return found
+        pull.tier = "disk"
         return replace(found, num_tokens=found.disk_tokens, seconds=found.disk_s)
 
     def _ask(self, request: RequestView, pull: _Pull, computed: int, local: int, now: float) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvconnect.config import TransferConfig
 from kvconnect.decode.decode_requests import DecodeRequests
 from kvconnect.decode.pulls import PullRequests
 from kvconnect.errors import LocalError
+from kvconnect.halves.receipts import Receipts
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import TransferWorker, WorkerHalf
 from kvconnect.peer.allow_list import AllowList
@@ -43,10 +45,14 @@ if TYPE_CHECKING:
 
 
 class Trust(NamedTuple):
-    """How handles are made and read, and the peers that D may fetch from; None: any that a request names."""
+    """How handles are made and read, the peers that D may fetch from, and the secret that signs receipts.
+
+    ``peers`` None: any that a request names. ``receipt_secret`` empty: receipts are not signed.
+    """
 
     handles: Handles
     peers: PeerTrust | None = None
+    receipt_secret: bytes = b""
 
 
 def configured_trust(config: TransferConfig, environ: Mapping[str, str], clock: Callable[[], float]) -> Trust:
@@ -56,7 +62,8 @@ def configured_trust(config: TransferConfig, environ: Mapping[str, str], clock: 
     """
     keyring = load_keyring(config.extra, environ)
     handles = Handles(keyring.handle_secret if keyring else b"", clock)
-    return Trust(handles, PeerTrust(AllowList(config.extra.allow_peers), config.extra.max_peers))
+    peers = PeerTrust(AllowList(config.extra.allow_peers), config.extra.max_peers)
+    return Trust(handles, peers, keyring.receipt_secret if keyring else b"")
 
 
 @dataclass(frozen=True)
@@ -100,14 +107,16 @@ def build_scheduler_half(
     kept: KeptBlocks | None = None,
     shared: SharedBlocks | None = None,
     new_handle: Callable[[], str] = new_handle,
+    wall_clock: Callable[[], float] = time.time,
 ) -> SchedulerHalf:
     """Make the half beside the request scheduler.
 
     Args:
         cache_config: only its block sizes, counts and kinds are read.
         directory: the addresses of the worker ranks; empty without an engine.
-        trust: None for handles of one process, and any peer that a request names.
+        trust: None for handles of one process, and any peer that a request names; unsigned receipts.
         new_handle: returns a random handle.
+        wall_clock: seconds since 1970, for receipts.
 
     Raises:
         ConfigError: engine id and host are too long for a handle, or ``kept`` does not fit into memory.
@@ -128,16 +137,26 @@ def build_scheduler_half(
         )
         if kept.events is not None:
             offload.announce(kept.events)
+    handles, peers, secret = trust or Trust(Handles())
+    draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
+    rank0 = draft.directory[0] if draft.directory else None
+    receipts = Receipts(
+        config.engine_id,
+        None if rank0 is None else (rank0.host, rank0.port),
+        traits,
+        secret,
+        is_for_all=config.extra.receipts,
+        wall_clock=wall_clock,
+        warn=draft.warn,
+    )
     if config.extra.engine == "none":
-        return SchedulerHalf(offload=offload, zeroes_loads=traits.zeroes_loads)
-    if not directory:
+        return SchedulerHalf(offload=offload, receipts=receipts, zeroes_loads=traits.zeroes_loads)
+    if rank0 is None:
         raise LocalError("the scheduler half needs the address of rank 0 at least")
     # A recurrent state cannot be rolled back by the token that D computes itself.
     has_states = any(group.is_state for group in groups)
     traits = dataclasses.replace(traits, held_back=max(traits.held_back, int(has_states)))
-    handles, peers = trust or Trust(Handles())
-    draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
-    rank0, prefill, decode, pulls = draft.directory[0], None, None, None
+    prefill = decode = pulls = None
     offered = prefixes = None
     if shared is not None:
         from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
@@ -162,6 +181,7 @@ def build_scheduler_half(
     return SchedulerHalf(
         *(draft, prefill, decode, pulls, offload),
         shared=prefixes,
+        receipts=receipts,
         offered=offered,
         zeroes_loads=traits.zeroes_loads,
     )

@@ -38,6 +38,7 @@ from kvconnect.transfer.slots import SlotPool, SlotState
 Record = TypeVar("Record")
 
 _LATEST = 24
+_MOST_RECEIPTS = 8
 _MOST_LINE = 1024
 _MOST_PEERS = 256
 
@@ -68,6 +69,9 @@ def write_inspection(
         loading = (load for load in loading if wanted in load.order.request_id)
     ended = () if decode is None else reversed(decode.outcomes)
     outcomes = (outcome for outcome in ended if wanted in outcome.request_id)
+    # A copy: the thread of the hooks adds receipts meanwhile.
+    issued = reversed(transfers.receipts.copy()) if wanted else ()
+    receipts = (receipt for receipt in issued if wanted in receipt["request_id"])
     peers = itertools.chain(
         (_source(peer, now) for peer in sources),
         (
@@ -87,6 +91,7 @@ def write_inspection(
         latest=tuple(_latest(timeline, now)),
         is_last=bool(wanted) or stop >= max(len(held) + len(streamed), len(loads)),
         ended=tuple(map(_shortened, itertools.islice(outcomes, _LATEST))),
+        receipts=tuple(itertools.islice(receipts, _MOST_RECEIPTS)),
     )
     return msgspec.msgpack.encode(inspection)
 

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvconnect.addresses import join_address
 from kvconnect.decode.decode_requests import DecodeRequests
 from kvconnect.decode.pulls import PullRequests
+from kvconnect.halves.receipts import Receipts
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.prefill.prefill_requests import PrefillRequests
+from kvconnect.receipt import PEER, RECEIPT_KEY, LoadPart
 from kvconnect.transfer.orders import Orders, OrdersDraft, Results
 from kvconnect.transfer.params import RESULTS_KEY, SOURCES_KEY, is_release, transfer_params
 from kvconnect.transfer.stack import RequestView, Step
@@ -22,9 +25,6 @@ from kvconnect.transfer.stack import RequestView, Step
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
     from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
-
-PEER = "peer"
-"""The name of a peer where hits are counted by source."""
 
 _ROLES: Mapping[str, tuple[str, str]] = {
     "do_remote_decode": (
@@ -58,12 +58,15 @@ class SchedulerHalf:
         offload: OffloadScheduler | None = None,
         *,
         shared: SharedPrefixes | None = None,
+        receipts: Receipts | None = None,
         offered: Mapping[str, Any] | None = None,
         zeroes_loads: bool = False,
     ) -> None:
         self.draft, self.prefill, self.decode = draft, prefill, decode
         self.pulls, self.offload, self._shared = pulls, offload, shared
         self._offered, self._zeroes_loads = offered, zeroes_loads
+        # Most requests want none: it is called only while one that does exists.
+        self.receipts = receipts
         self._parts = [part for part in (prefill, decode, pulls, offload) if part is not None]
         # Few requests name a source: the hooks of pulls are called only while one that does exists.
         others = [part for part in (prefill, decode, offload, shared) if part is not None]
@@ -101,6 +104,8 @@ class SchedulerHalf:
                 self.prefill.new_request(request)
         if self.offload is not None:
             self.offload.new_request(request, reads=reads, writes=writes)
+        if self.receipts is not None and (self.receipts.is_for_all or RECEIPT_KEY in params):
+            self.receipts.new_request(request)
 
     def prefill_tokens(self, request: RequestView) -> int:
         """The number of prompt tokens to compute on this node."""
@@ -110,6 +115,8 @@ class SchedulerHalf:
         """Tokens beyond those computed that can be loaded, and whether asynchronously; None: ask again."""
         # With a handle the request loads only that KV; without one, the better of tier and source loads.
         offload = self.offload
+        if self.receipts is not None and self.receipts.records:
+            self.receipts.looked_up(request.request_id, num_computed_tokens)
         if self.decode is not None:
             count = self.decode.matched_tokens(request, num_computed_tokens)
             if count != 0:
@@ -143,6 +150,37 @@ class SchedulerHalf:
             self.decode.update_after_alloc(request, block_ids, fetched_tokens)
         if self.pulls is not None and self.pulls.requests:
             self.pulls.update_after_alloc(request, block_ids, fetched_tokens)
+        if self.receipts is not None and self.receipts.records:
+            self._note_admission(self.receipts, request, num_external_tokens, is_restored=is_restored)
+
+    def _note_admission(
+        self, receipts: Receipts, request: RequestView, num_tokens: int, *, is_restored: bool
+    ) -> None:
+        """Pass an admission to the receipts, and have the outcome of its load reported."""
+        request_id, why = request.request_id, None
+        if request_id not in receipts.records:
+            return
+        by_origin = self.sources(request_id, num_tokens)
+        load = None
+        if num_tokens and is_restored and self.offload is not None:
+            total_bytes, digest = self.offload.restore_of(request_id)
+            origin = "+".join(by_origin)
+            load = LoadPart(origin=origin, tokens=num_tokens, ended="", bytes=total_bytes, digest=digest)
+        elif num_tokens and self.draft is not None:
+            order = self.draft.loads[-1] = msgspec.structs.replace(self.draft.loads[-1], wants_outcome=True)
+            tier = "device" if self.pulls is None else self.pulls.tier_of(request_id) or "device"
+            load = LoadPart(
+                origin=PEER,
+                tokens=num_tokens,
+                ended="",
+                engine_id=order.engine_id,
+                address=join_address(order.host, order.port) if order.host else "",
+                by="lease" if order.prefix is None else "name",
+                tier=tier,
+            )
+        elif self.decode is not None:
+            why = self.decode.refusal_of(request_id)
+        receipts.admitted(request, load, by_origin, "" if why is None else why.cause.value)
 
     def checkpoints(self, request: RequestView) -> Sequence[int]:
         """Ascending token counts after which the state of an admitted request is to be stored."""
@@ -174,6 +212,8 @@ class SchedulerHalf:
         """A running request lost its blocks, and will be computed anew."""
         for preempted in self._preempted:
             preempted(request_id)
+        if self.receipts is not None and self.receipts.records:
+            self.receipts.preempted(request_id)
 
     def is_restored(self, request_id: str) -> bool:
         """Whether the tokens last offered to a request are in this node's tiers; until the request ends."""
@@ -225,12 +265,22 @@ class SchedulerHalf:
         if isinstance(reported := asked.get(RESULTS_KEY), dict):
             # The results of the hints at the prefill node, which a router passes on.
             done = {**(done or {}), "prefill": reported}
-        return is_held, {**(params or {}), RESULTS_KEY: done} if done and delivered else params
+        if done and delivered:
+            params = {**(params or {}), RESULTS_KEY: done}
+        if self.receipts is not None and self.receipts.records:
+            receipt = self.receipts.finished(request, params, delivered=delivered)
+            if receipt is not None:
+                params = {**(params or {}), RECEIPT_KEY: receipt} if delivered else params
+                if self.draft is not None:
+                    self.draft.receipts.append(receipt)
+        return is_held, params
 
     def update_results(self, results: Results) -> None:
         """Take the workers' results, once all ranks have reported."""
         for update_results in self._update_results:
             update_results(results)
+        if self.receipts is not None and self.receipts.records:
+            self.receipts.update_results(results)
         if self.pulls is not None and (self.pulls.requests or self.pulls.loading):
             self.pulls.update_results(results)
 
@@ -248,7 +298,8 @@ class SchedulerHalf:
 
     def state(self) -> dict[str, int]:
         """Counts of the requests in all parts. All zero when idle."""
-        return {name: count for part in self._parts for name, count in part.state().items()}
+        parts = (*self._parts, *((self.receipts,) if self.receipts is not None else ()))
+        return {name: count for part in parts for name, count in part.state().items()}
 
 
 def _hooks(parts: Sequence[object], name: str) -> list[Callable[..., None]]:

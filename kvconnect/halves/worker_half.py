@@ -145,6 +145,11 @@ class TransferWorker:
         """``Identity.marks`` of this worker's KV."""
         return self._meaning.identity.marks
 
+    @property
+    def identity(self) -> str:
+        """``Identity.digest`` of this worker's KV."""
+        return self._meaning.identity.digest
+
     def address(self) -> RankAddress:
         """Where this worker listens for peers."""
         return RankAddress(self._rank, self._config.extra.host, self._channel.port)
@@ -228,9 +233,8 @@ class TransferWorker:
         self._metrics.failures.labels("weights_replaced").inc()
         if self._shared is not None:
             self._shared.forget()
-        if self._transfers is None:
-            self._meaning = self._meaning.with_weights(weights)
-        else:
+        self._meaning = self._meaning.with_weights(weights)
+        if self._transfers is not None:
             self._transfers.replace_weights(weights)
 
     def report_fetches(self) -> None:
@@ -258,6 +262,8 @@ class TransferWorker:
         """
         if orders.notes and self._rank == 0:
             self._metrics.timeline.take(orders.notes)
+        if orders.receipts and self._rank == 0 and self._transfers is not None:
+            self._transfers.receipts.extend(orders.receipts)
         if not orders:
             return
         if self._transfers is None:
@@ -417,6 +423,12 @@ class WorkerHalf:
     def identity_marks(self) -> bytes:
         """``Identity.marks`` of the KV that is sent; empty without transfers."""
         return b"" if self.transfer is None else self.transfer.identity_marks
+
+    @property
+    def identity(self) -> str:
+        """``Identity.digest`` of the KV that is sent, or else kept; empty without either."""
+        part = self.transfer or self.offload
+        return "" if part is None else part.identity
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         for part in self._parts:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ _OTHER_WEIGHTS = Cause.OTHER_WEIGHTS(
 
 Command = Callable[[float], None]
 
+_MOST_RECEIPTS = 1024
 _LONGEST_SLEEP_S = 5.0
 _ACTIVE_POLLS = 200
 """Polls without progress before the back-off begins: some engines advance only when polled."""
@@ -77,6 +79,8 @@ class WorkerTransfers:
         self._parts = [part for part in parts if part is not None]
         metrics.slots_landing_limit.set(len(local.landing.slots))
         metrics.slots_send_limit.set(len(local.send.slots))
+        self.receipts: deque[dict[str, Any]] = deque(maxlen=_MOST_RECEIPTS)
+        """The last receipts of the node's requests, on rank 0. Any thread may add one."""
         self._commands: deque[Command] = deque()
         self._polls_without_progress = 0
         self._stopping = threading.Event()

@@ -38,6 +38,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.handles import digest_prompt
+from kvconnect.peer.keyring import names_key
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, RequestView, StackTraits
 
@@ -134,7 +135,9 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
             cache.config,
             _traits(options, named, stated),
             directory=() if address is None else (address,),
-            trust=None if address is None else configured_trust(config, os.environ, time.time),
+            trust=configured_trust(config, os.environ, time.time)
+            if names_key(config.extra, os.environ) or address is not None
+            else None,
             kept=blocks,
             shared=SharedBlocks(requirements, _content_hashes, pool) if shares else None,
         )
@@ -149,6 +152,7 @@ def _traits(options: NodeOptions, named: Naming, stated: Identity) -> StackTrait
     return StackTraits(
         prompt_digest=_prompt_digest,
         identity_marks=stated.marks,
+        identity=lambda: stated.digest,
         clock=time.monotonic,
         longest=LongestRequest(options.max_model_len, options.max_num_batched_tokens),
         naming=named,

@@ -95,7 +95,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     other things. ``tiers`` has by name the report of each tier: ``records``, ``taken_bytes``,
     ``limit_bytes`` where the tier has them. ``latest`` are the last records of the timeline, ``ended`` the
     outcomes of the last loads, newest first. If the question names a request, ``leases``, ``loads`` and
-    ``ended`` are only those of the request.
+    ``ended`` are only those of the request, and ``receipts`` has its receipts, on rank 0.
     """
 
     engine_id: str
@@ -109,3 +109,4 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     latest: tuple[RecordView, ...]
     is_last: bool
     ended: tuple[Outcome, ...] = ()
+    receipts: tuple[dict[str, Any], ...] = ()

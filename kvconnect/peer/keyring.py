@@ -69,6 +69,7 @@ class SharedKeys:
         self.server = key_pair(derive(secret, "curve server"))
         self.client = key_pair(derive(secret, "curve client"))
         self.handle_secret = derive(secret, "handles")
+        self.receipt_secret = derive(secret, "receipts")
         self._source = source
 
     def server_key(self, host: str, port: int) -> bytes | None:
@@ -100,6 +101,7 @@ class NodeKeys:
         where = f"{field}: {CLUSTER_KEY}"
         secret = checked_secret(read_secret(folder / CLUSTER_KEY, where), where)
         self.handle_secret = derive(secret, "handles")
+        self.receipt_secret = derive(secret, "receipts")
         self._seen = self._state()
         self._take(read_peers(folder))
 
@@ -150,6 +152,13 @@ Keyring = SharedKeys | NodeKeys
 def described(keyring: Keyring | None) -> str:
     """A keyring in one line, for people; None is the insecure mode."""
     return keyring.describe() if keyring else "insecure: neither authenticated nor encrypted"
+
+
+def names_key(extra: ExtraConfig, environ: Mapping[str, str]) -> bool:
+    """Whether a key is configured: without peers, a node uses none that is not."""
+    return bool(
+        extra.key_file or extra.keys_dir or environ.get(KEY_VARIABLE) or environ.get(KEYS_DIR_VARIABLE)
+    )
 
 
 def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | None:

@@ -9,7 +9,7 @@ from typing import Any
 from kvconnect.router.bodies import PARAMS, BadBody, parse_json
 
 _ANSWERS = ("n", "best_of")
-_OF_A_SESSION = ("session_id", "kv_hints")
+_OF_A_CLIENT = ("session_id", "kv_hints", "kvconnect_receipt")
 _TOKENS = "prompt_token_ids"
 
 
@@ -29,7 +29,7 @@ class Endpoint:
     text: str = ""
 
     def parse(self, raw: bytes) -> dict[str, Any]:
-        """A client's body as a dictionary. Of its ``kv_transfer_params`` only the session's keys are kept.
+        """A client's body as a dictionary. Of its ``kv_transfer_params`` only hints and the like are kept.
 
         A client must not name engines, addresses or blocks: a decode node gets only parameters that a prefill
         node returned.
@@ -39,9 +39,7 @@ class Endpoint:
         """
         body = parse_json(raw)
         params = body.pop(PARAMS, None)
-        kept = (
-            {key: params[key] for key in _OF_A_SESSION if key in params} if isinstance(params, dict) else {}
-        )
+        kept = {key: params[key] for key in _OF_A_CLIENT if key in params} if isinstance(params, dict) else {}
         if kept:
             body[PARAMS] = kept
         sampling = self.sampling_of(body)

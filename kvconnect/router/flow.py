@@ -40,6 +40,7 @@ _NO_KV = (500, 502)
 """Statuses with which a decode node answers if it did not get the KV."""
 _NO_KV_IN_A_STREAM = (b'data: {"error"', b"event: error")
 
+_REPORTED = ("kv_hint_results", "kvconnect_receipt")
 _COUNT_WAIT_S = 1.0
 """How long a finished answer waits for P's counts: for P's answer to a prompt whose KV D has got."""
 
@@ -449,8 +450,8 @@ class Flow:
         if handed and not isinstance(handed, dict):
             text = f"the prefill node's {bodies.PARAMS} are not an object"
             raise self._upstream.failed("prefill", "bad_answer", text)
-        # Results of a client's hints: the decode node returns them to the client with its own.
-        results = handed and handed.pop("kv_hint_results", None)
+        # Results of hints, and P's receipt: the decode node returns them to the client with its own.
+        reported = {key: handed.pop(key) for key in _REPORTED if key in handed} if handed else {}
         channel = bodies.side_channel(handed or None)
         url = leased.url
         if channel is None:
@@ -459,8 +460,8 @@ class Flow:
             self._channels[url] = channel
             if self.placing is not None:
                 self.placing.learn(url, channel)
-        if handed and results is not None:
-            handed = {**handed, "kv_hint_results": results}
+        if handed:
+            handed = {**handed, **reported}
         return Prefilled(url, parsed if isinstance(parsed, dict) else {}, handed or {})
 
     async def _read_whole(self, answer: aiohttp.ClientResponse) -> bytes:

@@ -59,7 +59,7 @@ def run_inspect(
             if json_output:
                 print(as_json(join_address(*worker), described, found), flush=True)
             else:
-                if request and not (found.leases or found.loads or found.ended):
+                if request and not (found.leases or found.loads or found.ended or found.receipts):
                     at, text = join_address(*worker), escape(printable(request))
                     shown.append(f"{at} holds nothing of {text}: its decode server knows what came of it\n")
                 shown += tables(join_address(*worker), described, found)

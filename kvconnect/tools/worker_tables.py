@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,9 @@ def tables(address: str, described: Description, found: Inspection) -> Iterator[
     yield _table(title, "KV_IS PEER STATE", map(_peer, found.peers[:_MOST_ROWS]))
     if ended := found.ended[:_MOST_ROWS]:
         yield _table("loads that ended", "OUTCOME", ((_shown(str(outcome)),) for outcome in ended))
+    for receipt in found.receipts:
+        text = json.dumps(receipt, indent=1)
+        yield _table("receipt", "TEXT", ((_shown(*text.splitlines()),),))
     if found.tiers:
         yield _table(
             "tiers", "TIER CONTENTS> TAKEN> BOUND> BESIDES", itertools.starmap(_tier, found.tiers.items())

@@ -17,7 +17,7 @@ from msgspec.structs import astuple
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.specs import KVCacheGroup, div_ceil
-from kvconnect.outcome import Reason
+from kvconnect.outcome import Outcome, Reason
 from kvconnect.plan.blocks import BlockIdsByGroup, Count, GroupBlocks, Index
 from kvconnect.timeline import Record
 
@@ -112,7 +112,7 @@ class Load(msgspec.Struct, frozen=True):
     ``refusal``: fetch no block, and report the request failed with this reason. ``prefix``: the peer first
     pins the rows of these names under ``handle``, which D made. D has the tokens before ``first_token``.
     ``parks``: fill these rows in place of blocks, and report only their jobs; a block id is then the number
-    of its row, plus one.
+    of its row, plus one. ``wants_outcome``: also report the outcome.
     """
 
     request_id: str
@@ -126,6 +126,7 @@ class Load(msgspec.Struct, frozen=True):
     prefix: Prefix | None = None
     first_token: int = 0
     parks: tuple[Park, ...] = ()
+    wants_outcome: bool = False
 
 
 class Await(msgspec.Struct, frozen=True):
@@ -295,7 +296,8 @@ class Orders(_Parts, frozen=True):
     may still zero blocks that its loads and restores fill. ``notes``: records for the timeline of rank 0.
     ``pulls``: outcomes of pulls and loaded tokens, for the metrics. ``named``: blocks that peers may fetch by
     name from now on; ``reused``: named blocks that this step, or a load or restore of it, may overwrite, also
-    of those in ``named``. A worker takes ``reused`` before the step's kernels are launched.
+    of those in ``named``. A worker takes ``reused`` before the step's kernels are launched. ``receipts``:
+    those of requests that ended, for the inspection of rank 0.
     """
 
     step: int = 0
@@ -316,6 +318,7 @@ class Orders(_Parts, frozen=True):
     finds: tuple[Find, ...] = ()
     pulls: tuple[tuple[str, int], ...] = ()
     named: tuple[NamedBlocks, ...] = ()
+    receipts: tuple[dict[str, Any], ...] = ()
     offload: OffloadOrders = NO_OFFLOAD
 
     def __bool__(self) -> bool:
@@ -330,8 +333,9 @@ class Results(_Parts, frozen=True):
     holds, or never will. ``ragged``: received requests whose windows may begin with a partly filled block, as
     the peer's blocks end elsewhere. ``unsent``: sent requests that no peer was served, with the reason.
     ``attachments``: what came with received requests. ``wanted``: see ``RankTraits.reports_fetches``.
-    ``read``: blocks of the prefix cache that peers read by name, to be reused after all others. Rank 0
-    reports ``settled``, ``found`` and ``read``.
+    ``read``: blocks of the prefix cache that peers read by name, to be reused after all others. ``outcomes``:
+    of received requests, by rank, where the order wants them. Rank 0 reports ``settled``, ``found`` and
+    ``read``.
     """
 
     sent: tuple[str, ...] = ()
@@ -345,6 +349,7 @@ class Results(_Parts, frozen=True):
     attachments: Mapping[str, bytes] = {}
     wanted: Mapping[str, int] = {}
     read: tuple[int, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
 
 
 @dataclass
@@ -371,6 +376,7 @@ class OrdersDraft:
     pulls: list[tuple[str, int]] = field(default_factory=list)
     named: list[NamedBlocks] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
+    receipts: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self, clock: Callable[[], float] | None) -> None:
         self._parts = dict(vars(self))
@@ -439,6 +445,7 @@ class Reports:
         self._found: deque[Found] = deque()
         # As keys: an idle stack takes no reports, and peers may read the same blocks many times.
         self._read: dict[int, None] = {}
+        self._outcomes: deque[Outcome] = deque()
 
     def sent(self, request_id: str, error: Reason | None = None) -> None:
         """No peer reads the blocks of a held request any more; ``error`` states why no peer was served."""
@@ -473,6 +480,9 @@ class Reports:
         """A peer reads these blocks of the prefix cache: rank 0 reports it for all ranks."""
         if self._rank == 0:
             self._read.update(dict.fromkeys(block_ids))
+    def outcome(self, outcome: Outcome) -> None:
+        """Add the outcome of a request that is received next."""
+        self._outcomes.append(outcome)
 
     def take(self) -> Results:
         """The results since the last call."""
@@ -497,6 +507,9 @@ class Reports:
                 attachments[name] = more
         while self._found:
             found.append(self._found.popleft())
+        outcomes: list[Outcome] = []
+        while self._outcomes:
+            outcomes.append(self._outcomes.popleft())
         lists: dict[str, Any] = {what: tuple(names) for what, names in named.items()}
         read, self._read = self._read, {}
         return Results(
@@ -506,6 +519,7 @@ class Reports:
             attachments=attachments,
             wanted=wanted,
             read=tuple(read),
+            outcomes=tuple(outcomes),
             **lists,
         )
 

@@ -112,6 +112,10 @@ class StackTraits:
     identity_marks: bytes = b""
     naming: Naming | None = None
     names: Names | None = None
+    # The tokens of a request's prompt in the device's own cache at its admission, where the stack counts
+    # others than it names before; and the digest of the identity of this node's KV.
+    cached_tokens: Callable[[Any], int] | None = None
+    identity: Callable[[], str] = str
     # The stack zeroes blocks to be loaded after ``before_step`` of the load's step.
     zeroes_loads: bool = False
 

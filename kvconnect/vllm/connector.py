@@ -245,6 +245,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
                 found=report.found,
                 ragged=report.ragged,
                 read=report.read,
+                outcomes=report.outcomes,
             )
         )
 
@@ -296,7 +297,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         row_bytes = {} if self._worker.offload is None else self._worker.offload.row_bytes
         self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
         self._own.parks = self._worker.offload is not None and self._worker.offload.load_rows is not None
-        self._own.identity_marks = self._worker.identity_marks
+        self._own.identity_marks, self._own.identity = self._worker.identity_marks, self._worker.identity
         if self._worker.transfer is not None:
             # A peer may connect before the first step.
             ranks = all_ranks(self._own)
@@ -339,6 +340,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             if kv_connector_metadata.check_weights and self._weights is not None and self._weights.check():
                 # Before any of this step's orders is carried out.
                 self._worker.replace_weights(self._weights.names)
+                if self._own is not None:
+                    self._own.identity = self._worker.identity
+                    self._report.addresses = (self._own,)
             self._worker.before_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -365,6 +369,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         report = ReportMetadata(
             *(results.offload, (), results.settled, results.found, results.ragged, failed, results.read)
         )
+        report.outcomes = results.outcomes
         self._report = self._report.aggregate(report)
         return base.KVConnectorTransferResults(
             finished_sending=set(results.sent),

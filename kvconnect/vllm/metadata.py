@@ -13,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvconnect.addresses import RankAddress
-from kvconnect.halves.scheduler_half import PEER
 from kvconnect.offload.tier import DISK, HOST, STORE
-from kvconnect.outcome import Reason
+from kvconnect.outcome import Outcome, Reason
+from kvconnect.receipt import PEER
 from kvconnect.transfer.orders import Found, OffloadReport, Orders
 
 try:
@@ -53,7 +53,8 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
     """A worker's announcement: its address or None if it does not listen, and row bytes by cache group.
 
     ``others`` are the announcements of the other ranks, where this one passes them on. ``identity_marks``
-    are marks of the identity of its KV, which handles carry. ``parks``: loads can fill its rows.
+    are marks of the identity of its KV, which handles carry, and ``identity`` is its digest. ``parks``: loads
+    can fill its rows.
     """
 
     rank: int
@@ -62,11 +63,12 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
     others: tuple[AddressMetadata, ...] = ()
     identity_marks: bytes = b""
     parks: bool = False
+    identity: str = ""
 
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Reports of ranks: tiers, addresses where asked, KV that peers found or settled, reasons of failures.
+    """Reports of ranks: tiers, addresses where asked, KV that peers found or settled, how loads ended.
 
     ``read``: blocks of the prefix cache that peers read.
     """
@@ -78,6 +80,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     ragged: tuple[str, ...] = ()
     failed: tuple[tuple[str, Reason], ...] = ()
     read: tuple[int, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
 
     def __bool__(self) -> bool:
         return any(vars(self).values())

@@ -46,6 +46,12 @@ def batch_of(request_id: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else ("", 0)
 
 
+def cached_tokens(request: Request) -> int:
+    """The prompt's tokens in vLLM's own prefix cache, as its metrics count them, at the first admission."""
+    stats = getattr(request, "prefill_stats", None)
+    return 0 if stats is None else int(stats.num_local_cached_tokens)
+
+
 def introduce(half: SchedulerHalf, request: Request, *, names_adapters: bool = True) -> None:
     """Register a new request with the scheduler half.
 

@@ -28,6 +28,7 @@ from kvconnect.halves.building import (
 )
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
+from kvconnect.peer.keyring import names_key
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
@@ -52,7 +53,7 @@ from kvconnect.vllm.offload import (
     naming,
 )
 from kvconnect.vllm.prefix_pool import WatchedPool
-from kvconnect.vllm.requests import Adapters, batch_of, parent_of, prompt_digest
+from kvconnect.vllm.requests import Adapters, batch_of, cached_tokens, parent_of, prompt_digest
 from kvconnect.vllm.stated_identity import Stated
 from kvconnect.vllm.values import attention_layers
 from kvconnect.vllm.weights import LoadedWeights
@@ -75,8 +76,9 @@ def make_scheduler_half(
     """The scheduler half, with vLLM's block ``pool``. Called once the workers have announced themselves."""
     extra, adapters = config.extra, Adapters()
     named = kept = shared = trust = None
-    if extra.engine != "none":
+    if extra.engine != "none" or names_key(extra, os.environ):
         trust = configured_trust(config, os.environ, time.time)
+    if extra.engine != "none":
         own = naming(vllm_config, kv_cache_config, extra.offload)
         named = settings.usable_naming(vllm_config, config, own)
         if settings.shared_naming(vllm_config, kv_cache_config, config, own, pool) is not None:
@@ -99,6 +101,8 @@ def make_scheduler_half(
         identity_marks=next((meta.identity_marks for meta in workers.values()), b""),
         naming=named,
         names=BlockNames(vllm_config, named.tokens) if named is not None else None,
+        cached_tokens=cached_tokens,
+        identity=lambda: next((meta.identity for _, meta in sorted(workers.items())), ""),
         zeroes_loads=zeroes_loads,
     )
     if extra.offload is not None:

@@ -11,12 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvconnect.engine.base import Batch
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.outcome import Reason
 from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.receipt import COMPUTED, DEVICE, LOADED, UNSERVED
 from kvconnect.transfer.orders import Found, Hold, Load, Orders, Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
 from kvconnect.transfer.slots import SlotState
@@ -164,6 +165,8 @@ class Checks:
             half = worker.node.connector.offload
             if half is not None and restore.request_id in half.parking.restoring:
                 self._loaded_by[restore.request_id] = "parked"
+        for receipt in orders.receipts if worker.rank == 0 else ():
+            self.receipt_adds_up(worker, receipt)
         # For all ranks.
         for find in orders.finds if worker.rank == 0 else ():
             books.finds.setdefault(find.request_id, []).append(Asked(self.world.now, worker.stopped_s))
@@ -353,6 +356,17 @@ class Checks:
         """2: every id that was ordered comes back exactly once, and no other does."""
         if name not in owed:
             self.world.fail("each_once", f"{worker.who} reports {name} as {what}, which it does not owe")
+
+    def receipt_adds_up(self, worker: SimWorker, receipt: dict[str, Any]) -> None:
+        """Every token of a prompt has one origin; what was loaded is what the loads brought."""
+        self.count("receipts")
+        tokens, loads = receipt["tokens"], receipt.get("loads", ())
+        loaded = sum(tokens.values()) - sum(tokens.get(name, 0) for name in (DEVICE, COMPUTED, UNSERVED))
+        brought = [load["tokens"] for load in loads if load["ended"] == LOADED]
+        is_right = not loaded or loaded in brought
+        is_whole = sum(tokens.values()) == receipt["prompt_tokens"] and min(tokens.values(), default=1) > 0
+        if not (is_right and is_whole):
+            self.world.fail("receipt_adds_up", f"{worker.who} issued {receipt}")
 
     def forged_opens_nothing(self, load: Load) -> None:
         """6: nobody is asked for what an expired or forged handle stands for."""

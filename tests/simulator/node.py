@@ -60,7 +60,7 @@ class RankReports:
         for one in reports:
             self._failed = {**one.failed, **self._failed}
         over["failed"] = {name: self._failed.pop(name) for name in over["received"] if name in self._failed}
-        for what in ("offload", "settled", "found", "ragged"):
+        for what in ("offload", "settled", "found", "ragged", "outcomes"):
             over[what] = tuple(each for one in reports for each in getattr(one, what))
         return Results(**over)
 
@@ -189,8 +189,10 @@ class SimNode:
         self.is_stopped = False
         self._pace = Pace(world, self.step)
         engine_id = plan.host if plan.keeps_engine_id else self.name
+        # Of every other seed all requests have receipts.
+        plan_extra = msgspec.structs.replace(plan.extra, receipts=world.seed % 2 == 0)
         self.config = TransferConfig(
-            kv_role=plan.role, engine_id=engine_id, kv_connector_extra_config=plan.extra
+            kv_role=plan.role, engine_id=engine_id, kv_connector_extra_config=plan_extra
         )
         self.naming = naming_of(plan.keeps)
         self.workers = [SimWorker(self, rank, ports[rank] if ports else 0) for rank in range(plan.world_size)]
@@ -201,7 +203,7 @@ class SimNode:
         cache = self.workers[0].memory.config
         handles = iter(range(1 << 40))
         if self.workers[0].tiers is not None:
-            extra = msgspec.structs.replace(plan.extra, offload=self.workers[0].tiers.config)
+            extra = msgspec.structs.replace(plan_extra, offload=self.workers[0].tiers.config)
             self.config = msgspec.structs.replace(self.config, kv_connector_extra_config=extra)
         with mock.patch.object(offload_scheduler, "OffloadScheduler", WatchedOffload):
             self.connector = build_scheduler_half(
@@ -212,6 +214,7 @@ class SimNode:
                 trust=self._trust(),
                 kept=kept_blocks(self),
                 new_handle=lambda: f"{self.name}-{next(handles)}",
+                wall_clock=lambda: world.now,
             )
         tell_rate(self.connector, plan.keeps)
         if isinstance(self.connector.offload, WatchedOffload):

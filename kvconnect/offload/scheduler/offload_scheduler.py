@@ -6,6 +6,7 @@ raises because of a client's parameters or a worker's report.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -60,7 +61,7 @@ class OffloadScheduler:
         num_ranks: int = 1,
         clock: Callable[[], float],
     ) -> None:
-        self._config, self._clock = config, clock
+        self._config, self._clock, self._row_bytes = config, clock, row_bytes
         self.plan = plan_for(config, groups, row_bytes, requirements.least_rows(config.min_tokens))
         index = TierIndex(self.plan)
         pins = SessionPins(index, self.plan, config.pin_quota, config.disk_bytes)
@@ -193,6 +194,14 @@ class OffloadScheduler:
                 found[tier] = taken
                 left -= taken
         return {**found, HOST: left} if left > 0 else found
+
+    def restore_of(self, request_id: str) -> tuple[int, str]:
+        """The bytes, on all ranks, of a restore under way, and the hex digest of its contents' names."""
+        digest, total_bytes = hashlib.blake2b(digest_size=16), 0
+        for group, names in sorted(self._lookup.restoring.get(request_id, {}).items()):
+            total_bytes += len(names) * self._row_bytes[group] * self.host.jobs.num_ranks
+            digest.update(b"".join((group.to_bytes(4, "little"), *names)))
+        return total_bytes, digest.hexdigest()
 
     def build_orders(self) -> OffloadOrders:
         # No request waits for overdue jobs any more; their rows stay out of use.

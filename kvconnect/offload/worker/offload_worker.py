@@ -158,6 +158,11 @@ class OffloadWorker:
         except (LayoutError, EngineError) as error:
             logger.warning("peers that ask for KV by name get none of this node: %s", error)
 
+    @property
+    def identity(self) -> str:
+        """``Identity.digest`` of the KV that is kept."""
+        return self._identity.digest
+
     def open_for_loads(self) -> None:
         """Let loads fill rows, for requests that wait for blocks, if rows of this cache can be filled."""
         try:
