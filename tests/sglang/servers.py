@@ -159,7 +159,7 @@ class SglangServer(Child):
         deadline = time.monotonic() + within_s
         while held := self.held():
             assert time.monotonic() < deadline, f"{self.name} still holds {held}\n{self.logs()}"
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def use_pages(self, tokens: int) -> None:
         """Compute a prompt on a prefill server that goes nowhere: its pages stay in the prefix cache."""
