@@ -1,8 +1,8 @@
 """First tokens over kvconnect, beside SGLang's own backends: ``python -m tests.sglang.measure --help``.
 
 A tiny model on two cores. Each turn starts a pair over one backend, asks for prompts of each length, one and
-several at a time, and ends it; the backends take turns. One JSON object a backend and length, with seconds
-from asking both servers to the first token of D's stream; nothing here asserts.
+several at a time, and ends it; the backends take turns. JSON objects of each turn, and in the end of all turns,
+with seconds from asking both servers to the first token of D's stream; nothing here asserts.
 
     .venv-sglang/bin/python -m tests.sglang.measure
 """
@@ -88,14 +88,17 @@ def measured(
             # The two servers meet with the first.
             first_tokens(prefill, decode, 100, 1)
             for length, many in itertools.product(lengths, (1, at_once)):
-                for _ in range(rounds):
-                    took = first_tokens(prefill, decode, length, many)
-                    found[backend, length, many] += took
-                print(
-                    json.dumps({"turn": turn, "backend": backend, "tokens": length, "at_once": many}),
-                    flush=True,
-                )
+                took = [s for _ in range(rounds) for s in first_tokens(prefill, decode, length, many)]
+                found[backend, length, many] += took
+                show((backend, length, many), took, turn=turn)
     return found
+
+
+def show(of: tuple[str, int, int], took: Sequence[float], **more: int) -> None:
+    """Print the first tokens of one backend, length and number of requests at once."""
+    line = {**more, **dict(zip(("backend", "tokens", "at_once"), of, strict=True)), "requests": len(took)}
+    line |= {"median_s": round(statistics.median(took), 3), "min_s": round(min(took), 3)}
+    print(json.dumps(line), flush=True)
 
 
 def main() -> None:
@@ -114,10 +117,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, forked():
         model = write_model("gqa", Path(folder)).folder
         found = measured(backends, lengths, given.at_once, given.turns, given.rounds, model)
-    for (backend, length, many), took in sorted(found.items()):
-        line = {"backend": backend, "tokens": length, "at_once": many, "requests": len(took)}
-        line |= {"median_s": round(statistics.median(took), 3), "min_s": round(min(took), 3)}
-        print(json.dumps(line), flush=True)
+    for of, took in sorted(found.items()):
+        show(of, took)
 
 
 if __name__ == "__main__":
