@@ -142,6 +142,23 @@ def test_nothing_of_an_aborted_prefill_is_used(pair):
     until(lambda: not prefill.worker.state()["expected"])
 
 
+def test_what_was_packed_before_an_abort_is_not_used_after_it(pair):
+    """SGLang aborts between the last chunk's arrival and P's answer, and may have packed other bytes."""
+    prefill, decode = pair
+    sender = prefill.worker.transfer._transfers.prefill.sender
+    arrived = sender._arrived
+
+    def arrived_as_it_is_aborted(sending, parcel):
+        arrived(sending, parcel)
+        prefill.worker.revoke(sending.lease.handle, Cause.ABORTED("the request was aborted"))
+
+    sender._arrived = arrived_as_it_is_aborted
+    of_p, of_d = begin(prefill, decode, targets=D_PAGES[:2])
+    prefill.ledger.send(of_p, pages(*P_PAGES[:2]), None, 2)
+    assert ended(decode, of_d) == FAILED
+    assert ended(prefill, of_p) == FAILED
+
+
 def test_a_prefill_that_is_aborted_once_all_is_sent_never_serves_overwritten_pages(pair):
     prefill, decode = pair
     for number in range(30):
