@@ -1,8 +1,8 @@
 """First tokens over kvconnect, beside SGLang's own backends: ``python -m tests.sglang.measure --help``.
 
 A tiny model on two cores. Each turn starts a pair over one backend, asks for prompts of each length, one and
-several at a time, and ends it; the backends take turns. JSON objects of each turn, and in the end of all, with
-seconds from asking both servers to the first token of D's stream; nothing here asserts.
+several at a time, and ends it; the backends take turns. JSON objects of each turn, and at the end of all,
+with seconds from asking both servers to the first token of D's stream; nothing here asserts.
 
     .venv-sglang/bin/python -m tests.sglang.measure
 """
