@@ -60,7 +60,8 @@ class KVConnectManager(BaseKVManager):
         heads, layers = int(model.get_total_num_kv_heads()), int(model.num_hidden_layers)
         device, dtype = server_args.device, dtype_of(args.kv_cache_dtype_str, model.dtype)
         device = device if device == "cpu" else f"{device}:{args.gpu_id}"
-        shape = RankShape(None if is_mla_backend else heads, rank, tensor, layers, dtype, device)
+        is_latent = bool(is_mla_backend or getattr(args, "is_hybrid_mla_backend", False))
+        shape = RankShape(None if is_latent else heads, rank, tensor, layers, dtype, device)
         pools, aux = read_pools(args, shape), AttachedRows(args.aux_data_ptrs, args.aux_item_lens)
         bound = tensor if pools.cut_by_rank else 0
         identity = read_identity(model, server_args, args, dtype, bound, config.extra.convert_dtype)
@@ -82,8 +83,8 @@ class KVConnectManager(BaseKVManager):
         ranks = [RankAddress(*where) for of, *where in addresses if of == group]
         times: dict[str, Any] = {"lease_s": config.extra.lease_s, "clock": time.monotonic}
         times["bootstrap_timeout_s"] = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
-        replicated = bool(is_mla_backend) and tensor > 1
-        self.ledger = RoomLedger(self.worker, pools, aux, ranks, **times, replicated=replicated)
+        is_same = is_latent and tensor > 1
+        self.ledger = RoomLedger(self.worker, pools, aux, ranks, **times, replicated=is_same)
         self.page_bytes = pools.page_bytes
         self.directory = PrefillDirectory(trust, config.extra.handshake_timeout_s)
         if getattr(server_args, "enable_metrics", False):

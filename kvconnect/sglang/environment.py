@@ -68,6 +68,8 @@ def check_settings(mode: str, server_args: Any) -> None:
 
 def _unsupported(server_args: Any) -> Iterator[str]:
     """Options of SGLang that do not work with this backend."""
+    if os.environ.get("SGLANG_DISAGG_STAGING_BUFFER", "0").lower() not in ("", "0", "false"):
+        yield "SGLANG_DISAGG_STAGING_BUFFER is set; accepted by the transfer backend kvconnect: unset"
     for name, accepted in _ACCEPTED.items():
         if (value := getattr(server_args, name, None)) not in (None, accepted):
             option = name.replace("_", "-")

@@ -205,6 +205,10 @@ def test_settings_end_the_servers_start(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         _check_arguments(SimpleNamespace(**vars(given), enable_hisparse=True))
     assert "--enable-hisparse is True" in capsys.readouterr().err
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    with pytest.raises(SystemExit):
+        _check_arguments(given)
+    assert "SGLANG_DISAGG_STAGING_BUFFER" in capsys.readouterr().err
 
 
 def rank(dp_size=1, dp_rank=0, handle="", **more):
