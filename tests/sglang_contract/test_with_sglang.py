@@ -14,9 +14,15 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed here; make test-sglang")
 
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base import conn as base
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.plugins import load_plugins
 
@@ -148,6 +154,40 @@ def test_windows_have_a_pool_of_their_own():
     assert full.num_blocks == TOKENS // PAGE + 1
     assert window.num_blocks == 16 // PAGE + 1
     assert len(window.layer_names) == 4
+
+
+def test_recurrent_states_have_a_slot_for_each_request():
+    shape = Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=32,
+        n_groups=1,
+        num_heads=4,
+        head_dim=8,
+        state_size=16,
+        conv_kernel=4,
+    )
+    requests = HybridReqToTokenPool(
+        size=4,
+        mamba_size=6,
+        mamba_spec_state_size=4,
+        max_context_len=TOKENS,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2]),
+        mamba_layer_ids=[0, 2],
+        enable_mamba_extra_buffer=False,
+    )
+    pool = HybridLinearKVPool(
+        TOKENS, torch.float32, PAGE, 2, 8, [1, 3], device="cpu", mamba_pool=requests.mamba_pool
+    )
+    made = read_pools(arguments(pool, requests), RankShape(2, num_layers=4, dtype=torch.float32))
+    attention, states = made.cache.config.groups
+    assert attention.layer_names == ("layers.1.k", "layers.3.k", "layers.1.v", "layers.3.v")
+    assert len(states.layer_names) == 4
+    assert states.num_blocks == 7
+    assert made.streams, "states are sent last"
+    assert made.cut_by_rank
+    assert requests.mamba_allocator.alloc(6).min() > 0, "slot 0 is no request's, as block 0 here"
 
 
 def test_other_state_components_are_refused_by_name():
