@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,13 +66,15 @@ def test_a_load_that_failed_before_its_client_left_is_a_failure(pair):
     assert pair.decode.count("failures", reason="landing") == 1
 
 
-def test_the_prefill_side_stops_by_itself_when_the_time_it_was_given_is_over(pair):
+@pytest.mark.parametrize(("lease_s", "until_s"), [(100.0, 60), (30.0, 30)])
+def test_the_prefill_side_stops_by_itself_when_its_time_or_its_lease_is_over(lease_s, until_s):
+    pair = Pair(ExtraConfig(lease_s=lease_s))
     pair.prefill.engine.delay_next(1000)
     pair.start()
     pair.prefill.transfers.prefill.sender._config = ExtraConfig(transfer_timeout_s=500, quarantine_s=500)
     pair.run(1)
     pair.cut()
-    pair.run(58)
+    pair.run(until_s - 2)
     assert pair.prefill.transfers.prefill.sender.sendings
     pair.run(2)
     assert not pair.prefill.transfers.prefill.sender.sendings
