@@ -128,9 +128,12 @@ class SglangServer(Child):
         except BadAnswer as error:
             raise BadAnswer(f"{error}\n{self.logs()}") from error
 
-    def tokens(self, prompt: list[int], **more: Any) -> list[int]:
+    def ask(self, prompt: list[int], **more: Any) -> dict[str, Any]:
         """What it answers by itself, greedily."""
-        return list(json.loads(self.fetch("/generate", generation(prompt, **more)))["output_ids"])
+        return dict(json.loads(self.fetch("/generate", generation(prompt, **more))))
+
+    def tokens(self, prompt: list[int], **more: Any) -> list[int]:
+        return list(self.ask(prompt, **more)["output_ids"])
 
     __call__ = tokens
 
