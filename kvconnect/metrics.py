@@ -321,6 +321,7 @@ class Metrics(MetricSet):
     streamed_bytes: Number = _counter("streamed_bytes", "KV bytes sent before the end of their prefill")
     pulls: Numbers = _counter("pulls", "Requests whose KV peers were asked for by name", "outcome")
     pulled_tokens: Number = _counter("pulled_tokens", "Tokens whose KV was loaded by name")
+    named_leases: Numbers = _counter("named_leases", "Leases on KV that a peer asked for by name", "place")
     failures: Numbers = _FAILURES
     load_seconds: Observations = _histogram(
         "load_seconds", "Seconds from the order to load a request to its arrival", _LOAD_BUCKETS

@@ -106,6 +106,7 @@ class KeptFetches:
         if found is None:
             raise not_all(asked.num_tokens)
         self._book.pin(handle, peer.engine_id, asked.num_tokens, found, now)
+        self._metrics.named_leases.labels("device" if found.on_device else "host").inc()
         if found.on_device:
             self._reports.read(block for group in found.groups for block in group.block_ids if block)
 
