@@ -1,13 +1,13 @@
 """How fast a prompt's KV is pulled from another vLLM server: ``python -m tests.vllm.measure_pull --help``.
 
-Two servers with host memory that are each other's sources, and a third without a connector, take turns. A
-prompt is computed by one server, then asked of the other, which has not seen it, of the third, and of the
-first again, which has it on its device. Then a conversation: each turn is prefilled by one server and decoded
-by the other, where the answer's KV is; the prompt of the next turn has both. Every finding is a JSON line;
-nothing here asserts a time.
+Two servers that are each other's sources, and a third without a connector, take turns. A prompt is computed
+by one server, then asked of the other, which has not seen it, of the third, and of the first again, which has
+it on its device. Then a conversation: each turn is prefilled by one server and decoded by the other, where
+the answer's KV is; the prompt of the next turn has both. First with servers that share their prefix cache,
+then with servers that keep KV in host memory. Every finding is a JSON line; nothing here asserts a time.
 
     python -m tests.vllm.measure_pull --tokens 8192 --tokens 32768
-    python -m tests.vllm.measure_pull --cpu
+    python -m tests.vllm.measure_pull --cpu --place device
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class Servers:
     servers: tuple[Server, Server, Server]
 
 
-def _started(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Servers:
+def _started(recipe: Recipe, folder: Path, given: argparse.Namespace, place: str) -> Servers:
     options = ["--max-model-len", str(max(given.tokens) + given.turns * (given.new + given.out) + 512)]
-    (one, _), (other, _) = pulling_pair(recipe, folder, "server", given, [options, options])
-    return Servers("pull", (one, other, beside_pulls(recipe, folder, "plain", 0, None, given, options)))
+    both = pulling_pair(recipe, folder, f"{place}-", given, [options, options], place=place)
+    plain = beside_pulls(recipe, folder, f"{place}-plain", 0, None, given, options)
+    return Servers(place, (both[0][0], both[1][0], plain))
 
 
 def _is_kept(server: Server) -> None:
@@ -88,6 +89,7 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
     medians = {name: statistics.median(values) for name, values in found.items()}
     lines.write(
         "prompts",
+        place=servers.name,
         tokens=tokens,
         first_token_ms={name: round(1000 * value, 1) for name, value in medians.items()},
         over_computed=round(medians["pulled"] / medians["computed"], 3),
@@ -112,6 +114,7 @@ def conversation(servers: Servers, given: argparse.Namespace, lines: Lines) -> N
         _is_kept(decode)
         lines.write(
             "turn",
+            place=servers.name,
             turn=turn,
             prompt_tokens=len(history),
             computed_tokens_by_prefill=computed,
@@ -132,10 +135,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         arguments,
         {
             "tokens": "of a prompt; repeatable",
+            "place": "device or host: where prompts are pulled from; repeatable",
             "turns": "of the conversation, which begins with the first --tokens",
             "gpus": "of the two servers; the plain one shares the first",
         },
         tokens=([1024, 2048], [8192, 32768]),
+        place=["device", "host"],
         rounds=4,
         turns=6,
         new=(128, 1024),
@@ -152,14 +157,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     shape = dense_model.Shape(positions=65536)
-    with (
-        prepared(given, given.gpus.split(",")[0], shape=shape) as (recipe, logs, lines),
-        brought_up([_started(recipe, logs, given)], lines) as up,
-    ):
-        for servers in up:
-            for tokens in given.tokens:
-                prompts_pulled(servers, tokens, given, lines)
-            conversation(servers, given, lines)
+    with prepared(given, given.gpus.split(",")[0], shape=shape) as (recipe, logs, lines):
+        for place in given.place:
+            # One after the other: servers that only wait take time of two cores, and memory of two GPUs.
+            with brought_up([_started(recipe, logs, given, place)], lines) as up:
+                for servers in up:
+                    for tokens in given.tokens:
+                        prompts_pulled(servers, tokens, given, lines)
+                    conversation(servers, given, lines)
 
 
 if __name__ == "__main__":

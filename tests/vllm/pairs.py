@@ -300,15 +300,26 @@ def stopped(servers: Sequence[Server]) -> Iterator[None]:
 
 
 def pulling_pair(
-    recipe: Recipe, folder: Path, name: str, given: argparse.Namespace, options: Sequence[Sequence[str]]
+    recipe: Recipe,
+    folder: Path,
+    name: str,
+    given: argparse.Namespace,
+    options: Sequence[Sequence[str]],
+    *,
+    place: str = "host",
 ) -> list[tuple[Server, str]]:
-    """Two servers that keep KV in host memory and pull from each other, each with its side channel."""
+    """Two servers that pull from each other, each with its side channel.
+
+    They keep KV in ``host`` memory, or share what their ``device`` has.
+    """
+    kept: dict[str, Any] = {"share_prefix_cache": True}
+    if place == "host":
+        kept = {"offload": {"cpu_bytes": given.cpu_gib << 30}}
     ports, made = (free_port(), free_port()), []
     for number, (own, other) in enumerate([ports, ports[::-1]]):
         engine, _, protocol = given.engine.partition(":")
         extra: dict[str, Any] = {"protocol": protocol or "auto", "port": own}
-        extra |= {"sources": [f"127.0.0.1:{other}"], "offload": {"cpu_bytes": given.cpu_gib << 30}}
-        extra |= given.extra
+        extra |= {"sources": [f"127.0.0.1:{other}"], **kept, **given.extra}
         config = transfer_config("both", engine, **extra, kv_load_failure_policy="recompute")
         server = beside_pulls(recipe, folder, f"{name}{number}", number, config, given, options[number])
         made.append((server, f"127.0.0.1:{own}"))

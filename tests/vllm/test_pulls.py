@@ -1,8 +1,9 @@
-"""Two real vLLM servers that keep what they compute, and ask each other for it by name."""
+"""Two real vLLM servers that ask each other by name for what they keep, or have on the device."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,10 @@ BLOCK_TOKENS = 128
 """Blocks are equally long: vLLM's kernel for CPUs keeps those of one as a whole that cannot be divided."""
 
 
-def started(folder: Path, sides: list[tuple[str, list[str]]], module: str = "kvconnect.vllm") -> list[Server]:
-    """Servers that are each other's sources, by their cores and options. Not waited for."""
+def started(
+    folder: Path, sides: list[tuple[str, list[str]]], module: str = "kvconnect.vllm", **kept: Any
+) -> list[Server]:
+    """Servers that are each other's sources, by cores, options and what they keep. Not waited for."""
     recipe, ports, made = write_model("gqa", folder), [free_port() for _ in sides], []
     for number, (cpus, options) in enumerate(sides):
         config = transfer_config(
@@ -30,7 +33,7 @@ def started(folder: Path, sides: list[tuple[str, list[str]]], module: str = "kvc
             insecure=True,
             port=ports[number],
             sources=[f"127.0.0.1:{port}" for port in ports],
-            offload={"cpu_bytes": 256 << 20},
+            **kept,
         )
         options = [*options, "--enable-prompt-tokens-details"]
         made.append(Server(recipe, folder, f"{number}", cpus, config, options, {"PYTHONHASHSEED": "0"}))
@@ -39,7 +42,8 @@ def started(folder: Path, sides: list[tuple[str, list[str]]], module: str = "kvc
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    with running(*started(tmp_path_factory.mktemp("pulls"), [("0", []), ("1", [])])) as made:
+    kept = {"offload": {"cpu_bytes": 256 << 20}}
+    with running(*started(tmp_path_factory.mktemp("pulls"), [("0", []), ("1", [])], **kept)) as made:
         yield made
 
 
@@ -73,13 +77,13 @@ def num_pulls(server: Server) -> float:
     return server.metrics(outcome="loaded").get("vllm:kvconnect_pulls_total", 0.0)
 
 
-def test_a_prefix_is_pulled_between_unlike_ranks_and_blocks(tmp_path):
+def test_a_prefix_is_pulled_from_the_device_between_unlike_ranks_and_blocks(tmp_path):
     """With attention whose blocks can be divided. Before the other servers of this file are up."""
     blocks, both = (16, 64), []
     for ranks, block_size, cpus in ((2, blocks[0], "0|1"), (1, blocks[1], "1")):
         options = [*EXACT, "--tensor-parallel-size", str(ranks), "--block-size", str(block_size)]
         both.append((cpus, options))
-    with running(*started(tmp_path, both, "tests.vllm.token_rows")) as made:
+    with running(*started(tmp_path, both, "tests.vllm.token_rows", share_prefix_cache=True)) as made:
         for number, (source, target) in enumerate((made, made[::-1])):
             for turn, length in enumerate((1000, 333)):
                 prompt, tokens, cached = pulled(source, target, length, 10 * number + turn)
