@@ -17,11 +17,14 @@ from kvconnect.peer.messages import Introduction
 from kvconnect.transfer.local import Local
 from tests.simulator.world import World
 
+_OF_BLOCKS = 2
+"""The further arguments of a packer of held blocks."""
+
 
 class Stream:
     """Kernels in order. ``wake`` is called after each.
 
-    ``pending`` are the chunks that wait to be packed (``source``, of rows ``kept``) or unpacked
+    ``pending`` are the chunks that wait to be packed (``source``, or ``kept`` under names) or unpacked
     (``target``).
     """
 
@@ -78,8 +81,8 @@ class SimTicket:
 class SimPacker:
     """A packer whose kernels run on a stream. The rest of it is the real one's.
 
-    ``fills`` is told of every slot that is packed, ``takes`` of every one that is unpacked. ``sides``
-    are what is packed, pages or rows that are ``kept`` in host memory, and what is filled.
+    ``fills`` is told of every slot that is packed, ``takes`` of every one that is unpacked. ``sides`` are
+    what is packed, held pages or what is ``kept`` under names, and what is filled.
     """
 
     is_blocking = False
@@ -133,7 +136,6 @@ class SimLocal(Local):
         packer = super().packer(source, target, *args, **kwargs)
         if self.packing is None:
             return packer
-        is_kept = self.kept is not None and any(arg is self.kept.table for arg in args)
-        is_parked = self.parked is not None and any(arg is self.parked.table for arg in args)
-        sides = ("kept" if is_kept else "source", "parked" if is_parked else "target")
+        # What is fetched by name, and rows that loads fill, have packers with a table of their own.
+        sides = ("kept", "parked") if len(args) > _OF_BLOCKS else ("source", "target")
         return SimPacker(packer, self.packing, self.fills, self.takes, sides)  # type: ignore[return-value]

@@ -522,6 +522,10 @@ def add_pulls(scenario: Scenario, rng: random.Random) -> None:
     for request in scenario.requests:
         if rng.random() < 0.3:
             request.sources += tuple(rng.sample([*hosts, *Hint], rng.choice((1, 1, 2, 4))))
+    for node in scenario.nodes:
+        assert node.keeps is not None
+        # Not drawn, so that all else of a seed is as it was.
+        node.keeps.shares = (len(scenario.requests) + node.num_blocks) % 2 == 0
 
 
 def _make_busy(scenario: Scenario, rng: random.Random, hosts: list[str]) -> None:

@@ -30,7 +30,7 @@ from kvconnect.transfer.parts import DeviceSteps
 from tests.simulator.device import Stream
 from tests.simulator.pledges import WatchedOffload
 from tests.simulator.request import SimRequest
-from tests.simulator.tiers import kept_blocks, naming_of, tell_rate, traits_of
+from tests.simulator.tiers import kept_blocks, naming_of, shared_blocks, tell_rate, traits_of
 from tests.simulator.worker import SimWorker
 from tests.simulator.world import Pace
 
@@ -91,6 +91,10 @@ class SimPool(BlockPool):
     def held(self) -> int:
         """Blocks that somebody holds, counted one by one."""
         return len(self._references) - self._references.count(0)
+
+    def watch(self, group: int, hashes: Sequence[bytes]) -> Sequence[int]:
+        # What a node calls a content for others is not what its pool does.
+        return super().watch(group, [getattr(name, "key", b"") for name in hashes])
 
     def allocate(self, count: int) -> list[int]:
         taken = super().allocate(count)
@@ -205,6 +209,7 @@ class SimNode:
         if self.workers[0].tiers is not None:
             extra = msgspec.structs.replace(plan_extra, offload=self.workers[0].tiers.config)
             self.config = msgspec.structs.replace(self.config, kv_connector_extra_config=extra)
+        self.pool = SimPool(plan.num_blocks, self._spoil, spoils_freed=plan.keeps is None)
         with mock.patch.object(offload_scheduler, "OffloadScheduler", WatchedOffload):
             self.connector = build_scheduler_half(
                 self.config,
@@ -213,13 +218,13 @@ class SimNode:
                 directory=directory,
                 trust=self._trust(),
                 kept=kept_blocks(self),
+                shared=shared_blocks(self),
                 new_handle=lambda: f"{self.name}-{next(handles)}",
                 wall_clock=lambda: world.now,
             )
         tell_rate(self.connector, plan.keeps)
         if isinstance(self.connector.offload, WatchedOffload):
             self.connector.offload.watch(self)
-        self.pool = SimPool(plan.num_blocks, self._spoil, spoils_freed=plan.keeps is None)
         self.transfers = Transfers(self.connector, cache, recompute_failed_loads=plan.recomputes)
         reuses = plan.reuses_windows or not plan.model.has("window")
         manager = BlockManager(cache, self.pool, plan.step_tokens, enable_prefix_caching=reuses)
@@ -336,6 +341,8 @@ class SimNode:
     def _send_orders(self) -> None:
         orders = self.connector.build_orders()
         self.steps.begin(orders.step)
+        for worker in self.workers:
+            worker.begin(orders)
         if orders:
             for worker in self.workers:
                 worker.order(orders, self.steps.finished)

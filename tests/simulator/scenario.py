@@ -79,8 +79,9 @@ class KeepPlan:
     0 for those that all others have. States and windows are kept every ``checkpoint`` tokens.
     ``tokens_per_s`` is how fast the node takes itself to compute prompts, 0 where it does not know. The
     sessions of a tenant may pin ``pin_quota``; what names a tenant is ``tenant_key``, or the salt if that is
-    empty. There is a disk if it has ``disk_bytes``: by rank what is on it, also after a restart. KV of
-    requests that wait for blocks for ``park_after_s`` is parked, in ``park_share`` of the rows.
+    empty. It ``shares`` what its device's prefix cache has. There is a disk if it has ``disk_bytes``: by rank
+    what is on it, also after a restart. KV of requests that wait for blocks for ``park_after_s`` is parked,
+    in ``park_share`` of the rows.
     """
 
     rows: int
@@ -91,6 +92,7 @@ class KeepPlan:
     tokens_per_s: float = 0.0
     pin_quota: float = 0.25
     tenant_key: str = ""
+    shares: bool = False
     disk_bytes: int = 0
     park_share: float = 0.0
     park_after_s: float = 0.0

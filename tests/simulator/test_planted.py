@@ -22,6 +22,7 @@ from kvconnect.offload.scheduler.host import LowerIndex
 from kvconnect.offload.scheduler.parking_lot import ParkingLot
 from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.worker.named_rows import NamedRows
+from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import Handles
 from kvconnect.prefill.fetch_service import FetchService
@@ -325,7 +326,7 @@ def renews_a_link_under_others(patch):
 
 def serves_rows_that_were_taken(patch):
     """P does not look whether another job has taken a row since."""
-    patch.setattr("kvconnect.offload.worker.named_rows._are_untaken", lambda taken, held: True)
+    patch.setattr(NamedRows, "_are_intact", lambda self, held: True)
 
 
 def names_what_is_not_stored_yet(patch):
@@ -405,6 +406,16 @@ def counts_what_was_evicted(patch):
         written(self, fetch, message, now)
 
     patch.setattr(RankFetches, "_written", take)
+
+
+def serves_blocks_that_were_reused(patch):
+    """P gives what has a name once, whatever became of the block on its device since."""
+
+    def keep(self, group, name, place, number):
+        self._places[group][name] = place, number
+
+    patch.setattr(PrefixBlocks, "_put", keep)
+    patch.setattr(PrefixBlocks, "_are_there", lambda self, index, places, numbers: numbers >= 0)
 
 
 def waits_for_others_for_ever(patch):
@@ -564,6 +575,7 @@ FOUND_AT = {
     "unpacks_to_blocks_in_use": 100053,
     "trusts_lost_blocks": 105601,
     "serves_rows_that_were_taken": 100157,
+    "serves_blocks_that_were_reused": 100031,
     "names_what_is_not_stored_yet": 100339,
     "counts_what_was_evicted": 100608,
     "takes_other_weights": 100172,
@@ -654,6 +666,7 @@ SESSIONS = {"kept": True, "sessions": True}
         (serves_rows_that_were_taken, KEPT, {"bytes_are_right"}),
         (names_what_is_not_stored_yet, KEPT, {"bytes_are_right"}),
         (counts_what_was_evicted, KEPT, {"bytes_are_right"}),
+        (serves_blocks_that_were_reused, KEPT, {"bytes_are_right"}),
         (takes_any_name, KEPT, {"bytes_are_right"}),
         (takes_other_weights, KEPT, {"bytes_are_right"}),
         (believes_any_count, {**KEPT, "kind": "stranger"}, {"no_exception"}),

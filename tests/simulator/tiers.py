@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
-from kvconnect.halves.building import KeptBlocks
+from kvconnect.halves.building import KeptBlocks, SharedBlocks
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.rows import RowArena, RowLayout, RowParts
@@ -265,6 +265,29 @@ def kept_blocks(node: SimNode) -> KeptBlocks | None:
         clock=node.world.clock,
         parks=tiers.load_rows is not None,
     )
+
+
+def shared_blocks(node: SimNode) -> SharedBlocks | None:
+    """What a node states of its prefix cache, if it shares that."""
+    keeps = node.plan.keeps
+    if keeps is None or not keeps.shares:
+        return None
+    hashes = partial(_content_names, keeps.hashing)
+    return SharedBlocks(make_requirements(node.workers[0]), hashes, node.pool)
+
+
+class _ContentName(bytes):
+    """A name for others, with the ``key`` of the content in the node's own pool."""
+
+    key: bytes
+
+
+def _content_names(hashing: int, request: SimRequest, tokens: int) -> Sequence[bytes]:
+    assert request.blocks is not None
+    made = [_ContentName(name) for name in _names(hashing, request, tokens)]
+    for name, key in zip(made, request.blocks.content_hashes(request.token_ids, tokens), strict=True):
+        name.key = key
+    return made
 
 
 def nothing_stays_pinned(node: SimNode) -> None:

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 from prometheus_client import CollectorRegistry
 
+from kvconnect.cache.identity import Prefix
 from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Span
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
+from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import STOPPING
+from kvconnect.transfer.kept import Kept, KeptByName
 from kvconnect.transfer.orders import Orders, Reports, Results
 from kvconnect.transfer.parts import Finished
 from kvconnect.transfer.slots import SlotPool
@@ -31,10 +34,11 @@ from tests.simulator.engine import SimEngine
 from tests.simulator.memory import RankMemory
 from tests.simulator.network import SimChannel
 from tests.simulator.stranger import Liar, LyingChannel
-from tests.simulator.tiers import SimTiers
+from tests.simulator.tiers import SimTiers, make_requirements
 from tests.simulator.world import Pace
 
 if TYPE_CHECKING:
+    from tests.simulator.checks import Checks
     from tests.simulator.node import SimNode
 
 _REGISTRY = CollectorRegistry()
@@ -43,6 +47,18 @@ _LEAST_SLEEP_S = 1e-3
 _LINK_BYTES_PER_S = 4e9
 
 logger = logging.getLogger(__name__)
+
+
+class SimPrefixBlocks(PrefixBlocks):
+    """It counts what it gives."""
+
+    checks: Checks
+
+    def hold(self, prefix: Prefix, num_tokens: int) -> Kept | None:
+        kept = super().hold(prefix, num_tokens)
+        if kept is not None and kept.on_device:
+            self.checks.count("pinned on the device")
+        return kept
 
 
 class SimWorker:
@@ -78,6 +94,7 @@ class SimWorker:
         self.reports = Reports(rank)
         self.reports.wake = node.wake
         self.tiers: SimTiers | None = None
+        self.shared: SimPrefixBlocks | None = None
         if plan.keeps is not None and node.naming is not None:
             self.tiers = SimTiers(self, plan.keeps, node.naming)
         self.transfers = self._make_transfers()
@@ -103,10 +120,15 @@ class SimWorker:
             fills=lambda address: self.checks.send_slot_is_quiet(self, address),
             takes=lambda address: self.checks.slot_is_granted(self, address),
         )
-        if self.tiers is not None and self.tiers.names is not None:
-            local.keep(self.tiers.names)
-            if self.tiers.load_rows is not None:
-                local.park(self.tiers.load_rows)
+        kept: KeptByName | None = None if self.tiers is None else self.tiers.names
+        if self.plan.keeps is not None and self.plan.keeps.shares and self.node.naming is not None:
+            needs, table = make_requirements(self), self.memory.table
+            kept = self.shared = SimPrefixBlocks(self.node.naming, needs, table, self.plan.num_blocks, kept)
+            self.shared.checks = self.checks
+        if kept is not None:
+            local.keep(kept)
+        if self.tiers is not None and self.tiers.load_rows is not None:
+            local.park(self.tiers.load_rows)
         # Of any role: what a node does not do its halves do not order.
         config = TransferConfig(kv_role="kv_both", kv_connector_extra_config=self.config)
         return WorkerTransfers(
@@ -160,9 +182,18 @@ class SimWorker:
         touched = {int(block) for blocks in staged.blocks.values() for block in blocks // self._ratio}
         return touched - {0}
 
+    def begin(self, orders: Orders) -> None:
+        """A step is about to be launched."""
+        if self.shared is not None:
+            self.shared.begin(orders.step, orders.reused)
+
     def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
         """Give the transfer thread one step's orders, and remember what it must report."""
         if not self.is_dead:
+            if orders.named and self.shared is not None:
+                named, number = self.shared.name, self.shared.number
+                is_computed = finished(orders.step - 1)
+                self.transfers.call(lambda now: named(orders.named, number, is_computed))
             self.checks.ordered(self, orders)
             if self.tiers is not None:
                 self.tiers.carry_out(orders)
