@@ -86,7 +86,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._workers: dict[int, AddressMetadata] = {}
         self._early: dict[str, Request] = {}
         self._was_reset = self._has_warned = False
-        self._pool: Any = None
         self._reasons: dict[str, Reason] = {}
         zeroes_first = bool(getattr(vllm_config, "use_v2_model_runner", True))
         self._steps = Steps(zeroes_first, PartlyFilled(scheduler_config(kv_cache_config).groups))
@@ -148,7 +147,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take vLLM's block pool. Called once, before any request."""
         self._steps.windows.bind(gpu_block_pool)
-        self._pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         """Register a new request. P cuts the prompt to the tokens that it computes for D."""
@@ -411,7 +409,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = made = make_scheduler_half(
             *(self._vllm, self._cache, self._config, self._workers),
             zeroes_loads=zeroes_loads,
-            pool=self._pool,
+            pool=self._steps.windows.pool,
         )
         for request in self._early.values():
             introduce(made, request, names_adapters=self._names_adapters)

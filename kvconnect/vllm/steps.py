@@ -130,13 +130,13 @@ class PartlyFilled:
             for index, group in enumerate(groups)
             if group.has_cache and group.retention.by_position and not group.retention.sees_all
         ]
-        self._pool: Any = None
+        self.pool: Any = None
         self._loaded: dict[str, frozenset[int]] = {}
         self._ragged: dict[str, frozenset[int]] = {}
 
     def bind(self, pool: Any) -> None:
         """Take vLLM's block pool."""
-        self._pool = pool
+        self.pool = pool
 
     def admitted(self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """A request got blocks for a load, or goes on: then vLLM has just cached the loaded blocks."""
@@ -155,13 +155,13 @@ class PartlyFilled:
     def step(self) -> None:
         """A step was scheduled: evict ragged blocks that vLLM may have cached since."""
         for blocks in self._ragged.values():
-            self._pool.evict_blocks(blocks)
+            self.pool.evict_blocks(blocks)
 
     def end(self, request_id: str) -> None:
         """A request ends and its blocks are about to be freed, or its loaded blocks were just cached."""
         self._loaded.pop(request_id, None)
         if (blocks := self._ragged.pop(request_id, None)) is not None:
-            self._pool.evict_blocks(blocks)
+            self.pool.evict_blocks(blocks)
 
 
 class Recovery:

@@ -45,6 +45,7 @@ def test_no_invariant_breaks_in_some_hundred_seeds():
         "failures: park_failed",
         "failures: park_rows_short",
         "loads failed by name",
+        "pinned on the device",
         "pulls: missed",
         "pulls: unanswered",
         "pulls: not_worth_it",
