@@ -37,9 +37,9 @@ def test_what_waits_is_received_and_answered_as_ever(tmp_path, kind, ranks):
         tmp_path,
         "nixl",
         decode={"offload": offload, "kv_load_failure_policy": "fail"},
-        options=["--enable-prefix-caching", *OPTIONS[kind]],
-        decode_options=["--max-num-seqs", "1", *ranks],
-        cpus=("0", "0|1" if ranks else "1"),
+        options=["--enable-prefix-caching", *OPTIONS[kind], *ranks],
+        decode_options=["--max-num-seqs", "1"],
+        cpus=("0|1", "0|1") if ranks else ("0", "1"),
     ) as (prefill, decode):
         prompts = [random_prompt(length, 60 + number) for number, length in enumerate(LENGTHS)]
         handed = [prefill.prefilled(prompt) for prompt in prompts]
