@@ -1,0 +1,84 @@
+"""Rows of host memory as the target of a load hold what a copy of the sender's blocks would."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvconnect.errors import LayoutError
+from kvconnect.offload.worker.jobs import RankJobs, Report
+from kvconnect.offload.worker.load_rows import LoadRows
+from kvconnect.pack.packer import Packer
+from kvconnect.plan.align import TableCard
+from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.plan.chunks import TokenSpan
+from kvconnect.plan.wire import align_wire
+from kvconnect.transfer.orders import OffloadReport, Park, RowCopies
+from tests.offload.rows_by_hand import copy_out
+from tests.offload.test_copies import NUM_BLOCKS, NUM_ROWS, Bench, caches
+from tests.pack.sides import DEVICE, slot_for
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="memory of a GPU")
+
+
+@pytest.mark.timeout(600)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_load_into_rows_leaves_what_a_copy_of_the_blocks_does(data):
+    side = data.draw(caches())
+    bench = Bench(side.table, side.tensors, "cpu")
+    try:
+        loads = LoadRows(side.table, bench.arena, RankJobs(0))
+    except LayoutError:
+        assume(False)
+    held, wanted, spans, copies = [], [], [], []
+    for geometry in side.table.groups:
+        count = 1 if geometry.is_state else data.draw(st.integers(1, 4))
+        first = 0 if geometry.is_state else data.draw(st.integers(0, 3))
+        blocks = tuple(data.draw(st.permutations(range(1, NUM_BLOCKS)))[:count])
+        rows = tuple(data.draw(st.permutations(range(NUM_ROWS)))[:count])
+        # Positions of a window may have no row.
+        filled = [geometry.is_state or data.draw(st.booleans()) for _ in rows]
+        held.append(GroupBlocks(geometry.group, first, blocks))
+        places = zip(rows, filled, strict=True)
+        wanted.append(GroupBlocks(geometry.group, first, tuple((row + 1) * bool(it) for row, it in places)))
+        pairs = [(b, r) for b, r, it in zip(blocks, rows, filled, strict=True) if it]
+        copies.append(RowCopies(geometry.group, *map(tuple, zip(*pairs, strict=True) if pairs else ((), ()))))
+        tokens = geometry.block_tokens * geometry.blocks_per_kv_block
+        span = (0, 1) if geometry.is_state else (first * tokens, (first + count) * tokens)
+        spans.append(TokenSpan(geometry.group, *span))
+    card = TableCard.of(side.table)
+    wire = align_wire(card, card)
+    source = Packer(side.table, wire, side="source", device="cpu")
+    target = Packer(loads.table, wire, side="target", device="cpu")
+    groups = {stream.target_group for stream in wire.streams}
+    chunks = source.chunker.cut([span for span in spans if span.group in groups], 1 << 20)
+    num_tokens = max(span.stop for span in spans)
+    sent, landed = source.stage(held, chunks, 0), target.stage(loads.pages(wanted), chunks, num_tokens)
+    image, rows = bench.image(), bench.rows()
+    for ours, theirs in zip(sent, landed, strict=True):
+        slot = slot_for(ours)
+        digests = source.pack(slot, ours, 7).digest, target.unpack(slot, theirs, 7).digest
+        assert digests[0] == digests[1]
+    copy_out(image, rows, copies)
+    bench.check(image, rows)
+
+
+def test_rows_that_a_tier_may_still_touch_are_refused_and_every_job_is_reported_once():
+    jobs = RankJobs(0)
+    jobs.class_of = {0: 0}
+    loads = LoadRows.__new__(LoadRows)
+    loads._jobs, loads._open = jobs, {}
+    late = jobs.open(9, (b"late",), Report.FETCHED, copies=RowCopies(0, (), (3,)))
+    jobs.hold(late)
+    jobs.fail(late, "it is late")
+    jobs.take()
+    free, held = Park(1, 0, (b"a", b"b"), (1, 2)), Park(2, 0, (b"c", b"d"), (3, 4))
+    loads.begin([free, held])
+    assert not loads.refusal([free])
+    assert "1 of its rows" in loads.refusal([free, held])
+    loads.end([free], ok=True)
+    loads.end([held], ok=False)
+    assert jobs.take().offload == (OffloadReport(0, parked={1: (), 2: (b"c", b"d")}),)
+    assert not jobs.take().offload
