@@ -65,6 +65,8 @@ class SchedulerHalf:
         self.draft, self.prefill, self.decode = draft, prefill, decode
         self.pulls, self.offload, self._shared = pulls, offload, shared
         self._offered, self._zeroes_loads = offered, zeroes_loads
+        self.notices: Mapping[str, object] = {} if offload is None else offload.notices
+        """The requests that only announce their prompt: see ``settle_notice``."""
         # Most requests want none: it is called only while one that does exists.
         self.receipts = receipts
         self._parts = [part for part in (prefill, decode, pulls, offload) if part is not None]
@@ -109,6 +111,8 @@ class SchedulerHalf:
 
     def prefill_tokens(self, request: RequestView) -> int:
         """The number of prompt tokens to compute on this node."""
+        if self.notices and self.offload is not None and request.request_id in self.notices:
+            return min(request.num_tokens, self.offload.notices[request.request_id].most_tokens + 1)
         return request.num_tokens if self.prefill is None else self.prefill.prefill_tokens(request)
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -134,6 +138,15 @@ class SchedulerHalf:
         if pulled is not None and offload is not None:
             offload.withdraw(request.request_id)
         return pulled, bool(pulled)
+
+    def settle_notice(self, request: RequestView, num_computed_tokens: int, count: int) -> tuple[int, int]:
+        """For a request of ``notices`` whose ``matched_tokens`` are ``count``: the stack cuts its prompt.
+
+        Returns how many of these tokens are loaded, and how many the prompt keeps: those in the device's own
+        cache, the loaded ones, and the least that must be computed. The stack generates one token.
+        """
+        assert self.offload is not None, "only an offload has notices"
+        return self.offload.settle_notice(request, num_computed_tokens, count)
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int

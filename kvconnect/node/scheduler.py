@@ -361,6 +361,11 @@ class Scheduler:
             self.waiting.remove(request)
             self._fail(request, Failure(400, str(error), "invalid_request_error"))
             return None
+        notices = self.transfers.hooks.notices
+        if external is not None and notices and request.request_id in notices:
+            external, kept = self.transfers.hooks.settle_notice(request, hit.num_tokens, external)
+            request.truncate(kept)
+            request.max_tokens = 1
         if external and not in_background:
             raise LocalError(
                 f"the connector wants to load {external} tokens of {request.request_id!r} within the step; "

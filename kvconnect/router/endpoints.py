@@ -72,6 +72,19 @@ class Endpoint:
             isinstance(count, int) and not isinstance(count, bool) and count > 1 for count in counts
         )
 
+    def is_notice(self, body: Mapping[str, Any]) -> bool:
+        """Whether a request only announces its prompt: a hint asks to prefetch what is kept of it."""
+        for holder in (body, body.get(PARAMS)):
+            hints = holder.get("kv_hints") if isinstance(holder, Mapping) else None
+            actions = hints.get("actions") if isinstance(hints, Mapping) else None
+            for action in actions if isinstance(actions, list) else ():
+                payload = action.get("payload") if isinstance(action, Mapping) else None
+                if not isinstance(payload, Mapping) or action.get("action_type") != "prefetch":
+                    continue
+                if payload.get("of") == "prompt":
+                    return True
+        return False
+
     def direct_reason(self, body: Mapping[str, Any]) -> tuple[str, str] | None:
         """Why one node has to serve a request, as (metrics label, text); None if two can share it.
 

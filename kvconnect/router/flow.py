@@ -152,6 +152,8 @@ class Flow:
             return await self._run_at_holder(exchange, body)
         if reason is not None:
             return await self._run_alone(exchange, *reason)
+        if endpoint.is_notice(body):
+            return await self._run_notice(exchange, self._prefill)
         if takes_first and first_answer.is_one_token(endpoint, body):
             return await self._run_one_token(exchange, self._prefill)
         return await self._run_both(exchange, self._prefill)
@@ -229,6 +231,13 @@ class Flow:
         except UpstreamError as error:
             return await self._without_prefill(exchange, error)
         return await self._refused(exchange, begun.answer.status)
+
+    async def _run_notice(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
+        """Serve a request that only announces its prompt: the prefill node brings what is kept of it."""
+        lease, placed = await self._take(exchange, prefill)
+        sent = exchange.endpoint.decode_body(exchange.body, placed or None)
+        async with contextlib.AsyncExitStack() as stack:
+            return await self._pass_on(exchange, await self._begin(stack, exchange, sent, lease, prefill))
 
     async def _take(self, exchange: Exchange, pool: Pool) -> tuple[NodeUse | None, Mapping[str, Any]]:
         """The first node to ask, and parameters that name to it a peer with more of the prompt."""

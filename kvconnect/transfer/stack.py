@@ -3,7 +3,8 @@
 A stack has a request scheduler, and one worker per rank, which holds the rank's tensors. ``SchedulerHalf``
 runs beside the scheduler and ``WorkerHalf`` beside each worker, both in ``kvconnect.halves``. Per request:
 
-    new_request, matched_tokens (before each try to admit it), update_after_alloc (it was admitted),
+    new_request, prefill_tokens (of ``notices`` too), matched_tokens (before each try to admit it, and
+    settle_notice after it for ``notices``), update_after_alloc (it was admitted),
     launched (steps that computed some of it), preempted (it begins anew, with matched_tokens),
     request_finished
 

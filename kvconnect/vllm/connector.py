@@ -178,6 +178,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if self._awaits_workers and self._recovery.is_under_way:
             return None, False
         count, in_background = half.matched_tokens(request, num_computed_tokens)
+        if count is not None and half.notices and request.request_id in half.notices:
+            # vLLM may have found more than whole blocks in its own cache.
+            hit = max(count, settings.partial_hit_tokens(self._vllm))
+            count, kept = half.settle_notice(request, num_computed_tokens, count)
+            shorten(request, max(0, request.num_tokens - max(kept, num_computed_tokens + hit + 1)))
+            in_background = bool(count)
         missing = request.num_tokens - num_computed_tokens - (count or 0)
         if count and missing > 1 and half.offload is not None and settings.computes_prompts_whole(self._vllm):
             half.offload.withdraw(request.request_id)

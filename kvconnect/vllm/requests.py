@@ -65,13 +65,15 @@ def introduce(half: SchedulerHalf, request: Request, *, names_adapters: bool = T
 
 def shorten(request: Request, excess: int) -> None:
     """Cut the last ``excess`` tokens off a prompt that was not scheduled yet, and generate one token only."""
+    request.max_tokens = 1
+    if not excess:
+        return
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         if (prompt := getattr(request, name, None)) is not None:
             setattr(request, name, prompt[:-excess])
     # In place: vLLM has handed out read-only views of this list.
     del request._all_token_ids[-excess:]
     request.num_prompt_tokens -= excess
-    request.max_tokens = 1
 
 
 def prompt_digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes | None:

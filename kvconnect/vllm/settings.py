@@ -215,6 +215,12 @@ def wants_events(vllm_config: VllmConfig) -> bool:
     return bool(wanted and wanted.enable_kv_cache_events)
 
 
+def partial_hit_tokens(vllm_config: VllmConfig) -> int:
+    """The most tokens beyond whole blocks that vLLM may find in its own prefix cache."""
+    cache = vllm_config.cache_config
+    return int(cache.block_size) if getattr(cache, "prefix_match_unit", None) else 0
+
+
 def computes_prompts_whole(vllm_config: VllmConfig) -> bool:
     """Whether this vLLM computes either a whole prompt or only its last token.
 

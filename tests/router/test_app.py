@@ -75,6 +75,33 @@ async def test_what_came_of_hints_at_the_prefill_node_is_handed_on_and_is_no_kv(
         assert fallbacks == (not handed)
 
 
+@in_loop
+async def test_a_notice_goes_to_the_prefill_node_alone_and_its_answer_to_the_client() -> None:
+    action = {"action_id": "a", "action_type": "prefetch", "payload": {"of": "prompt"}}
+    hints = {"kv_hints": {"message_id": "m", "actions": [1, {}, {"payload": 2}, action]}}
+    told = {"kv_transfer_params": {"kv_hint_results": {"message_id": "m"}}}
+    async with pair(prefill=answers(body=told)) as (client, prefill, decode):
+        for body in ({**ASK, "kv_transfer_params": hints}, {**ASK, **hints}):
+            status, _, raw = await client.post(body)
+            assert status == 200
+            assert json.loads(raw) == told
+            assert prefill.seen[-1].body == body
+        assert not decode.seen
+        assert await client.metric('kvconnect_router_fallbacks_total{reason="empty_params"}') == 0
+    async with pair(prefill=answers(503)) as (client, _, decode):
+        assert (await client.post({**ASK, "kv_transfer_params": hints}))[0] == 503
+        assert not decode.seen, "no node computes what is only announced"
+
+
+@in_loop
+async def test_a_receipt_is_asked_of_both_and_ps_is_handed_on_and_is_no_kv() -> None:
+    told = {"kv_transfer_params": {**PARAMS, "kvconnect_receipt": {"tokens": {"computed": 3}}}}
+    async with pair(prefill=answers(body=told)) as (client, prefill, decode):
+        await client.post({**ASK, "kv_transfer_params": {"kvconnect_receipt": True}})
+        assert prefill.seen[0].body["kv_transfer_params"]["kvconnect_receipt"] is True
+        assert decode.seen[0].body["kv_transfer_params"] == told["kv_transfer_params"]
+
+
 @pytest.mark.parametrize(
     "empty", [{}, *({"kv_transfer_params": nothing} for nothing in (None, {}, [], "", 0, False))]
 )

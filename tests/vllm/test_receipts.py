@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -86,6 +87,7 @@ def servers(tmp_path_factory):
                 "cpu_bytes": (10 << 20) if number == 0 else (64 << 20),
                 "disk_path": str(folder / f"disk{number}"),
                 "disk_bytes": 1 << 30,
+                "pin_quota": 0.5,
             },
         )
         options = ["--num-gpu-blocks-override", str(POOL), "--max-model-len", "2048"]
@@ -195,6 +197,59 @@ def test_p_and_d_receipts_are_one_through_the_router_and_inspect_prints_it(serve
             command, input=json.dumps(one), text=True, capture_output=True, cwd=ROOT, timeout=60, check=True
         )
         assert "700 prompt tokens: 700 peer" in printed.stdout
+
+
+def notice(*more: dict, of: str = "prompt", **payload: object) -> dict:
+    """Parameters of a request that announces its prompt."""
+    actions = [{"action_type": "prefetch", "payload": {"of": of, **payload}}, *more]
+    listed = [{"action_id": str(at), "action_version": "1", **one} for at, one in enumerate(actions)]
+    return {"kv_hints": {"protocol_version": "1", "message_id": "m", "actions": listed}}
+
+
+def announced(server: Receiving, prompt: list[int], params: dict | None = None, **more: object) -> list[dict]:
+    """The results of a notice, which is answered with one token."""
+    answer = server.server.ask(prompt, kv_transfer_params=params or notice(), **more)
+    assert answer["usage"]["completion_tokens"] == 1
+    return answer["kv_transfer_params"]["kv_hint_results"]["actions"]
+
+
+def test_an_announced_prompt_is_on_the_device_when_its_request_comes(servers):
+    (first, second), _, _ = servers
+    prompt = random_prompt(LONG, 500)
+    second.ask(prompt)
+    overwrite(second)
+    (done,) = announced(second, prompt)
+    assert (done["outcome"], done["tier"], done["num_tokens"]) == ("accepted", "device", 1024), done
+    assert second.ask(prompt)[1]["tokens"] == {"device": 1024, "computed": 40}
+    # From a peer's host memory; the link is measured by now.
+    pulled = random_prompt(LONG, 501)
+    second.ask(pulled)
+    (done,) = announced(first, pulled)
+    assert (done["outcome"], done["num_tokens"]) == ("accepted", 1024), first.server.logs()
+    assert first.ask(pulled)[1]["tokens"] == {"device": 1024, "computed": 40}
+
+
+def test_a_notice_that_finds_nothing_computes_nothing_and_holds_nothing(servers):
+    (first, second), _, _ = servers
+    prompt = random_prompt(LONG, 510)
+    second.ask(prompt, cache_salt="of a tenant")
+    before = second.server.metrics(source="local_compute")["vllm:prompt_tokens_by_source_total"]
+    for params, more in (
+        (None, {}),
+        (None, {"cache_salt": "of another"}),
+        (notice(names=["00"]), {}),
+        (notice(to="disk"), {}),
+        (notice({"action_type": "pin", "payload": {"session_id": "s"}}), {}),
+    ):
+        results = announced(second, prompt, params, **more)
+        assert {one["outcome"] for one in results} == {"rejected"}, results
+    with ThreadPoolExecutor(16) as clients:
+        each = list(clients.map(lambda at: announced(second, random_prompt(LONG, 600 + at)), range(100)))
+    assert all(results[0]["outcome"] == "rejected" for results in each)
+    after = second.server.metrics(source="local_compute")["vllm:prompt_tokens_by_source_total"]
+    assert after - before == 105, "a token each"
+    second.server.wait_idle()
+    del first
 
 
 def test_who_asks_for_none_gets_none(servers):

@@ -38,20 +38,20 @@ class Ledger:
     """
 
     def __init__(self, limit: float, share: float) -> None:
-        self._quota, self._most = int(limit * share), int(limit * MOST_PINNED)
+        self.quota, self._most = int(limit * share), int(limit * MOST_PINNED)
         self._by_tenant: dict[str, Counter[bytes]] = {}
         self.all: Counter[bytes] = Counter()
 
     def room(self, tenant: str) -> int:
         """The number of contents that a tenant may still pin, if no tenant has pinned them yet."""
-        return min(self._quota - len(self._by_tenant.get(tenant, ())), self._most - len(self.all))
+        return min(self.quota - len(self._by_tenant.get(tenant, ())), self._most - len(self.all))
 
     def add(self, tenant: str, names: Sequence[bytes]) -> tuple[int, list[bytes]]:
         """Count a pin's contents, from the first on, up to the quota: how many, and those no tenant had."""
         own = self._by_tenant.get(tenant, Counter())
         new = [name for name in names if name not in own]
         fresh = [name for name in new if name not in self.all]
-        over = {*new[self._quota - len(own) :][:1], *fresh[self._most - len(self.all) :][:1]}
+        over = {*new[self.quota - len(own) :][:1], *fresh[self._most - len(self.all) :][:1]}
         if over:
             return self.add(tenant, names[: next(at for at, name in enumerate(names) if name in over)])
         if names:
@@ -123,6 +123,10 @@ class SessionPins:
         self._numbers = itertools.count()
         self.disk_changes: dict[Content, bool] = {}
         """Contents pinned on disk (True) or unpinned (False) since the owner last took these changes."""
+
+    def quota(self) -> dict[int, int]:
+        """By cache group, the most contents of host memory that one tenant may pin."""
+        return {group: ledger.quota for (tier, group), ledger in self._ledgers.items() if tier == HOST}
 
     def counts(self) -> dict[Place, int]:
         """The number of pinned contents by place."""

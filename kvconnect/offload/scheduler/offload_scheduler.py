@@ -22,7 +22,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import NEVER, Hashes, Host, JobKind, OffloadRequest
 from kvconnect.offload.scheduler.parking_lot import ParkingLot
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
-from kvconnect.offload.scheduler.sessions import Sessions
+from kvconnect.offload.scheduler.sessions import Notice, Sessions
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import DISK, HOST, lower_tier_names
 from kvconnect.offload.tier_events import TierEvents
@@ -93,7 +93,23 @@ class OffloadScheduler:
         most = 0 if not writes else NEVER if most is None else most
         self._requests[request.request_id] = OffloadRequest(request, reads, most)
         self._stores.due[request.request_id] = 0
-        self._sessions.arrive(request)
+        self._sessions.arrive(request, reads=reads)
+
+    @property
+    def notices(self) -> Mapping[str, Notice]:
+        """The requests that only announce their prompt, by id; empty almost always."""
+        return self._sessions.notices
+
+    def settle_notice(self, request: RequestView, num_computed_tokens: int, count: int) -> tuple[int, int]:
+        """What a notice loads of ``count`` matched tokens, and how many tokens its prompt is to keep."""
+        notice = self._sessions.notices[request.request_id]
+        notice.found_tokens = num_computed_tokens + count
+        if notice.is_to_host and self.offers(request.request_id):
+            # It is in host memory now.
+            self.withdraw(request.request_id)
+            count = 0
+        kept = num_computed_tokens + count + 1 + self.host.requirements.ahead_tokens
+        return count, min(request.num_tokens, kept)
 
     @property
     def due(self) -> Mapping[str, int]:

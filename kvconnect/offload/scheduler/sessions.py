@@ -1,7 +1,8 @@
-"""Session hints: actions on a session's KV (pin, release, prefetch, demote) that a request asks for.
+"""KV hints: actions (pin, release, prefetch, demote) that a request asks for, on a session's KV or its own.
 
 Hints come in the envelope of vLLM's ``kv_hints``. No hint raises: an invalid or impossible action gets an
-outcome that states so, and the request runs all the same.
+outcome that states so. The request runs all the same, unless it is a notice: a prefetch of its own prompt,
+which is cut to the tokens whose KV is found, so that nothing else is computed.
 """
 
 from __future__ import annotations
@@ -25,18 +26,24 @@ from kvconnect.transfer.params import HINTS_KEY, transfer_params
 from kvconnect.transfer.stack import RequestView
 
 MOST_TTL_S = 3600.0
+MOST_NOTICES = 64
+"""The most notices at once: further ones are answered, and bring nothing."""
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _Version = Annotated[str, msgspec.Meta(pattern=r"^1(\.[0-9]{1,9})*$")]
 Outcome = dict[str, Any]
 
 
 class _Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of an action: tenant and session, a pin's lifetime in seconds, and a target tier."""
+    """The parameters of an action: tenant and session, a pin's lifetime in seconds, and a target tier.
+
+    ``of``: whether a prefetch is of what the session pinned, or of the request's own prompt.
+    """
 
     tenant: _Text
     session_id: Annotated[_Text, msgspec.Meta(min_length=1)]
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     to: Literal["", "device", "host", "disk"] = ""
+    of: Literal["session", "prompt"] = "session"
 
     @property
     def session(self) -> tuple[str, str]:
@@ -44,6 +51,8 @@ class _Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _NONE = _Payload("", "")
+_NO_SESSION = "prompt"
+"""Stands for the session of a notice that names none: only pins need one."""
 
 
 class _Action(msgspec.Struct, frozen=True):
@@ -79,6 +88,24 @@ class _Turn:
     pin: Pin | None = None
 
 
+@dataclass(eq=False)
+class Notice:
+    """A request that only announces its prompt, of ``num_tokens``, and brings ``most_tokens`` of it at most.
+
+    ``found_tokens``: those in the device's own cache, and those that are loaded, when it was admitted.
+    """
+
+    ask: _Ask
+    num_tokens: int
+    most_tokens: int = 0
+    found_tokens: int = 0
+
+    @property
+    def is_to_host(self) -> bool:
+        """What lower tiers have goes no further than to host memory."""
+        return self.ask.payload.to == HOST
+
+
 class Sessions:
     """Carries out the actions of all requests on the pins of their sessions."""
 
@@ -88,6 +115,9 @@ class Sessions:
         # The group by whose names prompts are compared, and by whose blocks tokens are counted.
         self._first = (host.requirements.whole or host.requirements.partial)[0]
         self._turns: dict[str, _Turn] = {}
+        self.notices: dict[str, Notice] = {}
+        """The requests that are notices, until they end."""
+        self._announced: Counter[str] = Counter()
         self._counted: Counter[tuple[str, str]] = Counter()
         self._actions: Mapping[str, Callable[[_Turn, _Ask, int, float], Outcome]] = {
             "pin": self._pin,
@@ -97,8 +127,11 @@ class Sessions:
         }
         self._pinned = self._pins.pinned_bytes()
 
-    def arrive(self, view: RequestView) -> None:
-        """A request has arrived: read its hints, if any, and begin its prefetches."""
+    def arrive(self, view: RequestView, *, reads: bool = True) -> None:
+        """A request has arrived: read its hints, if any, and begin its prefetches of sessions.
+
+        ``reads``: it may use contents of the tiers.
+        """
         params = transfer_params(view)
         given = getattr(view, HINTS_KEY, None) or params.get(HINTS_KEY)
         if given is None:
@@ -115,14 +148,45 @@ class Sessions:
         names = {"session_id": getattr(view, "session_id", None) or params.get("session_id")}
         for action in envelope.actions:
             turn.asks.append(ask := _Ask(action.action_type, action.action_id))
+            of_prompt = ask.kind == "prefetch" and action.payload.get("of") == "prompt"
             try:
                 if ask.kind not in self._actions:
                     raise ValueError(f"accepted: {', '.join(self._actions)}")
-                ask.payload = msgspec.convert({**names, **action.payload, "tenant": tenant or ""}, _Payload)
-                if ask.kind == "prefetch":
+                own = {"session_id": _NO_SESSION} if of_prompt and names["session_id"] is None else names
+                ask.payload = msgspec.convert({**own, **action.payload, "tenant": tenant or ""}, _Payload)
+                if of_prompt:
+                    self._announce(view, ask, reads=reads)
+                elif ask.kind == "prefetch":
                     ask.answer = self._prefetch(turn, ask, 0, 0.0)
             except ValueError as error:
                 ask.answer = _rejected(str(error))
+                if of_prompt and reads:
+                    self.notices.setdefault(view.request_id, Notice(ask, view.num_tokens))
+
+    def _announce(self, view: RequestView, ask: _Ask, *, reads: bool) -> None:
+        """Begin a notice, within its tenant's quota, or answer why it brings nothing."""
+        params, tenant = transfer_params(view), ask.payload.tenant
+        if not reads or params.get("do_remote_prefill") or params.get("do_remote_decode"):
+            ask.answer = _rejected(
+                "accepted: of a prompt that may be loaded, without do_remote_*, at one node"
+            )
+            return
+        if view.request_id in self.notices:
+            ask.answer = _rejected("accepted: one prefetch of a prompt")
+            return
+        self.notices[view.request_id] = notice = Notice(ask, view.num_tokens)
+        quota = self._host.requirements.most_tokens(self._pins.quota())
+        if ask.payload.to == DISK:
+            ask.answer = _rejected("accepted: to host or device")
+        elif len(self.notices) > MOST_NOTICES:
+            ask.answer = _rejected(
+                f"{MOST_NOTICES} notices are being carried out; accepted: once one has ended"
+            )
+        elif (room := quota - self._announced[tenant]) <= 0:
+            ask.answer = _rejected(f"notices of this tenant bring {quota} tokens, its quota")
+        else:
+            notice.most_tokens = min(view.num_tokens, room)
+            self._announced[tenant] += notice.most_tokens
 
     def begin(self, view: RequestView, *, is_kept: bool) -> Pin | None:
         """The prompt of a request is known: returns the pin that holds its contents from now on, if any."""
@@ -145,6 +209,12 @@ class Sessions:
         turn = self._turns.pop(request_id, None)
         if turn is None:
             return None
+        if (notice := self.notices.pop(request_id, None)) is not None:
+            # What was brought counts as the request's own, although its prompt was cut.
+            num_tokens = max(num_tokens, notice.found_tokens)
+            notice.ask.answer = notice.ask.answer or self._brought(notice)
+            self._announced[notice.ask.payload.tenant] -= notice.most_tokens
+            self._announced = +self._announced
         for ask in turn.asks:
             ask.answer = ask.answer or self._actions[ask.kind](turn, ask, num_tokens, now)
             kind = ask.kind if ask.kind in self._actions else "unknown"
@@ -247,6 +317,12 @@ class Sessions:
             if self._pins.add(pin, place, names) < len(names):
                 is_whole, reason = False, "host memory, or the quota, has no more room"
         return self._moved(pins, HOST, is_whole, reason)
+
+    def _brought(self, notice: Notice) -> Outcome:
+        """The outcome of a notice: the tokens of its prompt that are there now."""
+        found, full = notice.found_tokens, self._host.requirements.last_boundary(notice.num_tokens - 1)
+        reason = f"of {full} tokens {found} are kept here or at its sources, within the quota"
+        return _done(found >= full > 0, HOST if notice.is_to_host else "device", found, reason)
 
     def _moved(self, pins: Sequence[Pin], tier: str, is_whole: bool, reason: str) -> Outcome:
         """The outcome of moved pins: the tokens of the longest that are in a tier or on their way there."""

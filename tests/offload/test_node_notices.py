@@ -1,0 +1,202 @@
+"""Notices on a node: a request that announces its prompt brings what is kept of it, and computes nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnect.offload.scheduler import sessions
+from tests.node.node_harness import make_prompt
+from tests.offload.node_kit import POOLS, disk_settings, expected, make_keeper, wipe
+from tests.offload.test_node_sessions import FIRST, MODELS, hints, turn_bytes
+
+PREFETCH = {"of": "prompt"}
+DEVICE_POOL = 64
+
+
+class Announced:
+    """A node whose host memory has room for four turns, with a prefix cache of its own if ``is_caching``."""
+
+    def __init__(self, model: str, is_caching: bool = False, turns: int = 4, **offload) -> None:
+        each = turn_bytes(model)
+        total = sum(each.values())
+        offload = {"cpu_bytes": turns * total, "pin_quota": 0.5, **offload}
+        offload["shares"] = [length / total for _, length in sorted(each.items())]
+        blocks = DEVICE_POOL if is_caching else POOLS[model]
+        self._turns, self._model = turns, model
+        self.keeper = make_keeper(
+            model=model, num_blocks=blocks, offload=offload, enable_prefix_caching=is_caching
+        )
+
+    def ask(self, prompt: list[int]) -> int:
+        """Ask for an answer, which is right; how much of the prompt was not computed for it."""
+        assert self.keeper.ask(prompt, 8) == expected(prompt, 8, model=self._model)
+        return self.keeper.cached
+
+    def announce(self, prompt: list[int], *more: tuple[str, dict], **params) -> dict:
+        """The result of a notice; checks that no more than a token or so was computed."""
+        payload = {**PREFETCH, **params.pop("payload", {})}
+        self.keeper.ask(prompt, 8, hints(("prefetch", payload), *more, **params))
+        last = self.keeper.last(next(reversed(self.keeper.outputs)))
+        assert last.finish_reason == "length"
+        self.answers = last.kv_transfer_params["kv_hint_results"]["actions"]
+        return self.answers[0]
+
+    def press(self, times: int = 3) -> None:
+        for number in range(self._turns * times):
+            self.keeper.ask(make_prompt(290, seed=100 + number), 1)
+        wipe(self.keeper)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_on_disk_is_in_host_memory_when_its_request_comes(model, tmp_path):
+    node = Announced(model, **disk_settings(tmp_path))
+    node.ask(FIRST)
+    node.press()
+    done = node.announce(FIRST, payload={"to": "host"})
+    assert done["outcome"] == "accepted", done
+    assert done["tier"] == "host"
+    # Host memory has it, whatever becomes of the disk.
+    for file in tmp_path.rglob("*.kv"):
+        file.unlink()
+    assert node.ask(FIRST) == done["num_tokens"] > 0
+
+
+def test_what_is_kept_is_in_the_devices_cache_when_its_request_comes(tmp_path):
+    node = Announced("gqa", is_caching=True, **disk_settings(tmp_path))
+    node.ask(FIRST)
+    node.press()
+    done = node.announce(FIRST)
+    assert (done["outcome"], done["tier"]) == ("accepted", "device"), done
+    half = node.keeper.engine.scheduler.transfers.hooks
+    restores, restore = [], half.offload._lookup.restore
+    half.offload._lookup.restore = lambda *given: (restores.append(given), restore(*given))
+    assert node.ask(FIRST) == done["num_tokens"] > 0
+    assert not restores, "it was in the device's cache"
+
+
+def test_what_is_not_there_is_answered_and_not_computed():
+    node = Announced("gqa", is_caching=True)
+    stranger = make_prompt(300, seed=77)
+    done = node.announce(stranger)
+    assert done["outcome"] == "rejected"
+    assert "of 288 tokens 0 are kept" in done["reason"]
+    # Nothing was computed that the prompt itself would find.
+    assert node.ask(stranger) == 0
+
+
+def test_a_notice_is_kept_until_its_time_within_the_quota_and_dropped(tmp_path):
+    node = Announced("gqa", **disk_settings(tmp_path))
+    node.ask(FIRST)
+    node.press()
+    node.announce(FIRST, ("pin", {"ttl_s": 600}))
+    brought, pinned = node.answers
+    assert brought["outcome"] == pinned["outcome"] == "accepted", node.answers
+    assert pinned["num_tokens"] == brought["num_tokens"] == 288
+    node.press()
+    for file in tmp_path.rglob("*.kv"):
+        file.unlink()
+    assert node.ask(FIRST) == 288
+    node.announce(make_prompt(20, seed=5), ("release", {}))
+    assert node.answers[1]["outcome"] == "accepted"
+    assert not sum(node.keeper.engine.offload_state()["usage"]["pinned"].values())
+
+
+def test_a_notice_beyond_the_quota_is_clipped(tmp_path):
+    node = Announced("gqa", pin_quota=0.1, **disk_settings(tmp_path))
+    node.ask(FIRST)
+    node.press()
+    done = node.announce(FIRST, payload={"to": "host"})
+    assert done["outcome"] == "clipped", done
+    assert 0 < done["num_tokens"] < 288
+    assert "quota" in done["reason"]
+    none = Announced("gqa", pin_quota=0.0)
+    none.ask(FIRST)
+    assert none.announce(FIRST)["outcome"] == "rejected"
+
+
+def test_no_names_are_taken_from_a_client():
+    node = Announced("gqa")
+    node.ask(FIRST)
+    done = node.announce(FIRST, payload={"names": ["00"]})
+    assert done["outcome"] == "rejected"
+    assert "names" in done["reason"]
+
+
+def test_a_thousand_at_once_are_answered_bounded_and_leave_nothing(tmp_path):
+    node = Announced("gqa", **disk_settings(tmp_path))
+    node.ask(FIRST)
+    node.press()
+    keeper, names = node.keeper, [f"n{number}" for number in range(1000)]
+    half = keeper.engine.scheduler.transfers.hooks
+    for number, name in enumerate(names):
+        prompt = FIRST if number % 2 else make_prompt(300, seed=number)
+        keeper.submit(name, prompt, 8, hints(("prefetch", PREFETCH)))
+    most = 0
+    while not all(keeper.last(name) for name in names):
+        most = max(most, sum(notice.most_tokens for notice in half.notices.values()))
+        keeper.step()
+    keeper.settle()
+    quota = half.offload.host.requirements.most_tokens(half.offload.host.pins.quota())
+    assert 0 < most <= quota
+    outcomes = [
+        keeper.last(name).kv_transfer_params["kv_hint_results"]["actions"][0]["outcome"] for name in names
+    ]
+    assert "accepted" in outcomes
+    assert outcomes.count("rejected") > 500
+    assert not half.notices
+    assert not half.offload._sessions._announced
+
+
+@pytest.mark.parametrize(
+    ("payload", "text"),
+    [
+        ({"to": "disk"}, "accepted: to host"),
+        ({"to": "moon"}, "to"),
+        ({"ttl_s": -1}, "ttl_s"),
+        ({"of": "prompt", "tokens": [1]}, "tokens"),
+    ],
+)
+def test_a_notice_that_is_wrong_is_rejected_and_computes_nothing(payload, text):
+    node = Announced("gqa", is_caching=True)
+    done = node.announce(FIRST, payload=payload)
+    assert done["outcome"] == "rejected"
+    assert text in done["reason"]
+    assert node.ask(FIRST) == 0
+
+
+def test_too_many_notices_are_answered(monkeypatch):
+    monkeypatch.setattr(sessions, "MOST_NOTICES", 0)
+    node = Announced("gqa")
+    node.ask(FIRST)
+    assert "being carried out" in node.announce(FIRST)["reason"]
+
+
+def test_a_notice_is_for_one_node_and_not_for_a_pair():
+    node = Announced("gqa")
+    keeper = node.keeper
+    keeper.ask(FIRST, 8, hints(("prefetch", PREFETCH), do_remote_prefill=True))
+    (done,) = keeper.last(next(reversed(keeper.outputs))).kv_transfer_params["kv_hint_results"]["actions"]
+    assert done["outcome"] == "rejected"
+    assert "without do_remote" in done["reason"]
+
+
+def test_two_prefetches_of_a_prompt_are_one():
+    node = Announced("gqa")
+    node.ask(FIRST)
+    node.announce(FIRST, ("prefetch", PREFETCH))
+    assert [one["outcome"] for one in node.answers] == ["accepted", "rejected"]
+
+
+def test_a_client_that_leaves_leaves_nothing(tmp_path):
+    node = Announced("gqa", **disk_settings(tmp_path))
+    node.ask(FIRST)
+    node.press()
+    for number in range(4):
+        node.keeper.submit(f"gone{number}", FIRST, 8, hints(("prefetch", PREFETCH)))
+        for _ in range(number):
+            node.keeper.step()
+        node.keeper.engine.abort(f"gone{number}")
+        node.keeper.settle()
+    half = node.keeper.engine.scheduler.transfers.hooks
+    assert not half.notices
+    assert not half.offload._sessions._announced
