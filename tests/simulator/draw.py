@@ -627,6 +627,15 @@ def add_sessions(scenario: Scenario, rng: random.Random) -> None:
     for number in range(rng.choice((3, 6, 10))):
         prompt = Prompt(_PRESS_TEXT + number, rng.choice((16, 24, _LONGEST_TOKENS)))
         _add(scenario, rng.choice(hosts), (REQUESTS_S + 1) * rng.random(), prompt, rng.choice((1, 5)))
+    # Some only announce their prompt. Drawn last, so that all else is as without them.
+    for request in scenario.requests:
+        session = request.session
+        if session is not None and not session.is_garbage and request.flow == "local" and rng.random() < 0.2:
+            payload = {
+                "of": "prompt",
+                **rng.choice(({}, {}, {"to": "host"}, {"to": "device"}, {"to": "disk"})),
+            }
+            request.session = replace(session, actions=(("prefetch", payload),))
 
 
 def _add_talk(scenario: Scenario, rng: random.Random, host: str, number: int, *, has_salt: bool) -> None:

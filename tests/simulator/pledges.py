@@ -165,6 +165,11 @@ class Pledges:
                     return "and there is a pledge"
                 if not self._keeps.disk_bytes and outcome != "rejected":
                     return "and there is no disk"
+            case "prefetch" if payload.get("of") == "prompt":
+                if outcome == "expired" or said.get("num_tokens", 0) > request.prompt.num_tokens:
+                    return f"of a prompt of {request.prompt.num_tokens} tokens"
+                if payload.get("to") == "disk" and outcome != "rejected":
+                    return "which nobody can"
             case "prefetch":
                 if outcome == "expired" and session in turn.pledged:
                     return "and there was a pledge"

@@ -314,6 +314,7 @@ class OffloadScheduler:
     def state(self) -> dict[str, int]:
         return {
             "offload_requests": len(self._requests),
+            "offload_notices": len(self._sessions.notices),
             "offload_jobs": len(self.host.jobs),
             "offload_restoring": len(self._lookup.restoring),
             "offload_outgoing": len(self._stores),
