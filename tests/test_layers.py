@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "kvconnect"
 BASE = {
     *("errors", "addresses", "reading", "config", "metrics"),
-    *("packages", "timeline", "outcome"),
+    *("packages", "timeline", "outcome", "receipt"),
 }
 # A folder imports only from those before it.
 ORDER = [

@@ -43,10 +43,11 @@ _MOST_ID = 256
 class _Record:
     """A request that wants a receipt.
 
-    ``device`` and ``loaded``: the prompt's tokens in the device's own cache, and by origin those of loads.
-    ``is_open``: looked up, and not admitted since: a request is admitted again once it is loaded. ``is_set``:
-    it has begun to compute, or lost its blocks: how it was served is known. ``load``: the one under way,
-    ordered at ``ordered_at``; ``outcomes`` are those of ranks that have ended it.
+    ``device`` and ``loaded``: the prompt's tokens in the device's own cache, and by origin those of loads, as
+    of the last admission; ``found``: the former as of the last lookup. ``is_open``: looked up, and not
+    admitted since: a request is admitted again once it is loaded. ``is_set``: it has lost its blocks: how it
+    was served first is known. ``load``: the one under way, ordered at ``ordered_at``; ``outcomes`` are those
+    of ranks that have ended it.
     """
 
     view: RequestView
@@ -54,6 +55,7 @@ class _Record:
     prefill: dict[str, Any]
     prompt_tokens: int = 0
     device: int = 0
+    found: int = 0
     loaded: dict[str, int] = field(default_factory=dict)
     is_open: bool = False
     is_set: bool = False
@@ -100,7 +102,7 @@ class Receipts:
         """A request is about to be admitted with so many tokens in the device's own cache."""
         record = self.records.get(request_id)
         if record is not None and not record.is_set:
-            record.device, record.is_open = num_computed_tokens, True
+            record.found, record.is_open = num_computed_tokens, True
 
     def admitted(
         self, request: RequestView, load: LoadPart | None, by_origin: Mapping[str, int], why: str
@@ -119,6 +121,7 @@ class Receipts:
             return
         record.is_open, record.admitted_at = False, now
         record.prompt_tokens, record.loaded = request.num_tokens, dict(by_origin)
+        record.device = record.found
         if self._traits.cached_tokens is not None:
             record.device = self._traits.cached_tokens(request)
         if load is None and why and not record.parts:

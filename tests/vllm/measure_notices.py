@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from tests.ports import free_port
-from tests.vllm.servers import Server, random_prompt, running, transfer_config
+from tests.vllm.servers import Server, forked, random_prompt, running, transfer_config
 from tests.vllm.tiny_models import write_model
 
 AHEAD_S = 0.5
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1800, help="tokens of the first turn")
     parser.add_argument("--new", type=int, default=60, help="tokens of the second turn beyond it")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with forked(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe, ports, made = write_model("gqa", folder), [free_port(), free_port()], []
         for number, cpu_bytes in enumerate((20 << 20, 256 << 20)):
