@@ -7,7 +7,7 @@ import pytest
 from kvconnect.offload.scheduler import sessions
 from tests.node.node_harness import make_prompt
 from tests.offload.node_kit import POOLS, disk_settings, expected, make_keeper, wipe
-from tests.offload.test_node_sessions import FIRST, MODELS, hints, turn_bytes
+from tests.offload.test_node_sessions import FIRST, hints, turn_bytes
 
 PREFETCH = {"of": "prompt"}
 DEVICE_POOL = 64
@@ -47,7 +47,7 @@ class Announced:
         wipe(self.keeper)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["gqa", "sliding", "hybrid"])
 def test_what_is_on_disk_is_in_host_memory_when_its_request_comes(model, tmp_path):
     node = Announced(model, **disk_settings(tmp_path))
     node.ask(FIRST)
@@ -171,13 +171,16 @@ def test_too_many_notices_are_answered(monkeypatch):
     assert "being carried out" in node.announce(FIRST)["reason"]
 
 
-def test_a_notice_is_for_one_node_and_not_for_a_pair():
+@pytest.mark.parametrize("more", [{}, {"to": "moon"}])
+def test_a_notice_is_for_one_node_and_not_for_a_pair(more):
     node = Announced("gqa")
     keeper = node.keeper
-    keeper.ask(FIRST, 8, hints(("prefetch", PREFETCH), do_remote_prefill=True))
+    tokens = keeper.ask(FIRST, 8, hints(("prefetch", {**PREFETCH, **more}), do_remote_prefill=True))
     (done,) = keeper.last(next(reversed(keeper.outputs))).kv_transfer_params["kv_hint_results"]["actions"]
     assert done["outcome"] == "rejected"
-    assert "without do_remote" in done["reason"]
+    assert more or "without do_remote" in done["reason"]
+    # It is a request like others.
+    assert tokens == expected(FIRST, 8)
 
 
 def test_two_prefetches_of_a_prompt_are_one():

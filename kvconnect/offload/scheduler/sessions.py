@@ -146,31 +146,30 @@ class Sessions:
         key = self._config.tenant_key
         tenant = params.get(key) if key else getattr(view, "cache_salt", None)
         names = {"session_id": getattr(view, "session_id", None) or params.get("session_id")}
+        may_announce = reads and not (params.get("do_remote_prefill") or params.get("do_remote_decode"))
         for action in envelope.actions:
             turn.asks.append(ask := _Ask(action.action_type, action.action_id))
             of_prompt = ask.kind == "prefetch" and action.payload.get("of") == "prompt"
+            is_notice = of_prompt and may_announce
             try:
                 if ask.kind not in self._actions:
                     raise ValueError(f"accepted: {', '.join(self._actions)}")
                 own = {"session_id": _NO_SESSION} if of_prompt and names["session_id"] is None else names
                 ask.payload = msgspec.convert({**own, **action.payload, "tenant": tenant or ""}, _Payload)
-                if of_prompt:
-                    self._announce(view, ask, reads=reads)
+                if of_prompt and not may_announce:
+                    raise ValueError("accepted: of a prompt that may be loaded, without do_remote_*")
+                if is_notice:
+                    self._announce(view, ask)
                 elif ask.kind == "prefetch":
                     ask.answer = self._prefetch(turn, ask, 0, 0.0)
             except ValueError as error:
                 ask.answer = _rejected(str(error))
-                if of_prompt and reads:
+                if is_notice:
                     self.notices.setdefault(view.request_id, Notice(ask, view.num_tokens))
 
-    def _announce(self, view: RequestView, ask: _Ask, *, reads: bool) -> None:
+    def _announce(self, view: RequestView, ask: _Ask) -> None:
         """Begin a notice, within its tenant's quota, or answer why it brings nothing."""
-        params, tenant = transfer_params(view), ask.payload.tenant
-        if not reads or params.get("do_remote_prefill") or params.get("do_remote_decode"):
-            ask.answer = _rejected(
-                "accepted: of a prompt that may be loaded, without do_remote_*, at one node"
-            )
-            return
+        tenant = ask.payload.tenant
         if view.request_id in self.notices:
             ask.answer = _rejected("accepted: one prefetch of a prompt")
             return
