@@ -480,6 +480,7 @@ class Reports:
         """A peer reads these blocks of the prefix cache: rank 0 reports it for all ranks."""
         if self._rank == 0:
             self._read.update(dict.fromkeys(block_ids))
+
     def outcome(self, outcome: Outcome) -> None:
         """Add the outcome of a request that is received next."""
         self._outcomes.append(outcome)

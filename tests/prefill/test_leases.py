@@ -71,7 +71,9 @@ def test_a_lease_that_is_over_fails_the_load_that_waits_at_once():
     pair.network.taps.append(lambda message: () if isinstance(message, Renew) else (message,))
     pair.run(3.5)
     assert "its lease_s of 3 s is over" in pair.decode.failed["b"]
-    assert "no longer renews" in pair.decode.failed["a"], "also what is being sent: its decode node may be gone"
+    assert "no longer renews" in pair.decode.failed["a"], (
+        "also what is being sent: its decode node may be gone"
+    )
     assert pair.decode.count("failures", reason="lease_over") == 2
 
 
