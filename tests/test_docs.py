@@ -84,7 +84,7 @@ EXPLAINED = (
 
 def test_every_warning_and_cause_has_a_row_or_explains_itself():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    assert len(page.split()) <= 1400
+    assert len(page.split()) <= 1500
     rows = set(patterns(page))
     assert len(rows) > 40
     warnings = [one for one in messages() if one.kind == "warning" and re.search(r"\w", fixed(one.text))]
