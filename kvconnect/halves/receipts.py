@@ -47,7 +47,8 @@ class _Record:
     of the last admission; ``found``: the former as of the last lookup. ``is_open``: looked up, and not
     admitted since: a request is admitted again once it is loaded. ``is_set``: it has lost its blocks: how it
     was served first is known. ``load``: the one under way, ordered at ``ordered_at``; ``outcomes`` are those
-    of ranks that have ended it.
+    of ranks that have ended it. ``parked``: a load into host memory, under way or ended, for which the same
+    holds until the request is admitted with it.
     """
 
     view: RequestView
@@ -61,6 +62,7 @@ class _Record:
     is_set: bool = False
     admitted_at: float = 0.0
     load: LoadPart | None = None
+    parked: LoadPart | None = None
     ordered_at: float = 0.0
     outcomes: list[Outcome] = field(default_factory=list)
     parts: list[LoadPart] = field(default_factory=list)
@@ -116,7 +118,9 @@ class Receipts:
             return
         now = self._clock()
         if load is not None:
-            record.load, record.ordered_at, record.outcomes = load, now, []
+            if load is not record.parked:
+                record.ordered_at, record.outcomes = now, []
+            record.load, record.parked = load, None
         if record.is_set or not record.is_open:
             return
         record.is_open, record.admitted_at = False, now
@@ -128,6 +132,18 @@ class Receipts:
             missing = record.prompt_tokens - record.device
             self._add(record, LoadPart(origin=PEER, tokens=missing, ended=why))
 
+    def parking(self, request_id: str, load: LoadPart) -> None:
+        """The KV of a request that waits for blocks is loaded into host memory."""
+        record = self.records[request_id]
+        record.parked, record.ordered_at, record.outcomes = load, self._clock(), []
+
+    def parked(self, request_id: str, num_tokens: int) -> LoadPart:
+        """The load of ``num_tokens`` that were parked, perhaps for another request of the prompt."""
+        record = self.records[request_id]
+        parked = record.parked or LoadPart(origin=PEER, tokens=0, ended="", by="lease")
+        record.parked = msgspec.structs.replace(parked, tokens=num_tokens)
+        return record.parked
+
     def preempted(self, request_id: str) -> None:
         """A running request lost its blocks: what it computes or loads anew is no other origin."""
         if (record := self.records.get(request_id)) is not None:
@@ -138,8 +154,13 @@ class Receipts:
         """Take the workers' results: loads that ended."""
         for outcome in results.outcomes:
             record = self.records.get(outcome.request_id)
-            if record is not None and record.load is not None:
+            if record is None:
+                continue
+            if record.load is not None or record.parked is not None:
                 record.outcomes.append(outcome)
+            if record.load is None and record.parked is not None and outcome.reason is not None:
+                parked, record.parked = record.parked, None
+                self._end(record, parked, outcome.reason.cause.value)
         for request_id in results.received:
             record = self.records.get(request_id)
             if record is None or record.load is None:

@@ -18,7 +18,7 @@ from kvconnect.halves.receipts import Receipts
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.receipt import PEER, RECEIPT_KEY, LoadPart
-from kvconnect.transfer.orders import Orders, OrdersDraft, Results
+from kvconnect.transfer.orders import Load, Orders, OrdersDraft, Results
 from kvconnect.transfer.params import RESULTS_KEY, SOURCES_KEY, is_release, transfer_params
 from kvconnect.transfer.stack import RequestView, Step
 
@@ -180,20 +180,25 @@ class SchedulerHalf:
             origin = "+".join(by_origin)
             load = LoadPart(origin=origin, tokens=num_tokens, ended="", bytes=total_bytes, digest=digest)
         elif num_tokens and self.draft is not None:
-            order = self.draft.loads[-1] = msgspec.structs.replace(self.draft.loads[-1], wants_outcome=True)
-            tier = "device" if self.pulls is None else self.pulls.tier_of(request_id) or "device"
-            load = LoadPart(
-                origin=PEER,
-                tokens=num_tokens,
-                ended="",
-                engine_id=order.engine_id,
-                address=join_address(order.host, order.port) if order.host else "",
-                by="lease" if order.prefix is None else "name",
-                tier=tier,
-            )
+            loads = self.draft.loads
+            if loads and loads[-1].request_id == request_id:
+                loads[-1] = msgspec.structs.replace(loads[-1], wants_outcome=True)
+                tier = "device" if self.pulls is None else self.pulls.tier_of(request_id) or "device"
+                load = _part_of(loads[-1], num_tokens, tier)
+            else:
+                # It was parked, perhaps for a request of the same prompt, and is copied from host memory.
+                load = receipts.parked(request_id, num_tokens)
         elif self.decode is not None:
             why = self.decode.refusal_of(request_id)
         receipts.admitted(request, load, by_origin, "" if why is None else why.cause.value)
+
+    @staticmethod
+    def _note_parking(receipts: Receipts, draft: OrdersDraft) -> None:
+        """Pass the loads into host memory to the receipts, and have their outcomes reported."""
+        for index, load in enumerate(draft.loads):
+            if load.parks and load.request_id in receipts.records:
+                draft.loads[index] = msgspec.structs.replace(load, wants_outcome=True)
+                receipts.parking(load.request_id, _part_of(load, load.num_tokens, "device"))
 
     def checkpoints(self, request: RequestView) -> Sequence[int]:
         """Ascending token counts after which the state of an admitted request is to be stored."""
@@ -244,6 +249,8 @@ class SchedulerHalf:
             ordered()
         if self.pulls is not None and self.pulls.requests:
             self.pulls.ordered()
+        if self.receipts is not None and self.receipts.records and self.draft is not None:
+            self._note_parking(self.receipts, self.draft)
         orders = Orders() if self.draft is None else self.draft.take()
         if self._zeroes_loads:
             orders = msgspec.structs.replace(orders, zeroes_loads=True)
@@ -313,6 +320,19 @@ class SchedulerHalf:
         """Counts of the requests in all parts. All zero when idle."""
         parts = (*self._parts, *((self.receipts,) if self.receipts is not None else ()))
         return {name: count for part in parts for name, count in part.state().items()}
+
+
+def _part_of(order: Load, num_tokens: int, tier: str) -> LoadPart:
+    """What a receipt has of a load from a peer that is ordered."""
+    return LoadPart(
+        origin=PEER,
+        tokens=num_tokens,
+        ended="",
+        engine_id=order.engine_id,
+        address=join_address(order.host, order.port) if order.host else "",
+        by="lease" if order.prefix is None else "name",
+        tier=tier,
+    )
 
 
 def _hooks(parts: Sequence[object], name: str) -> list[Callable[..., None]]:

@@ -10,7 +10,7 @@ from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import ExtraConfig, OffloadConfig, TransferConfig
 from kvconnect.halves.building import KeptBlocks, Trust, build_scheduler_half
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.outcome import Cause
+from kvconnect.outcome import Cause, Outcome
 from kvconnect.peer.handles import Claims, Handles
 from kvconnect.transfer.orders import OffloadReport, Results
 from kvconnect.transfer.stack import StackTraits
@@ -54,10 +54,11 @@ class Node:
             kept=kept,
         )
 
-    def arrive(self, name="r", num_tokens=16, handle=""):
+    def arrive(self, name="r", num_tokens=16, handle="", **more):
         claims = Claims("P", "epoch", handle or name, num_tokens, "10.0.0.2", 5600, expires_at=0)
         held = num_tokens + self.half.decode._stack.held_back
-        request = Request(name, held, {"do_remote_prefill": True, "kvconnect_handle": HANDLES.make(claims)})
+        params = {"do_remote_prefill": True, "kvconnect_handle": HANDLES.make(claims), **more}
+        request = Request(name, held, params)
         self.half.new_request(request)
         return request
 
@@ -135,6 +136,67 @@ def test_a_request_that_gets_blocks_in_time_is_loaded_into_them():
     node.half.update_results(Results(received=("r",)))
     node.half.request_finished(request, [[1, 2, 3, 4]], delivered=True)
     node.assert_idle()
+
+
+def outcome(load, *, ok=True):
+    reason = None if ok else Cause.OUT_OF_REACH("gone")
+    moved = 160 if ok else 0
+    return Outcome(
+        load.request_id, "P", ("h", 1), "lease", 16, moved, 0.1, "tcp", reason, ("ours", "theirs"), "abc"
+    )
+
+
+def receipt_of(node, request):
+    node.half.update_results(Results(received=(request.request_id,)))
+    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 0)
+    _, params = node.half.request_finished(request, [[1, 2, 3, 4]], delivered=True)
+    node.assert_idle()
+    receipt = params["kvconnect_receipt"]
+    assert sum(receipt["tokens"].values()) == receipt["prompt_tokens"]
+    return receipt
+
+
+def test_a_receipt_has_what_was_moved_into_host_memory():
+    node = Node()
+    request = node.arrive(kvconnect_receipt=True)
+    (load,) = node.orders(WAIT_S).loads
+    assert load.wants_outcome
+    node.half.update_results(Results(outcomes=(outcome(load),)))
+    node.report(load)
+    node.half.matched_tokens(request, 0)
+    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 16)
+    assert not node.orders(after_s=0.5).loads
+    receipt = receipt_of(node, request)
+    (part,) = receipt["loads"]
+    assert receipt["tokens"]["peer"] == part["tokens"] == 16
+    assert {name: part[name] for name in ("origin", "ended", "bytes", "us", "by", "address", "digest")} == {
+        "origin": "peer",
+        "ended": "loaded",
+        "bytes": 160,
+        "us": 500_000,
+        "by": "lease",
+        "address": "10.0.0.2:5600",
+        "digest": "abc",
+    }
+
+
+def test_a_receipt_has_a_load_into_host_memory_that_failed_and_the_one_after_it():
+    node = Node()
+    request = node.arrive(kvconnect_receipt=True)
+    (load,) = node.orders(WAIT_S).loads
+    node.half.update_results(Results(outcomes=(outcome(load, ok=False),)))
+    node.report(load, failed=True)
+    node.orders()
+    node.half.matched_tokens(request, 0)
+    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 16)
+    (again,) = node.orders().loads
+    assert not again.parks
+    node.half.update_results(Results(outcomes=(outcome(again),)))
+    parts = receipt_of(node, request)["loads"]
+    assert [(part["ended"], part.get("bytes", 0)) for part in parts] == [
+        ("peer_out_of_reach", 0),
+        ("loaded", 160),
+    ]
 
 
 def test_what_cannot_be_parked_waits_at_the_prefill_node():
