@@ -33,7 +33,7 @@ demo: setup ## prove it: every engine with every model, token-exact against a si
 
 test: setup ## all tests
 	@echo "test: pytest over tests/"
-	@.venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)" $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5 -m "$(MARKS)" $(PYTEST_ARGS)
 
 setup-vllm: ## make .venv-vllm, with the CPU build of vLLM
 	@deploy/setup-vllm.sh
