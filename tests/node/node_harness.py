@@ -198,6 +198,8 @@ class CopyConnector:
         return self.client
 
     # scheduler half
+    notices: ClassVar[dict[str, object]] = {}
+
     def prefill_tokens(self, request):
         params = request.kv_transfer_params or {}
         if params.get("bad"):
