@@ -119,7 +119,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler's half
 
-    def paused(self, *, is_paused: bool) -> None:
+    def _paused(self, *, is_paused: bool) -> None:
         """See ``pauses``."""
         self._half.pause(is_paused=is_paused)
 

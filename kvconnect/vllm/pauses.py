@@ -19,7 +19,9 @@ _WAITS_FOR_BLOCKS = "PAUSED_NEW"
 
 @functools.cache
 def follow_pauses() -> None:
-    """Have vLLM's scheduler call ``paused`` of its connectors when its pause state changes. Once per process.
+    """Have vLLM's scheduler call ``_paused`` of its connectors as its pause state changes. Once per process.
+
+    The method has no public name: those are vLLM's hooks.
 
     To be called in the scheduler's process, which has vLLM's module by then.
     """
@@ -34,7 +36,7 @@ def follow_pauses() -> None:
         result = set_state(self, pause_state, *arguments, **more)
         # A MultiConnector has several.
         for connector in getattr(self.connector, "_connectors", (self.connector,)):
-            if (inform := getattr(connector, "paused", None)) is not None:
+            if (inform := getattr(connector, "_paused", None)) is not None:
                 inform(is_paused=pause_state.name == _WAITS_FOR_BLOCKS)
         return result
 

@@ -15,7 +15,7 @@ from kvconnect.vllm.pauses import follow_pauses
 
 
 def connector(informed, name):
-    return SimpleNamespace(paused=lambda *, is_paused: informed.append((name, is_paused)))
+    return SimpleNamespace(_paused=lambda *, is_paused: informed.append((name, is_paused)))
 
 
 @pytest.mark.parametrize("kind", ["ours", "several", "another's", "none"])
