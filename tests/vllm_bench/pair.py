@@ -57,7 +57,8 @@ class Engines:
         self.links = Links()
         extra: dict[str, Any] = dict(EXTRA)
         if setup.cpu_bytes:
-            extra["offload"] = {"cpu_bytes": setup.cpu_bytes, "checkpoint_tokens": 32}
+            # Parking goes by the clock, and a seed must run the same every time: the simulator has it.
+            extra["offload"] = {"cpu_bytes": setup.cpu_bytes, "checkpoint_tokens": 32, "park_after_s": 3600}
         names = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
         if setup.kind == "offload":
             extra, names = {"engine": "none", "offload": extra["offload"]}, (("alone", "kv_both"),)
