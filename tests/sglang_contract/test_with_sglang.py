@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import socket
 import threading
 import time
 import urllib.request
@@ -265,10 +266,19 @@ def rank(dp_size=1, dp_rank=0, handle="", **more):
     return one | more | ({KEY: handle} if handle else {})
 
 
+def is_open(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.fixture
 def bootstrap():
     port = free_port()
     server = KVConnectBootstrapServer("127.0.0.1", port)
+    deadline = time.monotonic() + 10
+    while not is_open(port):
+        assert time.monotonic() < deadline, "its thread listens soon"
+        time.sleep(0.01)
     yield f"127.0.0.1:{port}"
     server.close()
 
