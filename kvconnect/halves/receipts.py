@@ -51,7 +51,6 @@ class _Record:
     holds until the request is admitted with it.
     """
 
-    view: RequestView
     arrived_at: float
     prefill: dict[str, Any]
     prompt_tokens: int = 0
@@ -98,7 +97,7 @@ class Receipts:
         given = transfer_params(request).get(RECEIPT_KEY)
         if self.is_for_all or given:
             prefill = self._of_prefill(request, given) if isinstance(given, dict) else {}
-            self.records[request.request_id] = _Record(request, self._clock(), prefill)
+            self.records[request.request_id] = _Record(self._clock(), prefill)
 
     def looked_up(self, request_id: str, num_computed_tokens: int) -> None:
         """A request is about to be admitted with so many tokens in the device's own cache."""
