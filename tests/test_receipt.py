@@ -91,15 +91,7 @@ def of_three_tokens(prompt_tokens):
 
 
 def test_a_receipt_of_another_key_or_without_one_is_refused():
-    receipt = Receipt(
-        request_id="r",
-        engine_id="e",
-        prompt="",
-        prompt_tokens=3,
-        tokens={"computed": 3},
-        issued_at=0,
-        version=1,
-    )
+    receipt = of_three_tokens(3)
     with pytest.raises(PeerError, match="another key"):
         verify(sign(receipt, b"another"), SECRET)
     with pytest.raises(PeerError, match="no signature"):
@@ -107,14 +99,6 @@ def test_a_receipt_of_another_key_or_without_one_is_refused():
 
 
 def test_tokens_that_do_not_add_up_are_refused_though_signed():
-    receipt = Receipt(
-        request_id="r",
-        engine_id="e",
-        prompt="",
-        prompt_tokens=4,
-        tokens={"computed": 3},
-        issued_at=0,
-        version=1,
-    )
+    receipt = of_three_tokens(4)
     with pytest.raises(PeerError, match="add up to 3, not 4"):
         verify(sign(receipt, SECRET), SECRET)
