@@ -7,7 +7,7 @@ peer's fetches wait until the calibration ends, which takes no longer than to ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -62,16 +62,17 @@ class ProbeOutbox:
         largest = max((one.total_bytes for one in timed), default=0)
         return max((largest / one.seconds for one in timed if one.total_bytes == largest), default=0.0)
 
-    def seconds_of(self, total_bytes: int) -> float:
-        """The seconds of a batch of so many bytes, by the fastest samples; 0 without any."""
+    @property
+    def seconds_of(self) -> Callable[[int], float]:
+        """Returns the seconds of a batch of so many bytes, by the fastest samples so far; 0 without any."""
         best: dict[int, float] = {}
         for sample in self.samples:
             best[sample.total_bytes] = min(sample.seconds, best.get(sample.total_bytes, math.inf))
         if not best:
-            return 0.0
-        sizes = sorted(best)
-        times = [best[size] for size in sizes]
-        return float(np.interp(total_bytes, sizes, times)) * max(1.0, total_bytes / sizes[-1])
+            return lambda total_bytes: 0.0
+        largest = max(best)
+        sizes, times = np.array(sorted(best.items())).T
+        return lambda n: float(np.interp(n, sizes, times)) * max(1.0, n / largest)
 
     @property
     def is_whole(self) -> bool:
