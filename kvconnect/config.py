@@ -241,8 +241,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             decides, by default 0.
         warm_peers: ``host:port`` of prefill nodes, rank 0, that are met before any request names them.
         sources: ``host:port`` of nodes, rank 0, that are asked for the KV of requests without a handle: three
-            at most for each, in order. They are met as ``warm_peers`` are; this node may be
-            among them. A request may name others in ``kv_transfer_params.kv_sources``.
+            at most for each, in order. They are met as ``warm_peers`` are; this node may be among them. A
+            request may name others in ``kv_transfer_params.kv_sources``.
         share_prefix_cache: whether other nodes may fetch by name what this node's prefix cache has on the
             device, of requests that have ended.
         transfer_timeout_s: how long the engine may take for one batch.

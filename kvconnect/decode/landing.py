@@ -45,10 +45,10 @@ class Landing:
 
     ``lent``: granted slots by generation. ``arrived``: chunks that the peer reported written. ``due``: chunks
     that the peer can send by now, as it reports. ``landed_bytes``: bytes in their pages. ``digests``: by
-    chunk in its pages, if digests are checked. Chunks wait in
-    ``packed`` until ``is_unused``: the device has finished all earlier use of their blocks. A fetch that has
-    ended is ``closed``; its landing stays while slots are being unpacked, or in ``quarantine``, as the peer
-    may still write to them. ``changed`` is called when the landing has failed, or is idle again.
+    chunk in its pages, if digests are checked. Chunks wait in ``packed`` until ``is_unused``: the device has
+    finished all earlier use of their blocks. A fetch that has ended is ``closed``; its landing stays while
+    slots are being unpacked, or in ``quarantine``, as the peer may still write to them. ``changed`` is called
+    when the landing has failed, or is idle again.
     """
 
     transfer_id: int

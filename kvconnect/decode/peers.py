@@ -45,10 +45,10 @@ class RankLink:
     """D's connection to one rank of a peer, at ``address``.
 
     ``path``: made for the first fetch, or the reason why the caches do not fit; ``parked_path``: the same for
-    rows of host memory. ``was_met``: the rank has
-    introduced itself. ``share``: the tokens that both ranks keep. ``clock_ahead_s``: the rank's clock is
-    ahead of D's by at least this. ``found``: the lane and its rate; ``refusal``: why settings refuse the
-    lane. ``is_ragged``: see ``Results``. ``asked``: transfers about which the rank owes an answer.
+    rows of host memory. ``was_met``: the rank has introduced itself. ``share``: the tokens that both ranks
+    keep. ``clock_ahead_s``: the rank's clock is ahead of D's by at least this. ``found``: the lane and its
+    rate; ``refusal``: why settings refuse the lane. ``is_ragged``: see ``Results``. ``asked``: transfers
+    about which the rank owes an answer.
     """
 
     name: str

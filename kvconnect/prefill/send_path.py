@@ -47,8 +47,8 @@ class SendPath:
     elsewhere the engine writes, and fetches wait until the link ``is_measured``. ``new_probe`` makes a
     calibration, ``probe`` is the one under way, ``calibrations`` counts those cut short. ``calibrated_s``:
     the seconds that a batch of so many bytes took in the last whole one. ``traffic``: this machine's traffic
-    when the calibration began. ``found``: the result of the calibration, or the engine's
-    own statement without one; ``meter`` measures the link after that.
+    when the calibration began. ``found``: the result of the calibration, or the engine's own statement
+    without one; ``meter`` measures the link after that.
     """
 
     who: str
