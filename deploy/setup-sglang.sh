@@ -16,19 +16,9 @@ SGLANG=${SGLANG:-0.5.23}
 VENV=${VENV:-$([ "$SGLANG" = 0.5.23 ] && echo .venv-sglang || echo ".venv-sglang-$SGLANG")}
 TORCH=${TORCH:-torch==2.13.0}
 
-say() { echo "setup-sglang: $*"; }
-
-stamp=$VENV/.kvconnect-setup
-wanted=$({ echo "$TORCH $SGLANG $PWD"; cat pyproject.toml deploy/setup-sglang.sh; } | sha256sum | cut -d' ' -f1)
-if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
-
-if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
-  say "making $VENV with $("$PYTHON" --version)"
-  rm -rf "$VENV"
-  "$PYTHON" -m venv "$VENV"
-fi
-rm -f "$stamp"
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+. deploy/environment.sh
+exit_if_unchanged "$TORCH $SGLANG" pyproject.toml
+make_venv
 say "installing $TORCH, and kvconnect with both engines"
 pip install -qq "$TORCH"
 pip install -qq -e ".[mooncake-cpu,nixl,node]" "$TORCH" pytest pytest-timeout pytest-xdist hypothesis
@@ -41,5 +31,4 @@ pip install -qq "$TORCH" transformers==5.19.0 triton==3.9.0 \
   setproctitle soundfile tiktoken timm uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard anthropic \
   apache-tvm-ffi==0.1.11 "kernels<0.15"
 pip install -qq --no-deps "sglang==$SGLANG" torchvision==0.28.0 sglang-router==0.3.2
-echo "$wanted" >"$stamp"
-say "done: sglang $SGLANG in $VENV"
+finished "sglang $SGLANG in $VENV"

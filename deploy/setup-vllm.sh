@@ -16,19 +16,9 @@ release=${VLLM##*==}
 VENV=${VENV:-$([ "$release" = 0.32.0 ] && echo .venv-vllm || echo ".venv-vllm-$release")}
 TORCH=${TORCH:-torch==2.13.0}
 
-say() { echo "setup-vllm: $*"; }
-
-stamp=$VENV/.kvconnect-setup
-wanted=$({ echo "$TORCH $VLLM $PWD"; cat pyproject.toml deploy/setup-vllm.sh; } | sha256sum | cut -d' ' -f1)
-if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
-
-if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
-  say "making $VENV with $("$PYTHON" --version)"
-  rm -rf "$VENV"
-  "$PYTHON" -m venv "$VENV"
-fi
-rm -f "$stamp"
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+. deploy/environment.sh
+exit_if_unchanged "$TORCH $VLLM" pyproject.toml
+make_venv
 say "installing $TORCH and $VLLM (minutes)"
 pip install -qq "$TORCH"
 if [ "${VLLM%%=*}" = vllm ]; then
@@ -44,5 +34,4 @@ fi
 pip uninstall -qq -y torchvision torchaudio torchcodec
 say "installing kvconnect with both engines, and pytest"
 pip install -qq -e ".[mooncake-cpu,nixl,node]" "$TORCH" pytest pytest-timeout pytest-xdist hypothesis
-echo "$wanted" >"$stamp"
-say "done: $("$VENV/bin/python" -m pip show "${VLLM%%=*}" | sed -n 's/^Version: /vLLM /p') in $VENV"
+finished "$(pip show "${VLLM%%=*}" | sed -n 's/^Version: /vLLM /p') in $VENV"

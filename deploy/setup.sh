@@ -10,6 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3}
+VENV=.venv
 TORCH=${TORCH:-torch==2.13.0}
 EXTRAS=${EXTRAS:-nixl,node,dev}
 if [ -z "${MOONCAKE:-}" ]; then
@@ -21,17 +22,13 @@ case $MOONCAKE in
   *) echo "setup: MOONCAKE is '$MOONCAKE'; accepted: mooncake, mooncake-cpu" >&2; exit 2 ;;
 esac
 
-say() { echo "setup: $*"; }
+. deploy/environment.sh
 
 # --- what is already done -------------------------------------------------------------------------
 command -v "$PYTHON" >/dev/null || { say "no $PYTHON here; install Python 3.10 or newer, or set PYTHON" >&2; exit 2; }
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
   { say "$("$PYTHON" --version) is too old; set PYTHON to 3.10 or newer" >&2; exit 2; }
-stamp=.venv/.kvconnect-setup
-wanted=$({ echo "$TORCH $MOONCAKE $EXTRAS $PWD"; cat pyproject.toml deploy/setup.sh; } | sha256sum | cut -d' ' -f1)
-if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
-  exit 0
-fi
+exit_if_unchanged "$TORCH $MOONCAKE $EXTRAS" pyproject.toml
 
 # --- system packages: the libraries that the transfer engines link to -----------------------------
 # library:package, as Debian and Ubuntu name them
@@ -60,15 +57,9 @@ fi
 if [ "${1:-}" = system ]; then exit 0; fi
 
 # --- the virtual environment ----------------------------------------------------------------------
-if ! .venv/bin/python -c 'import pip' 2>/dev/null; then
-  say "making .venv with $("$PYTHON" --version)"
-  rm -rf .venv
-  "$PYTHON" -m venv .venv
-fi
-rm -f "$stamp"
-pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+make_venv
 
-if .venv/bin/python -m pip show -q "$other" 2>/dev/null; then
+if pip show -q "$other" 2>/dev/null; then
   say "removing $other: it and the other build of Mooncake overwrite each other's files"
   pip uninstall -qq -y "$other"
 fi
@@ -123,5 +114,4 @@ from kvconnect.engine.registry import available_engines
 for name, problem in available_engines().items():
     print(f"setup: engine {name}: {problem or 'works here'}")
 END
-echo "$wanted" >"$stamp"
-say "done: $(.venv/bin/kvconnect --version) in .venv/bin/kvconnect"
+finished "$(.venv/bin/kvconnect --version) in .venv/bin/kvconnect"
