@@ -17,12 +17,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvconnect.errors import KVConnectError
 from kvconnect.node.children import ENVIRONMENT, Child, die_with_parent
+
+if TYPE_CHECKING:
+    import pytest
 
 _MODULE = "tests.nursery"
 _CLONE_NEWNET = 0x40000000
@@ -109,6 +112,29 @@ class Nursery:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)
         self._child.kill()
+
+
+@contextlib.contextmanager
+def with_nursery(servers: Any, program: str, environment: Mapping[str, str | None]) -> Iterator[None]:
+    """A class of servers has a ``nursery`` meanwhile, which forks those of this interpreter."""
+    servers.nursery = Nursery(program, environment=environment)
+    try:
+        yield
+    finally:
+        servers.nursery.end()
+        servers.nursery = None
+
+
+def forked_while_asked(request: pytest.FixtureRequest, servers: str) -> Iterator[None]:
+    """A session's fixture: if its tests start servers, the module ``servers`` has them ``forked`` meanwhile.
+
+    That module is named, since tests are also collected where the stack that it imports is not installed.
+    """
+    if not any(item.get_closest_marker("servers") for item in request.session.items):
+        yield
+        return
+    with importlib.import_module(servers).forked():
+        yield
 
 
 def is_running(pid: int) -> bool:

@@ -4,19 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.nursery import forked_while_asked
+
 # Before transformers, which imports torchvision where it is.
 from tests.sglang.stand_ins import sitecustomize  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_servers(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not any(item.get_closest_marker("servers") for item in request.session.items):
-        yield
-        return
-    from tests.sglang.servers import forked
-
-    with forked():
-        yield
+    yield from forked_while_asked(request, "tests.sglang.servers")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ import pytest
 
 from kvconnect.node.children import BadAnswer, Child, ChildFailed, fetch
 from kvconnect.node.pair_demo import PROTOCOLS
-from tests.nursery import Nursery
+from tests.nursery import Nursery, with_nursery
 from tests.ports import free_port
 
 START_TIMEOUT_S = 300
@@ -317,12 +317,6 @@ def pair(
         yield p, d
 
 
-@contextmanager
-def forked() -> Iterator[None]:
+def forked() -> AbstractContextManager[None]:
     """Servers of this interpreter are forked meanwhile, by a process that has imported SGLang."""
-    SglangServer.nursery = Nursery("tests.sglang.forked_server", environment=WHEN_IMPORTED)
-    try:
-        yield
-    finally:
-        SglangServer.nursery.end()
-        SglangServer.nursery = None
+    return with_nursery(SglangServer, "tests.sglang.forked_server", WHEN_IMPORTED)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,19 +12,18 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed here; make test-sglang")
 
-from kvconnect.node.children import answers, fetch_json
+from kvconnect.node.children import fetch_json
 from tests.ports import free_port
 from tests.sglang.servers import (
     CHUNK_TOKENS,
     PAGE_TOKENS,
-    ROOT,
     WHEN_IMPORTED,
     Asked,
     generation,
     pair,
     random_prompt,
 )
-from tests.vllm.servers import router
+from tests.vllm.servers import answering, router
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
@@ -63,17 +60,9 @@ def sglang_router(prefill, decode) -> Iterator[str]:
     command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"]
     command += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **WHEN_IMPORTED})
-    try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
-        while not answers(url + "/health"):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+    url = f"http://127.0.0.1:{port}"
+    with answering(url, "/health", command, WHEN_IMPORTED, start_s=120, end_s=30):
         yield url
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def test_every_prompt_while_clients_leave(expected, servers):

@@ -4,14 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.nursery import forked_while_asked
+
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_servers(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not any(item.get_closest_marker("servers") for item in request.session.items):
-        yield
-        return
-    # Not where these tests are collected without vLLM.
-    from tests.vllm.servers import forked
-
-    with forked():
-        yield
+    yield from forked_while_asked(request, "tests.vllm.servers")

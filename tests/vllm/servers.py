@@ -11,17 +11,16 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kvconnect.node.children import BadAnswer, Child, ChildFailed, answers, fetch, fetch_json
 from kvconnect.node.pair_demo import PROTOCOLS
-from tests.nursery import Nursery
+from tests.nursery import Nursery, with_nursery
 from tests.ports import free_port
 from tests.vllm.tiny_models import Recipe
 
@@ -259,21 +258,32 @@ def chat_options(folder: Path) -> list[str]:
 
 
 @contextmanager
-def router(*options: str) -> Iterator[str]:
-    """``kvconnect router`` before servers that are up; where it listens."""
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "kvconnect", "router", "--port", url.rpartition(":")[2], *options]
-    process = subprocess.Popen(command, cwd=ROOT)
+def answering(
+    url: str,
+    path: str,
+    command: Sequence[str],
+    environment: Mapping[str, str | None] | None = None,
+    *,
+    start_s: float = 60,
+    end_s: float = 60,
+) -> Iterator[str]:
+    """A process while it answers ``path`` at ``url``; it has to end by itself once it is asked to."""
+    child = Child(url, command, environment=environment, url=url, cwd=ROOT).start()
     try:
-        deadline = time.monotonic() + 60
-        while not answers(url + "/ready?all"):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        child.wait_until(lambda: answers(url + path), start_s)
         yield url
     finally:
-        process.terminate()
-        process.wait(60)
+        child.ask_to_end()
+        child.process.wait(end_s)
+
+
+@contextmanager
+def router(*options: str) -> Iterator[str]:
+    """``kvconnect router`` before servers that are up; where it listens."""
+    port = free_port()
+    command = [sys.executable, "-m", "kvconnect", "router", "--port", str(port), *options]
+    with answering(f"http://127.0.0.1:{port}", "/ready?all", command) as url:
+        yield url
 
 
 def routed(url: str, prompt: object, **more: object) -> list[list[int]]:
@@ -283,15 +293,9 @@ def routed(url: str, prompt: object, **more: object) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-@contextmanager
-def forked() -> Iterator[None]:
+def forked() -> AbstractContextManager[None]:
     """Servers of this interpreter are forked meanwhile, by a process that has imported vLLM."""
-    Server.nursery = Nursery("tests.vllm.forked_server", environment=WHEN_IMPORTED)
-    try:
-        yield
-    finally:
-        Server.nursery.end()
-        Server.nursery = None
+    return with_nursery(Server, "tests.vllm.forked_server", WHEN_IMPORTED)
 
 
 def members(server: Server) -> list[int]:
