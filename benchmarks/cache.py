@@ -110,12 +110,12 @@ class CacheShape:
 
 
 class BenchCache:
-    """Layers in allocations of their own, filled with random bytes, or with one value where they land.
+    """Layers in allocations of their own, filled with normal values, or with one byte where they land.
 
     Args:
         shape: how many layers and blocks, and how a page is laid out.
         device: ``cpu`` or ``cuda:N``.
-        seed: of the bytes and of the block ids; None fills all with one value.
+        seed: of the values and of the block ids; None fills all with one byte.
     """
 
     def __init__(self, shape: CacheShape, device: str, seed: int | None) -> None:
@@ -139,7 +139,7 @@ class BenchCache:
             if seed is None:
                 tensor.view(torch.uint8).fill_(_UNTOUCHED)
             else:
-                tensor.view(-1).view(torch.int64).random_(generator=generator)
+                tensor.normal_(generator=generator)
             self.tensors[f"layer{index}"] = CacheTensor(tensor, axes)
         wait_for_device(device)
 

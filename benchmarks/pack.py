@@ -1,4 +1,7 @@
-"""A benchmark of pack and unpack: how near they come to a plain copy of as many bytes, measured beside."""
+"""A benchmark of pack and unpack: how near they come to a plain copy of as many bytes, measured beside.
+
+Also with coded exponents; a rate is always of the bytes of pages.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from benchmarks.harness import Options as BaseOptions
 from benchmarks.harness import Report
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
+from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
@@ -47,6 +51,7 @@ class _Case:
             torch.ones(self.total_bytes, dtype=torch.uint8, device=device) for _ in range(2)
         )
         self.copy_us = self.time_us(lambda: self.other.copy_(self.slot))
+        self.coder = _coder(self.total_bytes, torch.device(device))
 
     def time_us(self, call: Callable[[], object]) -> float:
         """Microseconds of a call: on a GPU the median of many runs, on a CPU the best of a few."""
@@ -63,6 +68,7 @@ class _Case:
             side="source",
             device=self.device,
             digest_sample=max(1, digest_sample),
+            coder=self.coder,
         )
         tokens = self.blocks * _TOKENS
         chunk = Chunk(0, len(wire.streams), (TokenSpan(0, 0, tokens),))
@@ -75,6 +81,14 @@ class _Case:
         seed = _SEED if digest_sample else None
         pack_us = self.time_us(lambda: packer.pack(self.slot, staged, seed))
         unpack_us = self.time_us(lambda: packer.unpack(self.slot, staged, seed))
+        slot = self.slot.data_ptr()
+        # A CPU codes slowly, whatever the digest: once is enough.
+        coded = {}
+        if digest_sample == 1:
+            pack_coded_us = self.time_us(lambda: packer.pack_coded(slot, staged, seed))
+            unpack_coded_us = self.time_us(lambda: packer.unpack_coded(slot, staged, seed))
+            coded["pack_coded_gb_per_s"] = self.total_bytes / pack_coded_us / 1e3
+            coded["unpack_coded_gb_per_s"] = self.total_bytes / unpack_coded_us / 1e3
         return {
             "device": self.device,
             "order": order,
@@ -90,7 +104,16 @@ class _Case:
             "unpack_gb_per_s": self.total_bytes / unpack_us / 1e3,
             "pack_of_copy": self.copy_us / pack_us,
             "unpack_of_copy": self.copy_us / unpack_us,
+            **coded,
         }
+
+
+def _coder(most_bytes: int, device: torch.device) -> ExponentCoder:
+    if device.type == "cpu":
+        return ExponentCoder(most_bytes)
+    from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
+
+    return TritonExponentCoder(most_bytes, device)
 
 
 def _timings(device: str) -> Iterator[dict[str, Any]]:

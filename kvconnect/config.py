@@ -233,6 +233,10 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         num_slots: how many slots a worker has for each direction.
         convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted, with the
             scales of the quantised side; both sides must set it.
+        exponent_coding: whether bfloat16 KV travels in 0.764 of its bytes, restored bit for bit, between
+            nodes that both have this setting: with ``auto`` over links that are so slow, by their
+            calibration, that coding takes less time than it saves; with ``on`` over all links but shared
+            memory. It takes the memory of one more slot.
         stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
             asked both nodes at once; 0 for never.
         lease_s: how long prefilled blocks wait to be fetched, unless the decode node renews the lease.
@@ -272,6 +276,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     slot_bytes: Annotated[int, msgspec.Meta(ge=0, multiple_of=4096)] = 0
     num_slots: Bound = 8
     convert_dtype: bool = False
+    exponent_coding: Literal["off", "auto", "on"] = "off"
     stream_min_tokens: Size = 4096
     lease_s: Seconds = 30.0
     lease_max_s: Seconds = 600.0

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.node.children import Children, read_metrics
-from tests.pair_kit import grown, prefilled, serve, tokens
+from tests.pair_kit import grown, prefilled, prompt_of, serve, tokens
 
 PROMPT = list(range(1, 201))
-DECODES = {"decode": {}, "strict": {"require_lane": "rdma"}, "fast": {"min_gb_per_s": 1e6}}
+DECODES = {
+    "decode": {},
+    "coded": {"exponent_coding": "on"},
+    "strict": {"require_lane": "rdma"},
+    "fast": {"min_gb_per_s": 1e6},
+}
 """Decode nodes by name, with the settings that are theirs alone."""
 LANES = {"nixl": ("shared_memory", "tcp"), "nixl over tcp": ("tcp",), "mooncake": ("tcp",)}
 """UCX takes TCP within a host where it may not read other processes' memory."""
@@ -21,15 +26,16 @@ def pair(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched, Children(tmp_path_factory.mktemp(engine)) as children:
         if request.param != engine:
             patched.setenv("UCX_TLS", "tcp")
-        made = {"prefill": serve(children, "prefill", "kv_producer", engine=engine)}
+        coded = {"engine": engine, "exponent_coding": "on"}
+        made = {"prefill": serve(children, "prefill", "kv_producer", **coded)}
         for name, extra in DECODES.items():
             made[name] = serve(children, name, "kv_consumer", policy="recompute", engine=engine, **extra)
         yield request.param, {name: child.wait_ready() for name, child in made.items()}, made
 
 
-def answered(urls, decode):
+def answered(urls, decode, prompt=PROMPT):
     """The tokens of a prompt that P prefills and a decode node goes on with."""
-    return tokens(urls[decode], PROMPT, kv_transfer_params=prefilled(urls["prefill"], PROMPT))
+    return tokens(urls[decode], prompt, kv_transfer_params=prefilled(urls["prefill"], prompt))
 
 
 def test_the_lane_that_carried_the_bytes_is_counted_and_logged_with_its_rate(pair):
@@ -53,6 +59,19 @@ def test_the_lane_that_carried_the_bytes_is_counted_and_logged_with_its_rate(pai
         (line,) = [one for one in lines if "node decode" in one or "node prefill" in one][:1]
         assert lane in line
         assert ("deduced" if lane == "shared_memory" else "(lo; observed)") in line
+
+
+def test_kv_that_travels_coded_gives_the_same_tokens_in_fewer_bytes(pair):
+    engine, urls, made = pair
+    prompt, got, moved = prompt_of(300, engine), {}, {}
+    for name in ("decode", "coded"):
+        before = read_metrics(urls[name])
+        got[name] = answered(urls, name, prompt)
+        moved[name] = grown(urls[name], before, "transfer_bytes_total", direction="received")
+        assert moved[name] > 0
+    assert got["coded"] == got["decode"]
+    assert moved["coded"] / moved["decode"] == 6256 / 8192
+    assert "travels with coded exponents" in made["prefill"].output()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.batches import PackTicket, StagedChunk
+from kvconnect.pack.exponent_code import coded_bytes
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.timeline import Moment
@@ -110,6 +111,7 @@ class LandingBay:
         self._metrics, self._timers, self._pool = context.metrics, context.timers, context.local.landing
         # Whether a chunk must have the digest that its sender reports.
         self._check_digest = context.config.check_digest
+        self._decodes = context.local.introduction.decodes
         self._send = send
         self._landings: dict[int, Landing] = {}
         # Landings with chunks to unpack; and those that want slots, in turn.
@@ -189,9 +191,12 @@ class LandingBay:
             return f"generation {message.generation} was not granted to it, or was used already"
         if message.chunk >= len(landing.staged) or message.chunk in landing.arrived:
             return f"chunk {message.chunk} of {len(landing.staged)} is not awaited"
-        staged = landing.staged[message.chunk]
-        if message.length_bytes != staged.total_bytes:
-            return f"chunk {message.chunk} has {message.length_bytes} of {staged.total_bytes} bytes"
+        if message.coded and not self._decodes:
+            return f"chunk {message.chunk} is coded, which this node has not offered to decode"
+        length_bytes = landing.staged[message.chunk].total_bytes
+        length_bytes = coded_bytes(length_bytes) if message.coded else length_bytes
+        if message.length_bytes != length_bytes:
+            return f"chunk {message.chunk} has {message.length_bytes} of {length_bytes} bytes"
         if self._check_digest and message.digest is None:
             return f"chunk {message.chunk} came without its digest"
         del landing.lent[message.generation]
@@ -208,8 +213,9 @@ class LandingBay:
         while landing.packed and landing.is_unused():
             slot, message = landing.packed.popleft()
             seed = slot.generation if self._check_digest else None
+            unpack = landing.packer.unpack_coded if message.coded else landing.packer.unpack
             try:
-                ticket = landing.packer.unpack(slot.address, landing.staged[message.chunk], seed)
+                ticket = unpack(slot.address, landing.staged[message.chunk], seed)
             except Exception as error:
                 # Any error, a device out of memory included, fails only this request.
                 logger.debug("a chunk could not be unpacked", exc_info=True)

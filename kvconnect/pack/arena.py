@@ -52,18 +52,20 @@ def spare_bytes(device: torch.device, reserved_bytes: int = 0) -> int | None:
     return max(0, free_bytes - reserved_bytes - total_bytes // _MARGIN_PART)
 
 
-def fitted_slots(slot_bytes: int, count: int, arenas: int, spare: int) -> tuple[int, int]:
-    """Size in bytes and number of slots per arena, such that ``spare`` bytes hold ``arenas`` arenas and one
-    more slot of scratch memory.
+def fitted_slots(
+    slot_bytes: int, count: int, arenas: int, spare: int, scratch_slots: int = 1
+) -> tuple[int, int]:
+    """Size in bytes and number of slots per arena, such that ``spare`` bytes hold ``arenas`` arenas and
+    ``scratch_slots`` more slots.
 
     The number is reduced first, then the size. The least of both is returned even if it does not fit.
     """
     spare -= arenas * ALIGN_BYTES
     least = min(count, LEAST_SLOTS)
-    fitting = (spare // slot_bytes - 1) // arenas
+    fitting = (spare // slot_bytes - scratch_slots) // arenas
     if fitting >= least:
         return slot_bytes, min(count, fitting)
-    smaller = spare // (arenas * least + 1) // ALIGN_BYTES * ALIGN_BYTES
+    smaller = spare // (arenas * least + scratch_slots) // ALIGN_BYTES * ALIGN_BYTES
     return max(smaller, min(slot_bytes, LEAST_SLOT_BYTES)), least
 
 

@@ -111,6 +111,11 @@ class PackTicket:
         """
         return self._digest
 
+    @property
+    def has_failed(self) -> bool:
+        """The bytes could not be coded, as was asked, so that the slot's content is void."""
+        return False
+
     def wait(self) -> None:
         """Block the calling thread until the work is done. For tests and benchmarks."""
 

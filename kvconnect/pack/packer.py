@@ -17,6 +17,7 @@ import torch
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError, listed
 from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
+from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.pack.numpy_mover import NumpyMover
 from kvconnect.pack.page_lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.torch_mover import TorchMover
@@ -47,6 +48,7 @@ class Packer:
             torch where that is not installed.
         cuda_stream: the stream of all work; None for the current stream of the constructor's call.
         digest_sample: digests cover one line of 64 bytes in so many; only numpy accepts more than 1.
+        coder: codes what is packed, and decodes what is unpacked, on the same stream; None for neither.
 
     Raises:
         LayoutError: the wire does not fit this table.
@@ -63,6 +65,7 @@ class Packer:
         kernels: str = "auto",
         cuda_stream: torch.cuda.Stream | None = None,
         digest_sample: int = 1,
+        coder: ExponentCoder | None = None,
     ) -> None:
         if side not in SIDES:
             raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
@@ -70,7 +73,7 @@ class Packer:
             raise ConfigError(f"digest_sample is {digest_sample}; accepted: 1 for all words, or more")
         card = TableCard.of(table)
         self.chunker = Chunker(wire)
-        self._side = side
+        self._side, self._coder = side, coder
         self._groups = card.geometry()
         self._lanes = make_lanes(wire, card, side)
         if any(lanes.walk.extent_bytes >= 2**31 for lanes in self._lanes):
@@ -161,6 +164,18 @@ class Packer:
         these blocks.
         """
         return self._mover.move(_slot_address(slot, staged), staged, seed, pack=False)
+
+    def pack_coded(self, slot: int, staged: StagedChunk, seed: int | None) -> PackTicket:
+        """Fill the slot at this address with a chunk's pages, coded; the digest is of the bytes before."""
+        assert self._coder is not None, "nothing is coded without a coder"
+        packed = self._mover.move(self._coder.plain, staged, seed, pack=True)
+        return self._coder.encode(slot, staged.total_bytes, packed)
+
+    def unpack_coded(self, slot: int, staged: StagedChunk, seed: int | None) -> PackTicket:
+        """Write a slot's bytes, which ``pack_coded`` wrote, to a chunk's pages; see ``unpack``."""
+        assert self._coder is not None, "nothing is decoded without a coder"
+        self._coder.decode(slot, staged.total_bytes)
+        return self._mover.move(self._coder.plain, staged, seed, pack=False)
 
 
 def chosen_kernels(kernels: str, device: torch.device) -> str:

@@ -89,6 +89,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     ``digest_sample``, the smaller of both sides' values. Any peer may write to the scratch memory at any time
     to measure the link; it is never read. ``naming`` is how the worker names the KV that peers may pull; None
     if they may not. ``memory`` lets peers of the same machine map its landing slots and scratch memory.
+    ``decodes``: chunks for this worker may be coded by ``pack/exponent_code.py``.
     """
 
     engine_id: str
@@ -104,6 +105,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     digest_sample: Sample = 1
     naming: Naming | None = None
     memory: SharedMemoryCard | None = None
+    decodes: bool = False
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -231,7 +233,8 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
     """P to D: a chunk is complete in the slot of this generation, and P writes there no more.
 
     ``digest`` is the digest of the packed bytes with the generation as seed; None for none.
-    ``epoch`` is the lease's epoch, as in ``Accepted``, where that message was not sent.
+    ``epoch`` is the lease's epoch, as in ``Accepted``, where that message was not sent. ``coded``: the slot
+    has the code of the packed bytes, of ``length_bytes``.
     """
 
     transfer_id: int
@@ -240,6 +243,7 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
     length_bytes: Bytes
     digest: Digest | None
     epoch: Epoch = 0
+    coded: bool = False
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):

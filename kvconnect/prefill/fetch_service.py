@@ -284,7 +284,11 @@ class FetchService:
         note = functools.partial(
             self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
         )
-        return SlotOutbox(packer, supply, pool, self._config.check_digest, path.name, note, path.mapped)
+        coding = path.coding
+        if coding is not None and not coding.is_on(path.found.bytes_per_s):
+            coding = None
+        digests = self._config.check_digest
+        return SlotOutbox(packer, supply, pool, digests, path.name, note, path.mapped, coding)
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Request credit up to ``due`` chunks and return the slots in ``spared``, if either has changed."""
@@ -295,7 +299,8 @@ class FetchService:
 
     def _arrived(self, sending: Sending, parcel: Parcel) -> None:
         what = parcel.chunk, parcel.grant.generation, parcel.length_bytes, parcel.ticket.digest
-        self._inbound_peers.send(sending.key[0], Landed(sending.key[1], *what, sending.epoch))
+        message = Landed(sending.key[1], *what, sending.epoch, parcel.is_coded)
+        self._inbound_peers.send(sending.key[0], message)
 
     def look_at(self, inbound: InboundPeer, link: str, now: float) -> Reason | None:
         """A peer looks up a prefix: report its link's rate, too. Why there is no path to the peer, or None.

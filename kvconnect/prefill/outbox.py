@@ -16,11 +16,13 @@ from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
 from kvconnect.pack.batches import PackTicket, StagedChunk
+from kvconnect.pack.exponent_code import coded_bytes
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import MappedMemory
 from kvconnect.peer.messages import Grant
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import Chunk
+from kvconnect.prefill.exponent_coding import ExponentCoding
 from kvconnect.prefill.leases import Lease
 from kvconnect.timeline import Moment
 from kvconnect.transfer.slots import Slot, SlotEvent, SlotPool
@@ -129,7 +131,10 @@ Columns = tuple[int, int, int]
 
 @dataclass(eq=False)
 class Parcel:
-    """A chunk packed into a send slot for a landing slot, or in ``seconds`` directly into a landing slot."""
+    """A chunk packed into a send slot for a landing slot, or in ``seconds`` directly into a landing slot.
+
+    ``length_bytes`` travel. ``staged`` is kept of a chunk that is coded, which may have to be packed again.
+    """
 
     chunk: int
     slot: Slot | None
@@ -137,6 +142,12 @@ class Parcel:
     ticket: PackTicket
     length_bytes: int
     seconds: float = 0.0
+    staged: StagedChunk | None = None
+
+    @property
+    def is_coded(self) -> bool:
+        """The slot has the code of the chunk."""
+        return self.staged is not None
 
     def columns(self) -> Columns:
         """The batch that copies the send slot to the landing slot."""
@@ -153,6 +164,7 @@ class SlotOutbox:
         with_digest: whether chunks are sent with a digest.
         holder: the receiving peer, which may not take all send slots.
         note: called with each event of a chunk, and the chunk's index.
+        coding: takes how the coding of each chunk ended; None where chunks are not coded.
     """
 
     def __init__(
@@ -164,6 +176,7 @@ class SlotOutbox:
         holder: str,
         note: Callable[[str, int], None],
         mapped: MappedMemory | None = None,
+        coding: ExponentCoding | None = None,
     ) -> None:
         self.copies = supply.count
         self._packer = packer
@@ -175,7 +188,7 @@ class SlotOutbox:
         self._note = note
         self._kernels: deque[Parcel] = deque()
         self._filled: deque[Parcel] = deque()
-        self._mapped = mapped
+        self._mapped, self._coding = mapped, coding
         self._in_flight: dict[int, Parcel] = {}
 
     def grant(self, grants: Sequence[Grant]) -> Sequence[Grant]:
@@ -215,7 +228,7 @@ class SlotOutbox:
         Raises:
             PeerError: a granted slot is too small for its chunk.
         """
-        yield from self._take_packed()
+        yield from self._take_packed(stopping)
         if stopping:
             for parcel in self._filled:
                 self._move(parcel, SlotEvent.RETURN)
@@ -231,9 +244,13 @@ class SlotOutbox:
             if self._packer.is_blocking:
                 yield from self._take_packed()
 
-    def _take_packed(self) -> Iterator[Parcel]:
+    def _take_packed(self, stopping: bool = False) -> Iterator[Parcel]:
         while self._kernels and self._kernels[0].ticket.done:
             parcel = self._kernels.popleft()
+            if parcel.staged is not None and self._has_failed(parcel) and not stopping:
+                assert parcel.slot is not None, "nothing is coded into a landing slot"
+                self._pack(parcel.slot, parcel.chunk, parcel.staged, parcel.grant, coded=False)
+                continue
             self._note(Moment.PACKED, parcel.chunk)
             if parcel.slot is None:
                 self._note(Moment.WRITTEN, parcel.chunk)
@@ -258,21 +275,35 @@ class SlotOutbox:
             raise PeerError(
                 f"chunk {chunk} has {length_bytes} bytes, the slot that was granted has {grant.length_bytes}"
             )
-        seed = grant.generation if self._with_digest else None
         self._note(Moment.PACKING, chunk)
         if self._mapped is not None:
+            seed = grant.generation if self._with_digest else None
             place, began = self._mapped.at(grant.address, length_bytes), time.perf_counter()
             ticket = self._packer.pack(place, staged, seed)
             seconds = time.perf_counter() - began
             self._kernels.append(Parcel(chunk, None, grant, ticket, length_bytes, seconds))
             return
         slot = self._pool.take(SlotEvent.PACK, self._holder)
+        is_shorter = self._coding is not None and coded_bytes(length_bytes) < length_bytes
+        self._pack(slot, chunk, staged, grant, coded=is_shorter)
+
+    def _pack(self, slot: Slot, chunk: int, staged: StagedChunk, grant: Grant, coded: bool) -> None:
+        seed = grant.generation if self._with_digest else None
+        pack = self._packer.pack_coded if coded else self._packer.pack
         try:
-            ticket = self._packer.pack(slot.address, staged, seed)
+            ticket = pack(slot.address, staged, seed)
         except Exception:
             self._pool.move(slot, SlotEvent.RETURN)
             raise
-        self._kernels.append(Parcel(chunk, slot, grant, ticket, length_bytes))
+        length_bytes = coded_bytes(staged.total_bytes) if coded else staged.total_bytes
+        kept = staged if coded else None
+        self._kernels.append(Parcel(chunk, slot, grant, ticket, length_bytes, staged=kept))
+
+    def _has_failed(self, parcel: Parcel) -> bool:
+        """Whether a chunk could not be coded, which is reported either way."""
+        assert self._coding is not None
+        self._coding.ended(parcel.ticket.has_failed)
+        return parcel.ticket.has_failed
 
     def peek(self) -> Columns | None:
         """The batch that can be submitted next; None while there is none."""

@@ -27,6 +27,7 @@ from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import Share
 from kvconnect.prefill.calibration import ProbeOutbox
+from kvconnect.prefill.exponent_coding import ExponentCoding
 from kvconnect.prefill.link_meter import LinkMeter, transport_over
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.inbound_peers import InboundPeer, rank_name
@@ -48,7 +49,8 @@ class SendPath:
     calibration, ``probe`` is the one under way, ``calibrations`` counts those cut short. ``calibrated_s``:
     the seconds that a batch of so many bytes took in the last whole one. ``traffic``: this machine's traffic
     when the calibration began. ``found``: the result of the calibration, or the engine's own statement
-    without one; ``meter`` measures the link after that.
+    without one; ``meter`` measures the link after that. ``coding`` chooses whether chunks are coded; None
+    where the peer or this worker does not code.
     """
 
     who: str
@@ -66,6 +68,7 @@ class SendPath:
     calibrations: Breaker = field(default_factory=Breaker)
     traffic: Traffic = field(default_factory=Traffic)
     meter: LinkMeter | None = None
+    coding: ExponentCoding | None = None
 
     @property
     def streams(self) -> bool:
@@ -188,7 +191,11 @@ class SendPaths:
             rate = mapped.copy_bytes_per_s(source, target, scratch_bytes)
             lane = Transport("shared_memory", known_by="its landing slots are mapped")
             path.mapped, path.is_measured, path.found = mapped, True, transport_over(lane, rate, local)
-        elif scratch_bytes:
+            return path
+        if local.coder is not None and peer.decodes:
+            always = self._config.exponent_coding == "on"
+            path.coding = ExponentCoding(local.coder, always, path.who, self._metrics)
+        if scratch_bytes:
             path.new_probe = functools.partial(ProbeOutbox, source, target, scratch_bytes)
         else:
             path.is_measured = True

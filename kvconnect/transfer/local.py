@@ -29,7 +29,9 @@ from kvconnect.pack.arena import (
     spare_bytes,
 )
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
+from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.pack.packer import Packer, chosen_kernels
+from kvconnect.packages import has_triton
 from kvconnect.peer.agreement import wanted_card
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard
@@ -53,7 +55,8 @@ class Local:
     packing, None if not measured. ``arenas``: the memory of the slots. ``look_at_traffic`` counts the bytes
     that left this machine over the networks in ``fabric``. ``kept``: rows that peers may look up by name.
     ``parked``: rows that loads may fill in place of pages.
-    ``maps_peers``: this process writes to mapped landing slots of peers on this machine.
+    ``maps_peers``: this process writes to mapped landing slots of peers on this machine. ``coder``: codes
+    and decodes chunks; None if they travel as they are.
     """
 
     introduction: Introduction
@@ -70,6 +73,7 @@ class Local:
     kept: KeptByName | None = None
     parked: ParkedRows | None = None
     maps_peers: bool = False
+    coder: ExponentCoder | None = None
 
     def introduce(self) -> Introduction:
         """The introduction for one more peer, with the engine's current card, which may change."""
@@ -122,6 +126,7 @@ class Local:
             device=self.device,
             cuda_stream=self.stream,
             digest_sample=digest_sample,
+            coder=self.coder,
         )
 
     def warm_up(self) -> None:
@@ -181,8 +186,11 @@ def open_local(
     for arena in memory[:1]:
         ours["slot_bytes"] = min(arena.slot_bytes, engine.capabilities.max_bytes)
         ours["scratch_address"], ours["scratch_bytes"] = arena.scratch_address, arena.scratch_bytes
+    # High priority: pack kernels are short, and would each wait for the kernels of a prefill.
+    stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None  # type: ignore[no-untyped-call]
+    coder = _make_coder(memory[0], stream) if memory and _codes(config.extra, device) else None
     if "landing" in arenas:
-        ours["memory"] = arenas["landing"].card
+        ours["memory"], ours["decodes"] = arenas["landing"].card, coder is not None
     local = Local(
         msgspec.structs.replace(introduction, **ours),
         engine,
@@ -190,17 +198,20 @@ def open_local(
         device,
         _slot_pool(arenas.get("landing")),
         _slot_pool(arenas.get("send")),
-        # High priority: pack kernels are short, and would each wait for the kernels of a prefill.
-        torch.cuda.Stream(device, priority=-1) if on_cuda else None,  # type: ignore[no-untyped-call]
+        stream,
         pack_bytes_per_s(memory[0]) if memory else None,
         memory,
         look_at_fabric(with_gpus=on_cuda),
         look_at_traffic,
         maps_peers=not on_cuda and _shares(config.extra, engine),
+        coder=coder,
     )
     if on_cuda and chosen_kernels("auto", device) == "torch":
         metrics.failures.labels("no_triton").inc()
-        logger.warning("Triton is not installed, so torch packs pages, which is slower: pip install triton")
+        logger.warning(
+            "Triton is not installed, so torch packs pages, which is slower, and exponent_coding is off: "
+            "pip install triton"
+        )
     if on_cuda:
         local.warm_up()
     # Last: an error before this leaves no freed memory registered. Only slots are registered, no page: peers
@@ -248,6 +259,25 @@ def _shares(config: ExtraConfig, engine: Engine) -> bool:
     return engine.capabilities.may_be_bypassed and config.allows_lane("shared_memory")
 
 
+def _codes(config: ExtraConfig, device: torch.device) -> bool:
+    """Whether this worker codes exponents: by its settings, and where kernels for that exist."""
+    return config.exponent_coding != "off" and (device.type != "cuda" or has_triton())
+
+
+def _make_coder(arena: Arena, stream: torch.cuda.Stream | None) -> ExponentCoder:
+    """The coder of chunks for slots of this size, its rate measured."""
+    coder: ExponentCoder
+    if arena.device.type == "cuda":
+        from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
+
+        coder = TritonExponentCoder(arena.slot_bytes, arena.device, stream)
+    else:
+        coder = ExponentCoder(arena.slot_bytes)
+    coder.measure(arena.addresses[0], arena.slot_bytes)
+    logger.info("exponents are coded and decoded at %.1f GB/s", coder.bytes_per_s / 1e9)
+    return coder
+
+
 def _make_arenas(
     config: TransferConfig,
     engine: Engine,
@@ -265,8 +295,10 @@ def _make_arenas(
     roles = {"landing": config.is_consumer, "send": config.is_producer}
     kinds = [kind for kind, is_used in roles.items() if is_used]
     count, spare = config.extra.num_slots, spare_bytes(device, reserved_bytes)
+    # Scratch memory, and the memory in which chunks are packed before they are coded.
+    scratch_slots = 1 + _codes(config.extra, device)
     if spare is not None:
-        slot_bytes, count = fitted_slots(slot_bytes, count, len(kinds), spare)
+        slot_bytes, count = fitted_slots(slot_bytes, count, len(kinds), spare, scratch_slots)
     if slot_bytes < least:
         raise ConfigError(
             f"a slot has {slot_bytes} bytes (slot_bytes {config.extra.slot_bytes}, {spare} bytes of {device} "
@@ -292,7 +324,7 @@ def _make_arenas(
         count,
         slot_bytes,
         device,
-        sum(arena.length_bytes for arena in arenas.values()) >> 20,
+        sum(arena.length_bytes for arena in arenas.values()) + (scratch_slots - 1) * slot_bytes >> 20,
         "" if spare is None else f" and out of {spare >> 20} MiB that it leaves",
     )
     if (slot_bytes, count) != (wanted, config.extra.num_slots):

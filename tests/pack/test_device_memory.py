@@ -35,27 +35,27 @@ H200_BYTES = 143_771 * MIB
 SIZES = st.integers(1, 1 << 18).map(lambda units: units * ALIGN_BYTES)
 
 
-def taken(slot_bytes, count, arenas):
-    """What the arenas allocate, with scratch memory of one slot in the first."""
-    return (arenas * count + 1) * slot_bytes + arenas * ALIGN_BYTES
+def taken(slot_bytes, count, arenas, scratch_slots=1):
+    """What the arenas allocate, with scratch memory of one slot in the first, and of one for coding."""
+    return (arenas * count + scratch_slots) * slot_bytes + arenas * ALIGN_BYTES
 
 
-@given(SIZES, st.integers(1, 64), st.integers(1, 2), st.integers(0, 64 * GIB))
-def test_slots_fit_into_what_is_spare_or_are_the_least(slot_bytes, count, arenas, spare):
-    size, number = fitted_slots(slot_bytes, count, arenas, spare)
+@given(SIZES, st.integers(1, 64), st.integers(1, 2), st.integers(0, 64 * GIB), st.integers(1, 2))
+def test_slots_fit_into_what_is_spare_or_are_the_least(slot_bytes, count, arenas, spare, scratch):
+    size, number = fitted_slots(slot_bytes, count, arenas, spare, scratch)
     least = min(slot_bytes, LEAST_SLOT_BYTES), min(count, LEAST_SLOTS)
     assert size % ALIGN_BYTES == 0
     assert least[0] <= size <= slot_bytes
     assert least[1] <= number <= count
-    assert taken(size, number, arenas) <= spare or (size, number) == least
+    assert taken(size, number, arenas, scratch) <= spare or (size, number) == least
     # Fewer slots come first, and no more is given up than has to be.
     assert size == slot_bytes or number == least[1]
-    if taken(slot_bytes, count, arenas) <= spare:
+    if taken(slot_bytes, count, arenas, scratch) <= spare:
         assert (size, number) == (slot_bytes, count)
     elif size == slot_bytes and number < count:
-        assert taken(size, number + 1, arenas) > spare
+        assert taken(size, number + 1, arenas, scratch) > spare
     elif size < slot_bytes:
-        assert taken(size + ALIGN_BYTES, number, arenas) > spare
+        assert taken(size + ALIGN_BYTES, number, arenas, scratch) > spare
 
 
 @pytest.mark.parametrize("utilization", [0.9, 0.95, 0.97, 0.98, 0.99])

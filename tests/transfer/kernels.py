@@ -29,6 +29,10 @@ class SlowTicket:
             raise LocalError("the digest of a kernel that has not run")
         return self._ticket.digest
 
+    @property
+    def has_failed(self) -> bool:
+        return self._ticket.has_failed
+
     def wait(self) -> None:
         raise AssertionError("nobody may wait for a kernel")
 
@@ -64,7 +68,7 @@ class SlowKernels:
         return len(done)
 
     def __enter__(self) -> SlowKernels:
-        for name in ("pack", "unpack"):
+        for name in ("pack", "unpack", "pack_coded", "unpack_coded"):
             self._patches.append(mock.patch.object(Packer, name, self._slowed(getattr(Packer, name))))
             self._patches[-1].start()
         return self

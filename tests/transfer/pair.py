@@ -22,6 +22,7 @@ from kvconnect.engine.base import Span
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
 from kvconnect.pack.arena import Arena
+from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.peer.messages import (
     CacheMeaning,
     Introduction,
@@ -149,6 +150,7 @@ class FakeWorker:
         self.send = SlotPool(self.arenas[1].addresses, slot_bytes, first + 50_000)
         self.channel = network.channel()
         self.metrics = Metrics(CollectorRegistry())
+        self.coder = ExponentCoder(slot_bytes) if config.exponent_coding != "off" else None
         introduction = Introduction(
             engine_id,
             f"{engine_id} rank {rank} started once",
@@ -161,6 +163,7 @@ class FakeWorker:
             self.arenas[0].scratch_address if scratch_bytes else 0,
             scratch_bytes,
             memory=self.arenas[0].card,
+            decodes=self.coder is not None,
         )
         self.local = Local(
             introduction,
@@ -170,6 +173,7 @@ class FakeWorker:
             self.landing,
             self.send,
             maps_peers=shared,
+            coder=self.coder,
         )
         self.reports = Reports(rank)
         # A run is as the one before it: attempts to reach a peer are spread by chance.
