@@ -7,10 +7,15 @@ on a CPU too. Each run is of one setting of the decode server, which has offload
 In the first of two turns host memory is touched for the first time, which takes a CPU long. The JSON line of
 a turn has the seconds until all answers were complete, those of the decode work (what the answers took from
 their first token on, divided by the room), how long leases lasted on the prefill server, for how long it
-computed nothing between its first prompt and its last, and how many answers are its own. Nothing here asserts
-a time.
+computed nothing between its first prompt and its last, how many answers are its own, and how many requests a
+second the decode server answered while it was full.
+
+With ``--times`` requests then come, evenly and for ``--seconds``, at so many times that rate, with prompts
+that no server has: the line ``overload`` has the prefill server's legs, ``idle`` those of the same arrivals
+whose answers have one token, and each the requests a second of the second half. Nothing here asserts a time.
 
     python -m tests.vllm.measure_wall --cpu
+    python -m tests.vllm.measure_wall --out 512 --times 1.5 --cpu-gib 36
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.timeline import Moment, Record
 from kvconnect.tools.inspect_runner import read_worker
 from tests.ports import free_port
+from tests.vllm.load_figures import quantile
 from tests.vllm.pairs import ask, command_line, environment, gpu_options, named_variant, prepared
 from tests.vllm.servers import EXACT, Server, forked, random_prompt, running
 from tests.vllm.tiny_models import Recipe
@@ -88,7 +94,9 @@ def measured(
     }
     busy = spans(records, Moment.ADMITTED, Moment.COMPUTED, _REQUEST)
     metrics = decode.metrics()
+    ends = sorted(end for _, end, _ in answers)
     return {
+        "requests_per_s": round((len(ends) - given.room) / (ends[-1] - ends[given.room - 1]), 3),
         "total_s": round(max(end for _, end, _ in answers), 2),
         "decode_s": round((metrics[_DECODE_S] - before) / given.room, 2),
         "last_prefill_s": round(max(prefilled for prefilled, _, _ in answers), 2),
@@ -102,18 +110,49 @@ def measured(
     }
 
 
+def overloaded(
+    prefill: Server, decode: Server, rate: float, out: int, seed: int, given: Any
+) -> dict[str, Any]:
+    """Let requests come evenly; the seconds of the prefill legs, and what was answered in the second half."""
+    count, began = round(rate * given.seconds), time.perf_counter()
+    prompts = [random_prompt(given.tokens, seed + number) for number in range(count)]
+
+    def answer(number: int) -> tuple[float, float]:
+        time.sleep(max(0.0, began + 1 + number / rate - time.perf_counter()))
+        asked = time.perf_counter()
+        params = prefill.prefilled(prompts[number])
+        leg_s = time.perf_counter() - asked
+        ask(decode.url, prompts[number], out, kv_transfer_params=params)
+        return leg_s, time.perf_counter() - began - 1
+
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(answer, range(count)))
+    legs = sorted(leg for leg, _ in answers)
+    half = given.seconds / 2
+    late = sum(half < end <= given.seconds for _, end in answers)
+    return {
+        "asked_per_s": round(rate, 3),
+        "requests": count,
+        "prefill_leg_s": {share: round(quantile(legs, share), 3) for share in (0.5, 0.9, 0.99)},
+        "answered_per_s": round(late / half, 3),
+        "last_s": round(max(end for _, end in answers), 2),
+    }
+
+
 def _figures(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": round(statistics.median(seconds), 2), "longest": round(max(seconds), 2)}
 
 
-def _server(role: str, name: str, room: int, parks: bool, recipe: Recipe, logs: Path, given: Any) -> Server:
+def _server(
+    role: str, name: str, room: int, parks: bool, recipe: Recipe, logs: Path, given: Any, port: int
+) -> Server:
     cpu = int(role == "consumer")
     variant = named_variant(given.engine, {"insecure": True, **given.extra})
     config = variant.config(role)
-    own: dict[str, Any] = {"port": given.port if role == "producer" else given.decode_port}
+    own: dict[str, Any] = {"port": port}
     own["offload"] = {
         "cpu_bytes": given.cpu_gib << 30,
-        "park_share": 0.5 * parks,
+        "park_share": given.park_share * parks,
         "park_after_s": given.after_s,
     }
     config["kv_connector_extra_config"] |= own
@@ -135,6 +174,9 @@ def main() -> None:
             "room": "requests that the decode server's cache has room for",
             "prefill_room": "requests that the prefill server's cache has room for",
             "after_s": "park_after_s of the decode server",
+            "park_share": "of host memory of the decode server",
+            "times": "so many times the requests a second of a full decode server; 0 for no overload",
+            "seconds": "of an overload",
             "modes": "whether the decode server parks: without, with",
         },
         requests=24,
@@ -144,6 +186,9 @@ def main() -> None:
         prefill_room=(4, 16),
         modes="without,with",
         after_s=0.25,
+        park_share=0.5,
+        times=0.0,
+        seconds=20.0,
         engine="nixl",
         extra={},
         gpus="0,1",
@@ -151,22 +196,34 @@ def main() -> None:
         block_size=(128, 16),
         kv_gib=(1, 24),
     )
-    given.port, given.decode_port = free_port(), free_port()
+    given.port, names = free_port(), given.modes.split(",")
+    ports = [free_port() for _ in names]
     prompts = [random_prompt(given.tokens, 1000 + number) for number in range(given.requests)]
     place = given.gpus.split(",")[0]
     with prepared(given, place, tiny="gqa") as (recipe, logs, lines), ExitStack() as stack:
         if given.cpu:
             stack.enter_context(forked())
-        prefill = _server("producer", "prefill", given.prefill_room, False, recipe, logs, given)
-        with running(prefill):
+        prefill = _server("producer", "prefill", given.prefill_room, False, recipe, logs, given, given.port)
+        decodes = [
+            _server("consumer", name, given.room, name == "with", recipe, logs, given, port)
+            for name, port in zip(names, ports, strict=True)
+        ]
+        # A CPU has no room for all of them at one time.
+        first = [prefill] if given.cpu else [prefill, *decodes]
+        with running(*first):
             with ThreadPoolExecutor(given.prefill_room) as pool:
                 alone = list(pool.map(lambda one: prefill.tokens(one, max_tokens=given.out), prompts))
-            for mode in given.modes.split(","):
-                decode = _server("consumer", mode, given.room, mode == "with", recipe, logs, given)
-                with running(decode):
+            for name, given.decode_port, decode in zip(names, ports, decodes, strict=True):
+                with running(decode) if given.cpu else nullcontext():
                     for turn in range(2):
                         found = measured(prefill, decode, prompts, alone, given)
-                        lines.write("wall", parking=mode, turn=turn, **found)
+                        lines.write("wall", parking=name, turn=turn, **found)
+                    if given.times:
+                        rate = given.times * found["requests_per_s"]
+                        for kind, out in (("idle", 1), ("overload", given.out)):
+                            seed = 10_000 * (2 * names.index(name) + (out > 1) + 1)
+                            found = overloaded(prefill, decode, rate, out, seed, given)
+                            lines.write(kind, parking=name, **found)
 
 
 if __name__ == "__main__":
