@@ -33,7 +33,7 @@ from kvconnect.timeline import Moment, Record
 from kvconnect.tools.inspect_runner import read_worker
 from tests.ports import free_port
 from tests.vllm.load_figures import quantile
-from tests.vllm.pairs import ask, command_line, environment, gpu_options, named_variant, prepared
+from tests.vllm.pairs import GRAPHS, ask, command_line, environment, gpu_options, named_variant, prepared
 from tests.vllm.servers import EXACT, Server, forked, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
@@ -159,9 +159,9 @@ def _server(
     blocks = -(-(given.tokens + given.out) // given.block_size)
     options = ["--max-model-len", str(given.tokens + given.out + 1)]
     options += [*(EXACT if given.cpu else ()), "--num-gpu-blocks-override", str(1 + room * blocks)]
-    options += [] if given.cpu else gpu_options(8192, given.kv_gib, given.block_size)
+    options += [] if given.cpu else [*gpu_options(8192, given.kv_gib, given.block_size), *GRAPHS]
     # On a CPU as the tests do: each process more costs a minute of a machine that has few cores.
-    settings = None if given.cpu else environment(given.gpus.split(",")[cpu])
+    settings = None if given.cpu else {**environment(given.gpus.split(",")[cpu]), "TORCHDYNAMO_DISABLE": "0"}
     return Server(recipe, logs, name, str(cpu), config, options, settings, answer_timeout_s=3600)
 
 
