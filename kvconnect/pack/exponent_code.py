@@ -89,7 +89,7 @@ class ExponentCoder:
 
     def measure(self, slot: int, slot_bytes: int) -> None:
         """Measure its rate, with any slot that is free: the best of three."""
-        length, best_s = min(self._most_measured, slot_bytes // CODED_TILE_BYTES * TILE_BYTES), math.inf
+        length, best_s = min(self._most_measured, slot_bytes) // TILE_BYTES * TILE_BYTES, math.inf
         for _ in range(3 if length else 0):
             began = time.perf_counter()
             self.encode(slot, length, PackTicket(None))

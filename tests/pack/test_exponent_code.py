@@ -112,6 +112,25 @@ def test_bytes_that_are_no_code_are_decoded_to_some_value(kind):
     coder.decode(slot.ctypes.data, 2 * TILE)
 
 
+class _Recording(ExponentCoder):
+    _most_measured = 1 << 40
+
+    def encode(self, slot, length_bytes, packed):
+        self.lengths = [*getattr(self, "lengths", ()), length_bytes]
+        return super().encode(slot, length_bytes, packed)
+
+
+@given(tiles=st.integers(0, 200), rest=st.integers(0, TILE - 1))
+def test_no_more_is_measured_than_a_slot_and_the_memory_beside_it_hold(tiles, rest):
+    slot_bytes = tiles * TILE + rest
+    coder, slot = _Recording(slot_bytes), np.zeros(slot_bytes + 1, np.uint8)
+    coder.measure(slot.ctypes.data, slot_bytes)
+    measured = {TILE * tiles} if tiles else set()
+    assert set(getattr(coder, "lengths", ())) == measured
+    assert all(coded_bytes(length) <= slot_bytes <= coder.length_bytes for length in measured)
+    assert (coder.bytes_per_s > 0) == bool(tiles)
+
+
 def test_coding_pays_where_a_link_is_slower_than_what_it_saves():
     coder = ExponentCoder(1 << 20)
     slot = np.zeros(1 << 20, np.uint8)
