@@ -1,0 +1,239 @@
+"""Both halves of the offload of one rank, driven by pages: no requests, no steps, and no types of SGLang.
+
+SGLang names each page by the hash of all tokens up to its end, and asks for pages by name. So a lookup is a
+request here whose blocks have these names, and pages to keep are one whose tokens were all computed. One
+thread calls all of it; ``settle`` and ``reset`` alone wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvconnect.config import TransferConfig
+from kvconnect.halves.building import KeptBlocks, RankTraits, build_scheduler_half, build_worker_half
+from kvconnect.offload.index.tier_index import ContentState
+from kvconnect.transfer.stack import Computed, Step
+
+_GROUP = 0
+_LOOK_S = 0.5
+"""How often a thread that waits for a copy looks whether the thread that makes it has ended."""
+_TAKE_S = 0.005
+"""How long results are taken at once: a folder on disk has a million names to tell at its start."""
+
+
+@dataclass(eq=False)
+class _Pages:
+    """The ``RequestView`` of named pages, with a token more: the last token of a prompt is never restored."""
+
+    request_id: str
+    names: Sequence[bytes]
+    num_tokens: int
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+class PageTiers:
+    """The tiers of a rank's pages, which are those of the only cache group of ``traits.kept``.
+
+    Raises ``ConfigError`` or ``LayoutError``: tiers or pages cannot be used.
+    """
+
+    def __init__(self, config: TransferConfig, traits: RankTraits, page_tokens: int) -> None:
+        assert traits.kept is not None
+        self._page_tokens, self._wake = page_tokens, threading.Event()
+        with ExitStack() as undo:
+            self.worker = build_worker_half(config, traits)
+            undo.callback(self.worker.close)
+            offload, cache_config = self.worker.offload, traits.kept.cache.config
+            assert offload is not None
+            kept = KeptBlocks(
+                cache_config.groups,
+                traits.kept.requirements,
+                hashes=lambda pages, block_tokens: pages.names,
+                row_bytes=offload.row_bytes,
+                num_ranks=1,
+                clock=time.monotonic,
+            )
+            self.scheduler = build_scheduler_half(config, cache_config, kept=kept)
+            undo.pop_all()
+        assert self.scheduler.offload is not None
+        self._index = self.scheduler.offload.host.index
+        self.worker.on_results(self._wake.set)
+        self._numbers = itertools.count(1)
+        self._asked: dict[str, _Pages] = {}
+        """By SGLang's id the pages that a request found, which stay in host memory meanwhile."""
+        self._queued: dict[str, tuple[_Pages, list[int]]] = {}
+        self._batch = 0
+        self._loading: dict[str, int] = {}
+        """The batch of each restore under way."""
+        self._failed: set[int] = set()
+        self._storing: deque[Sequence[bytes]] = deque()
+        self._stored: deque[bool] = deque()
+
+    # Lookups
+
+    def find(self, request: str, names: Sequence[bytes]) -> int:
+        """How many of these pages, from the first on, can be restored now; lower tiers are read for more."""
+        pages = self._asked.get(request)
+        if pages is None or pages.names != names:
+            self.forget([request])
+            pages = self._asked[request] = self._pages(names)
+            self.scheduler.new_request(pages, writes=False)
+        return (self._matched(pages) or 0) // self._page_tokens
+
+    def is_waiting(self, request: str) -> bool:
+        """Whether lower tiers are still read for a request that looked its pages up."""
+        pages = self._asked.get(request)
+        return pages is not None and self._matched(pages) is None
+
+    def forget(self, requests: Collection[str]) -> None:
+        """These requests load nothing of what they found."""
+        for request in requests:
+            if (pages := self._asked.pop(request, None)) is not None:
+                self._end(pages)
+
+    def forget_others(self, requests: Collection[str]) -> None:
+        """All requests that looked pages up, except these, load nothing of what they found."""
+        self.forget(self._asked.keys() - requests)
+
+    # Loads
+
+    def has(self, request: str, names: Sequence[bytes]) -> bool:
+        """Whether these pages, the first of those that a request looked up, can be restored now."""
+        pages = self._asked.get(request)
+        if pages is None or list(pages.names[: len(names)]) != list(names):
+            return False
+        return (self._matched(pages) or 0) >= len(names) * self._page_tokens
+
+    def queue(self, request: str, page_ids: Sequence[int]) -> None:
+        """Restore the first of the pages that a request looked up, which it has, to these, with ``start``."""
+        self._queued[request] = self._asked.pop(request), list(page_ids)
+
+    def cancel(self, request: str) -> bool:
+        """Withdraw what is queued; False if that has started, or there is nothing."""
+        if (queued := self._queued.pop(request, None)) is None:
+            return False
+        self._end(queued[0])
+        return True
+
+    def start(self) -> int:
+        """Begin all that is queued, after what the device was given so far; the batch, or -1 for none."""
+        if not self._queued:
+            return -1
+        self._batch += 1
+        for pages, page_ids in self._queued.values():
+            self.scheduler.update_after_alloc(pages, (page_ids,), len(page_ids) * self._page_tokens)
+            self._end(pages)
+            self._loading[pages.request_id] = self._batch
+        self._queued.clear()
+        self._order()
+        return self._batch
+
+    def settle(self, batch: int) -> bool:
+        """Wait until nothing writes to the pages of a batch any more; whether all of them were restored."""
+        while batch in self._loading.values():
+            self._await_results()
+        return batch not in self._failed
+
+    # Stores
+
+    def store(self, names: Sequence[bytes], page_ids: Sequence[int]) -> bool:
+        """Keep pages as all work given to the device so far leaves them; False: there is room for none.
+
+        They may be overwritten once ``num_stored`` counts them.
+        """
+        pages = self._pages(names)
+        self.scheduler.new_request(pages, reads=False)
+        self.scheduler.launched(Step([Computed(pages.request_id, pages.num_tokens - 1, (list(page_ids),))]))
+        self._end(pages, list(page_ids))
+        self._order()
+        if not any(self._index.has(_GROUP, names)):
+            return False
+        self._storing.append(names)
+        return True
+
+    def num_stored(self) -> int:
+        """Calls of ``store`` whose pages are read no more, in their order, and not popped yet."""
+        self.take_results()
+        while self._storing:
+            states = self._index.states(_GROUP, self._storing[0])
+            if ContentState.PENDING in states:
+                break
+            self._stored.append(set(states) == {ContentState.READY})
+            self._storing.popleft()
+        return len(self._stored)
+
+    def pop_stored(self) -> bool:
+        """Whether all pages of the oldest call were kept."""
+        return self._stored.popleft()
+
+    # All tiers
+
+    def take_results(self) -> None:
+        """Take what has ended, and order what follows; a while at most."""
+        until, has_any = time.monotonic() + _TAKE_S, False
+        while self._wake.is_set() and (not has_any or time.monotonic() < until):
+            self._wake.clear()
+            has_any = True
+            results = self.worker.results()
+            for name in results.received:
+                batch = self._loading.pop(name)
+                if name in results.failed:
+                    self._failed.add(batch)
+            # There is one scheduler half for each rank.
+            reports = tuple(msgspec.structs.replace(report, rank=0) for report in results.offload)
+            self.scheduler.update_results(msgspec.structs.replace(results, offload=reports))
+        if has_any or self.scheduler.pending:
+            self._order()
+
+    def reset(self) -> None:
+        """Wait until no page is read or written, and clear all tiers."""
+        self.forget_others(())
+        for request in list(self._queued):
+            self.cancel(request)
+        while self._loading or (self.num_stored() >= 0 and self._storing):
+            self._await_results()
+        self._stored.clear()
+        self._failed.clear()
+        self.scheduler.reset()
+        self._order()
+
+    def replace_weights(self) -> None:
+        """Other weights: their pages have names of their own, which no later process knows."""
+        self.scheduler.reset()
+        self._order()
+        self.worker.replace_weights({"replaced": uuid.uuid4().hex})
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def _pages(self, names: Sequence[bytes]) -> _Pages:
+        return _Pages(str(next(self._numbers)), names, len(names) * self._page_tokens + 1)
+
+    def _matched(self, pages: _Pages) -> int | None:
+        self.take_results()
+        count, _ = self.scheduler.matched_tokens(pages, 0)
+        if count is None:
+            self._order()
+        return count
+
+    def _end(self, pages: _Pages, page_ids: Sequence[int] = ()) -> None:
+        self.scheduler.request_finished(pages, (page_ids,), delivered=False)
+
+    def _order(self) -> None:
+        self.worker.before_step(self.scheduler.build_orders())
+
+    def _await_results(self) -> None:
+        if not self._wake.wait(_LOOK_S):
+            # Its results would be that all has failed.
+            self._wake.set()
+        self.take_results()
