@@ -68,6 +68,8 @@ class PageTiers:
         assert self.scheduler.offload is not None
         self._index = self.scheduler.offload.host.index
         self.worker.on_results(self._wake.set)
+        # Tiers may have reported before.
+        self._wake.set()
         self._numbers = itertools.count(1)
         self._asked: dict[str, _Pages] = {}
         """By SGLang's id the pages that a request found, which stay in host memory meanwhile."""
