@@ -22,7 +22,14 @@ _DEFAULT_LOAD_S = 300.0
 _UNUSED = ("sources", "bootstrap_port", "stream_min_tokens", "drain_s")
 """Keys that this backend has no use for."""
 _NO_USE = "SGLang's servers do not use; leave it out"
-_UNUSED_OFFLOAD: tuple[str, ...] = ("decoded", "checkpoint_tokens", "pin_quota", "peer_share", "tenant_key", "park_share")
+_UNUSED_OFFLOAD: tuple[str, ...] = (
+    "decoded",
+    "checkpoint_tokens",
+    "pin_quota",
+    "peer_share",
+    "tenant_key",
+    "park_share",
+)
 _UNUSED_OFFLOAD += ("park_after_s",)
 """Keys of ``offload`` that the linker has no use for."""
 _LINKER = "kvconnect.sglang.linker"

@@ -30,8 +30,8 @@ from kvconnect.sglang.page_tiers import PageTiers
 from kvconnect.sglang.rank_pools import RankShape, read_pools
 from kvconnect.sglang.served_model import read_identity
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
-_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _MOST_HELD = 64
 """So many requests, from the first of the queue on, are looked up at a time: what they find is pinned."""
 _linkers: WeakSet[KVConnectLinker] = WeakSet()
@@ -89,7 +89,7 @@ class KVConnectLinker(UnifiedCacheLinker):
             label=str(server_args.served_model_name or server_args.model_path),
         )
         number = engine * tensor + rank
-        self._side = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
+        self._side = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None  # type: ignore[no-untyped-call]
         config = read_offload_settings(os.environ)
         self.tiers = PageTiers(config, RankTraits(number, tensor, kept=kept), self._page_tokens)
         self.layer_done_counter = _WholeLoads(self.tiers)
@@ -167,9 +167,8 @@ class KVConnectLinker(UnifiedCacheLinker):
 
 def hold_back(original: Any, scheduler: Any, *given: Any, **more: Any) -> Any:
     """Around SGLang's choice of requests to prefill: those for which lower tiers are read wait for that."""
-    linker = getattr(getattr(scheduler.tree_cache, "linker", None), "cache_linker", None)
-    queue = scheduler.waiting_queue
-    held = linker.held(queue, scheduler.tree_cache) if queue and isinstance(linker, KVConnectLinker) else ()
+    linker, queue = _linker_of(scheduler), scheduler.waiting_queue
+    held = linker.held(queue, scheduler.tree_cache) if queue and linker is not None else ()
     if not held:
         return original(scheduler, *given, **more)
     scheduler.waiting_queue = [req for req in queue if req.rid not in held]
@@ -181,6 +180,12 @@ def hold_back(original: Any, scheduler: Any, *given: Any, **more: Any) -> Any:
         scheduler.waiting_queue = sorted(left, key=lambda req: place.get(req.rid, len(place)))
 
 
+def free_offloaded(scheduler: Any, *given: Any, **more: Any) -> None:
+    """Before each step of a decode server, where SGLang does not ask which offloads have ended."""
+    if _linker_of(scheduler) is not None:
+        scheduler.tree_cache.check_hicache_events()
+
+
 def weights_replaced(result: Any, *given: Any, **more: Any) -> None:
     """After SGLang has replaced weights of this process."""
     for linker in _linkers:
@@ -190,10 +195,15 @@ def weights_replaced(result: Any, *given: Any, **more: Any) -> None:
 @functools.cache
 def _add_hooks() -> None:
     """Here, where SGLang's scheduler is imported already; the plugin imports nothing slow."""
-    updated = f"{_WEIGHTS}.SchedulerWeightUpdaterManager.flush_cache_after_weight_update"
-    HookRegistry.register(_SCHEDULER, hold_back, HookType.AROUND)
-    HookRegistry.register(updated, weights_replaced, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.get_new_batch_prefill", hold_back, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.process_decode_queue", free_offloaded, HookType.BEFORE)
+    HookRegistry.register(f"{_WEIGHTS}.flush_cache_after_weight_update", weights_replaced, HookType.AFTER)
     HookRegistry.apply_hooks()
+
+
+def _linker_of(scheduler: Any) -> KVConnectLinker | None:
+    linker = getattr(getattr(scheduler.tree_cache, "linker", None), "cache_linker", None)
+    return linker if isinstance(linker, KVConnectLinker) else None
 
 
 def _names(transfers: list[Any]) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""SGLang's unified cache on its own pools, with kvconnect's linker, driven as SGLang's scheduler drives both."""
+"""SGLang's unified cache on its own pools, with the linker, driven as SGLang's scheduler drives both."""
 
 from __future__ import annotations
 
@@ -172,7 +172,9 @@ class LinkedCache:
         tiers = self.linker.tiers
         jobs, ours = tiers.scheduler.offload.host.jobs, tiers.worker.offload._jobs
         self.until(
-            lambda: not (self.cache.linker.pending_offloads or len(jobs) or ours.is_recovering or ours._changes)
+            lambda: (
+                not (self.cache.linker.pending_offloads or len(jobs) or ours.is_recovering or ours._changes)
+            )
         )
 
     def leave_device(self) -> None:

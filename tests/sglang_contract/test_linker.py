@@ -1,4 +1,4 @@
-"""The linker on SGLang's unified cache and its pools, driven as its scheduler drives it; no server is started."""
+"""The linker on SGLang's unified cache and its pools, driven as its scheduler drives it, without servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 import os
 import random
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ pytest.importorskip("sglang", reason="SGLang is not installed here; make test-sg
 
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kvconnect.errors import ConfigError
@@ -52,25 +52,35 @@ def on_disk(folder, **more):
     return {"disk_path": str(folder), "disk_bytes": DISK_BYTES, **more}
 
 
-def rows(folder):
-    return [path for path in Path(folder).rglob("*") if path.is_file()]
-
-
 def test_every_method_is_there_and_takes_what_sglang_gives():
     assert not KVConnectLinker.__abstractmethods__
     for name in UnifiedCacheLinker.__abstractmethods__:
-        theirs, ours = (inspect.signature(getattr(one, name)) for one in (UnifiedCacheLinker, KVConnectLinker))
+        theirs, ours = (
+            inspect.signature(getattr(one, name)) for one in (UnifiedCacheLinker, KVConnectLinker)
+        )
         assert list(theirs.parameters) == list(ours.parameters)
 
 
 def test_hooks_are_where_sglang_calls_them(make):
     make()
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.disaggregation import decode, prefill
+    from sglang.srt.managers import scheduler
+    from sglang.srt.managers.scheduler_components import weight_updater
 
-    updated = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    assert {linker_module._SCHEDULER, f"{updated}.flush_cache_after_weight_update"} <= HookRegistry._patched
-    source = inspect.getsource(Scheduler)
-    assert "get_new_batch_prefill(" in source
+    patched = [name.rpartition(".")[2] for name in HookRegistry._patched if "kvconnect" not in name]
+    called = {
+        "get_new_batch_prefill": (scheduler, prefill),
+        "process_decode_queue": (decode,),
+        "flush_cache_after_weight_update": (weight_updater,),
+    }
+    for name, modules in called.items():
+        assert name in patched
+        assert all(f"self.{name}(" in inspect.getsource(module) for module in modules)
+    # Where SGLang asks a decode server for ended offloads itself, ``free_offloaded`` can go.
+    assert (
+        "if self.enable_decode_hicache:\n            self.tree_cache.check_hicache_events()"
+        in inspect.getsource(decode)
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,18 +144,12 @@ def test_damage_is_a_miss(make, tmp_path):
     first.served(LONG)
     first.leave_device()
     first.cache.release_host_resources()
-    length = max(path.stat().st_size for path in rows(tmp_path))
-    for path in rows(tmp_path):
-        # In the last bytes that were written, which are those of the last page.
-        content = bytearray(path.read_bytes())
-        if len(content) == length:
-            last = max(at for at, byte in enumerate(content) if byte)
-            content[last - 300] ^= 0xFF
-            path.write_bytes(content)
+    tenth = get_storage_hash_str(Request(LONG).key(WHOLE), None, page_size=PAGE)[9]
+    (path,) = [path for path in tmp_path.rglob("*.kv") if tenth in path.name]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
     second = make(**on_disk(tmp_path))
     second.settle()
-    found = second.served(LONG)
-    assert 0 < found.loaded < WHOLE
+    assert second.served(LONG).loaded == 9 * PAGE
     second.leave_device()
     assert second.served(LONG).loaded == WHOLE
 
