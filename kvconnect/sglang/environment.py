@@ -67,8 +67,11 @@ def read_settings(mode: str, environ: Mapping[str, str], first_rank: int = 0) ->
     return msgspec.structs.replace(config, kv_connector_extra_config=extra)
 
 
-def read_offload_settings(environ: Mapping[str, str], *, is_alone: bool = False) -> TransferConfig:
+def read_offload_settings(
+    server_args: Any, environ: Mapping[str, str], *, is_alone: bool = False
+) -> TransferConfig:
     """The settings of the linker. Raises ``ConfigError``. ``is_alone``: the server transfers nothing."""
+    refuse(list(_refused_options(server_args, _BESIDE_LINKER, "linker")))
     given = _given(environ)
     with _named():
         if not isinstance(offload := given.get("offload"), dict):
@@ -101,8 +104,7 @@ def check_settings(mode: str, server_args: Any, environ: Mapping[str, str]) -> N
         load_keyring(config.extra, environ)
         refuse(list(_unsupported(server_args)))
     if is_linked(server_args):
-        read_offload_settings(environ, is_alone=not mode)
-        refuse(list(_refused_options(server_args, _BESIDE_LINKER, "linker")))
+        read_offload_settings(server_args, environ, is_alone=not mode)
     elif environ.get(VARIABLE, "").strip() and "offload" in _given(environ):
         raise ConfigError(
             f"{VARIABLE} has 'offload', and the server does not load kvconnect's linker; accepted: with it "

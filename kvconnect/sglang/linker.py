@@ -37,23 +37,13 @@ _MOST_HELD = 64
 _linkers: WeakSet[KVConnectLinker] = WeakSet()
 
 
-class _WholeLoads:
-    """What a forward pass waits with: for all layers at once, since a copy is complete or not."""
+class KVConnectLinker(PageTiers, UnifiedCacheLinker):
+    """One rank's pages. Raises ``ConfigError`` or ``LayoutError``, which end the server.
+
+    It is what a forward pass waits with, too: for all layers at once, since a copy is complete or not.
+    """
 
     consumer_index = -1
-
-    def __init__(self, tiers: PageTiers) -> None:
-        self._tiers = tiers
-
-    def set_consumer(self, index: int) -> None:
-        self.consumer_index = index
-
-    def wait_until(self, layer: int) -> None:
-        self._tiers.settle(self.consumer_index)
-
-
-class KVConnectLinker(UnifiedCacheLinker):
-    """One rank's pages. Raises ``ConfigError`` or ``LayoutError``, which end the server."""
 
     def __init__(
         self,
@@ -65,91 +55,77 @@ class KVConnectLinker(UnifiedCacheLinker):
         forward_stream: Any = None,
     ) -> None:
         pool = params.token_to_kv_pool_allocator.get_kvcache()
-        _refuse_pool(pool, params, components)
+        config = read_offload_settings(server_args, os.environ)
+        _refuse_pool(pool, components)
         if extra_config:
-            raise ConfigError(
-                f"linker_extra_config is {extra_config}; accepted: none, as KVCONNECT_CONFIG has all"
-            )
+            text = f"linker_extra_config is {extra_config}; accepted: none, as KVCONNECT_CONFIG has all"
+            raise ConfigError(text)
         self.forward_stream, self.pools = forward_stream, {PoolName.KV: pool}
-        self._page_tokens, buffer = int(params.page_size), _buffers(pool)[0]
+        self.layer_done_counter, self._looked_up = self, set[str]()
         self._group = params.attn_tp_cache_group or params.tp_cache_group
         self._has_peers = self._group is not None and torch.distributed.get_world_size(self._group) > 1
-        parallel = get_parallel()
+        parallel, is_latent = get_parallel(), isinstance(pool, MLATokenToKVPool)
         tensor, rank = parallel.attn_tp_size, parallel.attn_tp_rank
-        model = ModelConfig.from_server_args(server_args)
-        heads = None if isinstance(pool, MLATokenToKVPool) else int(model.get_total_num_kv_heads())
-        shape = RankShape(heads, rank, tensor, int(model.num_hidden_layers), pool.dtype, str(buffer.device))
-        args = _arguments(pool, self._page_tokens)
+        model, page_tokens = ModelConfig.from_server_args(server_args), int(params.page_size)
+        device = (pool.kv_buffer if is_latent else pool.k_buffer)[0].device
+        heads = None if is_latent else int(model.get_total_num_kv_heads())
+        shape = RankShape(heads, rank, tensor, int(model.num_hidden_layers), pool.dtype, str(device))
+        args = _arguments(pool, page_tokens)
         cache = read_pools(args, shape).cache
-        engine = (parallel.dp_rank or 0) * parallel.attn_dp_size + parallel.attn_dp_rank
         kept = KeptCache(
             cache,
             read_identity(model, server_args, args, pool.dtype, tensor, convert_dtype=False),
-            HitRequirements.of(cache.config.groups, (0,), self._page_tokens),
+            HitRequirements.of(cache.config.groups, (0,), page_tokens),
             label=str(server_args.served_model_name or server_args.model_path),
         )
+        engine = (parallel.dp_rank or 0) * parallel.attn_dp_size + parallel.attn_dp_rank
         number = engine * tensor + rank
-        self._side = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None  # type: ignore[no-untyped-call]
-        config = read_offload_settings(os.environ)
-        self.tiers = PageTiers(config, RankTraits(number, tensor, kept=kept), self._page_tokens)
-        self.layer_done_counter = _WholeLoads(self.tiers)
+        self._side = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        super().__init__(config, RankTraits(number, tensor, kept=kept), page_tokens)
         if getattr(server_args, "enable_metrics", False):
-            MultiprocessMetrics(self.tiers.worker, number)
-        self._looked_up: set[str] = set()
+            MultiprocessMetrics(self.worker, number)
         _linkers.add(self)
         _add_hooks()
 
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        self.await_load(self.consumer_index)
+
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        return [*range(1, 1 + self.tiers.find(rid, _names(transfers)))]
+        return [*range(1, 1 + self.find(rid, _names(transfers)))]
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        (is_there,) = self._of_all([self.tiers.has(rid, _names(transfers))], torch.distributed.ReduceOp.MIN)
+        (is_there,) = self._of_all([self.has(rid, _names(transfers))], torch.distributed.ReduceOp.MIN)
         if is_there:
-            self.tiers.queue(rid, self._pages(transfers))
+            self.queue(rid, self._page_ids(transfers))
         return bool(is_there)
 
-    def start_layer_wise_loading(self) -> int:
-        return self.tiers.start()
-
-    def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return self.tiers.settle(counter_index)
-
-    def cancel_queued_load(self, rid: str) -> bool:
-        return self.tiers.cancel(rid)
-
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
-        names, pages = _names(transfers), self._pages(transfers)
+        """Always true: all ranks have the same offloads, also those for which one has no room."""
+        names, pages = _names(transfers), self._page_ids(transfers)
         if self._side is None:
-            return self.tiers.store(names, pages)
+            self.store(names, pages)
+            return True
         for event in self.record_offload_ready():
             self._side.wait_event(event)
         # The scheduler's own stream goes on: SGLang keeps the pages until they are copied.
         with torch.cuda.stream(self._side):
-            return self.tiers.store(names, pages)
-
-    def num_completed_offloads(self) -> int:
-        return self.tiers.num_stored()
-
-    def pop_completed_offload(self) -> bool:
-        return self.tiers.pop_stored()
-
-    def reset(self) -> None:
-        self.tiers.reset()
-
-    def close(self) -> None:
-        self.tiers.close()
+            self.store(names, pages)
+        return True
 
     def held(self, queue: Sequence[Any], tree_cache: Any) -> set[str]:
         """The ids of waiting requests for which lower tiers are read, on any rank."""
         every = [req.rid for req in queue]
         self._looked_up.intersection_update(every)
-        self.tiers.forget_others({*every})
+        self.forget_others({*every})
         for req in queue[:_MOST_HELD]:
             if req.rid not in self._looked_up:
                 self._looked_up.add(req.rid)
                 # SGLang's own lookup, on the device and then here.
                 req.init_next_round_input(tree_cache, cow_mamba=False)
-        flags = self._of_all([self.tiers.is_waiting(rid) for rid in every], torch.distributed.ReduceOp.MAX)
+        flags = self._of_all([self.is_waiting(rid) for rid in every], torch.distributed.ReduceOp.MAX)
         return {rid for rid, is_waiting in zip(every, flags, strict=True) if is_waiting}
 
     def _of_all(self, flags: Sequence[bool], op: Any) -> Sequence[bool]:
@@ -160,7 +136,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         torch.distributed.all_reduce(tensor, op=op, group=self._group)
         return [bool(flag) for flag in tensor.tolist()]
 
-    def _pages(self, transfers: list[Any]) -> list[int]:
+    def _page_ids(self, transfers: list[Any]) -> list[int]:
         first_slots = transfers[0].device_indices[:: self._page_tokens]
         return [slot // self._page_tokens for slot in first_slots.tolist()]
 
@@ -168,7 +144,7 @@ class KVConnectLinker(UnifiedCacheLinker):
 def hold_back(original: Any, scheduler: Any, *given: Any, **more: Any) -> Any:
     """Around SGLang's choice of requests to prefill: those for which lower tiers are read wait for that."""
     linker, queue = _linker_of(scheduler), scheduler.waiting_queue
-    held = linker.held(queue, scheduler.tree_cache) if queue and linker is not None else ()
+    held = () if linker is None else linker.held(queue, scheduler.tree_cache)
     if not held:
         return original(scheduler, *given, **more)
     scheduler.waiting_queue = [req for req in queue if req.rid not in held]
@@ -189,7 +165,7 @@ def free_offloaded(scheduler: Any, *given: Any, **more: Any) -> None:
 def weights_replaced(result: Any, *given: Any, **more: Any) -> None:
     """After SGLang has replaced weights of this process."""
     for linker in _linkers:
-        linker.tiers.replace_weights()
+        linker.replace_weights()
 
 
 @functools.cache
@@ -210,11 +186,6 @@ def _names(transfers: list[Any]) -> list[bytes]:
     return [bytes.fromhex(key) for key in transfers[0].keys]
 
 
-def _buffers(pool: Any) -> Sequence[torch.Tensor]:
-    buffers: Sequence[torch.Tensor] = pool.kv_buffer if isinstance(pool, MLATokenToKVPool) else pool.k_buffer
-    return buffers
-
-
 def _arguments(pool: Any, page_tokens: int) -> Any:
     """A pool as SGLang describes it for transfers: see ``read_pools``."""
     addresses, lengths, items = pool.get_contiguous_buf_infos()
@@ -229,7 +200,7 @@ def _arguments(pool: Any, page_tokens: int) -> Any:
     )
 
 
-def _refuse_pool(pool: Any, params: Any, components: Any) -> None:
+def _refuse_pool(pool: Any, components: Any) -> None:
     """Raise ``ConfigError``: the pools are none that are kept."""
     others = sorted(component.name for component in components if component.name != "FULL")
     is_plain = type(pool) in (MHATokenToKVPool, MLATokenToKVPool)
@@ -238,11 +209,4 @@ def _refuse_pool(pool: Any, params: Any, components: Any) -> None:
         raise ConfigError(
             f"the model's KV lies in a {kind}, which kvconnect's linker does not keep; accepted: "
             "MHATokenToKVPool and MLATokenToKVPool, of models whose layers all see all tokens, without scales"
-        )
-    if params.sidecar_draft_device_pools or params.mtp_draft_device_pools:
-        raise ConfigError("kvconnect's linker does not keep the KV of draft models; leave the draft out")
-    if params.pp_size > 1 or params.attn_cp_size > 1:
-        raise ConfigError(
-            f"there are {params.pp_size} pipeline and {params.attn_cp_size} context ranks; accepted by "
-            "kvconnect's linker: one of each"
         )

@@ -1,8 +1,7 @@
 """Both halves of the offload of one rank, driven by pages: no requests, no steps, and no types of SGLang.
 
 SGLang names each page by the hash of all tokens up to its end, and asks for pages by name. So a lookup is a
-request here whose blocks have these names, and pages to keep are one whose tokens were all computed. One
-thread calls all of it; ``settle`` and ``reset`` alone wait.
+request here whose blocks have these names, and pages to keep are one whose tokens were all computed.
 """
 
 from __future__ import annotations
@@ -44,6 +43,9 @@ class _Pages:
 class PageTiers:
     """The tiers of a rank's pages, which are those of the only cache group of ``traits.kept``.
 
+    One thread calls all of it; ``finish_layer_wise_loading`` and ``reset`` alone wait. Methods with SGLang's
+    names for them are as its ``UnifiedCacheLinker`` has them.
+
     Raises ``ConfigError`` or ``LayoutError``: tiers or pages cannot be used.
     """
 
@@ -72,7 +74,7 @@ class PageTiers:
         self._wake.set()
         self._numbers = itertools.count(1)
         self._asked: dict[str, _Pages] = {}
-        """By SGLang's id the pages that a request found, which stay in host memory meanwhile."""
+        """By SGLang's id the pages that a request looked up; what it found stays in host memory meanwhile."""
         self._queued: dict[str, tuple[_Pages, list[int]]] = {}
         self._batch = 0
         self._loading: dict[str, int] = {}
@@ -81,7 +83,7 @@ class PageTiers:
         self._storing: deque[Sequence[bytes]] = deque()
         self._stored: deque[bool] = deque()
 
-    # Lookups
+    # Lookups and loads
 
     def find(self, request: str, names: Sequence[bytes]) -> int:
         """How many of these pages, from the first on, can be restored now; lower tiers are read for more."""
@@ -107,8 +109,6 @@ class PageTiers:
         """All requests that looked pages up, except these, load nothing of what they found."""
         self.forget(self._asked.keys() - requests)
 
-    # Loads
-
     def has(self, request: str, names: Sequence[bytes]) -> bool:
         """Whether these pages, the first of those that a request looked up, can be restored now."""
         pages = self._asked.get(request)
@@ -117,18 +117,16 @@ class PageTiers:
         return (self._matched(pages) or 0) >= len(names) * self._page_tokens
 
     def queue(self, request: str, page_ids: Sequence[int]) -> None:
-        """Restore the first of the pages that a request looked up, which it has, to these, with ``start``."""
+        """Restore the first of the pages that a request looked up, which it has, to these."""
         self._queued[request] = self._asked.pop(request), list(page_ids)
 
-    def cancel(self, request: str) -> bool:
-        """Withdraw what is queued; False if that has started, or there is nothing."""
-        if (queued := self._queued.pop(request, None)) is None:
+    def cancel_queued_load(self, rid: str) -> bool:
+        if (queued := self._queued.pop(rid, None)) is None:
             return False
         self._end(queued[0])
         return True
 
-    def start(self) -> int:
-        """Begin all that is queued, after what the device was given so far; the batch, or -1 for none."""
+    def start_layer_wise_loading(self) -> int:
         if not self._queued:
             return -1
         self._batch += 1
@@ -140,31 +138,33 @@ class PageTiers:
         self._order()
         return self._batch
 
-    def settle(self, batch: int) -> bool:
+    def await_load(self, batch: int) -> bool:
         """Wait until nothing writes to the pages of a batch any more; whether all of them were restored."""
         while batch in self._loading.values():
             self._await_results()
         return batch not in self._failed
 
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        is_whole = self.await_load(counter_index)
+        self._failed.discard(counter_index)
+        return is_whole
+
     # Stores
 
-    def store(self, names: Sequence[bytes], page_ids: Sequence[int]) -> bool:
-        """Keep pages as all work given to the device so far leaves them; False: there is room for none.
+    def store(self, names: Sequence[bytes], page_ids: Sequence[int]) -> None:
+        """Keep pages as all work given to the device so far leaves them, as far as there is room.
 
-        They may be overwritten once ``num_stored`` counts them.
+        They may be overwritten once ``num_completed_offloads`` counts them.
         """
         pages = self._pages(names)
+        computed = Computed(pages.request_id, pages.num_tokens - 1, (list(page_ids),))
         self.scheduler.new_request(pages, reads=False)
-        self.scheduler.launched(Step([Computed(pages.request_id, pages.num_tokens - 1, (list(page_ids),))]))
-        self._end(pages, list(page_ids))
+        self.scheduler.launched(Step([computed]))
+        self._end(pages, page_ids)
         self._order()
-        if not any(self._index.has(_GROUP, names)):
-            return False
         self._storing.append(names)
-        return True
 
-    def num_stored(self) -> int:
-        """Calls of ``store`` whose pages are read no more, in their order, and not popped yet."""
+    def num_completed_offloads(self) -> int:
         self.take_results()
         while self._storing:
             states = self._index.states(_GROUP, self._storing[0])
@@ -174,14 +174,13 @@ class PageTiers:
             self._storing.popleft()
         return len(self._stored)
 
-    def pop_stored(self) -> bool:
-        """Whether all pages of the oldest call were kept."""
+    def pop_completed_offload(self) -> bool:
         return self._stored.popleft()
 
     # All tiers
 
     def take_results(self) -> None:
-        """Take what has ended, and order what follows; a while at most."""
+        """Take what has ended, and order what follows; for a while at most."""
         until, has_any = time.monotonic() + _TAKE_S, False
         while self._wake.is_set() and (not has_any or time.monotonic() < until):
             self._wake.clear()
@@ -201,8 +200,8 @@ class PageTiers:
         """Wait until no page is read or written, and clear all tiers."""
         self.forget_others(())
         for request in list(self._queued):
-            self.cancel(request)
-        while self._loading or (self.num_stored() >= 0 and self._storing):
+            self.cancel_queued_load(request)
+        while self._loading or (self.num_completed_offloads() >= 0 and self._storing):
             self._await_results()
         self._stored.clear()
         self._failed.clear()
@@ -222,20 +221,19 @@ class PageTiers:
         return _Pages(str(next(self._numbers)), names, len(names) * self._page_tokens + 1)
 
     def _matched(self, pages: _Pages) -> int | None:
-        self.take_results()
         count, _ = self.scheduler.matched_tokens(pages, 0)
         if count is None:
             self._order()
         return count
 
     def _end(self, pages: _Pages, page_ids: Sequence[int] = ()) -> None:
-        self.scheduler.request_finished(pages, (page_ids,), delivered=False)
+        self.scheduler.request_finished(pages, (list(page_ids),), delivered=False)
 
     def _order(self) -> None:
         self.worker.before_step(self.scheduler.build_orders())
 
     def _await_results(self) -> None:
         if not self._wake.wait(_LOOK_S):
-            # Its results would be that all has failed.
+            # A thread that has ended reports nothing: asked for results, its worker fails all.
             self._wake.set()
         self.take_results()

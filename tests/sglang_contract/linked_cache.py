@@ -163,13 +163,13 @@ class LinkedCache:
     def until(self, is_so: Callable[[], bool]) -> None:
         until = time.monotonic() + PATIENCE_S
         while not is_so():
-            assert time.monotonic() < until, f"not so in time: {self.linker.tiers.scheduler.state()}"
+            assert time.monotonic() < until, f"not so in time: {self.linker.scheduler.state()}"
             self.cache.check_hicache_events()
             time.sleep(0.002)
 
     def settle(self) -> None:
         """Wait until all that is kept was copied and written, and all that is on disk was found."""
-        tiers = self.linker.tiers
+        tiers = self.linker
         jobs, ours = tiers.scheduler.offload.host.jobs, tiers.worker.offload._jobs
         self.until(
             lambda: (

@@ -161,7 +161,7 @@ def test_a_disk_that_does_not_answer_is_a_miss(make, tmp_path, monkeypatch):
     first.cache.release_host_resources()
     second = make(**on_disk(tmp_path), wait_s=0.2)
     second.settle()
-    (disk,) = second.linker.tiers.worker.offload._loop.tiers
+    (disk,) = second.linker.worker.offload._loop.tiers
     monkeypatch.setattr(disk, "read", lambda *given: None)
     waits, other = Request(LONG), Request(OTHER)
     # The one waits in SGLang's queue; others go on meanwhile.
@@ -190,7 +190,7 @@ def test_a_request_that_left_while_it_waited(make, tmp_path):
 
 
 def pinned(rig):
-    index = rig.linker.tiers.scheduler.offload.host.index
+    index = rig.linker.scheduler.offload.host.index
     return sum(counts.pinned for counts in index.counts().values())
 
 
@@ -218,7 +218,7 @@ def test_a_failed_copy_fails_its_requests_and_no_other(make, monkeypatch):
     rig = make()
     rig.served(LONG)
     rig.leave_device()
-    copier, restore = rig.linker.tiers.worker.offload._copier, None
+    copier, restore = rig.linker.worker.offload._copier, None
     restore = copier.restore
     monkeypatch.setattr(copier, "restore", lambda *given: (_ for _ in ()).throw(OSError("broken")))
     request = Request(LONG)
@@ -240,7 +240,7 @@ def test_a_failed_copy_fails_its_requests_and_no_other(make, monkeypatch):
 
 
 def test_overload_is_bounded(make):
-    row_bytes = next(iter(make().linker.tiers.worker.offload.row_bytes.values()))
+    row_bytes = next(iter(make().linker.worker.offload.row_bytes.values()))
     rig = make(cpu_bytes=row_bytes * 25)
     for seed in range(8):
         rig.served(random.Random(seed).choices(range(250), k=PAGE * 20))
@@ -285,14 +285,14 @@ def test_replaced_weights_share_no_names_with_any_process(make, tmp_path):
     rig = make(**on_disk(tmp_path))
     rig.served(LONG)
     rig.settle()
-    before = rig.linker.tiers.worker.offload.namespace.name
+    before = rig.linker.worker.offload.namespace.name
     linker_module.weights_replaced((True, ""))
     rig.cache.reset()
     rig.allocator.clear()
     assert rig.served(LONG).loaded == 0
     rig.leave_device()
     assert rig.served(LONG).loaded == WHOLE
-    assert rig.linker.tiers.worker.offload.namespace.name != before
+    assert rig.linker.worker.offload.namespace.name != before
     rig.cache.release_host_resources()
     again = make(**on_disk(tmp_path))
     again.settle()
@@ -304,15 +304,11 @@ def test_replaced_weights_share_no_names_with_any_process(make, tmp_path):
     [
         ({"components": {ComponentType.FULL, ComponentType.SWA}}, "MHATokenToKVPool with SWA"),
         ({"components": {ComponentType.FULL, ComponentType.MAMBA}}, "MHATokenToKVPool with MAMBA"),
-        ({"params": {"pp_size": 2}}, "2 pipeline"),
-        ({"params": {"sidecar_draft_device_pools": (object(),)}}, "draft"),
         ({"extra_config": {"cpu_bytes": 1}}, "KVCONNECT_CONFIG"),
     ],
 )
 def test_what_is_not_kept_is_refused_by_name(make, change, text):
     rig = make()
-    for name, value in change.pop("params", {}).items():
-        setattr(rig.params, name, value)
     given = {"components": {ComponentType.FULL}, **change}
     with pytest.raises(ConfigError, match=text):
         KVConnectLinker(SimpleNamespace(), rig.params, **given)
