@@ -6,6 +6,7 @@ import inspect
 import os
 import random
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from kvconnect.errors import ConfigError
 from kvconnect.sglang import linker as linker_module
 from kvconnect.sglang.linker import KVConnectLinker
+from tests.offload.store_master import StoreMaster, master_binary
 from tests.sglang_contract.linked_cache import LINKED, PAGE, PAGES, LinkedCache, Request
 from tests.vllm.tiny_models import write_model
 
@@ -171,6 +173,23 @@ def test_a_disk_that_does_not_answer_is_a_miss(make, tmp_path, monkeypatch):
     done = []
     second.until(lambda: done.extend(second.run()) or waits in done)
     assert waits.loaded == 0
+
+
+@pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")
+def test_servers_share_a_store(make):
+    with StoreMaster() as master:
+        shared = {"store": master.address, "store_bytes": 64 << 20, "wait_s": 3.0}
+        first, second = make(**shared), make(**shared)
+        first.served(LONG)
+        first.settle()
+        assert second.served(LONG).loaded == WHOLE
+        first.cache.release_host_resources()
+        master.hang()
+        began = time.monotonic()
+        assert second.served(OTHER).loaded == 0
+        assert time.monotonic() - began < 10
+        master.kill()
+        second.cache.release_host_resources()
 
 
 def test_a_request_that_left_while_it_waited(make, tmp_path):
