@@ -80,7 +80,8 @@ class PageTiers:
         self._loading: dict[str, int] = {}
         """The batch of each restore under way."""
         self._failed: set[int] = set()
-        self._storing: deque[Sequence[bytes]] = deque()
+        self._storing: deque[tuple[Sequence[bytes], list[bytes]]] = deque()
+        """The pages of each call of ``store``, and those of them that it copies."""
         self._stored: deque[bool] = deque()
 
     # Lookups and loads
@@ -158,19 +159,23 @@ class PageTiers:
         """
         pages = self._pages(names)
         computed = Computed(pages.request_id, pages.num_tokens - 1, (list(page_ids),))
+        # Others may be on their way from lower tiers, which take their time.
+        own = [
+            name for name, is_there in zip(names, self._index.has(_GROUP, names), strict=True) if not is_there
+        ]
         self.scheduler.new_request(pages, reads=False)
         self.scheduler.launched(Step([computed]))
         self._end(pages, page_ids)
         self._order()
-        self._storing.append(names)
+        self._storing.append((names, own))
 
     def num_completed_offloads(self) -> int:
         self.take_results()
         while self._storing:
-            states = self._index.states(_GROUP, self._storing[0])
-            if ContentState.PENDING in states:
+            names, own = self._storing[0]
+            if ContentState.PENDING in self._index.states(_GROUP, own):
                 break
-            self._stored.append(set(states) == {ContentState.READY})
+            self._stored.append(set(self._index.states(_GROUP, names)) == {ContentState.READY})
             self._storing.popleft()
         return len(self._stored)
 

@@ -98,7 +98,7 @@ def measured(
     return found
 
 
-SMALL_TOKENS, ROOM_BYTES = 4096, {"host": 1 << 30, "disk": 1 << 25}
+SMALL_TOKENS, ROOM_BYTES = 4096, {"host": 1 << 30, "disk": 3 << 24}
 """Of the device, and host memory by where a prompt is that other prompts have evicted from the device."""
 
 

@@ -59,7 +59,15 @@ class LinkedCache:
     """One rank. ``offload`` are the settings; pages have 4 tokens, of which the pool has 128."""
 
     def __init__(
-        self, model: Path, monkeypatch: Any, *, latent: bool = False, dtype=torch.float32, **offload: Any
+        self,
+        model: Path,
+        monkeypatch: Any,
+        *,
+        latent: bool = False,
+        dtype: torch.dtype = torch.float32,
+        rank: int = 0,
+        group: Any = None,
+        **offload: Any,
     ) -> None:
         settings = {"offload": {"cpu_bytes": 1 << 20, **offload}}
         monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(settings))
@@ -69,16 +77,22 @@ class LinkedCache:
             dtype="float32",
             page_size=PAGE,
             skip_tokenizer_init=True,
+            tp_size=1 if group is None else group.size(),
             enable_unified_cache_external_linker=True,
             unified_cache_external_linker_backend="dynamic",
             unified_cache_external_linker_config=LINKED,
         )
-        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank))
         size = PAGE * PAGES
         if latent:
             self.pool = MLATokenToKVPool(size, PAGE, dtype, 16, 8, LAYERS, "cpu", False)
         else:
-            shape = {"head_num": HEADS, "head_dim": WIDTH, "layer_num": LAYERS, "device": "cpu"}
+            shape = {
+                "head_num": HEADS // args.tp_size,
+                "head_dim": WIDTH,
+                "layer_num": LAYERS,
+                "device": "cpu",
+            }
             more = {"enable_memory_saver": False, "enable_alt_stream": False}
             self.pool = MHATokenToKVPool(size=size, page_size=PAGE, dtype=dtype, **shape, **more)
         self.allocator = PagedTokenToKVPoolAllocator(size, PAGE, dtype, "cpu", self.pool, False)
@@ -88,6 +102,8 @@ class LinkedCache:
             token_to_kv_pool_allocator=self.allocator,
             page_size=PAGE,
             tree_components=(ComponentType.FULL,),
+            tp_cache_group=group,
+            attn_tp_cache_group=group,
         )
         self.cache = UnifiedRadixCache(self.params)
         self.linker = KVConnectLinker(args, self.params, components=set(self.cache.components))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -14,6 +17,7 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed here; make test-sglang")
 
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -23,6 +27,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.sglang import linker as linker_module
 from kvconnect.sglang.linker import KVConnectLinker
 from tests.offload.store_master import StoreMaster, master_binary
+from tests.sglang.servers import WHEN_IMPORTED
 from tests.sglang_contract.linked_cache import LINKED, PAGE, PAGES, LinkedCache, Request
 from tests.vllm.tiny_models import write_model
 
@@ -211,6 +216,56 @@ def test_a_request_that_left_while_it_waited(make, tmp_path):
 def pinned(rig):
     index = rig.linker.scheduler.offload.host.index
     return sum(counts.pinned for counts in index.counts().values())
+
+
+def serve_as_a_rank(rank, folder, model):
+    """In a process of its own: rank 1 has less memory, and its disk does not answer from some time on."""
+    meet = f"file://{folder}/meet"
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+    given = on_disk(folder / "disk", wait_s=0.5, cpu_bytes=(1 << 18, 50 << 10)[rank])
+    group, environment = torch.distributed.group.WORLD, SimpleNamespace(setenv=os.environ.__setitem__)
+    rig, found = LinkedCache(model, environment, rank=rank, group=group, **given), []
+
+    def go_on(prompt):
+        # Both ranks have the same loops, so that their collective calls meet.
+        request, done = Request(prompt), []
+        for number in range(400):
+            done += rig.run(*([request] if number == 0 else ()))
+            time.sleep(0.002)
+        assert done == [request]
+        found.append(request.loaded)
+
+    for prompt in (
+        LONG,
+        LONG,
+        *(random.Random(seed).choices(range(250), k=WHOLE) for seed in (11, 12, 13)),
+        LONG,
+    ):
+        if len(found) == 2 and rank == 1:
+            rig.linker.worker.offload._loop.tiers[0].read = lambda *more: None
+        go_on(prompt)
+        rig.cache.evict(EvictParams(num_tokens=PAGE * PAGES))
+    assert not rig.cache.linker.pending_offloads
+    (folder / f"found {rank}").write_text(json.dumps(found))
+    os._exit(0)
+
+
+def test_ranks_agree(model, tmp_path):
+    command = f"from {__name__} import *; from pathlib import Path\n"
+    command += "serve_as_a_rank(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))"
+    start = [sys.executable, "-c", command]
+    environment = {**os.environ, **WHEN_IMPORTED}
+    ranks = [subprocess.Popen([*start, f"{rank}", tmp_path, model], env=environment) for rank in (0, 1)]
+    try:
+        assert [rank.wait(200) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    first, second = (json.loads((tmp_path / f"found {rank}").read_text()) for rank in (0, 1))
+    # What one rank has alone, and what it cannot read, is computed by both.
+    assert first == second
+    assert first[:5] == [0, WHOLE, 0, 0, 0]
+    assert first[5] < WHOLE
 
 
 def test_a_queued_load_is_withdrawn(make):
