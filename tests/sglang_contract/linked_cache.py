@@ -158,6 +158,9 @@ class LinkedCache:
         whole = len(request.tokens) // PAGE * PAGE
         missing = whole - len(there)
         if missing > self.allocator.available_size():
+            if self.linker._group is None:
+                # SGLang would admit the request later.
+                self.until(lambda: not self.cache.linker.pending_offloads)
             lock = self.cache.inc_lock_ref(request.last_node).to_dec_params()
             self.cache.evict(EvictParams(num_tokens=missing))
             self.cache.dec_lock_ref(request.last_node, lock)
