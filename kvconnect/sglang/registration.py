@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from typing import Any
 
 BACKEND = "kvconnect"
+_LINKER_FLAG, _VARIABLE = "enable_unified_cache_external_linker", "KVCONNECT_CONFIG"
 _CLASSES = {
     "manager": ("kvconnect.sglang.conn", "KVConnectManager"),
     "sender": ("kvconnect.sglang.conn", "KVConnectSender"),
@@ -50,15 +52,16 @@ def _class_of(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def _check_arguments(given: Any, *arguments: Any, **more: Any) -> None:
-    """End the start of a server that names this backend with settings that cannot be used."""
+    """End the start of a server that uses kvconnect with settings that cannot be used."""
     mode = getattr(given, "disaggregation_mode", "null")
-    if getattr(given, "disaggregation_transfer_backend", "") != BACKEND or mode == "null":
+    is_backend = getattr(given, "disaggregation_transfer_backend", "") == BACKEND and mode != "null"
+    if not (is_backend or getattr(given, _LINKER_FLAG, False) or _VARIABLE in os.environ):
         return
     from kvconnect.errors import ConfigError
     from kvconnect.sglang.environment import check_settings
 
     try:
-        check_settings(mode, given)
+        check_settings(mode if is_backend else "", given, os.environ)
     except ConfigError as error:
         # SGLang logs exceptions of plugins, and goes on.
         print(f"kvconnect: {error}", file=sys.stderr, flush=True)

@@ -5,6 +5,9 @@ several at a time, and ends it; the backends take turns. JSON objects of each tu
 with seconds from asking both servers to the first token of D's stream; nothing here asserts.
 
     .venv-sglang/bin/python -m tests.sglang.measure
+
+With ``--returning``: seconds to the token of a prompt that one server computes, or that another one restores
+from host memory, or from disk; each asked for again once other prompts have taken its place.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 
 from tests.sglang.own_backends import ENVIRONMENT
 from tests.sglang.servers import (
+    LINKED,
     Asked,
     SglangServer,
     decode_server,
@@ -94,6 +98,43 @@ def measured(
     return found
 
 
+SMALL_TOKENS, ROOM_BYTES = 4096, {"host": 1 << 30, "disk": 3 << 24}
+"""Of the device, and host memory by where a prompt is that other prompts have evicted from the device."""
+
+
+def returning(
+    lengths: Sequence[int], turns: int, rounds: int, model: Path
+) -> dict[tuple[str, int, int], list[float]]:
+    """Seconds to the token of a prompt that comes again, by where it is: nowhere, on the device, or kept."""
+    found = defaultdict(list)
+    for turn, where in itertools.product(range(turns), ("nowhere", "device", *ROOM_BYTES)):
+        options, environment = ["--max-total-tokens", str(SMALL_TOKENS)], {}
+        with tempfile.TemporaryDirectory() as folder:
+            if where in ROOM_BYTES:
+                options += LINKED
+                kept = {"cpu_bytes": ROOM_BYTES[where], "disk_path": folder, "disk_bytes": 1 << 32}
+                environment["KVCONNECT_CONFIG"] = json.dumps({"offload": kept})
+            with running(SglangServer(model, Path(folder), where, options, environment)) as (server,):
+                for length in lengths:
+                    took = [again(server, length, where) for _ in range(rounds)]
+                    found[where, length, 1] += took
+                    show((where, length, 1), took, turn=turn)
+    return found
+
+
+def again(server: SglangServer, length: int, where: str) -> float:
+    """Seconds to the token of a prompt that was asked before; it must come from where it is."""
+    prompt = random_prompt(length, next(_SEEDS))
+    server.ask(prompt, max_new_tokens=1)
+    for _ in range(2 * SMALL_TOKENS // 1500 if where != "device" else 0):
+        server.ask(random_prompt(1500, next(_SEEDS)), max_new_tokens=1)
+    began = time.perf_counter()
+    answer = server.ask(prompt, max_new_tokens=1)
+    took = time.perf_counter() - began
+    assert (answer["meta_info"]["cached_tokens"] > length - 17) == (where != "nowhere"), answer["meta_info"]
+    return took
+
+
 def show(of: tuple[str, int, int], took: Sequence[float], **more: int) -> None:
     """Print the first tokens of one backend, length and number of requests at once."""
     line = {**more, **dict(zip(("backend", "tokens", "at_once"), of, strict=True)), "requests": len(took)}
@@ -109,6 +150,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3, help="of each backend, whose servers start anew")
     parser.add_argument("--rounds", type=int, default=3, help="of each length in a turn")
+    parser.add_argument("--returning", action="store_true", help="prompts that one server has had before")
     given = parser.parse_args()
     backends = given.backend or ["kvconnect:nixl", "nixl", "kvconnect:mooncake", "mooncake"]
     lengths = given.length or [1000, 3000]
@@ -116,7 +158,10 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, forked():
         model = write_model("gqa", Path(folder)).folder
-        found = measured(backends, lengths, given.at_once, given.turns, given.rounds, model)
+        if given.returning:
+            found = returning(lengths, given.turns, given.rounds, model)
+        else:
+            found = measured(backends, lengths, given.at_once, given.turns, given.rounds, model)
     for of, took in sorted(found.items()):
         show(of, took)
 

@@ -56,6 +56,11 @@ COMMON = (
     *("--context-length", "4096", "--max-running-requests", "16", "--enable-metrics", "--sleep-on-idle"),
 )
 PREFILL = ("--disaggregation-mode", "prefill", "--disable-overlap-schedule")
+LINKED = (
+    *("--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"),
+    "--unified-cache-external-linker-config",
+    json.dumps({"linker": "KVConnectLinker", "linker_module_path": "kvconnect.sglang.linker"}),
+)
 DECODE = ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor")
 
 

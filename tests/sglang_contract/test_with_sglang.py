@@ -222,7 +222,7 @@ def test_the_rows_beside_a_prompts_kv_travel_in_one_piece():
         ("{", "is not JSON"),
         ('{"engin": "nixl"}', "did you mean 'engine'"),
         ('{"engine": "none"}', "engine is 'none'"),
-        ('{"offload": {"cpu_bytes": 1}, "sources": []}', "2 mistakes"),
+        ('{"bootstrap_port": 1, "sources": []}', "2 mistakes"),
         ("/no/such/file", "cannot be read"),
     ],
 )
