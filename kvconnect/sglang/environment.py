@@ -22,15 +22,10 @@ _DEFAULT_LOAD_S = 300.0
 _UNUSED = ("sources", "bootstrap_port", "stream_min_tokens", "drain_s")
 """Keys that this backend has no use for."""
 _NO_USE = "SGLang's servers do not use; leave it out"
-_UNUSED_OFFLOAD: tuple[str, ...] = (
-    "decoded",
-    "checkpoint_tokens",
-    "pin_quota",
-    "peer_share",
-    "tenant_key",
-    "park_share",
+_UNUSED_OFFLOAD = (
+    *("decoded", "checkpoint_tokens", "pin_quota", "peer_share", "tenant_key"),
+    *("park_share", "park_after_s"),
 )
-_UNUSED_OFFLOAD += ("park_after_s",)
 """Keys of ``offload`` that the linker has no use for."""
 _LINKER = "kvconnect.sglang.linker"
 _ACCEPTED = {
@@ -40,8 +35,6 @@ _ACCEPTED = {
     **dict.fromkeys(("disaggregation_decode_host_receive_threshold", "attn_cp_size", "dcp_size"), 1),
 }
 """Of options of SGLang, the only value that works with this backend."""
-
-
 _BESIDE_LINKER = {"enable_lora": False, "speculative_algorithm": None, "pp_size": 1, "attn_cp_size": 1}
 """Of options of SGLang, the only value with which the linker keeps KV."""
 
