@@ -7,10 +7,13 @@ import functools
 import inspect
 import os
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.nursery import nodes_forked
 
 # The machines that run this are small and noisy: a slow example is no finding.
 settings.register_profile("kvconnect", deadline=None, max_examples=100)
@@ -47,6 +50,13 @@ if not torch.cuda.is_available():
                 return launch(*arguments, **named)
 
         interpreter.GridExecutor.__call__ = launch_alone
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_nodes() -> Iterator[None]:
+    with nodes_forked():
+        yield
+
 
 _LONGEST = (
     "offload/test_node_sessions.py",
