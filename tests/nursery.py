@@ -83,11 +83,13 @@ class Nursery:
         *,
         environment: Mapping[str, str | None],
         namespace: str = "",
+        before: str = "",
     ) -> Forked:
         """Run the program with its output appended to ``log``, and return at once.
 
-        ``namespace`` names a network namespace, if not ours. ``environment`` is what the environment of that
-        process alone differs by; None takes a variable away.
+        ``before`` is Python that the process runs before the program. ``namespace`` names a network
+        namespace, if not ours. ``environment`` is what the environment of that process alone differs by; None
+        takes a variable away.
 
         Raises:
             KVConnectError: the nursery ended.
@@ -100,6 +102,7 @@ class Nursery:
             "code_file": str(code),
             "namespace": namespace,
             "environment": dict(environment),
+            "before": before,
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -139,16 +142,16 @@ def nodes_nursery() -> Nursery:
 
 
 @contextlib.contextmanager
-def nodes_forked() -> Iterator[None]:
-    """Nodes and routers that are started as ``Children`` are forked meanwhile."""
+def nodes_forked(before: str = "") -> Iterator[None]:
+    """Nodes and routers that are started as ``Children`` are forked meanwhile, and run ``before`` first."""
     spawn = Child._spawn
 
     def fork(child: Child) -> Any:
         command = tuple(child.command)
         if command[: len(COMMAND)] != COMMAND or child.log is None or child._popen:
             return spawn(child)
-        arguments = command[len(COMMAND) :]
-        return nodes_nursery().start(arguments, child.log, environment=child._environment)
+        arguments, given = command[len(COMMAND) :], child._environment
+        return nodes_nursery().start(arguments, child.log, environment=given, before=before)
 
     Child._spawn = fork  # type: ignore[assignment, method-assign]
     try:
@@ -219,6 +222,7 @@ def _become(
     code_file: str,
     namespace: str,
     environment: Mapping[str, str | None],
+    before: str,
 ) -> None:
     """In the child: be the program. Never returns."""
     code = 70
@@ -237,6 +241,7 @@ def _become(
         if namespace:
             _enter(namespace)
         sys.argv = argv
+        exec(before, {})
         main()
         code = 0
     except SystemExit as error:
