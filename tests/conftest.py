@@ -8,7 +8,9 @@ import inspect
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from hypothesis import settings
@@ -40,6 +42,16 @@ if not torch.cuda.is_available():
         # The interpreter's own looks through all of Triton's language for each call of each function, which
         # is a third of its time.
         interpreter._patch_builtin = patch_builtins
+
+        # Each addition is computed twice to see whether it overflows, and what was seen is then dropped: only
+        # where kernels are debugged is it asserted.
+        options = interpreter.interpreter_builder.options
+        sanitized = options.sanitize_overflow and options.debug
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=sanitized)
+
+        # Each call makes a table of all types.
+        dtype_of, address = functools.cache(interpreter._get_np_dtype), numpy.dtype(numpy.uint64)
+        interpreter._get_np_dtype = lambda kind: address if kind.scalar.is_ptr() else dtype_of(kind.scalar)
 
         # A launch replaces Triton's language for its time, and its place in the grid is the process's: of two
         # threads at once one would lose both.
