@@ -3,6 +3,9 @@
 TORCH ?= torch==2.13.0
 export TORCH PYTHON MOONCAKE EXTRAS
 
+# Each test process would compile all files again where the environment forbids to keep what was compiled.
+export PYTHONDONTWRITEBYTECODE =
+
 # What is passed on: make test PYTEST_ARGS="-k pool", make demo DEMO_ARGS="--model mla"
 PYTEST_ARGS ?=
 DEMO_ARGS ?= --engine mooncake --engine nixl
