@@ -3,6 +3,9 @@
 TORCH ?= torch==2.13.0
 export TORCH PYTHON MOONCAKE EXTRAS
 
+# Each test process would compile all files again where the environment forbids to keep what was compiled.
+export PYTHONDONTWRITEBYTECODE =
+
 # What is passed on: make test PYTEST_ARGS="-k pool", make demo DEMO_ARGS="--model mla"
 PYTEST_ARGS ?=
 DEMO_ARGS ?= --engine mooncake --engine nixl
@@ -38,15 +41,10 @@ test: setup ## all tests
 setup-vllm: ## make .venv-vllm, with the CPU build of vLLM
 	@deploy/setup-vllm.sh
 
-# Servers take all cores: there are two pairs at a time, and nothing else. What PYTEST_ARGS selects may be in one half
-# only: pytest ends with 5 where there is none.
-VLLM_TESTS = .venv-vllm/bin/python -m pytest tests/vllm_contract tests/vllm_bench tests/vllm --numprocesses 2
-OR_NONE = $(if $(PYTEST_ARGS),|| [ $$? = 5 ])
-
+# Servers take all cores: there are two pairs at a time.
 test-vllm: setup setup-vllm ## prefill and decode servers of real vLLM (CPU build), in an environment of their own
 	@echo "test-vllm: pytest over tests/vllm_contract/, tests/vllm_bench/, and tests/vllm/ with real servers"
-	@$(VLLM_TESTS) -m "($(MARKS)) and not servers" $(PYTEST_ARGS) $(OR_NONE)
-	@$(VLLM_TESTS) -m "($(MARKS)) and servers" --dist loadfile $(PYTEST_ARGS) $(OR_NONE)
+	@.venv-vllm/bin/python -m pytest tests/vllm_contract tests/vllm_bench tests/vllm --numprocesses 2 --dist loadscope --no-loadscope-reorder --durations 30 --durations-min 5 -m "$(MARKS)" $(PYTEST_ARGS)
 
 test-vllm-releases: setup ## a part of the same on other releases of vLLM, each in its own environment
 	@for release in 0.30.0 0.31.0; do \

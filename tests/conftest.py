@@ -7,10 +7,15 @@ import functools
 import inspect
 import os
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.nursery import nodes_forked
 
 # The machines that run this are small and noisy: a slow example is no finding.
 settings.register_profile("kvconnect", deadline=None, max_examples=100)
@@ -38,6 +43,16 @@ if not torch.cuda.is_available():
         # is a third of its time.
         interpreter._patch_builtin = patch_builtins
 
+        # Each addition is computed twice to see whether it overflows, and what was seen is then dropped: only
+        # where kernels are debugged is it asserted.
+        options = interpreter.interpreter_builder.options
+        sanitized = options.sanitize_overflow and options.debug
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=sanitized)
+
+        # Each call makes a table of all types.
+        dtype_of, address = functools.cache(interpreter._get_np_dtype), numpy.dtype(numpy.uint64)
+        interpreter._get_np_dtype = lambda kind: address if kind.scalar.is_ptr() else dtype_of(kind.scalar)
+
         # A launch replaces Triton's language for its time, and its place in the grid is the process's: of two
         # threads at once one would lose both.
         launch, launches = interpreter.GridExecutor.__call__, threading.RLock()
@@ -48,31 +63,44 @@ if not torch.cuda.is_available():
 
         interpreter.GridExecutor.__call__ = launch_alone
 
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_nodes() -> Iterator[None]:
+    with nodes_forked():
+        yield
+
+
 _LONGEST = (
     "offload/test_node_sessions.py",
-    "simulator/test_planted.py",
-    "offload/test_node_soak.py",
-    "offload/test_node_servers.py",
-    "faults/test_kills.py",
-    "faults/test_hostile.py",
-    "test_cli.py",
     "pack/test_packer.py",
-    "engine/test_mooncake.py",
-    "test_pair.py",
-    "test_any_to_any.py",
-    "test_pair_parallel.py",
-    "offload/test_store_tier.py",
-    "faults/test_stops.py",
-    "pack/test_casts.py",
-    "faults/test_links.py",
-    "engine/test_registry.py",
-    "engine/test_nixl.py",
-    "test_pair_transport.py",
+    "offload/test_node.py",
+    "offload/test_node_soak.py",
+    "benchmarks/test_command.py",
+    "faults/test_kills.py",
+    "simulator/test_planted.py",
     "simulator/test_seeds.py",
+    "test_cli.py",
+    "faults/test_rails.py",
+    "engine/test_mooncake.py",
+    "engine/test_nixl.py",
+    "test_pair.py",
+    "faults/test_hostile.py",
+    "faults/test_stops.py",
+    "test_wheel.py",
+    "pack/test_casts.py",
+    "offload/test_store_tier.py",
+    "test_pair_parallel.py",
+    "deploy/test_files.py",
+    "engine/test_sample_package.py",
+    "deploy/test_commands.py",
+    "faults/test_links.py",
+    "test_any_to_any.py",
+    "test_pair_transport.py",
+    "node/test_disk_pulls.py",
+    "offload/test_node_servers.py",
+    "engine/test_registry.py",
     "benchmarks/test_transfer.py",
     "benchmarks/test_node.py",
-    "offload/test_node.py",
-    "test_wheel.py",
 )
 """The files that take longest begin first, so that none of them ends long after all others."""
 

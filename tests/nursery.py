@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvconnect.errors import KVConnectError
-from kvconnect.node.children import ENVIRONMENT, Child, die_with_parent
+from kvconnect.node.children import COMMAND, ENVIRONMENT, Child, die_with_parent
 
 if TYPE_CHECKING:
     import pytest
@@ -36,23 +37,27 @@ _END_TIMEOUT_S = 20.0
 
 
 class Forked:
-    """A process of a nursery, as ``Child`` wants one. Its exit code is lost: the kernel reaps it."""
+    """A process of a nursery, as ``Child`` wants one. The kernel reaps it: its exit code is what it wrote in
+    the file ``code``, and one that was killed wrote nothing."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, code: Path) -> None:
         self.pid = pid
+        self._code = code
 
     def poll(self) -> int | None:
         """None while it runs. Stopped ones do."""
-        return None if is_running(self.pid) else -1
+        if is_running(self.pid):
+            return None
+        return int(self._code.read_text()) if self._code.exists() else -signal.SIGKILL
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it is no more, and its ports are free."""
         deadline = time.monotonic() + (_END_TIMEOUT_S if timeout is None else timeout)
-        while is_running(self.pid):
+        while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", _END_TIMEOUT_S)
             time.sleep(0.002)
-        return -1
+        return code
 
 
 class Nursery:
@@ -78,20 +83,26 @@ class Nursery:
         *,
         environment: Mapping[str, str | None],
         namespace: str = "",
+        before: str = "",
     ) -> Forked:
         """Run the program with its output appended to ``log``, and return at once.
 
-        ``namespace`` names a network namespace, if not ours. ``environment`` is what the environment of that
-        process alone differs by; None takes a variable away.
+        ``before`` is Python that the process runs before the program. ``namespace`` names a network
+        namespace, if not ours. ``environment`` is what the environment of that process alone differs by; None
+        takes a variable away.
 
         Raises:
             KVConnectError: the nursery ended.
         """
+        code = log.with_name(log.name + ".code")
+        code.unlink(missing_ok=True)
         order = {
             "arguments": list(arguments),
             "log": str(log),
+            "code_file": str(code),
             "namespace": namespace,
             "environment": dict(environment),
+            "before": before,
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -102,7 +113,7 @@ class Nursery:
             raise KVConnectError(f"the process that forks is gone: {error}") from error
         if not answer:
             raise KVConnectError("the process that forks ended")
-        return Forked(int(answer))
+        return Forked(int(answer), code)
 
     def end(self) -> None:
         """End it. What it started is killed by the kernel with it."""
@@ -112,6 +123,41 @@ class Nursery:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)
         self._child.kill()
+
+
+NODES = (
+    "kvconnect.cli",
+    "kvconnect.node.serving",
+    "kvconnect.router.app",
+    "kvconnect.halves.scheduler_half",
+    "kvconnect.halves.worker_half",
+)
+"""The program of nodes and routers, and what these import: most of the time of a start."""
+
+
+@functools.cache
+def nodes_nursery() -> Nursery:
+    """The nursery of nodes and routers of this process, which ends with it."""
+    return Nursery(*NODES)
+
+
+@contextlib.contextmanager
+def nodes_forked(before: str = "") -> Iterator[None]:
+    """Nodes and routers that are started as ``Children`` are forked meanwhile, and run ``before`` first."""
+    spawn = Child._spawn
+
+    def fork(child: Child) -> Any:
+        command = tuple(child.command)
+        if command[: len(COMMAND)] != COMMAND or child.log is None or child._popen:
+            return spawn(child)
+        arguments, given = command[len(COMMAND) :], child._environment
+        return nodes_nursery().start(arguments, child.log, environment=given, before=before)
+
+    Child._spawn = fork  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Child._spawn = spawn  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -173,8 +219,10 @@ def _become(
     main: Callable[[], object],
     argv: list[str],
     log: str,
+    code_file: str,
     namespace: str,
     environment: Mapping[str, str | None],
+    before: str,
 ) -> None:
     """In the child: be the program. Never returns."""
     code = 70
@@ -193,6 +241,7 @@ def _become(
         if namespace:
             _enter(namespace)
         sys.argv = argv
+        exec(before, {})
         main()
         code = 0
     except SystemExit as error:
@@ -202,6 +251,7 @@ def _become(
 
         traceback.print_exc()
     finally:
+        Path(code_file).write_text(str(code))
         # Engines' libraries may stumble over an interpreter's end; a server that has ended needs none.
         os._exit(code)
 

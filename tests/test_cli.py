@@ -23,6 +23,7 @@ from kvconnect.node import children
 from kvconnect.node import pair_demo as demo
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.pair_demo import DemoOptions, PairOutcome, Tokens
+from tests.nursery import nodes_forked
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,12 +72,12 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
         (("demo", "--requests", "0"), "requests is 0, it must be at least 1"),
     ],
 )
-def test_a_wrong_configuration_is_one_line_and_exit_code_2(arguments: tuple[str, ...], names: str) -> None:
-    done = kvconnect_command(*arguments)
-    assert done.returncode == 2
-    assert names in done.stderr
-    assert "Traceback" not in done.stderr
-    assert re.fullmatch(r"kvconnect: .*\n", done.stderr)
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(arguments, names, tmp_path) -> None:
+    command = [*children.COMMAND, *arguments]
+    child = children.Child("wrong", command, tmp_path / "log", children.ENVIRONMENT).start()
+    assert child.process.wait(60) == 2
+    assert names in child.output()
+    assert re.fullmatch(r"kvconnect: .*\n", child.output())
 
 
 @pytest.mark.parametrize(
@@ -241,10 +242,9 @@ def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_named(monke
 
 
 def test_the_demo_is_exact_and_says_so_in_json() -> None:
-    done = kvconnect_command(
-        "demo", "--engine", "nixl", "--model", "gqa", "--requests", "5", "--json", timeout_s=110
-    )
-    assert done.returncode == 0, done.stderr
+    options = ["--engine", "nixl", "--model", "gqa", "--requests", "5", "--json"]
+    done = CliRunner().invoke(cli.app, ["demo", *options])
+    assert done.exit_code == 0, done.output
     (line,) = done.stdout.splitlines()
     found = json.loads(line)
     assert (found["engine"], found["model"], found["requests"], found["token_exact"]) == (
@@ -281,11 +281,11 @@ Packer.unpack = unpack_and_flip
 
 FLIP_IN_A_SLOT = """
 import ctypes
-from kvconnect.pack import digest
 from kvconnect.pack.packer import Packer
+from kvconnect.transfer import local
 
 # One byte is found for sure by digests of all there is.
-digest.CPU_DIGEST_SAMPLE = 1
+local.CPU_DIGEST_SAMPLE = 1
 pack, flipped = Packer.pack, []
 
 def pack_and_flip(self, slot, staged, seed):
@@ -310,12 +310,9 @@ Packer.pack = pack_and_flip
 )
 def test_one_flipped_byte_fails_the_demo(engine, flip, said, tmp_path, monkeypatch, capfd) -> None:
     pytest.importorskip(engine)
-    script = tmp_path / "flipper.py"
-    script.write_text(f"{flip}\nfrom kvconnect.cli import main\nmain()\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr(children, "COMMAND", (sys.executable, str(script)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = demo.run_demo(DemoOptions([engine], ["gqa"], requests=4), json_output=True)
+    with nodes_forked(before=flip):
+        code = demo.run_demo(DemoOptions([engine], ["gqa"], requests=4), json_output=True)
     out, err = capfd.readouterr()
     found = json.loads(out)
     assert code == 1

@@ -8,9 +8,11 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from benchmarks.cache import CacheShape, Layout
 from benchmarks.process import ChildProcess, StepFailed
 from benchmarks.worker import Round, WorkerAddress, WorkerSide
 from kvconnect.addresses import RankAddress
+from kvconnect.node.children import Child
 from kvconnect.node.pair_demo import PROTOCOLS
 from kvconnect.peer.keyring import new_secret
 from kvconnect.transfer.orders import Orders
 from tests.faults.links import Namespaces, run_ip
+from tests.nursery import nodes_nursery
 from tests.ports import free_port
 
 RANKS = 2
@@ -55,6 +59,33 @@ class RailSide(WorkerSide):
             fcntl.ioctl(asked, _SIOCSIFFLAGS, struct.pack("16sh", name, 0))
 
 
+class _Forked(Child):
+    """A process in a namespace that runs ``code``, forked by one that has imported what it needs."""
+
+    def __init__(self, log: Path, environment: Mapping[str, str], namespace: str, code: str) -> None:
+        super().__init__(log.stem, (), log, environment)
+        self._where, self._code = namespace, code + "; raise SystemExit"
+
+    def _spawn(self) -> Any:
+        assert self.log is not None
+        nursery, given = nodes_nursery(), self._environment
+        return nursery.start((), self.log, environment=given, namespace=self._where, before=self._code)
+
+
+class Rank(ChildProcess):
+    """A process with a ``RailSide`` in a namespace."""
+
+    def __init__(self, name: str, namespace: str, environment: Mapping[str, str], folder: Path) -> None:
+        self.name, self._timeout_s, self._step = name, 60.0, "start"
+        place = str(folder / f"{name}.socket")
+        code = "from multiprocessing.connection import Client; from benchmarks.process import serve; "
+        code += f"pipe = Client({place!r}); serve(pipe.fileno(), {__name__ + ':RailSide'!r})"
+        self._child = _Forked(folder / f"{name}.log", environment, namespace, code)
+        with Listener(place) as listener:
+            self._child.start()
+            self._pipe = listener.accept()
+
+
 class Rails(Namespaces):
     """Both nodes and their links, ``prefill`` and ``decode`` by rank; leaving the ``with`` block ends all."""
 
@@ -82,6 +113,7 @@ class Rails(Namespaces):
             "UCX_TLS": "tcp",
         }
         self._ends = ExitStack()
+        self._folder = Path(self._ends.enter_context(tempfile.TemporaryDirectory()))
 
     def make(self) -> None:
         """The links, and a process for every rank."""
@@ -102,9 +134,8 @@ class Rails(Namespaces):
         for one in self.prefill:
             one.ask("know", [address.rank for address in addresses[:RANKS]])
 
-    def _rank(self, role: str, namespace: str, rank: int) -> ChildProcess:
-        within = ("ip", "netns", "exec", namespace)
-        one = ChildProcess(f"{role} {rank}", f"{__name__}:RailSide", self._environment, 60.0, within)
+    def _rank(self, role: str, namespace: str, rank: int) -> Rank:
+        one = Rank(f"{role} {rank}", namespace, self._environment, self._folder)
         self._ends.callback(one.end, 0.0)
         seed = rank if role == "kv_producer" else None
         stated = {"kv_role": role, "engine_id": role}

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 
 from kvconnect.node.children import BadAnswer, Child, ChildFailed, Samples, fetch_json, read_metrics
 from kvconnect.node.pair_demo import PROTOCOLS, RESERVED_BLOCKS
-from tests.nursery import Forked, Nursery, is_running
+from tests.nursery import Forked, is_running, nodes_nursery
 from tests.ports import free_port
 
 
@@ -198,13 +198,7 @@ class Stage:
         self.options = options
         self._folder = tempfile.TemporaryDirectory(prefix="kvconnect-faults-")
         self.folder = Path(self._folder.name)
-        self.nursery = Nursery(
-            "kvconnect.cli",
-            "kvconnect.node.serving",
-            "kvconnect.router.app",
-            "kvconnect.halves.scheduler_half",
-            "kvconnect.halves.worker_half",
-        )
+        self.nursery = nodes_nursery()
         self.side_ports: dict[str, int] = {}
         self.prefills = [self._node("prefill", *one) for one in enumerate(options.prefills)]
         self.decodes = [self._node("decode", *one) for one in enumerate(options.decodes)]
@@ -307,7 +301,9 @@ class Stage:
 
     def close(self) -> None:
         """End every process and remove the logs."""
-        self.nursery.end()
+        for actor in [*self.nodes, *self.routers]:
+            if actor.process is not None:
+                actor.kill()
         self._folder.cleanup()
 
     def _node(self, side: str, index: int, place: Place) -> Actor:

@@ -202,7 +202,7 @@ def test_nothing_is_pinned_of_a_turn_that_was_told_so(tmp_path):
     """What a running turn had pinned is demoted by others meanwhile, and makes room in host memory."""
     talk = Talk("gqa", num_blocks=4 * POOLS["gqa"], **disk_settings(tmp_path))
     keeper, number = talk.keeper, 0
-    keeper.submit("long", FIRST, 100, hints(("pin", {})))
+    keeper.submit("long", FIRST, 40, hints(("pin", {})))
     while not keeper.last("long"):
         number += 1
         keeper.complete(make_prompt(290, seed=700 + number), 1, hints(("demote", {})))

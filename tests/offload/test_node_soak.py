@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.node.node_harness import make_prompt
-from tests.offload.node_kit import Keeper, disk_settings, expected, make_keeper
+from tests.offload.node_kit import Keeper, disk_settings, expected_together, make_keeper
 
 LONGEST = 300
 # A little more than the longest request needs.
@@ -57,15 +57,13 @@ class Soak:
 
     def judge(self) -> int:
         """All tokens against the other node's. Returns how many tokens were found."""
-        found = 0
-        for name, (prompt, count) in self.asked.items():
-            last = self.keeper.last(name)
-            assert last.failure is None, last.failure
-            found += last.cached_tokens
-            if name not in self.aborted:
-                got = self.keeper.tokens(name) + self.keeper.drafts(name)
-                assert got == expected(prompt, count, model=self.model), name
-        return found
+        lasts = {name: self.keeper.last(name) for name in self.asked}
+        assert not [(name, last.failure) for name, last in lasts.items() if last.failure is not None]
+        ended = [name for name in self.asked if name not in self.aborted]
+        wanted = expected_together([self.asked[name] for name in ended], self.model)
+        for name, answer in zip(ended, wanted, strict=True):
+            assert self.keeper.answer(name) == answer, name
+        return sum(last.cached_tokens for last in lasts.values())
 
 
 def soak(model: str, count: int, keeper: Keeper, seed: int = 0) -> tuple[Soak, int]:
@@ -115,7 +113,8 @@ def test_a_preempted_request_goes_on_from_what_was_kept_of_it(model, num_blocks)
     keeper.settle()
     assert keeper.engine.snapshot.counts["preemptions"] > 0
     assert restored
-    for name, prompt in prompts.items():
-        assert keeper.tokens(name) + keeper.drafts(name) == expected(prompt, count, model=model)
+    wanted = expected_together([(prompt, count) for prompt in prompts.values()], model)
+    for name, answer in zip(prompts, wanted, strict=True):
+        assert keeper.answer(name) == answer
         # Its client is told of its prompt as it was first admitted.
         assert keeper.last(name).cached_tokens == 0

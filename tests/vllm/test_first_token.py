@@ -8,14 +8,15 @@ import signal
 import time
 import urllib.request
 from collections import Counter
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.node.children import fetch
-from tests.vllm.servers import EXACT, chat_options, pair, random_prompt, router, send_signal
-from tests.vllm.tiny_models import write_model
+from tests.vllm.servers import random_prompt, router, send_signal
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
@@ -65,23 +66,28 @@ OUTCOMES |= dict.fromkeys(("all stop", "one"), "only")
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("first")
-    options = [*EXACT, *chat_options(folder)]
-    with pair(write_model("gqa", folder), folder, "nixl", options=options, load_timeout_s=20) as both:
-        yield both
+def routers(exact_pair):
+    """By its flow, the URL of a router that has seen the decode server take a first token."""
+    prefill, decode = exact_pair
+    with ExitStack() as stack:
+
+        @cache
+        def router_of(flow):
+            sides = ["--prefill", prefill.url, "--decode", decode.url]
+            url = stack.enter_context(router("--flow", flow, *sides))
+            deadline = time.monotonic() + 60
+            while not counts(url)["prefill"]:
+                assert time.monotonic() < deadline, "the decode server was not seen to take a first token"
+                streamed(url, TEXT, uncached())
+            return url
+
+        yield router_of
 
 
-@pytest.fixture(scope="module", params=["sequential", "parallel"])
-def routing(request, servers):
-    """The URL of a router that has seen the decode server take a first token."""
-    prefill, decode = servers
-    with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
-        deadline = time.monotonic() + 60
-        while not counts(url)["prefill"]:
-            assert time.monotonic() < deadline, "the decode server was not seen to take a first token"
-            streamed(url, TEXT, uncached())
-        yield url
+@pytest.fixture(params=["sequential", "parallel"])
+def routing(request, routers):
+    # A test that names the flow beside other parameters would have a wider fixture made anew.
+    return routers(request.param)
 
 
 def counts(url):
@@ -159,8 +165,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("routing", "path", "name", "more"), CASES, indirect=["routing"])
-def test_a_body_is_answered_as_by_a_server_alone(servers, routing, path, name, more):
-    prefill, _ = servers
+def test_a_body_is_answered_as_by_a_server_alone(exact_pair, routing, path, name, more):
+    prefill, _ = exact_pair
     body = body_of(path, more)
     before = counts(routing)
     got = joined(streamed(routing, path, body))
@@ -180,15 +186,15 @@ def test_a_body_is_answered_as_by_a_server_alone(servers, routing, path, name, m
     assert whole == alone
 
 
-def test_a_chat_whose_tokens_are_given_is_not_tokenised_again(servers):
+def test_a_chat_whose_tokens_are_given_is_not_tokenised_again(exact_pair):
     """As the router tries, and does then: a release that knows no such tokens counts others."""
-    _, decode = servers
+    _, decode = exact_pair
     body = body_of(CHAT, {"kv_transfer_params": {"prompt_token_ids": random_prompt(33, 5)}})
     assert json.loads(decode.fetch(CHAT, body))["usage"]["prompt_tokens"] == 33
 
 
-def test_the_first_token_does_not_wait_for_the_decode_server(servers, routing):
-    prefill, decode = servers
+def test_the_first_token_does_not_wait_for_the_decode_server(exact_pair, routing):
+    prefill, decode = exact_pair
     body = uncached() | {"stream": True}
     request = urllib.request.Request(
         routing + TEXT, json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -14,27 +14,17 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.node.children import BadAnswer, fetch_json
-from tests.vllm.servers import EXACT, pair, random_prompt, router, send_signal
-from tests.vllm.tiny_models import write_model
+from tests.vllm.servers import random_prompt, router, send_signal
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
-PAUSES = {"VLLM_SERVER_DEV_MODE": "1"}
 SOON_S = 1.0
-"""A lease that nobody ends lasts for 30 s."""
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("leaving")
-    recipe = write_model("gqa", folder)
-    with pair(recipe, folder, "nixl", options=EXACT, environment=PAUSES, load_timeout_s=20) as both:
-        yield both
+"""A lease that nobody ends lasts for 120 s."""
 
 
 @pytest.fixture(scope="module", params=["sequential", "parallel"])
-def routing(request, servers):
-    prefill, decode = servers
+def routing(request, exact_pair):
+    prefill, decode = exact_pair
     with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
         fetch_json(url + "/v1/completions", body_of(40), 120)
         prefill.wait_idle()
@@ -75,8 +65,8 @@ def assert_nothing_is_held(*servers):
     "after_s", [0.05, 0.5, *(pytest.param(s, marks=pytest.mark.full) for s in (0.0, 0.2, 1.0))]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_at_any_time(servers, routing, after_s, stream):
-    prefill, decode = servers
+def test_at_any_time(exact_pair, routing, after_s, stream):
+    prefill, decode = exact_pair
     with asking(routing, body_of(3000, stream=stream, max_tokens=64)):
         time.sleep(after_s)
     # What runs ends with its step: of a prompt of 3 000 tokens in parts of 512, up to a second on two cores.
@@ -84,9 +74,9 @@ def test_at_any_time(servers, routing, after_s, stream):
     assert_nothing_is_held(prefill, decode)
 
 
-def test_between_the_legs(servers, routing):
+def test_between_the_legs(exact_pair, routing):
     """The decode server takes the request and does nothing: P holds the prompt when the client leaves."""
-    prefill, decode = servers
+    prefill, decode = exact_pair
     held = len(prefill.observed("hold"))
     with stopped(decode):
         with asking(routing, body_of(700)):
@@ -97,24 +87,24 @@ def test_between_the_legs(servers, routing):
     decode.wait_idle()
 
 
-def test_while_the_prefill_server_stands_still(servers, routing):
-    prefill, decode = servers
+def test_while_the_prefill_server_stands_still(exact_pair, routing):
+    prefill, decode = exact_pair
     with stopped(prefill), asking(routing, body_of(700)):
         time.sleep(0.3)
     time.sleep(1.0)
     assert_nothing_is_held(prefill, decode)
 
 
-def test_a_decode_server_that_refuses(servers, routing):
+def test_a_decode_server_that_refuses(exact_pair, routing):
     """More tokens at least than at most: only D is told of the former."""
-    prefill, decode = servers
+    prefill, decode = exact_pair
     with asking(routing, body_of(3000, min_tokens=99)) as client:
         assert client.getresponse().status == 400
     assert_nothing_is_held(prefill, decode)
 
 
-def test_others_are_served_meanwhile(servers, routing):
-    prefill, decode = servers
+def test_others_are_served_meanwhile(exact_pair, routing):
+    prefill, decode = exact_pair
     body = body_of(600)
     with stopped(decode), asking(routing, body_of(700)):
         time.sleep(1.0)
@@ -125,9 +115,9 @@ def test_others_are_served_meanwhile(servers, routing):
     decode.wait_idle()
 
 
-def test_a_prefill_server_that_pauses_gives_up_what_it_holds(servers):
+def test_a_prefill_server_that_pauses_gives_up_what_it_holds(exact_pair):
     """As before it sleeps: vLLM waits until no request holds blocks."""
-    prefill, decode = servers
+    prefill, decode = exact_pair
     prompt = random_prompt(900, 77)
     handed = prefill.prefilled(prompt)
     assert prefill.used_blocks() > 0
@@ -138,4 +128,4 @@ def test_a_prefill_server_that_pauses_gives_up_what_it_holds(servers):
         decode.tokens(prompt, kv_transfer_params=handed)
     prefill.fetch("/resume", {})
     assert decode.from_prefill(prefill, random_prompt(900, 78))
-    assert_nothing_is_held(*servers)
+    assert_nothing_is_held(*exact_pair)

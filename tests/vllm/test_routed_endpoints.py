@@ -15,8 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from kvconnect.config import ExtraConfig
 from kvconnect.node.children import fetch, fetch_json
 from kvconnect.tools.transfer_check import run_check
-from tests.vllm.servers import EXACT, chat_options, pair, random_prompt, router
-from tests.vllm.tiny_models import write_model
+from tests.vllm.servers import random_prompt, router
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
@@ -61,29 +60,21 @@ VARYING = {
 }
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("endpoints")
-    options = [*EXACT, *chat_options(folder), "--enable-prompt-tokens-details", "--enable-scale-out"]
-    with pair(write_model("gqa", folder), folder, "nixl", options=options, load_timeout_s=20) as both:
-        yield both
-
-
 @pytest.fixture(scope="module", params=["sequential", "parallel"])
-def routing(request, servers):
-    prefill, decode = servers
+def routing(request, exact_pair):
+    prefill, decode = exact_pair
     with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
         # The parallel flow begins once the prefill server's side channel is known.
         fetch_json(url + "/v1/completions", {"model": "tiny", **SPLIT["/v1/completions"]}, 120)
         yield url
 
 
-def test_the_pair_is_shown_to_transfer_kv(routing, servers, capsys):
+def test_the_pair_is_shown_to_transfer_kv(routing, exact_pair, capsys):
     """``kvconnect check``: through the router and without it."""
-    for urls in ([routing], [server.url for server in servers]):
+    for urls in ([routing], [server.url for server in exact_pair]):
         assert run_check(urls, ExtraConfig(), json_output=True) == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["prefill"], found["decode"]) == tuple(server.url for server in servers)
+        assert (found["prefill"], found["decode"]) == tuple(server.url for server in exact_pair)
         assert found["loaded_tokens"] == found["prompt_tokens"] > 900
         assert found["total_bytes"] > 0
         assert found["answered_tokens"] == 8
@@ -132,8 +123,8 @@ def text_of(events):
 
 
 @pytest.mark.parametrize("path", SPLIT)
-def test_two_servers_answer_as_one(servers, routing, path):
-    prefill, decode = servers
+def test_two_servers_answer_as_one(exact_pair, routing, path):
+    prefill, decode = exact_pair
     body = {"model": "tiny", **SPLIT[path]}
     for is_stream in (False, True):
         salted = {**body, "cache_salt": str(time.time_ns())}
@@ -153,8 +144,8 @@ def test_two_servers_answer_as_one(servers, routing, path):
 
 
 @pytest.mark.parametrize("path", ALONE)
-def test_one_server_computes_what_cannot_be_shared_and_the_router_counts_it(servers, routing, path):
-    prefill, _ = servers
+def test_one_server_computes_what_cannot_be_shared_and_the_router_counts_it(exact_pair, routing, path):
+    prefill, _ = exact_pair
     reason, more = ALONE[path]
     body = {"model": "tiny", **more}
     computed, counted = prefill.metrics()["vllm:prompt_tokens_total"], fallbacks(routing, reason)
@@ -168,16 +159,16 @@ def test_one_server_computes_what_cannot_be_shared_and_the_router_counts_it(serv
 
 
 @pytest.mark.parametrize("path", PASSED)
-def test_what_needs_no_kv_is_passed(servers, routing, path):
+def test_what_needs_no_kv_is_passed(exact_pair, routing, path):
     body = {"model": "tiny", **PASSED[path]}
-    got, wanted = (fetch_json(url + path, body, 120) for url in (routing, servers[0].url))
+    got, wanted = (fetch_json(url + path, body, 120) for url in (routing, exact_pair[0].url))
     assert comparable(got) == comparable(wanted)
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/v1/nothing"])
-def test_a_path_that_no_server_has_is_not_found(servers, routing, path):
+def test_a_path_that_no_server_has_is_not_found(exact_pair, routing, path):
     errors = []
-    for url in (routing, servers[0].url):
+    for url in (routing, exact_pair[0].url):
         with pytest.raises(urllib.error.HTTPError) as raised:
             events(url, path, {"model": "tiny", "input": "a"})
         errors.append((raised.value.code, json.loads(raised.value.read())["detail"]))

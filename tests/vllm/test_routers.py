@@ -41,7 +41,7 @@ def _announced(prefill: Server, decode: Server) -> tuple[dict[str, object], dict
     )
 
 
-@pytest.fixture(params=["sequential", "parallel"])
+@pytest.fixture(scope="module", params=["sequential", "parallel"])
 def routing(request, servers):
     """A router's URL and its flow."""
     prefill, decode = servers
