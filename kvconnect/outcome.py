@@ -163,7 +163,8 @@ class Outcome(msgspec.Struct, frozen=True):
     ``engine_id`` is the peer's, "" where any at the side channel ``channel`` would do. ``source``:
     ``lease``, a request that the peer held, or ``name``, rows that it keeps. ``seconds``: from the order to
     the end. ``lane``: what carried the bytes. ``identities``: the digests of this node's KV and of the
-    peer's, and ``digest`` that of what was committed; both only where a receipt is wanted.
+    peer's, and ``digest`` that of what was committed; both only where a receipt is wanted. ``on_device``: the
+    peer had what it sent by name on its device.
     """
 
     request_id: str
@@ -177,6 +178,7 @@ class Outcome(msgspec.Struct, frozen=True):
     reason: Reason | None = None
     identities: tuple[str, str] = ("", "")
     digest: str = ""
+    on_device: bool = False
 
     @property
     def peer(self) -> str:

@@ -445,6 +445,7 @@ class DecodeSide(TransferPart):
             now - load.ordered_at,
             "+".join(sorted(load.moved)),
             load.error,
+            on_device=load.on_device and load.error is None and load.order.prefix is not None,
         )
         if load.order.wants_outcome:
             digest = load.digest() if load.error is None else ""

@@ -99,6 +99,7 @@ class LoadRecord:
     dropped this node's connection, and was greeted anew. ``given_back``: the peer was informed of the
     failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as far as known,
     renewed at ``renew_at``. ``is_ragged``: see ``Results``. ``attachment``: what came with the KV.
+    ``on_device``: all ranks that sent named KV so far had it on their device.
     ``changed`` is called with the load when it has to be advanced.
     """
 
@@ -120,6 +121,7 @@ class LoadRecord:
     renew_at: float = math.inf
     is_ragged: bool = False
     attachment: bytes = b""
+    on_device: bool = True
 
     @property
     def handle(self) -> str:

@@ -231,6 +231,7 @@ class RankFetches:
         if math.isfinite(written.seconds):
             load.seconds = max(load.seconds, written.seconds)
         load.attachment = load.attachment or written.attachment
+        load.on_device &= written.on_device
         self._leave(fetch, RankFetchEvent.ARRIVE, now)
         if fetch.landing is not None:
             # The fetch needs no more slots.

@@ -226,6 +226,8 @@ class Receipts:
                 engine_id=first.engine_id[:_MOST_ID],
                 lane="+".join(lanes),
                 identity=theirs,
+                # A source answers a lookup without which of its memories has it.
+                tier="device" if all(one.on_device for one in record.outcomes) else load.tier,
             )
         self._add(record, load)
 

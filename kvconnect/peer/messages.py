@@ -253,7 +253,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     that every byte was written under the lease's ``epoch``. ``again``: the prefill has lost the blocks that
     were sent and computes them again, so D may repeat the fetch. ``unsettled``, if not quiescent, are the
     generations of the slots that may still be written; None if P does not know them. ``attachment``: what P's
-    serving stack sends along with the KV.
+    serving stack sends along with the KV. ``on_device``: KV that was fetched by name lay on P's device.
     """
 
     transfer_id: int
@@ -267,6 +267,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     epoch: Epoch = 0
     unsettled: Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_CHUNKS)] | None = None
     attachment: Annotated[bytes, msgspec.Meta(max_length=MAX_ATTACHMENT_BYTES)] = b""
+    on_device: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

@@ -90,6 +90,7 @@ class Sending:
             epoch=self.epoch,
             unsettled=tuple(self.unsettled) if isinstance(self.outbox, SlotOutbox) else None,
             attachment=b"" if held is None else held.order.attachment,
+            on_device=held is not None and held.kept is not None and held.kept.on_device,
         )
 
     @property

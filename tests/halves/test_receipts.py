@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,6 +157,20 @@ def test_kv_that_is_not_fetched_has_its_cause():
     (receipt,) = half.build_orders().receipts
     assert receipt["tokens"] == {"unserved": 40}
     assert receipt["loads"][0]["ended"] == "parameters_refused"
+
+
+@pytest.mark.parametrize(("on_device", "tier"), [([True, True], "device"), ([True, False], "disk")])
+def test_named_kv_was_on_the_device_where_all_ranks_report_it(on_device, tier):
+    made, request = receipts(), Request("r", 40, dict(ASKED))
+    made.new_request(request)
+    made.looked_up("r", 0)
+    # What the answer to the lookup lets D assume.
+    made.admitted(request, LoadPart(origin="peer", tokens=40, ended="", tier="disk"), {"peer": 40}, "")
+    outcomes = tuple(msgspec.structs.replace(loaded("r"), on_device=one) for one in on_device)
+    made.update_results(Results(received=("r",), outcomes=outcomes))
+    request.num_tokens += 1
+    (load,) = verify(made.finished(request, None, delivered=True), SECRET).loads
+    assert load.tier == tier
 
 
 def of_prefill(handle="h", secret=SECRET):

@@ -134,12 +134,27 @@ FRAMES = [
         m.Renewed((("h", 9),), (("i", Cause.LOST("no")),), ("j",)),
         "94a772656e657765649192a168099192a16992ae6c6f73745f776974685f70656572a26e6f91a16a",
     ),
-    (m.Landed(3, 1, 7, 4096, 2**64 - 1, 9), "97a66c616e646564030107cd1000cfffffffffffffffff09"),
-    (m.Landed(3, 1, 7, 4096, None), "97a66c616e646564030107cd1000c000"),
-    (m.Written(1, True, True, 5, 1, 0.5, None), "9ca77772697474656e01c3c30501cb3fe0000000000000c0c200c0c400"),
+    (m.Landed(3, 1, 7, 4096, 2**64 - 1, 9), "98a66c616e646564030107cd1000cfffffffffffffffff09c2"),
+    (m.Landed(3, 1, 7, 4096, None, coded=True), "98a66c616e646564030107cd1000c000c3"),
     (
-        m.Written(1, False, True, 5, 1, 0.5, Cause.PROTOCOL("no"), again=True, epoch=9, attachment=b"a"),
-        "9ca77772697474656e01c2c30501cb3fe000000000000092a870726f746f636f6ca26e6fc309c0c40161",
+        m.Written(1, True, True, 5, 1, 0.5, None),
+        "9da77772697474656e01c3c30501cb3fe0000000000000c0c200c0c400c2",
+    ),
+    (
+        m.Written(
+            1,
+            False,
+            True,
+            5,
+            1,
+            0.5,
+            Cause.PROTOCOL("no"),
+            again=True,
+            epoch=9,
+            attachment=b"a",
+            on_device=True,
+        ),
+        "9da77772697474656e01c2c30501cb3fe000000000000092a870726f746f636f6ca26e6fc309c0c40161c3",
     ),
 ]
 
@@ -176,7 +191,7 @@ def test_a_greeting_of_version_8_has_its_fields_in_this_order():
     assert row[:10] == ["l", 0, 0, [0, 2], "int8", 4096, 4, 128, 128, [1, 2, 16, 4, 128, 64, 4]]
     assert geometry == [[0, 16, 1, "Full"]]
     memory = ["boot pid", 4711, 5, b"0123456789abcdef", 4096, 1 << 20]
-    assert read[2][7:] == [1 << 20, 8192, 64, 256, ["s", 16], memory]
+    assert read[2][7:] == [1 << 20, 8192, 64, 256, ["s", 16], memory, False]
 
 
 @pytest.mark.parametrize(

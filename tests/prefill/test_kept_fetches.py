@@ -36,6 +36,7 @@ def pulled(ranks, request="a", num_tokens=64, known_tokens=0):
         assert not worker.cache.differences(truth, blocks)
         now = worker.cache.outside(blocks)
         assert all(np.array_equal(now[name], untouched[name]) for name in untouched)
+    assert not any(written.on_device for written in ranks.network.heard(m.Written))
     ranks.assert_idle()
 
 

@@ -35,6 +35,7 @@ def test_a_prompt_arrives_from_the_device_whatever_shapes_both_have(shape, ranks
     made.run_until_ended()
     assert not made.failed
     assert not any(worker.cache.differences(truth, blocks) for worker in made.decode)
+    assert all(written.on_device for written in made.network.heard(m.Written))
     made.assert_idle()
 
 
