@@ -82,7 +82,8 @@ def servers(request, tmp_path_factory):
     recipe = write_model(kind, folder)
     reference = Reference(kind, recipe, folder)
     # Windows over cached blocks round by how many tokens a step has.
-    with pair(recipe, folder, engine, options=EXACT if kind == "sliding" else ()) as (prefill, decode):
+    options, coding = EXACT if kind == "sliding" else (), "on" if kind == "gqa" else "off"
+    with pair(recipe, folder, engine, options=options, exponent_coding=coding) as (prefill, decode):
         yield kind, prefill, decode, reference
 
 
@@ -102,6 +103,8 @@ def test_every_request_is_token_exact_and_every_byte_landed(servers):
     at_least = len([length for length in reference.lengths if length > 1])
     layers = assert_bytes_landed(prefill, decode, at_least)
     assert len(layers) == LAYERS[kind]
+    is_coded = "travels with coded exponents" in prefill.log.read_text()
+    assert is_coded == (kind == "gqa")
 
 
 def test_the_bytes_of_prompts_of_every_length_land(servers):
