@@ -195,6 +195,8 @@ class LandingBay:
             return f"chunk {message.chunk} is coded, which this node has not offered to decode"
         length_bytes = landing.staged[message.chunk].total_bytes
         length_bytes = coded_bytes(length_bytes) if message.coded else length_bytes
+        if length_bytes > slot.length_bytes:
+            return f"the code of chunk {message.chunk} has {length_bytes} bytes, its slot {slot.length_bytes}"
         if message.length_bytes != length_bytes:
             return f"chunk {message.chunk} has {message.length_bytes} of {length_bytes} bytes"
         if self._check_digest and message.digest is None:

@@ -74,6 +74,8 @@ class ExponentCoder:
         most_bytes: the size of the largest slot.
     """
 
+    _most_measured = _MEASURED_BYTES
+
     def __init__(self, most_bytes: int, device: torch.device | str = "cpu") -> None:
         self._plain = torch.zeros(
             div_ceil(most_bytes, TILE_BYTES) * TILE_BYTES, dtype=torch.uint8, device=device
@@ -120,8 +122,6 @@ class ExponentCoder:
         for first in range(0, len(tiles), _TILES_AT_ONCE):
             at_once = slice(first, first + _TILES_AT_ONCE)
             _decode(coded[at_once], tiles[at_once])
-
-    _most_measured = _MEASURED_BYTES
 
     def _finish(self) -> None:
         """Wait for all work."""

@@ -85,6 +85,21 @@ def test_what_is_written_through_shared_memory_is_not_coded():
     assert not any(coded for coded, _ in landed)
 
 
+def test_code_that_no_slot_can_hold_is_not_decoded():
+    """A small chunk's code is longer than the chunk, and may be longer than the slot."""
+    pair = Pair(ExtraConfig(exponent_coding="on"), slot_bytes=2048)
+
+    def tap(message):
+        if isinstance(message, Landed):
+            return [msgspec.structs.replace(message, coded=True, length_bytes=6256)]
+        return [message]
+
+    pair.network.taps.append(tap)
+    pair.start()
+    pair.run(1.0)
+    assert "the code of chunk 0 has 6256 bytes, its slot 2048" in pair.decode.failed["a"]
+
+
 def test_a_chunk_whose_code_is_longer_is_not_coded():
     pair = made()
     pair.start("a", SOURCE[:16], TARGET[:16])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from tests.vllm.servers import EXACT, pair, random_prompt
+from tests.vllm.servers import EXACT, pair, random_prompt, send_signal
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.servers]
@@ -42,23 +44,38 @@ def test_what_waits_is_received_and_answered_as_ever(tmp_path, kind, ranks):
         cpus=("0|1", "0|1") if ranks else ("0", "1"),
     ) as (prefill, decode):
         prompts = [random_prompt(length, 60 + number) for number, length in enumerate(LENGTHS)]
-        handed = [prefill.prefilled(prompt) for prompt in prompts]
+        expected = [prefill.local_tokens(prompt) for prompt in prompts]
         before = decode.loaded_tokens()
-        with ThreadPoolExecutor(1 + len(prompts)) as pool:
-            # As long as this one runs no other gets blocks.
-            first = pool.submit(decode.tokens, random_prompt(300, 59), max_tokens=600)
-            time.sleep(0.5)
-            waiting = [
-                pool.submit(decode.tokens, prompt, kv_transfer_params=params)
-                for prompt, params in zip(prompts, handed, strict=True)
-            ]
-            prefill.wait_idle()
-            assert not any(answer.done() for answer in (first, *waiting)), "their blocks were free before"
-            answers = [answer.result() for answer in waiting]
+        with waiting(prefill, decode, prompts, 59) as answers:
+            pass
+        assert [answer.result() for answer in answers] == expected
         assert decode.metrics(outcome="parked")["vllm:kvconnect_transfers_total"] == len(prompts) * (
             2 if ranks else 1
         )
         assert decode.loaded_tokens() > before
-        assert decode.metrics().get("vllm:kvconnect_failures_total", 0) == 0
-        assert answers == [prefill.local_tokens(prompt) for prompt in prompts]
+        # Once it is parked, the prefill server is not needed any more.
+        decode.fetch("/reset_prefix_cache?reset_external=true", {})
+        with waiting(prefill, decode, prompts, 58) as answers:
+            send_signal(prefill, signal.SIGKILL)
+        assert [answer.result() for answer in answers] == expected
+        failures = decode.metrics()
+        lost = decode.metrics(reason="peer_lost").get("vllm:kvconnect_failures_total", 0)
+        assert failures.get("vllm:kvconnect_failures_total", 0) == lost
         decode.wait_idle()
+
+
+@contextmanager
+def waiting(prefill, decode, prompts, seed):
+    """The answers to prompts whose KV was received while the decode server had no block for them."""
+    handed = [prefill.prefilled(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(1 + len(prompts)) as pool:
+        # As long as this one runs no other gets blocks.
+        first = pool.submit(decode.tokens, random_prompt(300, seed), max_tokens=600)
+        time.sleep(0.5)
+        answers = [
+            pool.submit(decode.tokens, prompt, kv_transfer_params=params)
+            for prompt, params in zip(prompts, handed, strict=True)
+        ]
+        prefill.wait_idle()
+        assert not any(answer.done() for answer in (first, *answers)), "their blocks were free before"
+        yield answers
