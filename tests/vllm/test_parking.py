@@ -43,19 +43,21 @@ def test_what_waits_is_received_and_answered_as_ever(tmp_path, kind, ranks):
         decode_options=["--max-num-seqs", "1"],
         cpus=("0|1", "0|1") if ranks else ("0", "1"),
     ) as (prefill, decode):
-        prompts = [random_prompt(length, 60 + number) for number, length in enumerate(LENGTHS)]
-        expected = [prefill.local_tokens(prompt) for prompt in prompts]
+        prompts, others = (
+            [random_prompt(length, seed + number) for number, length in enumerate(LENGTHS)]
+            for seed in (60, 70)
+        )
         before = decode.loaded_tokens()
         with waiting(prefill, decode, prompts, 59) as answers:
             pass
-        assert [answer.result() for answer in answers] == expected
+        assert [answer.result() for answer in answers] == [prefill.local_tokens(one) for one in prompts]
         assert decode.metrics(outcome="parked")["vllm:kvconnect_transfers_total"] == len(prompts) * (
             2 if ranks else 1
         )
         assert decode.loaded_tokens() > before
         # Once it is parked, the prefill server is not needed any more.
-        decode.fetch("/reset_prefix_cache?reset_external=true", {})
-        with waiting(prefill, decode, prompts, 58) as answers:
+        expected = [prefill.local_tokens(one) for one in others]
+        with waiting(prefill, decode, others, 58) as answers:
             send_signal(prefill, signal.SIGKILL)
         assert [answer.result() for answer in answers] == expected
         failures = decode.metrics()
