@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -104,22 +105,35 @@ class KVConnectLinker(PageTiers, UnifiedCacheLinker):
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Always true: all ranks have the same offloads, also those for which one has no room."""
-        names, pages = _names(transfers), self._page_ids(transfers)
+        with self._after_forward():
+            self.store(_names(transfers), self._page_ids(transfers))
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        # A forward that was launched may still write to pages that SGLang has freed and given out anew.
+        with self._after_forward():
+            return super().start_layer_wise_loading()
+
+    @contextmanager
+    def _after_forward(self) -> Iterator[None]:
+        """After all that forwards write, on a stream of its own: the scheduler's goes on meanwhile."""
         if self._side is None:
-            self.store(names, pages)
-            return True
+            yield
+            return
         for event in self.record_offload_ready():
             self._side.wait_event(event)
-        # The scheduler's own stream goes on: SGLang keeps the pages until they are copied.
         with torch.cuda.stream(self._side):
-            self.store(names, pages)
-        return True
+            yield
 
     def held(self, queue: Sequence[Any], tree_cache: Any) -> set[str]:
         """The ids of waiting requests for which lower tiers are read, on any rank."""
         every = [req.rid for req in queue]
         self._looked_up.intersection_update(every)
         self.forget_others({*every})
+        # Of requests that found all of it on the device when they were admitted SGLang forgets none.
+        markers = tree_cache.linker.hit_markers
+        for rid in markers.keys() - {*every}:
+            del markers[rid]
         for req in queue[:_MOST_HELD]:
             if req.rid not in self._looked_up:
                 self._looked_up.add(req.rid)
@@ -163,9 +177,15 @@ def free_offloaded(scheduler: Any, *given: Any, **more: Any) -> None:
 
 
 def weights_replaced(result: Any, *given: Any, **more: Any) -> None:
-    """After SGLang has replaced weights of this process."""
+    """After SGLang, or a peer that writes to this process, has replaced weights."""
     for linker in _linkers:
         linker.replace_weights()
+
+
+def settle(*given: Any, **more: Any) -> None:
+    """Before SGLang gives the memory of pages back: no page is read or written any more."""
+    for linker in _linkers:
+        linker.settle()
 
 
 @functools.cache
@@ -173,7 +193,9 @@ def _add_hooks() -> None:
     """Here, where SGLang's scheduler is imported already; the plugin imports nothing slow."""
     HookRegistry.register(f"{_SCHEDULER}.get_new_batch_prefill", hold_back, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.process_decode_queue", free_offloaded, HookType.BEFORE)
-    HookRegistry.register(f"{_WEIGHTS}.flush_cache_after_weight_update", weights_replaced, HookType.AFTER)
+    for update in ("flush_cache_after_weight_update", "end_weight_update"):
+        HookRegistry.register(f"{_WEIGHTS}.{update}", weights_replaced, HookType.AFTER)
+    HookRegistry.register(f"{_WEIGHTS}.release_memory_occupation", settle, HookType.BEFORE)
     HookRegistry.apply_hooks()
 
 

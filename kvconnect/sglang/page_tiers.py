@@ -83,17 +83,22 @@ class PageTiers:
         self._storing: deque[tuple[Sequence[bytes], list[bytes]]] = deque()
         """The pages of each call of ``store``, and those of them that it copies."""
         self._stored: deque[bool] = deque()
+        self._has_new_weights = False
 
     # Lookups and loads
 
     def find(self, request: str, names: Sequence[bytes]) -> int:
         """How many of these pages, from the first on, can be restored now; lower tiers are read for more."""
+        self._name_weights()
         pages = self._asked.get(request)
-        if pages is None or pages.names != names:
+        # SGLang asks for a page more where it sorts its queue than where it admits a request.
+        count = 0 if pages is None else min(len(pages.names), len(names))
+        is_same = pages is not None and list(pages.names[:count]) == list(names[:count])
+        if pages is None or not is_same or len(names) > count + 1:
             self.forget([request])
             pages = self._asked[request] = self._pages(names)
             self.scheduler.new_request(pages, writes=False)
-        return (self._matched(pages) or 0) // self._page_tokens
+        return min(len(names), (self._matched(pages) or 0) // self._page_tokens)
 
     def is_waiting(self, request: str) -> bool:
         """Whether lower tiers are still read for a request that looked its pages up."""
@@ -157,6 +162,7 @@ class PageTiers:
 
         They may be overwritten once ``num_completed_offloads`` counts them.
         """
+        self._name_weights()
         pages = self._pages(names)
         computed = Computed(pages.request_id, pages.num_tokens - 1, (list(page_ids),))
         # Others may be on their way from lower tiers, which take their time.
@@ -206,18 +212,32 @@ class PageTiers:
         self.forget_others(())
         for request in list(self._queued):
             self.cancel_queued_load(request)
-        while self._loading or (self.num_completed_offloads() >= 0 and self._storing):
-            self._await_results()
+        self.settle()
         self._stored.clear()
         self._failed.clear()
         self.scheduler.reset()
         self._order()
 
+    def settle(self) -> None:
+        """Wait until no page is read or written."""
+        self.num_completed_offloads()
+        while self._loading or self._storing:
+            self._await_results()
+            self.num_completed_offloads()
+
     def replace_weights(self) -> None:
-        """Other weights: their pages have names of their own, which no later process knows."""
+        """Other weights: their pages have names of their own, which no later process knows.
+
+        There may be many of these before the next page is looked up or kept.
+        """
         self.scheduler.reset()
         self._order()
-        self.worker.replace_weights({"replaced": uuid.uuid4().hex})
+        self._has_new_weights = True
+
+    def _name_weights(self) -> None:
+        if self._has_new_weights:
+            self._has_new_weights = False
+            self.worker.replace_weights({"replaced": uuid.uuid4().hex})
 
     def close(self) -> None:
         self.worker.close()

@@ -83,6 +83,12 @@ def test_hooks_are_where_sglang_calls_them(make):
     for name, modules in called.items():
         assert name in patched
         assert all(f"self.{name}(" in inspect.getsource(module) for module in modules)
+    # These the scheduler's dispatcher calls, which is made after the linker.
+    for name in ("end_weight_update", "release_memory_occupation"):
+        assert name in patched
+        assert f"self.weight_updater.{name}," in inspect.getsource(
+            scheduler.Scheduler.init_request_dispatcher
+        )
     # Where SGLang asks a decode server for ended offloads itself, ``free_offloaded`` can go.
     assert (
         "if self.enable_decode_hicache:\n            self.tree_cache.check_hicache_events()"
@@ -371,6 +377,61 @@ def test_replaced_weights_share_no_names_with_any_process(make, tmp_path):
     again = make(**on_disk(tmp_path))
     again.settle()
     assert again.served(LONG).loaded == 0
+
+
+def test_many_updates_in_a_row_open_the_tiers_once(make, tmp_path, monkeypatch):
+    rig, renamed = make(**on_disk(tmp_path)), []
+    rig.served(LONG)
+    monkeypatch.setattr(rig.linker.worker, "replace_weights", renamed.append)
+    for _ in range(50):
+        linker_module.weights_replaced((True, ""))
+    assert not renamed
+    rig.cache.reset()
+    rig.allocator.clear()
+    rig.served(LONG)
+    assert len(renamed) == 1
+
+
+def test_before_memory_is_given_back_no_page_is_copied(make):
+    rig = make()
+    rig.run(Request(LONG))
+    rig.cache.check_hicache_events()
+    linker_module.settle(object())
+    assert not rig.linker._storing
+    assert rig.linker.num_completed_offloads() == len(rig.cache.linker.pending_offloads)
+
+
+def test_a_lookup_of_a_page_less_or_more_keeps_what_was_found(make):
+    rig = make()
+    rig.served(LONG)
+    rig.leave_device()
+    names = [
+        bytes.fromhex(name) for name in get_storage_hash_str(Request(LONG).key(WHOLE), None, page_size=PAGE)
+    ]
+    assert rig.linker.find("r", names) == len(names)
+    lookup = rig.linker._asked["r"]
+    assert rig.linker.find("r", names[:-1]) == len(names) - 1
+    assert rig.linker.find("r", names) == len(names)
+    assert rig.linker._asked["r"] is lookup
+    # Without the first page, which is on the device now: other names are another lookup.
+    assert rig.linker.find("r", names[1:]) == len(names) - 1
+    assert rig.linker._asked["r"] is not lookup
+    rig.linker.forget_others(())
+
+
+def test_a_hit_that_is_not_taken_is_forgotten(make):
+    """The first of some requests of one prompt restores it; the others find it on the device."""
+    rig = make()
+    rig.served(LONG)
+    rig.leave_device()
+    waiting = [Request(LONG) for _ in range(3)]
+    scheduler = SimpleNamespace(waiting_queue=waiting, tree_cache=rig.cache)
+    linker_module.hold_back(lambda scheduler: None, scheduler)
+    assert rig.cache.linker.hit_markers.keys() == {request.rid for request in waiting}
+    rig.run(waiting[0])
+    rig.run(*waiting[1:])
+    rig.run(Request(OTHER))
+    assert not rig.cache.linker.hit_markers
 
 
 @pytest.mark.parametrize(
