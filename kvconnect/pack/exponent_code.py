@@ -84,11 +84,6 @@ class ExponentCoder:
         self.bytes_per_s = 0.0
         """The rate of coding followed by decoding, before it is measured 0."""
 
-    @property
-    def length_bytes(self) -> int:
-        """The bytes of its memory."""
-        return self._plain.nbytes
-
     def measure(self, slot: int, slot_bytes: int) -> None:
         """Measure its rate, with any slot that is free: the best of three."""
         length, best_s = min(self._most_measured, slot_bytes) // TILE_BYTES * TILE_BYTES, math.inf

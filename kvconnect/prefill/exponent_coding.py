@@ -29,7 +29,7 @@ class ExponentCoding:
     def is_on(self, bytes_per_s: float) -> bool:
         """Whether chunks are to be coded over a link of this rate, 0 if that is unknown."""
         pays = self._always or (bytes_per_s > 0 and self._coder.pays_below(bytes_per_s))
-        is_on = pays and self._failures < _MOST_FAILURES
+        is_on = pays and not self.has_given_up
         if is_on and not self._is_logged:
             self._is_logged = True
             logger.info(
@@ -40,12 +40,20 @@ class ExponentCoding:
             )
         return is_on
 
+    @property
+    def has_given_up(self) -> bool:
+        """No more chunks are coded: those before could not be."""
+        return self._failures >= _MOST_FAILURES
+
     def ended(self, has_failed: bool) -> None:
         """A chunk was coded, or could not be and is packed again as it is."""
-        self._failures = self._failures + 1 if has_failed else 0
         if has_failed:
             self._metrics.failures.labels("exponents").inc()
-        if self._failures == _MOST_FAILURES:
+        if self.has_given_up:
+            # The last of those that were under way.
+            return
+        self._failures = self._failures + 1 if has_failed else 0
+        if self.has_given_up:
             logger.warning(
                 "KV to %s travels as it is: %d chunks in a row have values that exponent_coding cannot code; "
                 "set it to off for this model",

@@ -247,10 +247,11 @@ class SlotOutbox:
     def _take_packed(self, stopping: bool = False) -> Iterator[Parcel]:
         while self._kernels and self._kernels[0].ticket.done:
             parcel = self._kernels.popleft()
-            if parcel.staged is not None and self._has_failed(parcel) and not stopping:
-                assert parcel.slot is not None, "nothing is coded into a landing slot"
-                self._pack(parcel.slot, parcel.chunk, parcel.staged, parcel.grant, coded=False)
-                continue
+            if parcel.staged is not None and self._coding is not None and parcel.slot is not None:
+                self._coding.ended(has_failed := parcel.ticket.has_failed)
+                if has_failed and not stopping:
+                    self._pack(parcel.slot, parcel.chunk, parcel.staged, parcel.grant, coded=False)
+                    continue
             self._note(Moment.PACKED, parcel.chunk)
             if parcel.slot is None:
                 self._note(Moment.WRITTEN, parcel.chunk)
@@ -284,8 +285,8 @@ class SlotOutbox:
             self._kernels.append(Parcel(chunk, None, grant, ticket, length_bytes, seconds))
             return
         slot = self._pool.take(SlotEvent.PACK, self._holder)
-        is_shorter = self._coding is not None and coded_bytes(length_bytes) < length_bytes
-        self._pack(slot, chunk, staged, grant, coded=is_shorter)
+        is_coding = self._coding is not None and not self._coding.has_given_up
+        self._pack(slot, chunk, staged, grant, coded=is_coding and coded_bytes(length_bytes) < length_bytes)
 
     def _pack(self, slot: Slot, chunk: int, staged: StagedChunk, grant: Grant, coded: bool) -> None:
         seed = grant.generation if self._with_digest else None
@@ -298,12 +299,6 @@ class SlotOutbox:
         length_bytes = coded_bytes(staged.total_bytes) if coded else staged.total_bytes
         kept = staged if coded else None
         self._kernels.append(Parcel(chunk, slot, grant, ticket, length_bytes, staged=kept))
-
-    def _has_failed(self, parcel: Parcel) -> bool:
-        """Whether a chunk could not be coded, which is reported either way."""
-        assert self._coding is not None
-        self._coding.ended(parcel.ticket.has_failed)
-        return parcel.ticket.has_failed
 
     def peek(self) -> Columns | None:
         """The batch that can be submitted next; None while there is none."""

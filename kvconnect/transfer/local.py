@@ -267,12 +267,19 @@ def _codes(config: ExtraConfig, device: torch.device) -> bool:
 def _make_coder(arena: Arena, stream: torch.cuda.Stream | None) -> ExponentCoder:
     """The coder of chunks for slots of this size, its rate measured."""
     coder: ExponentCoder
-    if arena.device.type == "cuda":
-        from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
+    try:
+        if arena.device.type == "cuda":
+            from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
 
-        coder = TritonExponentCoder(arena.slot_bytes, arena.device, stream)
-    else:
-        coder = ExponentCoder(arena.slot_bytes)
+            coder = TritonExponentCoder(arena.slot_bytes, arena.device, stream)
+        else:
+            coder = ExponentCoder(arena.slot_bytes)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        raise ConfigError(
+            f"exponent_coding takes {arena.slot_bytes} bytes more, which do not fit on {arena.device}; leave "
+            "more of its memory free (under vLLM: a lower gpu_memory_utilization), or set it to off: "
+            f"{error}"
+        ) from error
     coder.measure(arena.addresses[0], arena.slot_bytes)
     logger.info("exponents are coded and decoded at %.1f GB/s", coder.bytes_per_s / 1e9)
     return coder

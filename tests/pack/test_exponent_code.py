@@ -127,7 +127,7 @@ def test_no_more_is_measured_than_a_slot_and_the_memory_beside_it_hold(tiles, re
     coder.measure(slot.ctypes.data, slot_bytes)
     measured = {TILE * tiles} if tiles else set()
     assert set(getattr(coder, "lengths", ())) == measured
-    assert all(coded_bytes(length) <= slot_bytes <= coder.length_bytes for length in measured)
+    assert all(coded_bytes(length) <= slot_bytes <= coder._plain.nbytes for length in measured)
     assert (coder.bytes_per_s > 0) == bool(tiles)
 
 

@@ -28,10 +28,7 @@ def made(prefill="on", decode="on", **more):
     pair = Pair(
         config,
         prefill_config=ExtraConfig(exponent_coding=prefill),
-        slot_bytes=SLOT,
-        prefill_blocks=900,
-        decode_blocks=800,
-        **more,
+        **{"slot_bytes": SLOT, "prefill_blocks": 900, "decode_blocks": 800, **more},
     )
     words = pair.prefill.storage.view(torch.int16)
     words.copy_(torch.randn(words.shape).to(torch.bfloat16).view(torch.int16))
@@ -122,6 +119,15 @@ def test_chunks_that_cannot_be_coded_are_packed_again_and_after_some_of_them_no_
     assert len([one for one in caplog.records if "exponent_coding" in one.message]) == 1
     pair.run(60, step_s=1)
     pair.assert_idle()
+
+
+def test_a_request_of_many_chunks_stops_trying_before_it_ends():
+    pair = made(slot_bytes=SLOT // 2)
+    spoil(pair)
+    landed = handed_over(pair)
+    assert len(landed) > 8
+    assert not any(coded for coded, _ in landed)
+    assert pair.prefill.count("failures", reason="exponents") == 8
 
 
 def test_a_chunk_that_cannot_be_coded_travels_beside_coded_ones():
