@@ -251,7 +251,8 @@ def _become(
 
         traceback.print_exc()
     finally:
-        Path(code_file).write_text(str(code))
+        with contextlib.suppress(OSError):
+            Path(code_file).write_text(str(code))
         # Engines' libraries may stumble over an interpreter's end; a server that has ended needs none.
         os._exit(code)
 
