@@ -27,7 +27,7 @@ help: ## what there is to make
 setup: ## make .venv with everything; then .venv/bin/kvconnect works
 	@deploy/setup.sh
 
-setup-system: ## the system packages that setup and setup-vllm need; they may then be made at the same time
+setup-system: ## the system packages that the environments need; these may then be made at the same time
 	@deploy/setup.sh system
 
 demo: setup ## prove it: every engine with every model, token-exact against a single node

@@ -28,3 +28,27 @@ finished() {
   echo "$wanted" >"$stamp"
   say "done: $*"
 }
+
+# Adds to `missing` the packages that SGLang compiles the hash of its pages with, at the first use.
+find_compilers() {
+  command -v g++ >/dev/null || missing+=(g++)
+  local headers
+  headers=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+  [ -e "$headers/Python.h" ] || missing+=(python3-dev)
+  compgen -G '/usr/include/openssl/sha.h' >/dev/null || missing+=(libssl-dev)
+}
+
+# Installs the system packages in `missing`, as root with apt-get; else says what to do.
+install_missing() {
+  if [ ${#missing[@]} -eq 0 ]; then
+    say "system packages: all there"
+  elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "system packages: installing ${missing[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq
+    apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+  else
+    say "system packages: ${missing[*]} missing, and only root with apt-get can install them here;" \
+      "run: sudo apt-get update && sudo apt-get install ${missing[*]}   (going on without)" >&2
+  fi
+}

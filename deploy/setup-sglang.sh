@@ -18,6 +18,9 @@ TORCH=${TORCH:-torch==2.13.0}
 
 . deploy/environment.sh
 exit_if_unchanged "$TORCH $SGLANG" pyproject.toml
+missing=()
+find_compilers
+install_missing
 make_venv
 say "installing $TORCH, and kvconnect with both engines"
 pip install -qq "$TORCH"
@@ -31,4 +34,9 @@ pip install -qq "$TORCH" transformers==5.19.0 triton==3.9.0 \
   setproctitle soundfile tiktoken timm uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard anthropic \
   apache-tvm-ffi==0.1.11 "kernels<0.15"
 pip install -qq --no-deps "sglang==$SGLANG" torchvision==0.28.0 sglang-router==0.3.2
+# Now, since a server would compile it while its first request waits.
+say "compiling SGLang's hash of pages"
+"$VENV/bin/python" -c 'import tests.sglang.stand_ins.sitecustomize
+from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash
+get_native_hash([1, 2], None, 1)' >/dev/null
 finished "sglang $SGLANG in $VENV"

@@ -42,18 +42,8 @@ done
 case ",$EXTRAS," in *,dev,*) command -v ip >/dev/null || missing+=(iproute2) ;; esac
 # Which RDMA cards libibverbs can drive; nothing links to it.
 if [ -e /sys/class/infiniband ] && [ ! -e /etc/libibverbs.d ]; then missing+=(ibverbs-providers); fi
-if [ ${#missing[@]} -eq 0 ]; then
-  say "system packages: all there"
-elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  say "system packages: installing ${missing[*]}"
-  export DEBIAN_FRONTEND=noninteractive
-  apt-get update -qq
-  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
-else
-  say "system packages: ${missing[*]} missing, and only root with apt-get can install them here;" \
-    "run: sudo apt-get update && sudo apt-get install ${missing[*]}   (going on without)" >&2
-fi
-
+if [ "${1:-}" = system ]; then find_compilers; fi
+install_missing
 if [ "${1:-}" = system ]; then exit 0; fi
 
 # --- the virtual environment ----------------------------------------------------------------------
