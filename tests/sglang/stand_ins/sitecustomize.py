@@ -6,6 +6,7 @@ Python decorates are declared before its import; none is called for a text model
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -27,4 +28,8 @@ class _BeforeTorchvision:
                 library.define(operator + _SIGNATURE)
 
 
+# A program of this environment, ninja, compiles SGLang's hash of pages, or finds that it is compiled.
+_programs, _path = os.path.dirname(sys.executable), os.environ.get("PATH", "")
+if _programs not in _path.split(os.pathsep):
+    os.environ["PATH"] = os.pathsep.join((_programs, _path))
 sys.meta_path.insert(0, _BeforeTorchvision())  # type: ignore[arg-type]
