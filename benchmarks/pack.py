@@ -17,8 +17,7 @@ from benchmarks.harness import Options as BaseOptions
 from benchmarks.harness import Report
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
-from kvconnect.pack.exponent_code import ExponentCoder
-from kvconnect.pack.packer import Packer
+from kvconnect.pack.packer import Packer, make_coder
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
@@ -51,7 +50,7 @@ class _Case:
             torch.ones(self.total_bytes, dtype=torch.uint8, device=device) for _ in range(2)
         )
         self.copy_us = self.time_us(lambda: self.other.copy_(self.slot))
-        self.coder = _coder(self.total_bytes, torch.device(device))
+        self.coder = make_coder(self.total_bytes, torch.device(device))
 
     def time_us(self, call: Callable[[], object]) -> float:
         """Microseconds of a call: on a GPU the median of many runs, on a CPU the best of a few."""
@@ -106,14 +105,6 @@ class _Case:
             "unpack_of_copy": self.copy_us / unpack_us,
             **coded,
         }
-
-
-def _coder(most_bytes: int, device: torch.device) -> ExponentCoder:
-    if device.type == "cpu":
-        return ExponentCoder(most_bytes)
-    from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
-
-    return TritonExponentCoder(most_bytes, device)
 
 
 def _timings(device: str) -> Iterator[dict[str, Any]]:

@@ -194,6 +194,17 @@ def chosen_kernels(kernels: str, device: torch.device) -> str:
     return kernels
 
 
+def make_coder(
+    most_bytes: int, device: torch.device, cuda_stream: torch.cuda.Stream | None = None
+) -> ExponentCoder:
+    """The coder of slots of up to ``most_bytes`` on a device; on CUDA it takes Triton. See ``Packer``."""
+    if device.type != "cuda":
+        return ExponentCoder(most_bytes)
+    from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
+
+    return TritonExponentCoder(most_bytes, device, cuda_stream)
+
+
 def _slot_address(slot: torch.Tensor | int, staged: StagedChunk) -> int:
     address = slot.data_ptr() if isinstance(slot, torch.Tensor) else slot
     if isinstance(slot, torch.Tensor) and (not slot.is_contiguous() or slot.nbytes < staged.total_bytes):

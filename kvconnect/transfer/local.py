@@ -30,7 +30,7 @@ from kvconnect.pack.arena import (
 )
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.exponent_code import ExponentCoder
-from kvconnect.pack.packer import Packer, chosen_kernels
+from kvconnect.pack.packer import Packer, chosen_kernels, make_coder
 from kvconnect.packages import has_triton
 from kvconnect.peer.agreement import wanted_card
 from kvconnect.peer.messages import Introduction
@@ -188,7 +188,7 @@ def open_local(
         ours["scratch_address"], ours["scratch_bytes"] = arena.scratch_address, arena.scratch_bytes
     # High priority: pack kernels are short, and would each wait for the kernels of a prefill.
     stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None  # type: ignore[no-untyped-call]
-    coder = _make_coder(memory[0], stream) if memory and _codes(config.extra, device) else None
+    coder = _measured_coder(memory[0], stream) if memory and _codes(config.extra, device) else None
     if "landing" in arenas:
         ours["memory"], ours["decodes"] = arenas["landing"].card, coder is not None
     local = Local(
@@ -264,16 +264,10 @@ def _codes(config: ExtraConfig, device: torch.device) -> bool:
     return config.exponent_coding != "off" and (device.type != "cuda" or has_triton())
 
 
-def _make_coder(arena: Arena, stream: torch.cuda.Stream | None) -> ExponentCoder:
+def _measured_coder(arena: Arena, stream: torch.cuda.Stream | None) -> ExponentCoder:
     """The coder of chunks for slots of this size, its rate measured."""
-    coder: ExponentCoder
     try:
-        if arena.device.type == "cuda":
-            from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
-
-            coder = TritonExponentCoder(arena.slot_bytes, arena.device, stream)
-        else:
-            coder = ExponentCoder(arena.slot_bytes)
+        coder = make_coder(arena.slot_bytes, arena.device, stream)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         raise ConfigError(
             f"exponent_coding takes {arena.slot_bytes} bytes more, which do not fit on {arena.device}; leave "
