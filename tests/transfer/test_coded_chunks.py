@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import msgspec
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from kvconnect.peer.messages import Landed
 from kvconnect.prefill.calibration import ProbeOutbox
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import Pair
+from tests.transfer.test_hostile import change
 
 SLOT = 32 << 10
 BLOCKS = 680
@@ -85,13 +85,7 @@ def test_what_is_written_through_shared_memory_is_not_coded():
 def test_code_that_no_slot_can_hold_is_not_decoded():
     """A small chunk's code is longer than the chunk, and may be longer than the slot."""
     pair = Pair(ExtraConfig(exponent_coding="on"), slot_bytes=2048)
-
-    def tap(message):
-        if isinstance(message, Landed):
-            return [msgspec.structs.replace(message, coded=True, length_bytes=6256)]
-        return [message]
-
-    pair.network.taps.append(tap)
+    change(pair, Landed, coded=True, length_bytes=6256)
     pair.start()
     pair.run(1.0)
     assert "the code of chunk 0 has 6256 bytes, its slot 2048" in pair.decode.failed["a"]
@@ -165,15 +159,8 @@ def test_a_byte_of_the_code_that_changes_on_the_wire_fails_the_request(byte):
     ],
 )
 def test_a_chunk_that_is_reported_otherwise_than_it_was_sent(decode, fields, match):
-    pair, left = made(decode=decode), [1]
-
-    def tap(message):
-        if isinstance(message, Landed) and left[0]:
-            left[0] -= 1
-            return [msgspec.structs.replace(message, **fields)]
-        return [message]
-
-    pair.network.taps.append(tap)
+    pair = made(decode=decode)
+    change(pair, Landed, **fields)
     pair.start("a", SOURCE, TARGET)
     pair.run(1.0)
     assert match in pair.decode.failed["a"]
