@@ -59,6 +59,14 @@ def on_disk(folder, **more):
     return {"disk_path": str(folder), "disk_bytes": DISK_BYTES, **more}
 
 
+def leave_on_disk(make, folder):
+    """A server that has ended leaves the pages of ``LONG`` in a folder."""
+    rig = make(**on_disk(folder))
+    rig.served(LONG)
+    rig.leave_device()
+    rig.cache.release_host_resources()
+
+
 def test_every_method_is_there_and_takes_what_sglang_gives():
     assert not KVConnectLinker.__abstractmethods__
     for name in UnifiedCacheLinker.__abstractmethods__:
@@ -126,10 +134,7 @@ def test_other_salts_find_nothing(make):
 
 
 def test_a_folder_is_found_again(make, tmp_path):
-    first = make(**on_disk(tmp_path))
-    first.served(LONG)
-    first.leave_device()
-    first.cache.release_host_resources()
+    leave_on_disk(make, tmp_path)
     second = make(**on_disk(tmp_path))
     second.settle()
     assert second.served(LONG).loaded == WHOLE
@@ -137,10 +142,7 @@ def test_a_folder_is_found_again(make, tmp_path):
 
 
 def test_another_server_finds_nothing_in_the_folder(make, model, tmp_path, tmp_path_factory):
-    first = make(**on_disk(tmp_path))
-    first.served(LONG)
-    first.leave_device()
-    first.cache.release_host_resources()
+    leave_on_disk(make, tmp_path)
     other = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(model, other)
     (weights,) = other.glob("*.safetensors")
@@ -153,10 +155,7 @@ def test_another_server_finds_nothing_in_the_folder(make, model, tmp_path, tmp_p
 
 
 def test_damage_is_a_miss(make, tmp_path):
-    first = make(**on_disk(tmp_path))
-    first.served(LONG)
-    first.leave_device()
-    first.cache.release_host_resources()
+    leave_on_disk(make, tmp_path)
     tenth = get_storage_hash_str(Request(LONG).key(WHOLE), None, page_size=PAGE)[9]
     (path,) = [path for path in tmp_path.rglob("*.kv") if tenth in path.name]
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -168,10 +167,7 @@ def test_damage_is_a_miss(make, tmp_path):
 
 
 def test_a_disk_that_does_not_answer_is_a_miss(make, tmp_path, monkeypatch):
-    first = make(**on_disk(tmp_path))
-    first.served(LONG)
-    first.leave_device()
-    first.cache.release_host_resources()
+    leave_on_disk(make, tmp_path)
     second = make(**on_disk(tmp_path), wait_s=0.2)
     second.settle()
     (disk,) = second.linker.worker.offload._loop.tiers
@@ -204,10 +200,7 @@ def test_servers_share_a_store(make):
 
 
 def test_a_request_that_left_while_it_waited(make, tmp_path):
-    first = make(**on_disk(tmp_path))
-    first.served(LONG)
-    first.leave_device()
-    first.cache.release_host_resources()
+    leave_on_disk(make, tmp_path)
     second = make(**on_disk(tmp_path))
     second.settle()
     second.run(Request(LONG))
