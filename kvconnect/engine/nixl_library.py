@@ -62,11 +62,20 @@ def start_agent(backend: str, options: dict[str, str]) -> Any:
     except Exception as error:
         settings = f"protocol is {backend!r}"
         if device := options.get("engine_config"):
-            known = ", ".join(sorted(path.name for root in _DEVICE_FOLDERS for path in root.glob("*")))
+            known = ", ".join(sorted(_described(path) for root in _DEVICE_FOLDERS for path in root.glob("*")))
             settings += f", and UCX gets {device} by device_name or host; devices here are {known}"
         raise EngineError(
             f"NIXL cannot start its backend {backend!r}: {error!r}; in kv_connector_extra_config {settings}"
         ) from error
+
+
+def _described(device: Path) -> str:
+    """A device, and its state where that keeps UCX from it: UCX passes over an interface without carrier."""
+    try:
+        state = (device / "operstate").read_text().strip()
+    except OSError:
+        return device.name
+    return device.name if state in ("up", "unknown") else f"{device.name} ({state})"
 
 
 def ucx_options(

@@ -181,6 +181,16 @@ def test_a_device_that_is_not_here_is_named_with_its_key_and_those_that_are() ->
         NixlEngine(device_name="nope0")
 
 
+def test_a_device_without_carrier_is_named_with_its_state(tmp_path, monkeypatch) -> None:
+    for name, state in (("eth0", "up\n"), ("lo", "unknown\n"), ("rail0", "lowerlayerdown\n"), ("mlx5_0", "")):
+        (tmp_path / name).mkdir()
+        if state:
+            (tmp_path / name / "operstate").write_text(state)
+    monkeypatch.setattr(nixl_library, "_DEVICE_FOLDERS", (tmp_path,))
+    with pytest.raises(EngineError, match=r"devices here are eth0, lo, mlx5_0, rail0 \(lowerlayerdown\)$"):
+        nixl_library.start_agent("UCX", {"engine_config": "NET_DEVICES=nope0"})
+
+
 # Transfers that are kept to be posted again.
 
 

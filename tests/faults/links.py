@@ -98,6 +98,8 @@ class Wire(Namespaces):
         for place, namespace in enumerate(self.namespaces):
             run_ip(f"-n {namespace} addr add {self.host(place)}/24 dev kvcw{place}")
             run_ip(f"-n {namespace} link set kvcw{place} up")
+        for place, namespace in enumerate(self.namespaces):
+            wait_running(namespace, f"kvcw{place}")
             ours, theirs = self._ours(place), f"kvcm{place}"
             run_ip(f"link add {ours} type veth peer name {theirs} netns {namespace}")
             run_ip(f"addr add 10.{202 + place}.{self.number}.1/24 dev {ours}")
@@ -165,11 +167,21 @@ def unusable() -> str:
     return ""
 
 
-def run_ip(command: str) -> None:
-    """Run ``ip`` of iproute2. Raises ``KVConnectError``."""
+def run_ip(command: str) -> str:
+    """Run ``ip`` of iproute2 and return what it prints. Raises ``KVConnectError``."""
     done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
     if done.returncode:
         raise KVConnectError(f"ip {command}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def wait_running(namespace: str, device: str) -> None:
+    """Wait for the carrier of a device whose both ends are up.
+
+    The kernel tells of a carrier later than ``ip`` returns, and UCX passes over a device without one.
+    """
+    shown = f"-n {namespace} link show dev {device}"
+    wait_until(lambda: "state UP" in run_ip(shown), 30.0, f"the carrier of {device} in {namespace}")
 
 
 @dataclass

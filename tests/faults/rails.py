@@ -24,7 +24,7 @@ from kvconnect.node.children import Child
 from kvconnect.node.pair_demo import PROTOCOLS
 from kvconnect.peer.keyring import new_secret
 from kvconnect.transfer.orders import Orders
-from tests.faults.links import Namespaces, run_ip
+from tests.faults.links import Namespaces, run_ip, wait_running
 from tests.nursery import nodes_nursery
 from tests.ports import free_port
 
@@ -124,6 +124,8 @@ class Rails(Namespaces):
                 at_once = " nodad" if ":" in link else ""
                 run_ip(f"-n {namespace} addr add {link.format(place + 1)} dev rail{rank}{at_once}")
                 run_ip(f"-n {namespace} link set rail{rank} up")
+            for namespace in self.namespaces:
+                wait_running(namespace, f"rail{rank}")
         self.prefill, self.decode = (
             [self._rank(role, namespace, rank) for rank in range(RANKS)]
             for role, namespace in zip(("kv_producer", "kv_consumer"), self.namespaces, strict=True)
