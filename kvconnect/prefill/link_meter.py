@@ -53,12 +53,11 @@ def transport_over(lane: Transport, bytes_per_s: float, local: Local) -> Transpo
 
     The rate of shared memory depends on the load of the processors, so none is expected of it.
     """
-    expected, _ = expected_rate(local.fabric, lane)
     return msgspec.structs.replace(
         lane,
         device=lane.device[:MOST_TEXT],
         bytes_per_s=min(bytes_per_s, MOST_BYTES_PER_S),
-        expected_bytes_per_s=min(expected, MOST_BYTES_PER_S),
+        expected_bytes_per_s=min(expected_rate(local.fabric, lane), MOST_BYTES_PER_S),
     )
 
 

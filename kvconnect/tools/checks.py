@@ -98,17 +98,17 @@ def _torch(facts: Facts) -> Iterator[Finding]:
     if not version:
         yield failure("torch", "it is not installed", "pip install torch, the build for this machine")
         return
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus))
-    found = f"{version}, {len(machine.gpus)} x {names}" if names else f"{version}, no GPU"
-    hidden = machine.has_nvidia_driver and not machine.gpus
+    names, visible = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus)), machine.visible_gpus
+    found = f"{version}, {visible} x {names}" if visible else f"{version}, no GPU"
+    hidden = bool(machine.gpus) and not visible
     yield warning_if(
         hidden,
         "torch",
-        f"{found}, though the NVIDIA driver is loaded" if hidden else found,
+        f"{found}, though this machine has {len(machine.gpus)} x {names}" if hidden else found,
         "install a CUDA build of torch; look at CUDA_VISIBLE_DEVICES; give a container its GPUs",
     )
     triton = machine.versions.get("triton", "")
-    if not machine.gpus:
+    if not visible:
         yield well("Triton", f"{triton or 'not installed'}; without a GPU numpy packs pages")
     elif not triton:
         yield failure("Triton", "it is not installed, and packs pages on GPUs", "pip install triton")
@@ -257,31 +257,31 @@ def _transport(facts: Facts) -> Iterator[Finding]:
 
 def _gpus(facts: Facts) -> Iterator[Finding]:
     machine = facts.machine
-    if machine.rdma and machine.gpus:
+    if machine.rdma and machine.visible_gpus:
         found, advice = "RDMA devices reach GPU memory by nvidia_peermem", ""
         if not machine.has_peermem:
             found = "RDMA devices reach GPU memory by DMA-BUF"
-            if not all(gpu.has_dmabuf for gpu in machine.gpus):
+            if not machine.has_dmabuf:
                 found = "neither nvidia_peermem nor DMA-BUF: bytes go through host memory"
                 advice = "modprobe nvidia_peermem, or a driver and kernel (5.12) with DMA-BUF"
         yield warning_if(advice, "GPUDirect", found, advice)
         nodes = {port.numa_node for port in machine.active_ports}
-        far = [gpu.index for gpu in machine.gpus if gpu.numa_node not in nodes | {-1}]
+        far = [at for at, gpu in enumerate(machine.gpus) if gpu.numa_node not in nodes | {-1}]
         if far and nodes - {-1}:
             found = f"GPUs {far} are on other nodes than every active RDMA device"
             yield warning(
                 "NUMA", found, "place servers on GPUs beside a device, and name that in device_name"
             )
     if len(machine.gpus) > 1:
-        kinds = ", ".join(sorted(set(machine.links.values())))
-        alone = [gpu.index for gpu in machine.gpus if not gpu.peers]
+        links = machine.most_nvlinks
+        alone = [at for at, gpu in enumerate(machine.gpus) if not gpu.peers]
         reached = f"GPUs {alone} reach no other GPU's memory" if alone else "each GPU reaches others' memory"
-        found = f"{f'links {kinds}' if kinds else 'peer access'}: {reached}"
+        found = f"{f'{links} NVLinks' if links else 'peer access'}: {reached}"
         yield warning_if(alone, "GPU links", found, "nvidia-smi topo -p2p r")
 
 
 def _variables(facts: Facts) -> Iterator[Finding]:
-    environ, has_gpus = facts.machine.environ, bool(facts.machine.gpus)
+    environ, has_gpus = facts.machine.environ, facts.machine.visible_gpus > 0
     shown = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(("UCX_", "MC_"))]
     yield well("variables", ", ".join(shown) or "no UCX_ or MC_ variable is set")
     transports = environ.get("UCX_TLS", "all")
