@@ -71,7 +71,7 @@ def _port(facts: Facts) -> Finding:
         advice = "host, or bind, has to be an address of this machine (ip address)"
         return failure("port", f"{shown} cannot be listened on: {state.problem}", advice)
     if facts.own is not None:
-        own = facts.own.description
+        own = facts.own.value
         return well("port", f"a node serves on {shown}: {own.role}, release {own.release}, {own.lane}")
     if state.taken:
         found = f"{shown} is taken, by no node with our key: {facts.own_problem or facts.key_problem}"

@@ -103,7 +103,7 @@ def _ask(facts: Facts, probes: Probes, peer: str, tokens: int, *, measured: bool
         return
     if measured and pair.has_one_protocol:
         try:
-            yield from check_link(facts, pair.peer[0], address)
+            yield from check_link(facts, pair.peer[0].value, address)
         except KVConnectError as error:
             advice = "look at the rows of engine, transport and caches"
             yield failure("rate", f"nothing came over: {error}", advice)

@@ -12,7 +12,8 @@ from kvconnect.addresses import PortState, is_here, is_loopback, look_at_port
 from kvconnect.config import ExtraConfig, TransferConfig, ranks_of
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import ConfigError, PeerError
-from kvconnect.peer.asking import TimedDescription, describe
+from kvconnect.peer.asking import Answered, describe
+from kvconnect.peer.description import Description
 from kvconnect.peer.keyring import (
     KEY_VARIABLE,
     KEYS_DIR_VARIABLE,
@@ -36,7 +37,7 @@ class Probes:
     engines: Callable[[], Mapping[str, str]] = available_engines
     trial: Callable[..., Trial] = run_trial
     port: Callable[[str, int], PortState] = look_at_port
-    describe: Callable[..., TimedDescription] = describe
+    describe: Callable[..., Answered[Description]] = describe
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Facts:
         self.bootstrap_port = probes.port(extra.listens_at, extra.bootstrap_port)
         self.key = self.key_problem = self.own_problem = ""
         self.keyring: Keyring | None = None
-        self.own: TimedDescription | None = None
+        self.own: Answered[Description] | None = None
         try:
             self.key, self.keyring = _keys(extra, environ)
             if self.port.taken:

@@ -21,8 +21,9 @@ from kvconnect.engine.registry import create_engine
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.arena import Arena, auto_slot_bytes
-from kvconnect.peer.asking import TimedDescription, asking_channel
+from kvconnect.peer.asking import asking_channel
 from kvconnect.peer.channel import Channel, LinkLost
+from kvconnect.peer.description import Description
 from kvconnect.peer.messages import FindPrefix, Introduction, PrefixFound, Side
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, Session
 from kvconnect.tools.facts import Facts
@@ -34,13 +35,13 @@ _NAP_S = 1e-4
 _SCRATCH_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
 
 
-def check_link(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> Iterator[Finding]:
+def check_link(facts: Facts, peer: Description, address: tuple[str, int]) -> Iterator[Finding]:
     """Whether bytes from a peer's rank 0 arrive at the rate that the link should give.
 
     Raises ``PeerError``, ``EngineError`` or ``LayoutError`` if nothing arrived.
     """
-    theirs = peer.description.introduction
-    if peer.description.role == "kv_consumer":
+    theirs = peer.introduction
+    if peer.role == "kv_consumer":
         yield warning("rate", "the peer only fetches: its link is not measured", "ask a node that prefills")
         return
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

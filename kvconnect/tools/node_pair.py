@@ -8,7 +8,8 @@ from functools import partial
 
 from kvconnect import __version__
 from kvconnect.errors import KVConnectError
-from kvconnect.peer.asking import TimedDescription
+from kvconnect.peer.asking import Answered
+from kvconnect.peer.description import Description
 from kvconnect.peer.handles import MOST_SKEW_S
 from kvconnect.peer.messages import PROTOCOL_VERSION
 from kvconnect.tools.cache_pairs import check_nodes
@@ -24,7 +25,7 @@ _UNREACHED = {
 }
 _BLOCKED = "look at host, port and the firewall between the two; rank r listens on port + r"
 
-Ranks = Mapping[int, TimedDescription]
+Ranks = Mapping[int, Answered[Description]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class NodePair:
     @property
     def has_one_protocol(self) -> bool:
         """Whether the peer has our protocol version."""
-        return self.peer[0].description.protocol == PROTOCOL_VERSION
+        return self.peer[0].value.protocol == PROTOCOL_VERSION
 
 
 def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> NodePair:
@@ -46,11 +47,11 @@ def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> NodePair:
     extra, own = facts.extra, {}
     ask = partial(probes.describe, extra, facts.keyring)
     peer = {0: ask(address)}
-    first = peer[0].description
+    first = peer[0].value
     if first.protocol == PROTOCOL_VERSION:
         peer |= {one.rank: ask((one.host, one.port)) for one in first.directory if one.rank}
     if facts.own is not None:
-        ours = facts.own.description
+        ours = facts.own.value
         at = {one.rank: (one.host, one.port) for one in ours.directory}
         ranks = range(ours.introduction.meaning.topology.size)
         own = {rank: ask(at.get(rank, (extra.host, extra.port + rank))) for rank in ranks}
@@ -66,7 +67,7 @@ def unreached(address: str, error: KVConnectError) -> Finding:
 
 def check_pair(facts: Facts, pair: NodePair, tokens: int) -> Iterator[Finding]:
     """Whether KV of a request would be transferred between the two, and over which lane."""
-    theirs = pair.peer[0].description
+    theirs = pair.peer[0].value
     packages = ", ".join(f"{name} {version}" for name, version in theirs.versions.items() if name != "python")
     yield well("peer", f"{pair.address}: {theirs.role}, {len(pair.peer)} ranks, {packages}")
     yield _clock(pair.peer[0])
@@ -81,11 +82,11 @@ def check_pair(facts: Facts, pair: NodePair, tokens: int) -> Iterator[Finding]:
     found = f"both are {role}: nothing would come over" if alike else f"{role} here, {theirs.role} there"
     yield failure_if(alike, "roles", found, "kv_producer on one, kv_consumer on the other")
     if pair.own:
-        yield well("lane", f"the peer's engine: {theirs.lane}; here: {pair.own[0].description.lane}")
+        yield well("lane", f"the peer's engine: {theirs.lane}; here: {pair.own[0].value.lane}")
         # This node is D, unless it only sends.
         is_source = facts.config is not None and not facts.config.is_consumer
         sides = (pair.own, pair.peer) if is_source else (pair.peer, pair.own)
-        ranks = [{rank: one.description.introduction for rank, one in side.items()} for side in sides]
+        ranks = [{rank: one.value.introduction for rank, one in side.items()} for side in sides]
         yield from check_nodes(ranks[0], ranks[1], tokens, convert=facts.extra.convert_dtype)
         return
     identity = theirs.introduction.meaning.identity
@@ -100,8 +101,8 @@ def check_pair(facts: Facts, pair: NodePair, tokens: int) -> Iterator[Finding]:
     )
 
 
-def _clock(peer: TimedDescription) -> Finding:
-    ahead_s = peer.description.clock_s - (peer.asked_at + peer.answered_at) / 2
+def _clock(peer: Answered[Description]) -> Finding:
+    ahead_s = peer.value.clock_s - (peer.asked_at + peer.answered_at) / 2
     unsure_s = (peer.answered_at - peer.asked_at) / 2
     found = f"the peer's is {abs(ahead_s):.3g} s {'ahead' if ahead_s > 0 else 'behind'} (+- {unsure_s:.2g} s)"
     advice = "run NTP (chronyd) on both"

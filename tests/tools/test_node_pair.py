@@ -85,9 +85,9 @@ def changed(**changes):
 
     def altered(*arguments):
         timed = describe(*arguments)
-        told = timed.description
+        told = timed.value
         fields = {name: value(told) if callable(value) else value for name, value in changes.items()}
-        return dataclasses.replace(timed, description=msgspec.structs.replace(told, **fields))
+        return dataclasses.replace(timed, value=msgspec.structs.replace(told, **fields))
 
     return dataclasses.replace(MEMORY, describe=altered)
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kvconnect.addresses import RankAddress
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
-from kvconnect.peer.asking import Reply
+from kvconnect.peer.asking import Answered
+from kvconnect.peer.description import read_answer
 from kvconnect.peer.timeline_page import write_page
 from kvconnect.timeline import Moment, Timeline
 from kvconnect.tools import inspect_runner as runner
@@ -173,15 +174,16 @@ def test_what_was_recorded_after_another_worker_was_read_is_left_out():
 def test_all_ranks_of_a_node_are_read_each_once(monkeypatch):
     asked = []
 
-    def ask(extra, keyring, address, topic, argument=""):
+    def ask(extra, keyring, address, topic, kind, argument=""):
         asked.append((address[1], topic))
         timeline = Timeline()
         timeline.note(Moment.LATE)
-        return Reply(write_page(timeline, "P", address[1] - 5600, argument), 0.0, 1.0)
+        page = write_page(timeline, "P", address[1] - 5600, argument)
+        return Answered(read_answer(page, kind), 0.0, 1.0)
 
     told = SimpleNamespace(directory=tuple(RankAddress(rank, "here", 5600 + rank) for rank in range(3)))
     monkeypatch.setattr(runner, "ask", ask)
-    monkeypatch.setattr(runner, "describe", lambda *_: SimpleNamespace(description=told))
+    monkeypatch.setattr(runner, "describe", lambda *_: SimpleNamespace(value=told))
     workers = runner.read_workers(ExtraConfig(), None, ["here:5600", "here:5601"])
     assert [worker.name for worker in workers] == ["P rank 0", "P rank 1", "P rank 2"]
     assert all(worker.read_at >= worker.records[0][0] for worker in workers)
