@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import platform
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -38,6 +39,17 @@ def package_versions() -> dict[str, str]:
                 continue
             break
     return found
+
+
+def has_vllm_plugin() -> bool:
+    """Whether vLLM finds this package by its plugin."""
+    return any(entry.name == "kvconnect" for entry in entry_points(group="vllm.general_plugins"))
+
+
+def find_compiler(environ: Mapping[str, str]) -> str:
+    """The C compiler that torch and Triton would use; empty without one."""
+    names = (environ.get("CC", ""), "gcc", "clang", "cc")
+    return next(filter(None, map(shutil.which, names)), "")
 
 
 def has_triton() -> bool:

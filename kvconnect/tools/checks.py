@@ -6,18 +6,17 @@ Pure: facts in, findings out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 
 from kvconnect import __version__
 from kvconnect.addresses import is_loopback
 from kvconnect.config import place_of
 from kvconnect.engine.lanes import ACTIVE
+from kvconnect.packages import has_vllm_plugin
 from kvconnect.tools.facts import Facts
 from kvconnect.tools.findings import Finding, failure, failure_if, warning, warning_if, well
 from kvconnect.tools.trial import Trial
 from kvconnect.vllm.plugin import RANGE, is_tested
 
-_RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "gga", "srd")
 _LEAST_LOCKED, _WANTED_LOCKED = 64 << 20, 1 << 30
 _LEAST_SHM = 256 << 20
 _LEAST_FILES = 4096
@@ -175,7 +174,7 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
     yield warning_if(not tested, "vLLM", found, f"install vLLM {RANGE}")
     named = facts.config is not None and facts.config.kv_connector_module_path is not None
     plugins = environ.get("VLLM_PLUGINS")
-    has_plugin = any(entry.name == "kvconnect" for entry in entry_points(group="vllm.general_plugins"))
+    has_plugin = has_vllm_plugin()
     if not named and (not has_plugin or (plugins is not None and "kvconnect" not in plugins.split(","))):
         why = f"VLLM_PLUGINS is {plugins!r}" if has_plugin else "its plugin is not installed"
         advice = 'set "kv_connector_module_path": "kvconnect.vllm"'
@@ -287,20 +286,13 @@ def _variables(facts: Facts) -> Iterator[Finding]:
     transports = environ.get("UCX_TLS", "all")
     if transports != "all" and not transports.startswith("^"):
         listed = [name.strip() for name in transports.split(",")]
-        if has_gpus and not _has(listed, "cuda"):
+        if has_gpus and not any(name == "cuda" or name.startswith("cuda_") for name in listed):
             advice = "add cuda_copy,cuda_ipc, or unset UCX_TLS"
             yield failure("UCX_TLS", f"{transports} has nothing for GPU memory", advice)
-        if asks_rdma(facts) and not any(_has(listed, kind) for kind in _RDMA_TRANSPORTS):
-            found = f"{transports} has no RDMA, which is asked for"
-            yield failure("UCX_TLS", found, "add rc, or unset UCX_TLS")
     allocator = environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + environ.get("PYTORCH_ALLOC_CONF", "")
     if has_gpus and "expandable_segments:True" in allocator:
         found = "expandable_segments is on: memory cannot be shared over NVLink by Mooncake, nor by CUDA IPC"
         yield warning("allocator", found, "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF")
-
-
-def _has(listed: list[str], kind: str) -> bool:
-    return any(name == kind or name.startswith((f"{kind}_", f"{kind}x")) for name in listed)
 
 
 def _limits(facts: Facts) -> Iterator[Finding]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvconnect.engine.cuda_driver import supports_dmabuf
 from kvconnect.engine.lanes import Fabric, look_at_fabric, read_text
-from kvconnect.packages import package_versions
+from kvconnect.packages import find_compiler, package_versions
 
 VARIABLES = ("UCX_", "MC_", "NIXL_", "VLLM_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
 """Prefixes of environment variables that libraries read."""
@@ -58,7 +57,7 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
         has_peermem="nvidia_peermem" in read_text(root / "proc/modules"),
         visible_gpus=visible_gpus,
         has_dmabuf=visible_gpus > 0 and supports_dmabuf(),
-        compiler=next(filter(None, map(shutil.which, (environ.get("CC", ""), "gcc", "clang", "cc"))), ""),
+        compiler=find_compiler(environ),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         may_lock=capabilities is not None and bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1),
         open_files=None if files == resource.RLIM_INFINITY else files,

@@ -102,7 +102,6 @@ def test_tcp_where_rdma_is_asked_for_is_a_failure(tmp_path):
         "device_name 'mlx5_0:1' asks for RDMA, and bytes go over tcp/eth0 > unset UCX_TLS"
         in said["transport"]
     )
-    assert "has no RDMA" in said["UCX_TLS"]
 
 
 def test_tcp_beside_an_rdma_device_is_a_warning_between_machines(tmp_path, monkeypatch):
