@@ -132,7 +132,6 @@ def test_what_two_know_of_a_number_is_joined_and_the_first_is_believed_where_the
     assert TraceSpan(1, 4).also(TraceSpan(2, 8)) == TraceSpan(2, 4)
     assert TraceSpan(1, 2).also(TraceSpan(3, 4)) == TraceSpan(1, 2)
     assert (TraceSpan(2, 4).guess, TraceSpan(-1, 9).guess, TraceSpan().guess) == (3, 0, 0)
-    assert -TraceSpan(1, 2) + TraceSpan(10, 10) == TraceSpan(8, 9)
 
 
 def test_a_request_that_a_half_knows_by_its_own_name_only_is_found_by_the_handle():
