@@ -52,13 +52,6 @@ _PRINTABLE = r"^[ -~]*\Z"
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT, pattern=_PRINTABLE)]
 _UCX_WRITE = "remote memory write by ucp_put"
 _UCX_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
-_WORDS: tuple[tuple[LaneKind, str], ...] = (
-    ("nvlink", "nvlink"),
-    ("cuda_ipc", "cuda_ipc"),
-    ("tcp", r"\btcp"),
-    ("rdma", r"rdma|\b(rc|ud|dc|ib|gga|srd)(_\w+)?/"),
-    ("shared_memory", r"\b(cma|sysv|posix|xpmem|memory|self)\b"),
-)
 
 
 class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
@@ -96,6 +89,9 @@ class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
         if not self.expected_bytes_per_s:
             return found
         return f"{found}, {self.share:.0%} of the {self.expected_bytes_per_s / 1e9:.3g} that it should give"
+
+
+UNKNOWN = Transport()
 
 
 @dataclass(frozen=True)
@@ -172,17 +168,6 @@ class Seen:
     on_gpu: bool
     before: Traffic
     after: Traffic
-
-
-def lane_of(words: str) -> Transport:
-    """The lane in a text of an engine or UCX, such as "tcp/eth0", "rdma mlx5_0" or "cuda_ipc/cuda"."""
-    if words.startswith("UCX"):
-        # UCX's configuration, which may exclude the device that it names, and not its choice for a peer.
-        return Transport()
-    found = (kind for kind, pattern in _WORDS if re.search(pattern, words.lower()))
-    kind: LaneKind = next(found, "unknown")
-    _, _, device = words.partition("/") if "/" in words else words.partition(" ")
-    return Transport(kind, device if kind in ("tcp", "rdma") else "")
 
 
 def wire_of(lines: list[str]) -> str:

@@ -97,6 +97,7 @@ class MooncakeEngine(Adapter):
                 max_batches_per_peer=2 * self._senders_per_peer,
                 target_must_poll=False,
                 lane=" ".join(filter(None, (self._library.protocol, device_name))),
+                carries=self._library.carries,
                 may_be_bypassed=protocol == "auto",
             )
         )

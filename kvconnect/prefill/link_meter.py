@@ -19,7 +19,6 @@ from kvconnect.engine.lanes import (
     Traffic,
     Transport,
     expected_rate,
-    lane_of,
     seen_lane,
 )
 from kvconnect.peer.allow_list import same_host
@@ -44,7 +43,7 @@ def found_by(probe: ProbeOutbox, local: Local, before: Traffic, host: str, own_h
         before=before,
         after=local.look_at_traffic(),
     )
-    reported = lane_of(local.engine.capabilities.lane)
+    reported = local.engine.capabilities.carries
     return transport_over(seen_lane(reported, seen, local.fabric), seen.bytes_per_s, local)
 
 
