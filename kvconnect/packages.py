@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
-from kvconnect.errors import ConfigError
-
 ENGINE_GROUP = "kvconnect.engines"
 """The entry point group in which distributions, kvconnect's included, register transfer engines."""
 _DISTRIBUTIONS = {
@@ -78,9 +76,3 @@ def engine_mistakes(name: str, where: str) -> Iterator[str]:
         else "; those of kvconnect are missing: install it with pip, anew after an update"
     )
     yield f"{where} is {name!r}: accepted: {', '.join(sorted({'auto', 'none', *found}))}{hint}"
-
-
-def check_engine(name: str, where: str = "engine") -> None:
-    """Raises ``ConfigError`` for a name that ``engine_mistakes`` finds wrong."""
-    for mistake in engine_mistakes(name, where):
-        raise ConfigError(mistake)
