@@ -78,7 +78,7 @@ class MemoryEngine(Adapter):
 
     def connect(self, peer: str, card: bytes) -> None:
         self._check_open()
-        token = decode_card(peer, card, MemoryCard, "memory").token
+        token = decode_card(card, MemoryCard, "memory").token
         if self._peers.get(peer) != token:
             self.disconnect(peer)
         self._peers[peer] = token

@@ -148,7 +148,7 @@ class MooncakeEngine(Adapter):
 
     def connect(self, peer: str, card: bytes) -> None:
         self._check_open()
-        found = decode_card(peer, card, MooncakeCard, "Mooncake")
+        found = decode_card(card, MooncakeCard, "Mooncake")
         session = found.session
         host, _, port = session.rpartition(":")
         if not host or not port.isdecimal() or len(session) > 256:

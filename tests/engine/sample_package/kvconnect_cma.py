@@ -104,7 +104,7 @@ class CmaEngine(Adapter):
 
     def connect(self, peer: str, card: bytes) -> None:
         self._check_open()
-        theirs = decode_card(peer, card, CmaCard, "cma")
+        theirs = decode_card(card, CmaCard, "cma")
         if theirs.machine != self._machine:
             raise EngineError(f"peer {peer!r} is not of this machine and PID namespace: use another engine")
         spans = SpanSet()
