@@ -72,14 +72,10 @@ def test_the_engine_that_is_configured_has_to_work_and_no_other():
     assert "takes mooncake" in found(configured(), engines=lambda: engines)["engine auto"].found
 
 
-@pytest.mark.parametrize(
-    ("engine", "names"),
-    [("nixl", "NIXL cannot start its backend 'rmda'"), ("mooncake", "protocol is 'rmda'")],
-)
-def test_a_wrong_protocol_is_found_by_starting_the_engine(engine, names):
-    said = failures(found(configured(engine=engine, protocol="rmda"), trial=run_trial))
-    assert names in said[f"engine {engine}"]
-    assert "protocol takes auto" in said[f"engine {engine}"]
+def test_a_wrong_protocol_is_found_by_starting_the_engine():
+    said = failures(found(configured(engine="nixl", protocol="rmda"), trial=run_trial))
+    assert "NIXL cannot start its backend 'rmda'" in said["engine nixl"]
+    assert "protocol takes auto" in said["engine nixl"]
 
 
 def test_a_device_that_is_not_there_is_found_by_starting_the_engine_and_those_that_are_are_named():
