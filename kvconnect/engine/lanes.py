@@ -50,8 +50,6 @@ BytesPerSecond = Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES_PER_S)]
 _PRINTABLE = r"^[ -~]*\Z"
 """Printable ASCII, since the text is shown in logs."""
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT, pattern=_PRINTABLE)]
-_UCX_WRITE = "remote memory write by ucp_put"
-_UCX_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
 
 
 class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
@@ -168,17 +166,6 @@ class Seen:
     on_gpu: bool
     before: Traffic
     after: Traffic
-
-
-def wire_of(lines: list[str]) -> str:
-    """The transport of UCX's largest writes, from the tables that it prints; empty if there are none."""
-    found, is_write = "", False
-    for line in lines:
-        if " by ucp_" in line:
-            is_write = _UCX_WRITE in line
-        elif is_write and (cells := _UCX_CELLS.search(line)) and "inf" in cells[1]:
-            found = cells[3].strip()
-    return found
 
 
 def seen_lane(reported: Transport, seen: Seen, fabric: Fabric) -> Transport:

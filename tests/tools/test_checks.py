@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnect.addresses import PortState
-from kvconnect.engine.lanes import Gpu, look_at_fabric, wire_of
+from kvconnect.engine.lanes import Gpu, look_at_fabric
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import new_secret, write
 from kvconnect.tools.machine import Machine, look
-from kvconnect.tools.trial import Trial, TrialSettings, run_trial
+from kvconnect.tools.trial import Trial, TrialSettings, run_trial, wire_of
 from kvconnect.vllm.configuration import read_configuration
 from tests.ports import free_port
 from tests.tools.kit import QUICK, RDMA, configured, failures, found, make_root
