@@ -171,7 +171,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         handshake_timeout_s: how long a peer may take to answer the first greeting.
         quarantine_s: how long slots stay unused after the last moment at which a peer may have begun to
             write to them: when it answered that it stopped, or when the time it was given is over.
-        early_fetch_s: how long a fetch waits for a prefill that its worker has not been told of yet.
+        early_fetch_s: how long a fetch waits for a prefill that its worker does not know yet.
         find_s: how long a request waits for what peers answer that are asked for its KV by name.
         max_message_bytes: largest side-channel message that is accepted.
         max_leases: most requests that wait to be fetched at one time.

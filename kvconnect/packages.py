@@ -6,11 +6,10 @@ import functools
 import importlib.metadata
 import importlib.util
 import platform
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
-
-from kvconnect.errors import ConfigError
 
 ENGINE_GROUP = "kvconnect.engines"
 """The entry point group in which distributions, kvconnect's included, register transfer engines."""
@@ -40,6 +39,17 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+def has_vllm_plugin() -> bool:
+    """Whether vLLM finds this package by its plugin."""
+    return any(entry.name == "kvconnect" for entry in entry_points(group="vllm.general_plugins"))
+
+
+def find_compiler(environ: Mapping[str, str]) -> str:
+    """The C compiler that torch and Triton would use; empty without one."""
+    names = (environ.get("CC", ""), "gcc", "clang", "cc")
+    return next(filter(None, map(shutil.which, names)), "")
+
+
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
@@ -66,9 +76,3 @@ def engine_mistakes(name: str, where: str) -> Iterator[str]:
         else "; those of kvconnect are missing: install it with pip, anew after an update"
     )
     yield f"{where} is {name!r}: accepted: {', '.join(sorted({'auto', 'none', *found}))}{hint}"
-
-
-def check_engine(name: str, where: str = "engine") -> None:
-    """Raises ``ConfigError`` for a name that ``engine_mistakes`` finds wrong."""
-    for mistake in engine_mistakes(name, where):
-        raise ConfigError(mistake)

@@ -57,13 +57,13 @@ def refuse(mistakes: Sequence[str]) -> None:
         raise ConfigError(mistakes[0])
 
 
-def read_struct(given: Any, kind: type[_Struct], where: str, hidden: Sequence[str] = ()) -> _Struct:
+def read_struct(given: Any, kind: type[_Struct], where: str) -> _Struct:
     """A struct read from an object, checked field by field, nested objects too.
 
-    Raises ``ConfigError``, which calls the object ``where``. Fields in ``hidden`` are refused as unknown.
+    Raises ``ConfigError``, which calls the object ``where``.
     """
     mistakes: list[str] = []
-    read = read_what_can_be(given, kind, where, mistakes, hidden)
+    read = read_what_can_be(given, kind, where, mistakes)
     refuse(mistakes)
     return read
 
@@ -72,6 +72,8 @@ def read_what_can_be(
     given: Any, kind: type[_Struct], where: str, mistakes: list[str], hidden: Sequence[str] = ()
 ) -> _Struct:
     """As ``read_struct``, but mistakes are added to the list, and nothing is raised.
+
+    Fields in ``hidden`` are refused as unknown.
 
     A field that cannot be read has its default in the result, or None without one, so that the mistakes of
     other fields can be found.

@@ -166,7 +166,7 @@ def test_a_worker_listens_at_bind_and_is_announced_at_host(monkeypatch, host, bi
         address = worker.address()
         assert (address.rank, address.host, address.port) == (1, host.replace(".0/8", ".1"), port + 1)
         for at in reached:
-            told = describe(extra_of(), SharedKeys(secret, ""), (at, port + 1)).description
+            told = describe(extra_of(), SharedKeys(secret, ""), (at, port + 1)).value
             assert told.introduction.rank == 1
         for at in deaf:
             with pytest.raises(ConnectionRefusedError):

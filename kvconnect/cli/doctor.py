@@ -45,7 +45,9 @@ def doctor(
         list[int] | None,
         typer.Option(min=1, help="Tokens of a block (16 of a model); a second one is the decode node's."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the request that caches are compared by.")] = 8192,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Tokens of the request that caches are compared by.")
+    ] = 8192,
     json_output: JsonObject = False,
 ) -> None:
     """Report what will work here, what will not, and what to do about it; exit 1 on a failure.
@@ -56,10 +58,10 @@ def doctor(
     from kvconnect.tools import doctor_runner
 
     if source is None:
-        found = doctor_runner.examine(kv_transfer_config, peers=peer or (), measured=measure)
+        found = doctor_runner.examine(kv_transfer_config, peers=peer or (), tokens=tokens, measured=measure)
     else:
         given = {"tp_size": tp or [], "block_size": block_size or []}
         sizes = [{key: values[at] for key, values in given.items() if values} for at in (0, -1)]
         sides = (source, sizes[0]), (target or source, sizes[1])
-        found = doctor_runner.compare(*sides, tokens, kv_transfer_config)
+        found = list(doctor_runner.compare(*sides, tokens, kv_transfer_config))
     raise typer.Exit(doctor_runner.show(found, json_output=json_output))

@@ -123,7 +123,7 @@ class Adapter:
         return finished
 
 
-def decode_card(peer: str, card: bytes, kind: type[_Card], engine: str) -> _Card:
+def decode_card(card: bytes, kind: type[_Card], engine: str) -> _Card:
     """Decode a peer's card. Raises ``EngineError``: too long, or not of this kind of engine."""
     if len(card) > MAX_CARD_BYTES:
         raise EngineError(f"its card has {len(card)} bytes, at most {MAX_CARD_BYTES}")

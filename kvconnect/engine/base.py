@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvconnect.engine.lanes import UNKNOWN, Transport
 from kvconnect.errors import EngineError
 
 
@@ -41,7 +42,8 @@ class Capabilities:
 
     ``max_bytes`` bounds one batch, ``max_batches_per_peer`` the batches in flight to a peer at a time.
     ``target_must_poll``: a transfer advances only while its target polls often, as with UCX without a
-    progress thread. ``lane`` is the engine's own name for its transport, for people.
+    progress thread. ``lane`` is the engine's own name for its transport, for people; ``carries`` is the lane
+    that all of its bytes take, if the engine knows.
     ``may_be_bypassed``: the configuration names no protocol, so peers on this machine may be written to
     through shared memory instead.
     """
@@ -51,6 +53,7 @@ class Capabilities:
     max_batches_per_peer: int
     target_must_poll: bool
     lane: str = ""
+    carries: Transport = UNKNOWN
     may_be_bypassed: bool = False
 
     def __str__(self) -> str:

@@ -52,14 +52,16 @@ def check_code(library: Any, code: int, what: str) -> None:
         name = ctypes.c_char_p()
         library.cuGetErrorName(code, ctypes.byref(name))
         text = name.value.decode() if name.value else "error"
-        raise EngineError(f"{what}: the CUDA driver says {text} ({code})")
+        raise EngineError(f"{what}: the CUDA driver returned {text} ({code})")
 
 
-def supports_dmabuf(device: int) -> bool:
-    """Whether RDMA devices can use a GPU's memory without a kernel module. Raises ``EngineError``."""
-    library = load_driver()
-    number, value = ctypes.c_int(), ctypes.c_int()
-    check_code(library, library.cuDeviceGet(ctypes.byref(number), device), f"there is no cuda:{device}")
-    code = library.cuDeviceGetAttribute(ctypes.byref(value), _DMA_BUF_SUPPORTED, number)
-    check_code(library, code, f"cuda:{device} does not say whether it has DMA-BUF")
+def supports_dmabuf() -> bool:
+    """Whether RDMA devices can use the memory of this process's GPUs without a kernel module."""
+    value = ctypes.c_int()
+    try:
+        library = load_driver()
+        code = library.cuDeviceGetAttribute(ctypes.byref(value), _DMA_BUF_SUPPORTED, 0)
+        check_code(library, code, "the CUDA driver reports no DMA-BUF")
+    except EngineError:
+        return False
     return bool(value.value)

@@ -8,8 +8,8 @@ explains the bytes, the lane is deduced, and marked as deduced. The root of ``/s
 from __future__ import annotations
 
 import ipaddress
-import itertools
 import logging
+import math
 import os
 import re
 import socket
@@ -42,21 +42,14 @@ _MOST_DESCRIPTORS = 1000
 ACTIVE = "ACTIVE"
 _ACKED_AT = 120
 """The offset in bytes of ``tcpi_bytes_acked`` in Linux's ``tcp_info``."""
+_P2P_READ, _P2P_OK = 0, 0
+"""NVML_P2P_CAPS_INDEX_READ, which is a tuple in pynvml, and NVML_P2P_STATUS_OK."""
 MOST_BYTES_PER_S = 1e15
 MOST_TEXT = 256
 BytesPerSecond = Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES_PER_S)]
 _PRINTABLE = r"^[ -~]*\Z"
 """Printable ASCII, since the text is shown in logs."""
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT, pattern=_PRINTABLE)]
-_UCX_WRITE = "remote memory write by ucp_put"
-_UCX_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
-_WORDS: tuple[tuple[LaneKind, str], ...] = (
-    ("nvlink", "nvlink"),
-    ("cuda_ipc", "cuda_ipc"),
-    ("tcp", r"\btcp"),
-    ("rdma", r"rdma|\b(rc|ud|dc|ib|gga|srd)(_\w+)?/"),
-    ("shared_memory", r"\b(cma|sysv|posix|xpmem|memory|self)\b"),
-)
 
 
 class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
@@ -96,6 +89,9 @@ class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
         return f"{found}, {self.share:.0%} of the {self.expected_bytes_per_s / 1e9:.3g} that it should give"
 
 
+UNKNOWN = Transport()
+
+
 @dataclass(frozen=True)
 class RdmaPort:
     """A port of an RDMA device. ``numa_node`` is -1 if the machine does not report it."""
@@ -114,19 +110,35 @@ class RdmaPort:
         return float(found[0]) * 1e9 / 8 if found else 0.0
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, numbered as by its driver. ``nvlinks``: how many join it to another GPU, 0s left out. ``peers``:
+    GPUs whose memory it can read."""
+
+    name: str
+    numa_node: int
+    nvlinks: Mapping[int, int]
+    peers: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
     """The hardware that can carry bytes: RDMA ports, network interfaces with their ``speeds`` in Mb/s, and
-    the ``links`` between pairs of GPUs, such as "NV18"."""
+    GPUs."""
 
     rdma: tuple[RdmaPort, ...] = ()
     speeds: Mapping[str, int] = field(default_factory=dict)
-    links: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    gpus: tuple[Gpu, ...] = ()
 
     @property
     def active_ports(self) -> list[RdmaPort]:
         """The RDMA ports whose link is up."""
         return [port for port in self.rdma if port.state == ACTIVE]
+
+    @property
+    def most_nvlinks(self) -> int:
+        """The most NVLinks between two GPUs."""
+        return max((count for gpu in self.gpus for count in gpu.nvlinks.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -156,28 +168,6 @@ class Seen:
     after: Traffic
 
 
-def lane_of(words: str) -> Transport:
-    """The lane in a text of an engine or UCX, such as "tcp/eth0", "rdma mlx5_0" or "cuda_ipc/cuda"."""
-    if words.startswith("UCX"):
-        # UCX's configuration, which may exclude the device that it names, and not its choice for a peer.
-        return Transport()
-    found = (kind for kind, pattern in _WORDS if re.search(pattern, words.lower()))
-    kind: LaneKind = next(found, "unknown")
-    _, _, device = words.partition("/") if "/" in words else words.partition(" ")
-    return Transport(kind, device if kind in ("tcp", "rdma") else "")
-
-
-def wire_of(lines: list[str]) -> str:
-    """The transport of UCX's largest writes, from the tables that it prints; empty if there are none."""
-    found, is_write = "", False
-    for line in lines:
-        if " by ucp_" in line:
-            is_write = _UCX_WRITE in line
-        elif is_write and (cells := _UCX_CELLS.search(line)) and "inf" in cells[1]:
-            found = cells[3].strip()
-    return found
-
-
 def seen_lane(reported: Transport, seen: Seen, fabric: Fabric) -> Transport:
     """The lane of a calibration. TCP counters take precedence over the engine's report.
 
@@ -199,16 +189,14 @@ def seen_lane(reported: Transport, seen: Seen, fabric: Fabric) -> Transport:
         return memory
     used = ",".join(sorted(port for port, count in ports.items() if count >= needed / len(ports)))
     rdma = Transport("rdma", used, "deduced: by the ports' counters")
-    most, _ = expected_rate(fabric, rdma)
     tcp = Transport("tcp", known_by="deduced: other connections carried as much meanwhile")
-    grown = [(tcp, sum(carried.values()))]
-    if not most or seen.bytes_per_s <= most:
-        grown.insert(0, (rdma, sum(ports.values())))
-    fitting = [(lane, count) for lane, count in grown if count >= needed]
-    for lane, count in fitting:
-        if count <= _ABOUT * seen.total_bytes:
-            return lane
-    lanes = [lane for lane, _ in fitting] + [memory] * (memory.lane != "unknown")
+    counted = [(rdma, sum(ports.values())), (tcp, sum(carried.values()))]
+    if seen.bytes_per_s > (expected_rate(fabric, rdma) or math.inf):
+        del counted[0]
+    possible = [(lane, count) for lane, count in counted if count >= needed]
+    if exact := [lane for lane, count in possible if count <= _ABOUT * seen.total_bytes]:
+        return exact[0]
+    lanes = [lane for lane, _ in possible] + [memory] * (memory.lane != "unknown")
     if len(lanes) > 1:
         kinds = " or ".join(lane.lane for lane in lanes)
         return Transport(known_by=f"{kinds}: others sent so much meanwhile that each is possible")
@@ -225,24 +213,15 @@ def _memory_lane(seen: Seen) -> Transport:
     return Transport(kind, known_by="deduced: by its rate, and no network carried it")
 
 
-def expected_rate(fabric: Fabric, lane: Transport, copy_bytes_per_s: float = 0.0) -> tuple[float, str]:
-    """The rate in bytes per second that a lane should reach, 0 if unknown, and the reason.
-
-    ``copy_bytes_per_s`` is the rate of a plain copy within a process, the most that shared memory reaches.
-    """
-    links = [int(link[2:]) for link in fabric.links.values() if re.fullmatch(r"NV\d+", link)]
-    if links and lane.lane in ("nvlink", "cuda_ipc"):
-        return max(links) * _NVLINK_BYTES_PER_S, f"NV{max(links)}"
-    if lane.lane == "rdma" and (active := fabric.active_ports):
-        devices = {name.partition(":")[0] for name in lane.device.split(",")}
+def expected_rate(fabric: Fabric, lane: Transport) -> float:
+    """The rate in bytes per second that a lane should reach, 0 if unknown."""
+    if lane.lane in ("nvlink", "cuda_ipc"):
+        return fabric.most_nvlinks * _NVLINK_BYTES_PER_S
+    if lane.lane == "rdma":
+        devices, active = {name.partition(":")[0] for name in lane.device.split(",")}, fabric.active_ports
         named = [port for port in active if port.device in devices] or active[:1]
-        shown = ", ".join(f"{port.device}, {port.rate}" for port in named)
-        return sum(port.bytes_per_s for port in named), shown
-    if lane.lane == "tcp" and (speed := fabric.speeds.get(lane.device)):
-        return speed * 1e6 / 8, f"{lane.device}, {speed} Mb/s"
-    if lane.lane == "shared_memory":
-        return copy_bytes_per_s, "a plain copy of memory"
-    return 0.0, f"nothing known of {lane.lane}{'/' * bool(lane.device)}{lane.device}"
+        return sum(port.bytes_per_s for port in named)
+    return fabric.speeds.get(lane.device, 0) * 1e6 / 8 if lane.lane == "tcp" else 0.0
 
 
 def look_at_traffic(root: Path = Path("/")) -> Traffic:
@@ -307,13 +286,13 @@ def _plain(host: str) -> str:
 
 
 def look_at_fabric(root: Path = Path("/"), *, with_gpus: bool) -> Fabric:
-    """Find the hardware of this machine; the links of GPUs only ``with_gpus``, which takes a second."""
+    """Find the hardware of this machine; GPUs only ``with_gpus``, which takes a second."""
     infiniband = root / "sys/class/infiniband"
     devices = sorted(infiniband.iterdir()) if infiniband.is_dir() else []
     return Fabric(
         rdma=tuple(port for device in devices for port in _ports(device)),
         speeds=_speeds(root / "sys/class/net"),
-        links=_gpu_links() if with_gpus else {},
+        gpus=_gpus(root) if with_gpus else (),
     )
 
 
@@ -352,14 +331,14 @@ def _speeds(interfaces: Path) -> dict[str, int]:
     return {name: int(text) for name, text in texts.items() if text.isdecimal()}
 
 
-def _gpu_links() -> dict[tuple[int, int], str]:
-    """How many NVLinks join two GPUs, as ``nvidia-smi`` writes it: ``NV18``. Nothing without a driver."""
+def _gpus(root: Path) -> tuple[Gpu, ...]:
+    """The GPUs of this machine; none without a driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return {}
+        return ()
     try:
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         places = [pynvml.nvmlDeviceGetPciInfo(gpu).busId for gpu in gpus]
@@ -368,12 +347,28 @@ def _gpu_links() -> dict[tuple[int, int], str]:
             [sum(end == place or end not in places for end in _link_ends(gpu)) for place in places]
             for gpu in gpus
         ]
-        pairs = itertools.permutations(range(len(gpus)), 2)
-        joined = {(one, other): min(counts[one][other], counts[other][one]) for one, other in pairs}
-        return {pair: f"NV{count}" for pair, count in joined.items() if count}
+        found = []
+        for one, gpu in enumerate(gpus):
+            others = [other for other in range(len(gpus)) if other != one]
+            links = {other: min(counts[one][other], counts[other][one]) for other in others}
+            # The kernel's PCI domains have four digits.
+            device = root / "sys/bus/pci/devices" / places[one].lower()[-12:]
+            found.append(
+                Gpu(
+                    pynvml.nvmlDeviceGetName(gpu),
+                    numa_node(device),
+                    {other: count for other, count in links.items() if count},
+                    tuple(
+                        other
+                        for other in others
+                        if pynvml.nvmlDeviceGetP2PStatus(gpu, gpus[other], _P2P_READ) == _P2P_OK
+                    ),
+                )
+            )
+        return tuple(found)
     except pynvml.NVMLError as error:
-        logger.debug("the links of GPUs cannot be read: %s", error)
-        return {}
+        logger.debug("the GPUs cannot be read: %s", error)
+        return ()
     finally:
         pynvml.nvmlShutdown()
 

@@ -16,6 +16,7 @@ import msgspec
 
 from kvconnect.engine.adapter import Adapter, Flight, decode_card, range_problem
 from kvconnect.engine.base import Batch, Capabilities, Completion, Span
+from kvconnect.engine.lanes import Transport
 from kvconnect.errors import ConfigError, EngineError
 
 
@@ -50,6 +51,7 @@ class MemoryEngine(Adapter):
             max_batches_per_peer=max_batches_per_peer,
             target_must_poll=False,
             lane="memory of this process",
+            carries=Transport("shared_memory"),
         )
         super().__init__(capabilities, clock)
         # Guards the spans: engines of other threads write to this one's memory.
@@ -76,7 +78,7 @@ class MemoryEngine(Adapter):
 
     def connect(self, peer: str, card: bytes) -> None:
         self._check_open()
-        token = decode_card(peer, card, MemoryCard, "memory").token
+        token = decode_card(card, MemoryCard, "memory").token
         if self._peers.get(peer) != token:
             self.disconnect(peer)
         self._peers[peer] = token

@@ -97,6 +97,7 @@ class MooncakeEngine(Adapter):
                 max_batches_per_peer=2 * self._senders_per_peer,
                 target_must_poll=False,
                 lane=" ".join(filter(None, (self._library.protocol, device_name))),
+                carries=self._library.carries,
                 may_be_bypassed=protocol == "auto",
             )
         )
@@ -105,7 +106,9 @@ class MooncakeEngine(Adapter):
         self._results: queue.SimpleQueue[JobEnd] = queue.SimpleQueue()
         self._home: Any = self._library.make_engine()
         self._session = self._library.session_of(self._home)
-        self._pool = LanePool(self._make_lane, self._enter_device)
+        # Over TCP a lane is cheap: every sender has its own, so that a silent peer delays no other peer. Over
+        # RDMA all share one, since each lane opens every adapter and pins all memory.
+        self._pool = LanePool(self._make_lane, self._enter_device, is_shared=not is_tcp)
         log.warning(
             "Mooncake listens on all interfaces of this node, not only on host or bind, and authenticates no "
             "client: close its ports (15000 to 17000) to all but peers"
@@ -145,7 +148,7 @@ class MooncakeEngine(Adapter):
 
     def connect(self, peer: str, card: bytes) -> None:
         self._check_open()
-        found = decode_card(peer, card, MooncakeCard, "Mooncake")
+        found = decode_card(card, MooncakeCard, "Mooncake")
         session = found.session
         host, _, port = session.rpartition(":")
         if not host or not port.isdecimal() or len(session) > 256:
@@ -186,13 +189,13 @@ class MooncakeEngine(Adapter):
         if problem or not batch.total_bytes:
             self._answer(job, problem)
             return
-        job.sender = self._sender_for(batch.peer, peer)
+        job.sender = self._sender_for(peer)
         job.sender.put(job)
 
-    def _sender_for(self, name: str, peer: _Peer) -> NativeSender:
+    def _sender_for(self, peer: _Peer) -> NativeSender:
         """The sender thread of a peer that has the fewest batches."""
         if len(peer.senders) < self._senders_per_peer:
-            peer.senders.append(NativeSender(self._lane_key(name), self._pool, self._results))
+            peer.senders.append(NativeSender(self._pool, self._results))
             self._senders = [sender for sender in self._senders if sender.is_alive()]
             self._senders.append(peer.senders[-1])
         busy = [job.sender for job in self._flights.values() if job.sender in peer.senders]
@@ -261,7 +264,7 @@ class MooncakeEngine(Adapter):
         sender.put(None)
         peer.stuck.append(sender)
         peer.senders.remove(sender)
-        self._pool.retire(self._lane_key(job.batch.peer))
+        self._pool.retire(sender)
 
     def _end_early(self, job: LaneJob, error: str) -> None:
         """Complete a batch at once if it is not posted, else at its end or after ``settle_s``."""
@@ -272,11 +275,6 @@ class MooncakeEngine(Adapter):
             job.overdue_at = min(job.overdue_at, time.monotonic())
 
     # ---- lanes
-
-    def _lane_key(self, peer: str) -> str:
-        # Over TCP a lane is cheap: every peer has its own, so that a silent peer delays no other peer. Over
-        # RDMA all peers share one, since each lane opens every adapter and pins all memory.
-        return peer if self._library.is_tcp else ""
 
     def _make_lane(self) -> Any:
         engine = self._library.make_engine()

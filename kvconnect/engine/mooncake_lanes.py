@@ -46,29 +46,23 @@ _PROBE = b"\x04\x00\x00\x00\x00\x00\x00\x00\x03{}\n"
 class LaneJob(Flight):
     """One batch in the queue of a thread, ``sender``. From ``overdue_at`` on the owner may complete it alone.
 
-    The sender sets ``posted`` right before the library may access memory. The owner sets ``dropped`` to skip
-    a job that it completed or cancelled before that. ``lock`` makes the two exclusive.
+    ``claim`` is locked once, for good: by the sender right before the library may access memory, or by the
+    owner, who completed the job before that.
     """
 
     session: str
     settle_s: float
     overdue_at: float
     sender: NativeSender | None = None
-    posted: bool = False
-    dropped: bool = False
-    lock: Any = field(default_factory=threading.Lock)
+    claim: Any = field(default_factory=threading.Lock)
 
     def post(self) -> bool:
         """Mark the job as posted. False: it was dropped, or its deadline has passed."""
-        with self.lock:
-            self.posted = not self.dropped and time.monotonic() < self.deadline
-            return self.posted
+        return time.monotonic() < self.deadline and self.drop()
 
     def drop(self) -> bool:
         """Prevent the job from being posted. False: it was posted already."""
-        with self.lock:
-            self.dropped = not self.posted
-            return self.dropped
+        return bool(self.claim.acquire(blocking=False))
 
 
 class JobEnd(NamedTuple):
@@ -79,69 +73,59 @@ class JobEnd(NamedTuple):
     error: str
 
 
-@dataclass(slots=True, eq=False)
 class SendingEngine:
-    """A lane, that is, an engine that only sends. It is destroyed once it is retired and has no users."""
+    """A lane, that is, an engine that only sends. It is destroyed with the last reference to it."""
 
-    engine: Any
-    users: int = 0
-    retired: bool = False
-    sessions: set[str] = field(default_factory=set)
-    destroyed: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.sessions: set[str] = set()
+        self.destroyed = threading.Event()
+
+    def __del__(self) -> None:
+        # This stops the engine's threads and closes its connections.
+        self.engine = None
+        self.destroyed.set()
 
 
 class LanePool:
-    """The current lane of each key, made when it is first needed. Thread-safe.
+    """The current lanes: one of each sender, or one that all senders share. Thread-safe.
 
-    Senders call ``prepare_thread`` in their thread before they use a lane.
+    Senders call ``prepare_thread`` in their thread before they use a lane, and keep no reference to it
+    between two jobs.
     """
 
-    def __init__(self, make_engine: Callable[[], Any], prepare_thread: Callable[[], None]) -> None:
+    def __init__(
+        self, make_engine: Callable[[], Any], prepare_thread: Callable[[], None], *, is_shared: bool
+    ) -> None:
         self._make_engine = make_engine
         self.prepare_thread = prepare_thread
-        self._lanes: dict[str, SendingEngine] = {}
+        self._is_shared = is_shared
+        self._lanes: dict[NativeSender | None, SendingEngine] = {}
         self._idle: list[SendingEngine] = []
         self._lock = threading.Lock()
 
-    def acquire(self, key: str) -> SendingEngine:
-        """The lane of a key, for use until ``give_back``."""
+    def lane_of(self, sender: NativeSender) -> SendingEngine:
+        """The lane of a sender, made when it is first needed."""
+        key = self._key(sender)
         with self._lock:
-            lane = self._lanes.get(key)
-            if lane is None:
-                lane = self._lanes[key] = (
-                    self._idle.pop() if self._idle else SendingEngine(self._make_engine())
-                )
-            lane.users += 1
-            return lane
+            if key not in self._lanes:
+                idle = self._idle.pop() if self._idle else None
+                self._lanes[key] = idle or SendingEngine(self._make_engine())
+            return self._lanes[key]
 
-    def give_back(self, lane: SendingEngine) -> None:
-        """End a use; the last one of a retired lane destroys it."""
+    def retire(self, sender: NativeSender, lane: SendingEngine | None = None) -> None:
+        """Retire a sender's lane, only if it is ``lane`` where that is given; new work gets a new lane."""
         with self._lock:
-            lane.users -= 1
-        self._destroy_if_unused(lane)
+            if lane in (None, self._lanes.get(self._key(sender))):
+                self._lanes.pop(self._key(sender), None)
 
-    def retire(self, key: str, lane: SendingEngine | None = None) -> None:
-        """Retire the key's lane, only if it is ``lane`` where that is given; new work gets a new lane."""
-        with self._lock:
-            found = self._lanes.get(key)
-            if found is not None and lane in (None, found):
-                del self._lanes[key]
-                found.retired = True
-        if found is not None:
-            self._destroy_if_unused(found)
-
-    def leave(self, key: str) -> None:
-        """Release a key that is not used any more. Its lane is reused for the next new key, or retired if a
-        batch still uses it.
+    def leave(self, sender: NativeSender) -> None:
+        """Keep the own lane of a sender that ends for the next new one.
 
         It is not destroyed, which would hold the GIL, nor kept beside new ones with its threads and sockets.
         """
         with self._lock:
-            lane = self._lanes.pop(key, None)
-            if lane is None:
-                return
-            lane.retired = lane.users > 0
-            if not lane.retired:
+            if (lane := self._lanes.pop(sender, None)) is not None:
                 self._idle.append(lane)
 
     def each_engine(self, call: Callable[[Any], None]) -> None:
@@ -151,19 +135,13 @@ class LanePool:
                 call(lane.engine)
 
     def close(self) -> None:
-        """Retire all lanes. The last user of a lane destroys it."""
-        for key in list(self._lanes):
-            self.retire(key)
-        self._idle.clear()
-
-    def _destroy_if_unused(self, lane: SendingEngine) -> None:
+        """Retire all lanes."""
         with self._lock:
-            if lane.users or not lane.retired or lane.engine is None:
-                return
-            engine, lane.engine = lane.engine, None
-        # The last reference: this stops the engine's threads and closes its connections.
-        del engine
-        lane.destroyed.set()
+            self._lanes.clear()
+            self._idle.clear()
+
+    def _key(self, sender: NativeSender) -> NativeSender | None:
+        return None if self._is_shared else sender
 
 
 class Reaction(enum.Enum):
@@ -203,9 +181,8 @@ def ask(session: str, until: float, stop: Callable[[], bool] = lambda: False) ->
 class NativeSender(threading.Thread):
     """A thread that runs jobs of one peer, one at a time."""
 
-    def __init__(self, key: str, pool: LanePool, results: queue.SimpleQueue[JobEnd]) -> None:
+    def __init__(self, pool: LanePool, results: queue.SimpleQueue[JobEnd]) -> None:
         super().__init__(name="kvconnect-mooncake", daemon=True)
-        self._key = key
         self._pool = pool
         self._results = results
         self._jobs: queue.SimpleQueue[LaneJob | None] = queue.SimpleQueue()
@@ -218,52 +195,49 @@ class NativeSender(threading.Thread):
 
     def run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if job.dropped:
+            if job.claim.locked():
                 continue
             try:
                 outcome = self._run(job)
             except Exception as error:
                 log.debug("a transfer to %s broke", job.session, exc_info=True)
-                outcome = JobEnd(job, not job.posted, f"{type(error).__name__}: {error}")
+                outcome = JobEnd(job, not job.claim.locked(), f"{type(error).__name__}: {error}")
             self._results.put(outcome)
-        # The lane with the empty key is shared by all peers and stays.
-        if self._key:
-            self._pool.leave(self._key)
+        self._pool.leave(self)
 
     def _run(self, job: LaneJob) -> JobEnd:
         self._pool.prepare_thread()
-        lane = self._pool.acquire(self._key)
-        try:
-            problem = self._open(lane, job)
-            if problem:
-                return JobEnd(job, True, problem)
-            if not job.post():
-                return JobEnd(job, True, "timed out before it could be posted")
-            batch = job.batch
-            columns = [batch.source], [batch.target], [batch.total_bytes]
-            code = int(lane.engine.batch_transfer_sync_write(job.session, *columns))
-            if code == 0:
-                return JobEnd(job, True, "")
-            # Retired first, so that ``give_back`` can destroy it.
-            self._pool.retire(self._key, lane)
-        finally:
-            self._pool.give_back(lane)
-        return JobEnd(job, self._came_to_rest(lane, job), f"Mooncake's transfer returned {code}")
+        lane = self._pool.lane_of(self)
+        problem = self._open(lane, job)
+        if problem:
+            return JobEnd(job, True, problem)
+        if not job.post():
+            return JobEnd(job, True, "timed out before it could be posted")
+        batch = job.batch
+        columns = [batch.source], [batch.target], [batch.total_bytes]
+        code = int(lane.engine.batch_transfer_sync_write(job.session, *columns))
+        if code == 0:
+            return JobEnd(job, True, "")
+        self._pool.retire(self, lane)
+        destroyed = lane.destroyed
+        # The last reference, unless another sender shares the lane.
+        del lane
+        return JobEnd(job, self._came_to_rest(destroyed, job), f"Mooncake's transfer returned {code}")
 
     def _open(self, lane: SendingEngine, job: LaneJob) -> str:
         """Probe the peer before the first use of its session; returns the problem, or an empty text."""
         if job.session in lane.sessions:
             return ""
-        reaction = ask(job.session, job.deadline, stop=lambda: job.dropped)
+        reaction = ask(job.session, job.deadline, stop=job.claim.locked)
         if reaction is not Reaction.ANSWERS:
             return f"the peer's engine at {job.session} {reaction.value}"
         lane.sessions.add(job.session)
         return ""
 
-    def _came_to_rest(self, lane: SendingEngine, job: LaneJob) -> bool:
+    def _came_to_rest(self, destroyed: threading.Event, job: LaneJob) -> bool:
         """Wait until a failed job is quiescent; False if that could not be proven."""
         until = time.monotonic() + job.settle_s
-        if not lane.destroyed.wait(job.settle_s):
+        if not destroyed.wait(job.settle_s):
             return False
         # An engine that refuses connections is gone, and writes no more.
         if ask(job.session, until) is Reaction.SILENT:

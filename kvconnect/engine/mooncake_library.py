@@ -20,6 +20,7 @@ from typing import Any
 from kvconnect.addresses import is_loopback, join_address
 from kvconnect.engine.base import Span
 from kvconnect.engine.cuda_driver import allocation_around
+from kvconnect.engine.lanes import Transport
 from kvconnect.errors import EngineError, listed
 
 log = logging.getLogger("kvconnect.engine.mooncake")
@@ -55,6 +56,13 @@ class Library:
     def is_tcp(self) -> bool:
         """Whether the protocol is TCP. Sending lanes then need no registered memory."""
         return self.protocol == "tcp"
+
+    @property
+    def carries(self) -> Transport:
+        """The lane of all bytes."""
+        if self.protocol == "rdma":
+            return Transport("rdma", self._device_name)
+        return Transport("nvlink" if self.protocol == NVLINK else "tcp")
 
     def make_engine(self) -> Any:
         """A transfer engine without registered memory. Raises ``EngineError``: it cannot start."""

@@ -144,7 +144,7 @@ class NixlEngine(Adapter):
 
     def connect(self, peer: str, card: bytes) -> None:
         self._check_open()
-        decoded = decode_card(peer, card, NixlCard, "NIXL")
+        decoded = decode_card(card, NixlCard, "NIXL")
         known = self._peers.get(peer)
         if known is not None and known.card == decoded and not known.broken:
             return

@@ -18,13 +18,13 @@ import msgspec
 
 from kvconnect.engine.base import Engine
 from kvconnect.errors import ConfigError, EngineError, listed
-from kvconnect.packages import check_engine, engine_entry_points
+from kvconnect.packages import engine_entry_points, engine_mistakes
 
 log = logging.getLogger("kvconnect.engine")
 
 _OPTIONS = "kv_connector_extra_config.engine_options"
-# ``auto`` takes the first of these that works here.
-_PREFERENCE = ("nixl", "mooncake")
+PREFERENCE = ("nixl", "mooncake")
+"""``auto`` takes the first of these that works here."""
 
 
 def create_engine(
@@ -62,7 +62,8 @@ def available_engines() -> dict[str, str]:
 
 
 def _load(name: str) -> Any:
-    check_engine(name)
+    for mistake in engine_mistakes(name, "engine"):
+        raise ConfigError(mistake)
     entry = engine_entry_points()[name]
     try:
         return entry.load()
@@ -79,7 +80,7 @@ def _problem(name: str) -> str:
 
 def _choose() -> str:
     problems: dict[str, str] = {}
-    for name in _PREFERENCE:
+    for name in PREFERENCE:
         problems[name] = _problem(name)
         if not problems[name]:
             break

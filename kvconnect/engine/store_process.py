@@ -162,7 +162,7 @@ class StoreProcess:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise EngineError(f"the store's process broke off: {error}") from error
         if answer is None:
-            raise EngineError(f"the store's process ended; it said: {self._last_words()}")
+            raise EngineError(f"the store's process ended; its output ends: {self._last_words()}")
         if answer.error:
             raise EngineError(answer.error)
         return answer.codes

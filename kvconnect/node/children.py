@@ -20,7 +20,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvconnect.errors import KVConnectError
+from kvconnect.errors import KVConnectError, PeerError
 
 _READY = re.compile(r"^kvconnect (?:node|router) ready on (http://\S+)", re.MULTILINE)
 START_TIMEOUT_S = 120.0
@@ -41,8 +41,8 @@ class ChildFailed(KVConnectError):
     """A child ended early or was not ready in time. The text holds the end of its log."""
 
 
-class BadAnswer(KVConnectError):
-    """A child answered with an error, or not at all."""
+class BadAnswer(PeerError):
+    """A server answered with an error, or not at all."""
 
 
 def fetch(

@@ -85,7 +85,7 @@ def _unnumbered(prefill: Introduction, decode: Introduction) -> str | None:
     for region in (*prefill.table.regions, *decode.table.regions) if max(stages) > 1 else ():
         if layer_number(region.layer) is None:
             return (
-                f"layer {region.layer[:200]!r} has no number, by which layers are told apart between "
+                f"layer {region.layer[:200]!r} has no number, by which layers are assigned to "
                 f"{stages[0]} pipeline ranks on the prefill node and {stages[1]} on the decode node"
             )
     return None

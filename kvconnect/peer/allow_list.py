@@ -14,7 +14,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _ACCEPTED = (
     "host, host:port, network and network:port-port, such as 10.0.0.0/24:14600-14607 or [2001:db8::/64]:14600"
 )
-_BRACKETED = re.compile(r"\[([^\[\]]+)\](?::(.+))?")
+_WITH_PORTS = re.compile(r"(?:\[([^\[\]]+)\]|([^:]+))(?::(.*))?")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
@@ -60,28 +60,19 @@ def same_host(first: str, second: str) -> bool:
 
 
 def _parse(text: str, field: str) -> _Entry:
-    host, ports = _split(text)
+    # An IPv6 address without brackets has no port.
+    found = None if text.count(":") > 1 and not text.startswith("[") else _WITH_PORTS.fullmatch(text)
+    host, ports = (found[1] or found[2], found[3]) if found else (text, None)
     network = _network(host)
     if network is None and not _NAME.fullmatch(host):
         raise ConfigError(f"{field} has {text!r}; accepted: {_ACCEPTED}")
     first, last = 1, 65535
     if ports is not None:
-        found = _PORTS.fullmatch(ports)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        numbers = _PORTS.fullmatch(ports)
+        first, last = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
         if not 1 <= first <= last <= 65535:
             raise ConfigError(f"{field} has {text!r}, whose ports are no range within 1 to 65535")
     return _Entry(host.lower(), network, first, last)
-
-
-def _split(text: str) -> tuple[str, str | None]:
-    bracketed = _BRACKETED.fullmatch(text)
-    if bracketed:
-        return bracketed[1], bracketed[2]
-    if text.count(":") > 1:
-        # An IPv6 address without brackets has no port.
-        return text, None
-    host, colon, ports = text.partition(":")
-    return host, ports if colon else None
 
 
 def _network(text: str) -> _Network | None:

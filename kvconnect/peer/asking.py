@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Generic
 
 import msgspec
 
@@ -13,7 +15,7 @@ from kvconnect.errors import PeerError
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Channel, LinkLost
 from kvconnect.peer.description import TOPIC as DESCRIPTION
-from kvconnect.peer.description import Description, read_answer
+from kvconnect.peer.description import AnyAnswer, Description, read_answer
 from kvconnect.peer.keyring import Keyring
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Answer, Bad, Question, Refused, Side, decode, encode
@@ -24,41 +26,36 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Reply:
-    """The data of an answer, and the times in seconds of this process's wall clock around the exchange."""
+class Answered(Generic[AnyAnswer]):
+    """An answer, and the times in seconds of this process's wall clock around the exchange."""
 
-    data: bytes
+    value: AnyAnswer
     asked_at: float
     answered_at: float
 
 
 def ask(
-    extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int], topic: str, argument: str = ""
-) -> Reply:
+    extra: ExtraConfig,
+    keyring: Keyring | None,
+    address: tuple[str, int],
+    topic: str,
+    kind: type[AnyAnswer],
+    argument: str = "",
+) -> Answered[AnyAnswer]:
     """Send a question to the worker at ``address``, and wait ``peer_timeout_s`` at most for its answer.
 
-    Raises ``PeerError``: nothing listens there, keys differ, the worker cannot answer, or the time is over.
+    Raises ``PeerError``: nothing listens there, keys differ, the worker cannot answer, its answer is not of
+    this ``kind``, or the time is over.
     """
-    channel = asking_channel(extra, keyring)
-    try:
-        return _exchange(channel, address, Question(next(_numbers), topic, argument), extra)
-    finally:
-        channel.close()
+    channel, question = asking_channel(extra, keyring), Question(next(_numbers), topic, argument)
+    with closing(channel):
+        data, asked_at, answered_at = _exchange(channel, address, question, extra)
+    return Answered(read_answer(data, kind), asked_at, answered_at)
 
 
-@dataclass(frozen=True)
-class TimedDescription:
-    """A worker's description, made between the two times in seconds of this process's wall clock."""
-
-    description: Description
-    asked_at: float
-    answered_at: float
-
-
-def describe(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> TimedDescription:
+def describe(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> Answered[Description]:
     """Ask the worker at an address for its description. Raises ``PeerError`` as ``ask``."""
-    reply = ask(extra, keyring, address, DESCRIPTION)
-    return TimedDescription(read_answer(reply.data, Description), reply.asked_at, reply.answered_at)
+    return ask(extra, keyring, address, DESCRIPTION, Description)
 
 
 def asking_channel(extra: ExtraConfig, keyring: Keyring | None) -> Channel:
@@ -67,7 +64,9 @@ def asking_channel(extra: ExtraConfig, keyring: Keyring | None) -> Channel:
     return ZmqChannel(ours, 0, keyring, AllowList(extra.allow_peers))
 
 
-def _exchange(channel: Channel, address: tuple[str, int], question: Question, extra: ExtraConfig) -> Reply:
+def _exchange(
+    channel: Channel, address: tuple[str, int], question: Question, extra: ExtraConfig
+) -> tuple[bytes, float, float]:
     shown = f"{address[0]}:{address[1]}"
     deadline = time.monotonic() + extra.peer_timeout_s
     channel.connect(_LINK, *address)
@@ -82,7 +81,7 @@ def _exchange(channel: Channel, address: tuple[str, int], question: Question, ex
                 raise PeerError(f"nothing listens at {shown}" if gone else lost)
             match decode(Side.DECODE, arrival.data, extra.max_message_bytes):
                 case Answer(number=number, data=data, error="") if number == question.number:
-                    return Reply(data, asked_at, time.time())
+                    return data, asked_at, time.time()
                 case Answer(number=number, error=error) if number == question.number:
                     raise PeerError(f"{shown} cannot answer: {error}")
                 case Refused() | Bad() as refused:

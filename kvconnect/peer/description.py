@@ -13,7 +13,7 @@ from kvconnect.peer.messages import PROTOCOL_VERSION, Introduction
 
 TOPIC = "description"
 
-_Answer = TypeVar("_Answer", bound=msgspec.Struct)
+AnyAnswer = TypeVar("AnyAnswer", bound=msgspec.Struct)
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ def introduced(introduction: Introduction) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(introduction))
 
 
-def read_answer(data: bytes, kind: type[_Answer]) -> _Answer:
+def read_answer(data: bytes, kind: type[AnyAnswer]) -> AnyAnswer:
     """Decode the data of an answer. Raises ``PeerError``: it is not of this ``kind``."""
     try:
         return msgspec.msgpack.decode(data, type=kind)

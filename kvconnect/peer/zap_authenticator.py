@@ -1,7 +1,7 @@
-"""The ZAP handler of a listening socket: authenticates clients, bounds connections, counts refused clients.
+"""The guard of a listening socket: authenticates clients, bounds connections, counts refused clients.
 
-The thread that owns the channel serves it, so that no other thread can fail. While it is not served, no
-client is admitted.
+The thread that owns the channel serves it, and with it pyzmq's authenticator, so that no other thread can
+fail. While it is not served, no client is admitted.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ import time
 from collections.abc import Callable
 
 import zmq
+from zmq.auth import Authenticator
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvconnect.peer.keyring import Keyring, fingerprint
 
 logger = logging.getLogger(__name__)
 
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_ZAP_VERSION = b"1.0"
-_ZAP_PARTS = 7
-_ZAP_ENVELOPE = 2
-"""The requester's identity, and an empty part. A REP socket would hide them, but could get out of step."""
-_DOMAIN = b"kvconnect"
+_DOMAIN = "kvconnect"
+_ADDRESS_AT = 3
+"""The part of a ZAP request that has the client's address."""
 _MOST_QUESTIONS = 256
 _MOST_EVENTS = 1024
 _RECOUNT_S = 1.0
@@ -61,16 +60,17 @@ class ZapAuthenticator:
         self.port = 0
         self._open: set[int] = set()
         self._recount_at = 0.0
-        self._said: set[str] = set()
-        self._questions: zmq.Socket[bytes] | None = None
+        self._logged: set[str] = set()
+        self._asking = b""
+        self._keys: Authenticator | None = None
         if keyring is not None:
-            self._questions = context.socket(zmq.ROUTER)
-            self._questions.setsockopt(zmq.LINGER, 0)
-            self._questions.bind(_ZAP_ADDRESS)
+            self._keys = Authenticator(context)
+            self._keys.configure_curve_callback(_DOMAIN, self)
+            self._keys.start()
             listener.setsockopt(zmq.CURVE_SECRETKEY, keyring.server.secret)
             listener.setsockopt(zmq.CURVE_PUBLICKEY, keyring.server.public)
             listener.setsockopt(zmq.CURVE_SERVER, 1)
-            listener.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+            listener.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
             # Without an answer to its request ZeroMQ would admit every client.
             listener.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         name = f"inproc://kvconnect-zap-{id(self)}"
@@ -81,13 +81,13 @@ class ZapAuthenticator:
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._monitor.connect(name)
         # One of these becomes readable when ``serve`` must be called.
-        self.sockets = (self._monitor,) if self._questions is None else (self._monitor, self._questions)
+        self.sockets = (self._monitor,) if self._keys is None else (self._monitor, self._keys.zap_socket)
 
     def serve(self) -> None:
         """Answer pending ZAP requests, and process connection events. Never waits, raises nothing."""
         try:
-            if self._questions is not None:
-                self._answer(self._questions)
+            if self._keys is not None:
+                self._answer(self._keys)
             self._watch()
         except zmq.ZMQError:
             logger.exception("internal error in the side channel's authenticator")
@@ -96,33 +96,32 @@ class ZapAuthenticator:
         """Stop. No client is admitted after that."""
         self._listener.disable_monitor()
         self._monitor.close()
-        if self._questions is not None:
-            self._questions.close()
+        if self._keys is not None:
+            self._keys.stop()
 
-    def _answer(self, questions: zmq.Socket[bytes]) -> None:
+    def _answer(self, keys: Authenticator) -> None:
         for _ in range(_MOST_QUESTIONS):
             try:
-                parts = questions.recv_multipart(zmq.NOBLOCK)
+                request = keys.zap_socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            envelope, asked = parts[:_ZAP_ENVELOPE], parts[_ZAP_ENVELOPE:]
-            request_id = asked[1] if len(asked) > 1 else b""
-            refusal = self._refusal(asked)
-            status = (b"400", b"not admitted", b"") if refusal else (b"200", b"OK", b"")
-            questions.send_multipart([*envelope, _ZAP_VERSION, request_id, *status, b""], zmq.NOBLOCK)
-            if refusal:
-                self.complain("client_not_admitted", refusal)
+            self._asking = request[_ADDRESS_AT]
+            # The coroutine waits for nothing, as ``callback`` is none: it needs no event loop.
+            with contextlib.suppress(StopIteration):
+                keys.handle_zap_message(request).send(None)
 
-    def _refusal(self, parts: list[bytes]) -> str:
-        if len(parts) != _ZAP_PARTS or parts[0] != _ZAP_VERSION or parts[5] != b"CURVE":
-            return "a client that does not speak CURVE"
-        if self._keyring is None or not self._keyring.knows(parts[6]):
-            address = parts[3].decode("ascii", "replace")
-            return (
-                f"a client at {address} with public key {parts[6].hex()} ({fingerprint(parts[6])}); if it is "
-                "a node of yours, admit it with `kvconnect keys add`, or give both nodes the same key_file"
-            )
-        return ""
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this public key, in Z85, may connect. Called by pyzmq's authenticator."""
+        public = z85.decode(key)
+        if self._keyring is not None and self._keyring.knows(public):
+            return True
+        self.complain(
+            "client_not_admitted",
+            f"a client at {self._asking.decode('ascii', 'replace')} with public key {public.hex()} "
+            f"({fingerprint(public)}); if it is a node of yours, admit it with `kvconnect keys add`, or give "
+            "both nodes the same key_file",
+        )
+        return False
 
     def _watch(self) -> None:
         for _ in range(_MOST_EVENTS):
@@ -188,8 +187,8 @@ class ZapAuthenticator:
     def complain(self, reason: str, who: str, level: int = logging.WARNING) -> None:
         """Count a refusal, and log the first one of each ``reason``."""
         self._count(reason)
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             logger.log(
                 level,
                 "side channel: turned away %s (further ones are only counted, as %s)",

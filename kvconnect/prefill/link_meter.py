@@ -19,7 +19,6 @@ from kvconnect.engine.lanes import (
     Traffic,
     Transport,
     expected_rate,
-    lane_of,
     seen_lane,
 )
 from kvconnect.peer.allow_list import same_host
@@ -44,7 +43,7 @@ def found_by(probe: ProbeOutbox, local: Local, before: Traffic, host: str, own_h
         before=before,
         after=local.look_at_traffic(),
     )
-    reported = lane_of(local.engine.capabilities.lane)
+    reported = local.engine.capabilities.carries
     return transport_over(seen_lane(reported, seen, local.fabric), seen.bytes_per_s, local)
 
 
@@ -53,12 +52,11 @@ def transport_over(lane: Transport, bytes_per_s: float, local: Local) -> Transpo
 
     The rate of shared memory depends on the load of the processors, so none is expected of it.
     """
-    expected, _ = expected_rate(local.fabric, lane)
     return msgspec.structs.replace(
         lane,
         device=lane.device[:MOST_TEXT],
         bytes_per_s=min(bytes_per_s, MOST_BYTES_PER_S),
-        expected_bytes_per_s=min(expected, MOST_BYTES_PER_S),
+        expected_bytes_per_s=min(expected_rate(local.fabric, lane), MOST_BYTES_PER_S),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvconnect.engine.adapter import card_host
-from kvconnect.engine.lanes import Traffic, Transport, lane_of
+from kvconnect.engine.lanes import Traffic, Transport
 from kvconnect.errors import EngineError, LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause
@@ -183,7 +183,7 @@ class SendPaths:
             slot_bytes=slot_bytes,
             share=source_share(ours, peer),
             kept_packer=functools.cache(make_kept_packer),
-            found=transport_over(lane_of(local.engine.capabilities.lane), 0.0, local),
+            found=transport_over(local.engine.capabilities.carries, 0.0, local),
         )
         scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
         source, target = ours.scratch_address, peer.scratch_address

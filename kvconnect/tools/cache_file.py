@@ -1,4 +1,4 @@
-"""A worker's cache read from a small JSON file, or from a model's own ``config.json`` of Hugging Face.
+"""A node's ranks by a small JSON file about their cache, or by a model's own ``config.json`` of Hugging Face.
 
 The file is an object with these keys; the first two are required.
 
@@ -14,18 +14,44 @@ The file is an object with these keys; the first two are required.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+import torch
 
+from kvconnect.cache.identity import Identity
+from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.shard import HeadInterval, shard_heads
+from kvconnect.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    LayerSpec,
+    MLASpec,
+    SlidingWindowSpec,
+    StateSpec,
+    div_exact,
+)
 from kvconnect.config import ExtraConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
+from kvconnect.pack.arena import auto_slot_bytes
+from kvconnect.peer.messages import CacheMeaning, Introduction
+from kvconnect.plan.align import TableCard
 from kvconnect.reading import read_file, read_struct
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 
-USUAL_BLOCK_SIZE = 16
+CUDA_SLOT_BYTES = 128 << 20
+"""Assumed slot size on a GPU: a 512th of the memory of a GPU with 64 GiB."""
+_USUAL_BLOCK_SIZE = 16
+_NUM_BLOCKS = 2
+"""Blocks of the tables: what is sent of a request does not depend on their number."""
+_AXES = {
+    "nhd": "block {} token head content",
+    "hnd": "block {} head token content",
+    "heads_first": "head block {} token content",
+}
 
 _LAYER_TYPES = {"full_attention": "gqa", "sliding_attention": "sliding"}
 """By value of ``layer_types``. Recurrent layers are missing: each model states their size in its own way."""
@@ -47,12 +73,6 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: Layers
     name: str = ""
     block_size: Count = 0
-
-    def __str__(self) -> str:
-        """As an operator reads it."""
-        keys = ("num_layers", "block_size", "kernel_block_size", "dtype", "layout", "kv")
-        shown = [f"{key} {value}" for key in keys if (value := getattr(self, key, ""))]
-        return f"{self.name}: {', '.join(shown)}"
 
 
 class TokenLayers(LayerKind, frozen=True, kw_only=True):
@@ -102,7 +122,7 @@ _KINDS: dict[str, type[LayerKind]] = {
 
 
 class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's cache, checked. Every kind of layers has a name and block sizes."""
+    """A node's cache, checked. Every kind of layers has a name and block sizes."""
 
     layers: tuple[LayerKind, ...]
     tp_size: int
@@ -110,9 +130,85 @@ class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
     extra: ExtraConfig
 
     @property
-    def num_heads(self) -> int | None:
-        """The finest division of heads over ranks; None where every rank keeps the same bytes."""
-        return max((kind.num_kv_heads for kind in self.layers if isinstance(kind, HeadLayers)), default=None)
+    def meaning(self) -> CacheMeaning:
+        """The meaning of the cache for peers, with what the file states of the identity of its KV."""
+        dtypes = {kind.name: kind.dtype for kind in self.layers if isinstance(kind, TokenLayers)}
+        convertible = "any of 16 and 8 bits, by convert_dtype"
+        stated: dict[str, Any] = {
+            "attention": self._stated("kind", "num_layers", "num_kv_heads", "sliding_window"),
+            "cache dtype": convertible if self.extra.convert_dtype else dtypes,
+            "block size": self._stated("block_size", "kernel_block_size"),
+            "layout": self._stated("dtype", "layout", "kv"),
+            "parallelism": {"tensor": self.tp_size},
+        }
+        # A cache file does not state how a state is divided over ranks.
+        if any(isinstance(kind, StateLayers) for kind in self.layers):
+            stated["ranks"] = self.tp_size
+        # The finest division of heads over ranks; None where every rank keeps the same bytes.
+        heads = (kind.num_kv_heads for kind in self.layers if isinstance(kind, HeadLayers))
+        return CacheMeaning(Identity.of(stated), max(heads, default=None), self.tp_size)
+
+    def _stated(self, *keys: str) -> dict[str, str]:
+        return {
+            kind.name: ", ".join(f"{key} {value}" for key in keys if (value := getattr(kind, key, "")))
+            for kind in self.layers
+        }
+
+    def ranks(self, engine: str) -> dict[int, Introduction]:
+        """The ranks of the node as they would introduce themselves to peers, with this ``engine``.
+
+        Raises ``ConfigError``: the cache cannot be expressed.
+        """
+        slot_bytes = CUDA_SLOT_BYTES if self.device == "cuda" else auto_slot_bytes("cpu")
+        slot_bytes = self.extra.slot_bytes or slot_bytes
+        return {
+            rank: Introduction("", "", rank, self.meaning, engine, b"", self.table(rank), slot_bytes)
+            for rank in range(self.tp_size)
+        }
+
+    def table(self, rank: int) -> TableCard:
+        """The region table of one rank. Raises as ``ranks``."""
+        groups, kernels = [], {}
+        tensors: dict[str, CacheTensor] = {}
+        heads: dict[str, HeadInterval] = {}
+        for index, kind in enumerate(self.layers):
+            # Equal names on both sides, so that layers match.
+            names = tuple(f"{kind.name}.{number}" for number in range(kind.num_layers))
+            if isinstance(kind, HeadLayers):
+                heads |= dict.fromkeys(names, shard_heads(kind.num_kv_heads, rank, self.tp_size))
+            spec, shape, axes, dtype = _tensor_of(kind, len(heads.get(names[0], ())))
+            groups.append(KVCacheGroup(names, spec))
+            kernels[index] = kind.kernel_block_size if isinstance(kind, TokenLayers) else kind.block_size
+            try:
+                # Neither written nor read: no page of it is ever backed by memory.
+                tensors |= {name: CacheTensor(torch.empty(shape, dtype=dtype), axes) for name in names}
+            except RuntimeError as error:
+                text = str(error).partition("\n")[0]
+                raise ConfigError(f"layers {kind.name!r} have blocks of impossible sizes: {text}") from error
+        config = KVCacheConfig(_NUM_BLOCKS, tuple(groups))
+        return TableCard.of(RegionTable.build(config, kernels, tensors, heads))
+
+
+def _tensor_of(kind: LayerKind, heads: int) -> tuple[LayerSpec, Sequence[int], str, torch.dtype]:
+    """Spec of one layer, and its tensor: shape, axis names and dtype."""
+    if isinstance(kind, StateLayers):
+        spec: LayerSpec = StateSpec(kind.block_size, ((kind.state_bytes,),), (torch.uint8,))
+        return spec, (_NUM_BLOCKS, kind.state_bytes), "block content", torch.uint8
+    assert isinstance(kind, TokenLayers)
+    dtype, kernel = getattr(torch, kind.dtype), kind.kernel_block_size
+    blocks = _NUM_BLOCKS * div_exact(kind.block_size, kernel)
+    if not isinstance(kind, HeadLayers):
+        spec = MLASpec(kind.block_size, kind.head_size, dtype)
+        return spec, (blocks, kernel, kind.head_size), "block token content", dtype
+    size = kind.block_size, heads, kind.head_size, dtype
+    axes = _AXES[kind.layout].format("plane" if kind.kv == "per_block" else "")
+    axes = " ".join(("plane " * (kind.kv == "apart") + axes).split())
+    extent = {"block": blocks, "token": kernel, "plane": 2, "head": heads}
+    extent["content"] = kind.head_size * (1 if "plane" in axes else 2)
+    spec = FullAttentionSpec(*size)
+    if isinstance(kind, SlidingLayers):
+        spec = SlidingWindowSpec(*size, sliding_window=kind.sliding_window)
+    return spec, [extent[axis] for axis in axes.split()], axes, dtype
 
 
 class _Outer(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +289,7 @@ def cache_of(given: Mapping[str, Any]) -> dict[str, Any]:
             {"kind": kind, "num_layers": count, **common, **_window(kind, text)}
             for kind, count in _counts(text, num_layers).items()
         ]
-    return {"layers": layers, "block_size": USUAL_BLOCK_SIZE}
+    return {"layers": layers, "block_size": _USUAL_BLOCK_SIZE}
 
 
 def _counts(text: Mapping[str, Any], num_layers: int) -> Mapping[str, int]:

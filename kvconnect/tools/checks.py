@@ -6,18 +6,17 @@ Pure: facts in, findings out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 
 from kvconnect import __version__
 from kvconnect.addresses import is_loopback
 from kvconnect.config import place_of
 from kvconnect.engine.lanes import ACTIVE
+from kvconnect.packages import has_vllm_plugin
 from kvconnect.tools.facts import Facts
 from kvconnect.tools.findings import Finding, failure, failure_if, warning, warning_if, well
 from kvconnect.tools.trial import Trial
 from kvconnect.vllm.plugin import RANGE, is_tested
 
-_RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "gga", "srd")
 _LEAST_LOCKED, _WANTED_LOCKED = 64 << 20, 1 << 30
 _LEAST_SHM = 256 << 20
 _LEAST_FILES = 4096
@@ -71,7 +70,7 @@ def _port(facts: Facts) -> Finding:
         advice = "host, or bind, has to be an address of this machine (ip address)"
         return failure("port", f"{shown} cannot be listened on: {state.problem}", advice)
     if facts.own is not None:
-        own = facts.own.description
+        own = facts.own.value
         return well("port", f"a node serves on {shown}: {own.role}, release {own.release}, {own.lane}")
     if state.taken:
         found = f"{shown} is taken, by no node with our key: {facts.own_problem or facts.key_problem}"
@@ -98,17 +97,17 @@ def _torch(facts: Facts) -> Iterator[Finding]:
     if not version:
         yield failure("torch", "it is not installed", "pip install torch, the build for this machine")
         return
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus))
-    found = f"{version}, {len(machine.gpus)} x {names}" if names else f"{version}, no GPU"
-    hidden = machine.has_nvidia_driver and not machine.gpus
+    names, visible = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus)), machine.visible_gpus
+    found = f"{version}, {visible} x {names}" if visible else f"{version}, no GPU"
+    hidden = bool(machine.gpus) and not visible
     yield warning_if(
         hidden,
         "torch",
-        f"{found}, though the NVIDIA driver is loaded" if hidden else found,
+        f"{found}, though this machine has {len(machine.gpus)} x {names}" if hidden else found,
         "install a CUDA build of torch; look at CUDA_VISIBLE_DEVICES; give a container its GPUs",
     )
     triton = machine.versions.get("triton", "")
-    if not machine.gpus:
+    if not visible:
         yield well("Triton", f"{triton or 'not installed'}; without a GPU numpy packs pages")
     elif not triton:
         yield failure("Triton", "it is not installed, and packs pages on GPUs", "pip install triton")
@@ -175,7 +174,7 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
     yield warning_if(not tested, "vLLM", found, f"install vLLM {RANGE}")
     named = facts.config is not None and facts.config.kv_connector_module_path is not None
     plugins = environ.get("VLLM_PLUGINS")
-    has_plugin = any(entry.name == "kvconnect" for entry in entry_points(group="vllm.general_plugins"))
+    has_plugin = has_vllm_plugin()
     if not named and (not has_plugin or (plugins is not None and "kvconnect" not in plugins.split(","))):
         why = f"VLLM_PLUGINS is {plugins!r}" if has_plugin else "its plugin is not installed"
         advice = 'set "kv_connector_module_path": "kvconnect.vllm"'
@@ -257,50 +256,43 @@ def _transport(facts: Facts) -> Iterator[Finding]:
 
 def _gpus(facts: Facts) -> Iterator[Finding]:
     machine = facts.machine
-    if machine.rdma and machine.gpus:
+    if machine.rdma and machine.visible_gpus:
         found, advice = "RDMA devices reach GPU memory by nvidia_peermem", ""
         if not machine.has_peermem:
             found = "RDMA devices reach GPU memory by DMA-BUF"
-            if not all(gpu.has_dmabuf for gpu in machine.gpus):
+            if not machine.has_dmabuf:
                 found = "neither nvidia_peermem nor DMA-BUF: bytes go through host memory"
                 advice = "modprobe nvidia_peermem, or a driver and kernel (5.12) with DMA-BUF"
         yield warning_if(advice, "GPUDirect", found, advice)
         nodes = {port.numa_node for port in machine.active_ports}
-        far = [gpu.index for gpu in machine.gpus if gpu.numa_node not in nodes | {-1}]
+        far = [at for at, gpu in enumerate(machine.gpus) if gpu.numa_node not in nodes | {-1}]
         if far and nodes - {-1}:
             found = f"GPUs {far} are on other nodes than every active RDMA device"
             yield warning(
                 "NUMA", found, "place servers on GPUs beside a device, and name that in device_name"
             )
     if len(machine.gpus) > 1:
-        kinds = ", ".join(sorted(set(machine.links.values())))
-        alone = [gpu.index for gpu in machine.gpus if not gpu.peers]
+        links = machine.most_nvlinks
+        alone = [at for at, gpu in enumerate(machine.gpus) if not gpu.peers]
         reached = f"GPUs {alone} reach no other GPU's memory" if alone else "each GPU reaches others' memory"
-        found = f"{f'links {kinds}' if kinds else 'peer access'}: {reached}"
+        found = f"{f'{links} NVLinks' if links else 'peer access'}: {reached}"
         yield warning_if(alone, "GPU links", found, "nvidia-smi topo -p2p r")
 
 
 def _variables(facts: Facts) -> Iterator[Finding]:
-    environ, has_gpus = facts.machine.environ, bool(facts.machine.gpus)
+    environ, has_gpus = facts.machine.environ, facts.machine.visible_gpus > 0
     shown = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(("UCX_", "MC_"))]
     yield well("variables", ", ".join(shown) or "no UCX_ or MC_ variable is set")
     transports = environ.get("UCX_TLS", "all")
     if transports != "all" and not transports.startswith("^"):
         listed = [name.strip() for name in transports.split(",")]
-        if has_gpus and not _has(listed, "cuda"):
+        if has_gpus and not any(name == "cuda" or name.startswith("cuda_") for name in listed):
             advice = "add cuda_copy,cuda_ipc, or unset UCX_TLS"
             yield failure("UCX_TLS", f"{transports} has nothing for GPU memory", advice)
-        if asks_rdma(facts) and not any(_has(listed, kind) for kind in _RDMA_TRANSPORTS):
-            found = f"{transports} has no RDMA, which is asked for"
-            yield failure("UCX_TLS", found, "add rc, or unset UCX_TLS")
     allocator = environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + environ.get("PYTORCH_ALLOC_CONF", "")
     if has_gpus and "expandable_segments:True" in allocator:
         found = "expandable_segments is on: memory cannot be shared over NVLink by Mooncake, nor by CUDA IPC"
         yield warning("allocator", found, "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF")
-
-
-def _has(listed: list[str], kind: str) -> bool:
-    return any(name == kind or name.startswith((f"{kind}_", f"{kind}x")) for name in listed)
 
 
 def _limits(facts: Facts) -> Iterator[Finding]:

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvconnect.config import place_of
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.tools.cache_file import CacheFile, read_cache
-from kvconnect.tools.cache_pairs import CUDA_SLOT_BYTES, check_caches
+from kvconnect.tools.cache_file import CUDA_SLOT_BYTES, read_cache
+from kvconnect.tools.cache_pairs import check_nodes
 from kvconnect.tools.checks import check_hardware, check_node, check_software
 from kvconnect.tools.facts import Facts, Probes
 from kvconnect.tools.findings import Finding, Level, failure, well
@@ -41,40 +42,42 @@ def show(findings: Sequence[Finding], *, json_output: bool) -> int:
     return 0 if works else 1
 
 
-def compare(source: Side, target: Side, tokens: int, configuration: str | None = None) -> list[Finding]:
+def compare(source: Side, target: Side, tokens: int, configuration: str | None = None) -> Iterator[Finding]:
     """What two nodes would exchange for a request, by their files. Neither needs to run.
 
-    A ``configuration`` replaces that of both files. Raises as ``check_caches``.
+    A ``configuration`` replaces that of both files. Raises ``ConfigError`` if a file cannot be used.
     """
-    held, wanted = read_cache(*source), read_cache(*target)
+    sides = {"P": read_cache(*source), "D": read_cache(*target)}
     if configuration is not None:
         extra = read_configuration(configuration).extra
-        held, wanted = (msgspec.structs.replace(side, extra=extra) for side in (held, wanted))
-    return [*_taken_for(held, wanted, tokens), *check_caches(held, wanted, tokens)]
-
-
-def _taken_for(held: CacheFile, wanted: CacheFile, tokens: int) -> Iterator[Finding]:
-    """What the comparison takes the two caches to be: a model's configuration does not settle all of it."""
-    sides = {"prefill node": held, "decode node": wanted}
-    texts = {name: "; ".join(dict.fromkeys(map(str, side.layers))) for name, side in sides.items()}
-    if len(set(texts.values())) == 1:
-        texts = {"both nodes": texts["prefill node"]}
-    for name, text in texts.items():
-        yield well("taken for", f"{name}: {text}")
+        sides = {name: msgspec.structs.replace(side, extra=extra) for name, side in sides.items()}
+    # A model's configuration does not settle all of it.
     slots = f"slots of {size(CUDA_SLOT_BYTES)} where none are set, and no draft model"
-    yield well(
-        "taken for", f"{tokens} tokens in one request; {slots}; deploy/examples has files that say more"
-    )
+    more = "deploy/examples has files that state more"
+    yield well("taken for", f"{tokens} tokens in one request; {slots}; {more}")
+    engines = [side.extra.engine for side in sides.values()]
+    # `auto` takes what the other node has.
+    engines = [other if own == "auto" else own for own, other in zip(engines, reversed(engines), strict=True)]
+    held, wanted = (side.ranks(engine) for side, engine in zip(sides.values(), engines, strict=True))
+    yield from check_nodes(held, wanted, tokens, convert=sides["D"].extra.convert_dtype)
+    for name, side in sides.items():
+        for rank in range(side.tp_size if side.extra.ranks else 0):
+            own = side.extra.of_rank(rank)
+            yield well(f"{name} rank {rank}", f"at {place_of(own.host, own.bind, own.device_name)}")
 
 
 def examine(
     configuration: str | None,
     probes: Probes | None = None,
     peers: Sequence[str] = (),
+    tokens: int = 1,
     *,
     measured: bool = False,
 ) -> list[Finding]:
-    """Check this machine, the configuration and the peers. Raises nothing: every problem is a finding."""
+    """Check this machine, the configuration and the peers. Raises nothing: every problem is a finding.
+
+    ``tokens`` are those of a request of which caches are compared.
+    """
     findings, config = [], None
     try:
         config = read_configuration(configuration) if configuration is not None else None
@@ -86,21 +89,21 @@ def examine(
         findings += check(facts)
     for peer in peers:
         if not facts.key_problem:
-            findings += _ask(facts, probes, peer, measured=measured)
+            findings += _ask(facts, probes, peer, tokens, measured=measured)
     return findings
 
 
-def _ask(facts: Facts, probes: Probes, peer: str, *, measured: bool) -> Iterator[Finding]:
+def _ask(facts: Facts, probes: Probes, peer: str, tokens: int, *, measured: bool) -> Iterator[Finding]:
     try:
         address = side_channels(peer, "--peer")[0]
         pair = meet(address, facts, probes)
-        yield from check_pair(facts, pair)
+        yield from check_pair(facts, pair, tokens)
     except KVConnectError as error:
         yield unreached(peer, error)
         return
     if measured and pair.has_one_protocol:
         try:
-            yield from check_link(facts, pair.peer[0], address)
+            yield from check_link(facts, pair.peer[0].value, address)
         except KVConnectError as error:
             advice = "look at the rows of engine, transport and caches"
             yield failure("rate", f"nothing came over: {error}", advice)

@@ -10,22 +10,13 @@ from dataclasses import dataclass
 
 from kvconnect.addresses import PortState, is_here, is_loopback, look_at_port
 from kvconnect.config import ExtraConfig, TransferConfig, ranks_of
-from kvconnect.engine.registry import available_engines
+from kvconnect.engine.registry import PREFERENCE, available_engines
 from kvconnect.errors import ConfigError, PeerError
-from kvconnect.peer.asking import TimedDescription, describe
-from kvconnect.peer.keyring import (
-    KEY_VARIABLE,
-    KEYS_DIR_VARIABLE,
-    Keyring,
-    described,
-    load_keyring,
-    user_key_path,
-)
+from kvconnect.peer.asking import Answered, describe
+from kvconnect.peer.description import Description
+from kvconnect.peer.keyring import Keyring, described, load_keyring, names_key, user_key_path
 from kvconnect.tools.machine import Machine, look
 from kvconnect.tools.trial import Trial, TrialSettings, run_trial
-
-_CHOICE = ("nixl", "mooncake")
-"""The candidates of ``auto``; it takes the first that works. Other engines are tried only if configured."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,7 @@ class Probes:
     engines: Callable[[], Mapping[str, str]] = available_engines
     trial: Callable[..., Trial] = run_trial
     port: Callable[[str, int], PortState] = look_at_port
-    describe: Callable[..., TimedDescription] = describe
+    describe: Callable[..., Answered[Description]] = describe
 
 
 @dataclass(frozen=True)
@@ -57,9 +48,7 @@ class Facts:
     rank here; otherwise ``own_problem`` is why the listener is none.
     """
 
-    def __init__(
-        self, config: TransferConfig | None, probes: Probes, environ: Mapping[str, str] = os.environ
-    ) -> None:
+    def __init__(self, config: TransferConfig | None, probes: Probes) -> None:
         self.config = config
         given = config.extra if config is not None else ExtraConfig()
         self.ranks = _ranks(given)
@@ -69,16 +58,16 @@ class Facts:
         self.engines = probes.engines()
         self.engine = extra.engine
         if extra.engine == "auto":
-            self.engine = next((name for name in _CHOICE if self.engines.get(name) == ""), "")
+            self.engine = next((name for name in PREFERENCE if self.engines.get(name) == ""), "")
         self.trials = _trials(extra, self.engine, self.engines, probes)
         self.interfaces = tuple(name for _, name in socket.if_nameindex())
         self.port = probes.port(extra.listens_at, port)
         self.bootstrap_port = probes.port(extra.listens_at, extra.bootstrap_port)
         self.key = self.key_problem = self.own_problem = ""
         self.keyring: Keyring | None = None
-        self.own: TimedDescription | None = None
+        self.own: Answered[Description] | None = None
         try:
-            self.key, self.keyring = _keys(extra, environ)
+            self.key, self.keyring = _keys(extra)
             if self.port.taken:
                 self.own = probes.describe(extra, self.keyring, (extra.host, port))
         except ConfigError as error:
@@ -99,13 +88,13 @@ def _ranks(given: ExtraConfig) -> NamedRanks:
     return NamedRanks(places, set(places) - set(here), min((numbers[key] for key in here), default=0))
 
 
-def _keys(extra: ExtraConfig, environ: Mapping[str, str]) -> tuple[str, Keyring | None]:
+def _keys(extra: ExtraConfig) -> tuple[str, Keyring | None]:
     """A description of the keys, and the keys. Makes no keys. Raises ``ConfigError``."""
-    is_named = extra.key_file or extra.keys_dir or environ.get(KEY_VARIABLE) or environ.get(KEYS_DIR_VARIABLE)
-    of_user = user_key_path(environ)
-    if not extra.insecure and not is_named and is_loopback(extra.host) and not of_user.exists():
+    of_user = user_key_path(os.environ)
+    has_key = extra.insecure or names_key(extra, os.environ) or of_user.exists()
+    if not has_key and is_loopback(extra.host):
         return f"none yet; the first node of this user makes {of_user}", None
-    keyring = load_keyring(extra, environ)
+    keyring = load_keyring(extra, os.environ)
     return described(keyring), keyring
 
 
@@ -115,7 +104,7 @@ def _trials(extra: ExtraConfig, engine: str, engines: Mapping[str, str], probes:
         name: TrialSettings(name, extra.host, extra.protocol, extra.all_engine_options)
         if name == engine
         else TrialSettings(name, extra.host)
-        for name in dict.fromkeys((engine, *_CHOICE))
+        for name in dict.fromkeys((engine, *PREFERENCE))
         if engines.get(name) == ""
     }
     far = not is_loopback(extra.host)

@@ -18,7 +18,7 @@ from kvconnect.addresses import join_address
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer.asking import ask, describe
-from kvconnect.peer.description import Description, read_answer
+from kvconnect.peer.description import Description
 from kvconnect.peer.inspection import OF_REQUEST, TOPIC, Inspection
 from kvconnect.peer.keyring import Keyring, load_keyring
 from kvconnect.peer.timeline_page import TOPIC as TIMELINE
@@ -95,12 +95,12 @@ def look(
 
     Raises ``PeerError``.
     """
-    described = describe(extra, keyring, address).description
+    described = describe(extra, keyring, address).value
     pages: list[Inspection] = []
     while not pages or (whole and not pages[-1].is_last and len(pages) < _MOST_PAGES):
         seen = sum(max(len(page.leases), len(page.loads)) for page in pages)
         about = f"{OF_REQUEST}{request}" if request else str(seen)
-        pages.append(read_answer(ask(extra, keyring, address, TOPIC, about).data, Inspection))
+        pages.append(ask(extra, keyring, address, TOPIC, Inspection, about).value)
     # An entry at the end of a page may move to the next page between two reads.
     leases = {(one.digest, one.request_id): one for page in pages for one in page.leases}
     loads = {one.request_id: one for page in pages for one in page.loads}
@@ -141,7 +141,7 @@ def read_workers(extra: ExtraConfig, keyring: Keyring | None, given: Sequence[st
     for address in _workers_at(given):
         worker = read_worker(extra, keyring, address)
         found[worker.name] = worker
-        for other in describe(extra, keyring, address).description.directory:
+        for other in describe(extra, keyring, address).value.directory:
             if other.rank != worker.rank:
                 rank = read_worker(extra, keyring, (other.host, other.port))
                 found.setdefault(rank.name, rank)
@@ -154,8 +154,8 @@ def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: Address) -
     ahead, argument = TraceSpan(), ""
     # Bounded: a busy worker records more while it is read.
     for _ in range(_MOST_TIMELINE_PAGES):
-        reply = ask(extra, keyring, address, TIMELINE, argument)
-        page = read_answer(reply.data, TimelinePage)
+        reply = ask(extra, keyring, address, TIMELINE, TimelinePage, argument)
+        page = reply.value
         records += page.records()
         ahead = TraceSpan(page.clock_s - reply.answered_at, page.clock_s - reply.asked_at).also(ahead)
         if page.is_last or not records:

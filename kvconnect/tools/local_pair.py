@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 from kvconnect.addresses import look_at_port
 from kvconnect.engine.lanes import read_text
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.packages import package_versions
+from kvconnect.packages import find_compiler, has_vllm_plugin, package_versions
 from kvconnect.reading import read_file, refuse
 from kvconnect.tools.showing import size
 from kvconnect.vllm.plugin import NAME
@@ -245,11 +244,8 @@ def look_at_host(port: int) -> LocalHost:
         gpus=() if is_cpu_build else _gpus(),
         cpus=tuple(sorted(os.sched_getaffinity(0))),
         free_bytes=free_memory(Path("/")),
-        has_compiler=any(map(shutil.which, ("gcc", "clang", "cc"))),
-        has_plugin=any(
-            entry.name == "kvconnect"
-            for entry in importlib.metadata.entry_points(group="vllm.general_plugins")
-        ),
+        has_compiler=bool(find_compiler(os.environ)),
+        has_plugin=has_vllm_plugin(),
         lacks=tuple(
             name for name in ("aiohttp", "nixl", "mooncake") if importlib.util.find_spec(name) is None
         ),

@@ -8,43 +8,31 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kvconnect.engine.cuda_driver import supports_dmabuf
-from kvconnect.engine.lanes import Fabric, look_at_fabric, numa_node, read_text
-from kvconnect.errors import EngineError
-from kvconnect.packages import package_versions
+from kvconnect.engine.lanes import Fabric, look_at_fabric, read_text
+from kvconnect.packages import find_compiler, package_versions
 
 VARIABLES = ("UCX_", "MC_", "NIXL_", "VLLM_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
 """Prefixes of environment variables that libraries read."""
 _CAP_IPC_LOCK = 14
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that torch sees. ``peers``: GPUs whose memory it can access; ``has_dmabuf``: RDMA works without a
-    kernel module."""
-
-    index: int
-    name: str
-    numa_node: int
-    has_dmabuf: bool
-    peers: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Machine(Fabric):
-    """The facts. Limits are in bytes or counts; None: unlimited."""
+    """The facts. Limits are in bytes or counts; None: unlimited.
+
+    ``visible_gpus``: how many GPUs torch sees; ``has_dmabuf``: RDMA reaches them without a kernel module.
+    """
 
     versions: Mapping[str, str] = field(default_factory=dict)
     has_verbs: bool = True
     has_peermem: bool = False
-    has_nvidia_driver: bool = False
-    gpus: tuple[Gpu, ...] = ()
+    visible_gpus: int = 0
+    has_dmabuf: bool = False
     compiler: str = ""
     memlock_bytes: int | None = None
     may_lock: bool = False
@@ -61,16 +49,15 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
         resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
     )
     capabilities = re.search(r"^CapEff:\s*(\w+)$", read_text(root / "proc/self/status"), re.M)
-    gpus = _gpus(root)
-    fabric = look_at_fabric(root, with_gpus=len(gpus) > 1)
+    visible_gpus = _visible_gpus()
     return Machine(
-        **vars(fabric),
+        **vars(look_at_fabric(root, with_gpus=True)),
         versions=package_versions(),
         has_verbs=any((root / "dev/infiniband").glob("uverbs*")),
         has_peermem="nvidia_peermem" in read_text(root / "proc/modules"),
-        has_nvidia_driver=(root / "proc/driver/nvidia/version").exists(),
-        gpus=gpus,
-        compiler=next(filter(None, map(shutil.which, (environ.get("CC", ""), "gcc", "clang", "cc"))), ""),
+        visible_gpus=visible_gpus,
+        has_dmabuf=visible_gpus > 0 and supports_dmabuf(),
+        compiler=find_compiler(environ),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         may_lock=capabilities is not None and bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1),
         open_files=None if files == resource.RLIM_INFINITY else files,
@@ -81,24 +68,9 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
     )
 
 
-def _gpus(root: Path) -> tuple[Gpu, ...]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    count, found = torch.cuda.device_count(), []
-    for index in range(count):
-        properties: Any = torch.cuda.get_device_properties(index)
-        # Older torch does not report a GPU's PCI address.
-        numbers = [getattr(properties, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
-        place = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
-        others = (other for other in range(count) if other != index)
-        peers = tuple(other for other in others if torch.cuda.can_device_access_peer(index, other))
-        try:
-            has_dmabuf = supports_dmabuf(index)
-        except EngineError:
-            has_dmabuf = False
-        found.append(
-            Gpu(index, properties.name, numa_node(root / "sys/bus/pci/devices" / place), has_dmabuf, peers)
-        )
-    return tuple(found)
+def _visible_gpus() -> int:
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count()

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvconnect import __version__
-from kvconnect.cache.identity import ENTRIES, Identity, Rule, entry_differs
-from kvconnect.cache.shard import partner_ranks
 from kvconnect.errors import KVConnectError
-from kvconnect.peer.agreement import disagreement, other_identity, rank_refusal, wanted_card
-from kvconnect.peer.asking import TimedDescription
+from kvconnect.peer.asking import Answered
+from kvconnect.peer.description import Description
 from kvconnect.peer.handles import MOST_SKEW_S
 from kvconnect.peer.messages import PROTOCOL_VERSION
-from kvconnect.tools.cache_pairs import check_ranks_fit, wire_between
+from kvconnect.tools.cache_pairs import check_nodes
 from kvconnect.tools.facts import Facts, Probes
 from kvconnect.tools.findings import Finding, failure, failure_if, warning, well
 
@@ -27,7 +25,7 @@ _UNREACHED = {
 }
 _BLOCKED = "look at host, port and the firewall between the two; rank r listens on port + r"
 
-Ranks = Mapping[int, TimedDescription]
+Ranks = Mapping[int, Answered[Description]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class NodePair:
     @property
     def has_one_protocol(self) -> bool:
         """Whether the peer has our protocol version."""
-        return self.peer[0].description.protocol == PROTOCOL_VERSION
+        return self.peer[0].value.protocol == PROTOCOL_VERSION
 
 
 def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> NodePair:
@@ -49,11 +47,11 @@ def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> NodePair:
     extra, own = facts.extra, {}
     ask = partial(probes.describe, extra, facts.keyring)
     peer = {0: ask(address)}
-    first = peer[0].description
+    first = peer[0].value
     if first.protocol == PROTOCOL_VERSION:
         peer |= {one.rank: ask((one.host, one.port)) for one in first.directory if one.rank}
     if facts.own is not None:
-        ours = facts.own.description
+        ours = facts.own.value
         at = {one.rank: (one.host, one.port) for one in ours.directory}
         ranks = range(ours.introduction.meaning.topology.size)
         own = {rank: ask(at.get(rank, (extra.host, extra.port + rank))) for rank in ranks}
@@ -67,9 +65,9 @@ def unreached(address: str, error: KVConnectError) -> Finding:
     return failure(about, f"{address}: {error}", advice)
 
 
-def check_pair(facts: Facts, pair: NodePair) -> Iterator[Finding]:
-    """Whether KV would be transferred between the two, and over which lane."""
-    theirs = pair.peer[0].description
+def check_pair(facts: Facts, pair: NodePair, tokens: int) -> Iterator[Finding]:
+    """Whether KV of a request would be transferred between the two, and over which lane."""
+    theirs = pair.peer[0].value
     packages = ", ".join(f"{name} {version}" for name, version in theirs.versions.items() if name != "python")
     yield well("peer", f"{pair.address}: {theirs.role}, {len(pair.peer)} ranks, {packages}")
     yield _clock(pair.peer[0])
@@ -84,9 +82,15 @@ def check_pair(facts: Facts, pair: NodePair) -> Iterator[Finding]:
     found = f"both are {role}: nothing would come over" if alike else f"{role} here, {theirs.role} there"
     yield failure_if(alike, "roles", found, "kv_producer on one, kv_consumer on the other")
     if pair.own:
-        yield from _agreement(facts, pair)
+        yield well("lane", f"the peer's engine: {theirs.lane}; here: {pair.own[0].value.lane}")
+        # This node is D, unless it only sends.
+        is_source = facts.config is not None and not facts.config.is_consumer
+        sides = (pair.own, pair.peer) if is_source else (pair.peer, pair.own)
+        ranks = [{rank: one.value.introduction for rank, one in side.items()} for side in sides]
+        yield from check_nodes(ranks[0], ranks[1], tokens, convert=facts.extra.convert_dtype)
         return
-    yield from _stated(theirs.introduction.meaning.identity)
+    identity = theirs.introduction.meaning.identity
+    yield from (well(f"peer's {name}", identity.text(name)) for name in identity.entries)
     engine = theirs.introduction.engine
     if facts.engine not in ("", engine):
         yield failure("engine", f"the peer's is {engine}, here it is {facts.engine}", "set the same on both")
@@ -97,8 +101,8 @@ def check_pair(facts: Facts, pair: NodePair) -> Iterator[Finding]:
     )
 
 
-def _clock(peer: TimedDescription) -> Finding:
-    ahead_s = peer.description.clock_s - (peer.asked_at + peer.answered_at) / 2
+def _clock(peer: Answered[Description]) -> Finding:
+    ahead_s = peer.value.clock_s - (peer.asked_at + peer.answered_at) / 2
     unsure_s = (peer.answered_at - peer.asked_at) / 2
     found = f"the peer's is {abs(ahead_s):.3g} s {'ahead' if ahead_s > 0 else 'behind'} (+- {unsure_s:.2g} s)"
     advice = "run NTP (chronyd) on both"
@@ -107,59 +111,3 @@ def _clock(peer: TimedDescription) -> Finding:
     if abs(ahead_s) - unsure_s > _NOTICED_SKEW_S:
         return warning("clock", f"{found}: from {MOST_SKEW_S:g} s on nothing is loaded", advice)
     return well("clock", found)
-
-
-def _agreement(facts: Facts, pair: NodePair) -> Iterator[Finding]:
-    """The reason for which a greeting would be refused; without one, whether the caches of all ranks fit."""
-    ours, theirs = pair.own[0].description, pair.peer[0].description
-    # This node is D, unless it only sends.
-    is_source = facts.config is not None and not facts.config.is_consumer
-    sources, targets = (pair.own, pair.peer) if is_source else (pair.peer, pair.own)
-    first = [side[0].description.introduction for side in (sources, targets)]
-    source, target = (one.meaning for one in first)
-    yield from _identities(source.identity, target.identity)
-    refusal = disagreement(*first)
-    if refusal and refusal != other_identity(source, target):
-        yield failure("model", refusal.text, refusal.cause.remedy)
-    if refusal:
-        return
-    yield well("lane", f"the peer's engine: {theirs.lane}; here: {ours.lane}")
-    found_between: dict[str, tuple[str, list[str]]] = {}
-    for rank in targets:
-        for partner in partner_ranks(rank, target.topology, source.topology, target.num_heads):
-            if partner in sources:
-                ends = sources[partner].description, targets[rank].description
-                introduced = [end.introduction for end in ends]
-                if refusals := list(filter(None, map(rank_refusal, introduced))):
-                    yield failure("ranks", refusals[0], "restart the nodes")
-                    continue
-                cards = introduced[0].table, wanted_card(*introduced)
-                wire, reasons = wire_between(*cards, convert=facts.extra.convert_dtype)
-                if not all(one.slot_bytes for one in introduced):
-                    reasons.append("one of them has no slots, as a node that only offloads")
-                order = wire.order if wire is not None else ""
-                found_between[f"{partner} > {rank}"] = order, reasons
-            else:
-                found = f"rank {partner} of the prefill node is not known"
-                yield failure("ranks", found, "ask again once it has served a request")
-    yield from check_ranks_fit("caches", found_between.items())
-
-
-def _identities(prefill: Identity, decode: Identity) -> Iterator[Finding]:
-    """Compare the identities of both nodes' KV, entry by entry."""
-    for entry in ENTRIES:
-        if entry.name not in {*prefill.entries, *decode.entries}:
-            continue
-        about, advice = f"identity, {entry.name}", f"{entry.rule.value}: start both nodes alike in it"
-        if not (found := entry_differs(entry.name, prefill, decode)):
-            yield well(about, f"the same on both: {prefill.text(entry.name)}")
-        elif entry.rule is Rule.EQUAL:
-            yield failure(about, "; ".join(found), advice)
-        else:
-            yield well(about, f"{entry.what}; {'; '.join(found)}")
-
-
-def _stated(identity: Identity) -> Iterator[Finding]:
-    """Show the identity of a peer's KV, where this node's is not available to compare."""
-    for name in identity.entries:
-        yield well(f"peer's {name}", identity.text(name))

@@ -12,7 +12,7 @@ from typing import Any
 from kvconnect.addresses import split_address
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.metrics import PREFIX
-from kvconnect.node.children import BadAnswer, Samples, fetch, fetch_json, parse_metrics
+from kvconnect.node.children import Samples, fetch, fetch_json, parse_metrics
 from kvconnect.router.bodies import API_KEY_VARIABLE, REQUEST_ID
 
 _METRICS_TIMEOUT_S = 10.0
@@ -26,8 +26,6 @@ def served_model(url: str) -> Mapping[str, Any]:
         found = fetch_json(f"{url}/v1/models", headers=_headers())
         model = found["data"][0]
         str(model["id"])
-    except BadAnswer as error:
-        raise PeerError(str(error)) from error
     except (KeyError, IndexError, TypeError) as error:
         raise PeerError(f"{url}/v1/models names no model") from error
     return dict(model)
@@ -40,8 +38,6 @@ def complete(url: str, model: str, prompt: str, request_id: str = "", **more: An
     try:
         answer = fetch_json(f"{url}/v1/completions", body, _ANSWER_TIMEOUT_S, headers)
         str(answer["choices"][0]["text"])
-    except BadAnswer as error:
-        raise PeerError(str(error)) from error
     except (KeyError, IndexError, TypeError) as error:
         raise PeerError(f"{url}/v1/completions answered without a completion") from error
     return dict(answer)
@@ -61,7 +57,7 @@ def read_samples(url: str) -> Samples:
     page = url.removesuffix("/metrics") + "/metrics"
     try:
         return parse_metrics(fetch(page, timeout_s=_METRICS_TIMEOUT_S, headers=_headers()).decode())
-    except (BadAnswer, ValueError) as error:
+    except (PeerError, ValueError) as error:
         raise PeerError(f"{page} does not show the metrics of a server: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvconnect.timeline import Moment, Record
 
@@ -22,17 +23,11 @@ engine has written the last chunk. ``notify``: until D has the message of that. 
 """
 
 
-@dataclass(frozen=True)
-class TraceSpan:
+class TraceSpan(NamedTuple):
     """An interval, ``low`` to ``high``, in which a number is known to lie."""
 
     low: float = -math.inf
     high: float = math.inf
-
-    @property
-    def width(self) -> float:
-        """The uncertainty of the number."""
-        return self.high - self.low
 
     @property
     def guess(self) -> float:
@@ -40,18 +35,12 @@ class TraceSpan:
         if self.low <= 0 <= self.high:
             # Workers of one machine share a clock; clocks of two machines are far apart.
             return 0.0
-        return (self.low + self.high) / 2 if math.isfinite(self.width) else 0.0
+        return (self.low + self.high) / 2 if math.isfinite(self.high - self.low) else 0.0
 
     def also(self, other: TraceSpan) -> TraceSpan:
         """The intersection of both intervals; this one if they do not overlap."""
         both = TraceSpan(max(self.low, other.low), min(self.high, other.high))
         return both if both.low <= both.high else self
-
-    def __neg__(self) -> TraceSpan:
-        return TraceSpan(-self.high, -self.low)
-
-    def __add__(self, other: TraceSpan) -> TraceSpan:
-        return TraceSpan(self.low + other.low, self.high + other.high)
 
 
 @dataclass
@@ -124,14 +113,14 @@ def align(workers: Sequence[Worker]) -> list[Worker]:
     while len(offsets) < len(workers):
         spans = {
             (known, other): _ahead(messages[known], messages[other]).also(
-                workers[other].ahead + -workers[known].ahead
+                _asked(workers[known].ahead, workers[other].ahead)
             )
             for known in offsets
             for other in range(len(workers))
             if other not in offsets
         }
         # The best-known clock comes next: each worker may have exchanged messages with few others.
-        known, other = min(spans, key=lambda pair: (spans[pair].width, pair))
+        known, other = min(spans, key=lambda pair: (spans[pair].high - spans[pair].low, pair))
         offsets[other] = offsets[known] + spans[known, other].guess
     read_at = min(worker.read_at - offsets[place] for place, worker in enumerate(workers))
     return [
@@ -177,6 +166,11 @@ class _Messages:
                 self.sent[_RECEIVED_AS[moment], handle, transfer_id, number, min(ranks)] = at
 
 
+def _asked(first: TraceSpan, second: TraceSpan) -> TraceSpan:
+    """How far the second clock is ahead of the first, by what the asking process knows of both."""
+    return TraceSpan(second.low - first.high, second.high - first.low)
+
+
 def _ahead(first: _Messages, second: _Messages) -> TraceSpan:
     """How far the second clock is ahead of the first, since no message arrives before it is sent."""
     there = (second.received[key] - at for key, at in first.sent.items() if key in second.received)
@@ -199,16 +193,14 @@ def join(workers: Sequence[Worker]) -> list[TracedRequest]:
     return sorted(found.values(), key=lambda request: (request.interval[1], request.handle))
 
 
-def late_s(workers: Sequence[Worker], began_at: float, ended_at: float) -> list[float]:
-    """By worker, the seconds of this interval in which its thread was late beyond its sleep, or held up."""
-    return [
-        sum(
-            max(0.0, min(record[0], ended_at) - max(record[0] - record[5] * 1e-6, began_at))
-            for record in worker.records
-            if record[1] in (Moment.LATE, Moment.SLOW)
-        )
+def late_s(workers: Sequence[Worker], began_at: float, ended_at: float) -> float:
+    """The seconds of this interval in which threads were late beyond their sleep, or held up, added up."""
+    return sum(
+        max(0.0, min(record[0], ended_at) - max(record[0] - record[5] * 1e-6, began_at))
         for worker in workers
-    ]
+        for record in worker.records
+        if record[1] in (Moment.LATE, Moment.SLOW)
+    )
 
 
 def lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:

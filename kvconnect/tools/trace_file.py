@@ -93,7 +93,7 @@ def slowest(workers: Sequence[Worker], requests: Sequence[TracedRequest], most: 
         if request.load is not None:
             began_at, phases = request.load
             total = sum(phases.values())
-            late = sum(late_s(workers, began_at, began_at + total))
+            late = late_s(workers, began_at, began_at + total)
             loads.append((total, request.name, phases, late))
     loads.sort(key=lambda load: (-load[0], load[1]))
     lines = ["".join(f"{column:>8}" for column in ("load", *PHASES, "late")) + "  request"]

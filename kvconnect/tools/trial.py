@@ -7,6 +7,7 @@ then prints the transport that carried the bytes.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from kvconnect.engine.lanes import wire_of
-
 _BYTES = 1 << 20
 _WRITE_S = 10.0
 _CHILD_S = 60.0
 _NEAR = "^sm,cuda_ipc"
 """UCX_TLS without transports that work within one host only."""
+_UCX_WRITE = "remote memory write by ucp_put"
+_UCX_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
 
 
 class TrialSettings(msgspec.Struct, frozen=True):
@@ -62,6 +63,17 @@ def run_trial(
         error = f"its process ended with {done.returncode}; its output ends: {last_line}"
         return Trial(settings.engine, error=error)
     return msgspec.structs.replace(tried, wire=wire_of(lines))
+
+
+def wire_of(lines: list[str]) -> str:
+    """The transport of UCX's largest writes, from the tables that it prints; empty if there are none."""
+    found, is_write = "", False
+    for line in lines:
+        if " by ucp_" in line:
+            is_write = _UCX_WRITE in line
+        elif is_write and (cells := _UCX_CELLS.search(line)) and "inf" in cells[1]:
+            found = cells[3].strip()
+    return found
 
 
 def main() -> None:

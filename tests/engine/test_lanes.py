@@ -11,12 +11,12 @@ import pytest
 
 from kvconnect.engine.lanes import (
     Fabric,
+    Gpu,
     RdmaPort,
     Seen,
     Traffic,
     Transport,
     expected_rate,
-    lane_of,
     look_at_traffic,
     seen_lane,
 )
@@ -38,64 +38,60 @@ def busy(rdma, **changes):
 
 
 @pytest.mark.parametrize(
-    ("words", "lane"),
-    [
-        ("tcp/eth0", Transport("tcp", "eth0")),
-        ("tcp", Transport("tcp")),
-        ("rdma mlx5_0,mlx5_1", Transport("rdma", "mlx5_0,mlx5_1")),
-        ("rc_mlx5/mlx5_0:1", Transport("rdma", "mlx5_0:1")),
-        ("cuda_ipc/cuda", Transport("cuda_ipc")),
-        ("nvlink", Transport("nvlink")),
-        ("cma/memory", Transport("shared_memory")),
-        ("memory of this process", Transport("shared_memory")),
-        ("UCX NET_DEVICES=lo", Transport()),
-        ("UCX mlx5_0:1", Transport()),
-        ("UCX TLS=rc,cuda_ipc,tcp", Transport()),
-        ("UCX TLS=^cuda_ipc", Transport()),
-        ("", Transport()),
-    ],
-)
-def test_the_words_of_engines_name_a_lane_or_none(words, lane):
-    assert lane_of(words) == lane
-
-
-@pytest.mark.parametrize(
     ("reported", "changes", "kind", "device", "known_by"),
     [
-        ("UCX", {"after": after({(NEAR, NEAR): 1000})}, "tcp", "lo", "observed"),
+        ("", {"after": after({(NEAR, NEAR): 1000})}, "tcp", "lo", "observed"),
         ("nvlink", {"after": after({(NEAR, NEAR): 950})}, "tcp", "lo", "observed"),
-        ("UCX", {"after": after({("10.0.0.1", FAR): 1000})}, "tcp", "", "deduced"),
+        ("", {"after": after({("10.0.0.1", FAR): 1000})}, "tcp", "", "deduced"),
         ("nvlink", {"after": after({("10.0.0.1", FAR): 1000})}, "nvlink", "", ""),
-        ("UCX", {"after": after({(NEAR, NEAR): 500})}, "shared_memory", "", "deduced"),
-        ("UCX", {"after": after((), {"mlx5_1:1": 990})}, "rdma", "mlx5_1:1", "deduced"),
-        ("UCX", {"after": after((), {"mlx5_0:1": 507, "mlx5_1:1": 500})}, "rdma", "mlx5_0:1,mlx5_1:1", "ded"),
-        ("UCX", {"after": after((), {"mlx5_1:1": 500})}, "shared_memory", "", "deduced"),
-        ("UCX", {"on_gpu": True}, "cuda_ipc", "", "deduced"),
-        ("UCX", {"on_gpu": True, "bytes_per_s": 280e9}, "nvlink", "", "deduced"),
-        ("UCX", {"is_near": False}, "unknown", "", ""),
-        ("UCX", {"before": Traffic(), "after": Traffic()}, "unknown", "", ""),
-        ("UCX", {"total_bytes": 0, "is_near": False}, "unknown", "", ""),
-        ("UCX", {"total_bytes": 0}, "unknown", "", ""),
-        ("UCX", {"before": Traffic(), "after": after({(NEAR, NEAR): 1000})}, "unknown", "", ""),
-        ("UCX", busy({"mlx5_1:1": 990}, is_near=False), "rdma", "mlx5_1:1", "deduced"),
-        ("UCX", busy({"mlx5_1:1": 9000}, is_near=False), "unknown", "", "rdma or tcp: others"),
-        ("UCX", busy({}, is_near=False), "tcp", "", "deduced"),
-        ("UCX", busy({}), "unknown", "", "tcp or shared_memory: others"),
-        ("UCX", {"after": after((), {"mlx5_1:1": 9000}), "is_near": False}, "rdma", "mlx5_1:1", "deduced"),
-        ("UCX", {"after": after((), {"mlx5_1:1": 9000}), "on_gpu": True}, "unknown", "", "rdma or cuda_ipc:"),
+        ("", {"after": after({(NEAR, NEAR): 500})}, "shared_memory", "", "deduced"),
+        ("", {"after": after((), {"mlx5_1:1": 990})}, "rdma", "mlx5_1:1", "deduced"),
         (
-            "UCX",
+            "",
+            {"after": after((), {"mlx5_0:1": 507, "mlx5_1:1": 500})},
+            "rdma",
+            "mlx5_0:1,mlx5_1:1",
+            "ded",
+        ),
+        ("", {"after": after((), {"mlx5_1:1": 500})}, "shared_memory", "", "deduced"),
+        ("", {"on_gpu": True}, "cuda_ipc", "", "deduced"),
+        ("", {"on_gpu": True, "bytes_per_s": 280e9}, "nvlink", "", "deduced"),
+        ("", {"is_near": False}, "unknown", "", ""),
+        ("", {"before": Traffic(), "after": Traffic()}, "unknown", "", ""),
+        ("", {"total_bytes": 0, "is_near": False}, "unknown", "", ""),
+        ("", {"total_bytes": 0}, "unknown", "", ""),
+        ("", {"before": Traffic(), "after": after({(NEAR, NEAR): 1000})}, "unknown", "", ""),
+        ("", busy({"mlx5_1:1": 990}, is_near=False), "rdma", "mlx5_1:1", "deduced"),
+        ("", busy({"mlx5_1:1": 9000}, is_near=False), "unknown", "", "rdma or tcp: others"),
+        ("", busy({}, is_near=False), "tcp", "", "deduced"),
+        ("", busy({}), "unknown", "", "tcp or shared_memory: others"),
+        (
+            "",
+            {"after": after((), {"mlx5_1:1": 9000}), "is_near": False},
+            "rdma",
+            "mlx5_1:1",
+            "deduced",
+        ),
+        (
+            "",
+            {"after": after((), {"mlx5_1:1": 9000}), "on_gpu": True},
+            "unknown",
+            "",
+            "rdma or cuda_ipc:",
+        ),
+        (
+            "",
             {"after": after((), {"mlx5_1:1": 990}), "on_gpu": True, "bytes_per_s": 55e9},
             *("cuda_ipc", "", "deduced"),
         ),
-        ("UCX", busy({"mlx5_1:1": 990}, on_gpu=True, bytes_per_s=200e9), "nvlink", "", "deduced"),
+        ("", busy({"mlx5_1:1": 990}, on_gpu=True, bytes_per_s=200e9), "nvlink", "", "deduced"),
         ("tcp", {}, "tcp", "", ""),
     ],
 )
 def test_a_lane_is_what_was_seen_else_what_is_reported_else_deduced_or_unknown(
     reported, changes, kind, device, known_by
 ):
-    found = seen_lane(lane_of(reported), replace(SEEN, **changes), FABRIC)
+    found = seen_lane(Transport(reported or "unknown"), replace(SEEN, **changes), FABRIC)
     assert (found.lane, found.device) == (kind, device)
     assert found.known_by.startswith(known_by)
     assert bool(found.known_by) == bool(known_by)
@@ -159,7 +155,14 @@ def test_what_a_port_sent_is_counted_in_words_or_in_bytes(tmp_path):
 
 def test_the_rate_of_several_ports_is_that_of_all():
     ports = [RdmaPort(f"mlx5_{n}", 1, "ACTIVE", "400 Gb/sec (4X NDR)", "", 0) for n in (0, 1, 10)]
-    rate, why = expected_rate(Fabric(rdma=tuple(ports)), Transport("rdma", "mlx5_0:1,mlx5_10:1"))
-    assert rate == 100e9
-    assert "mlx5_10" in why
-    assert "mlx5_1," not in why
+    fabric = Fabric(rdma=tuple(ports))
+    assert expected_rate(fabric, Transport("rdma", "mlx5_0:1,mlx5_10:1")) == 100e9
+    assert expected_rate(fabric, Transport("rdma", "mlx5_7:1")) == 50e9
+
+
+def test_the_rate_of_other_lanes_is_that_of_their_hardware_or_unknown():
+    gpus = (Gpu("H200", 0, {1: 18}, (1,)), Gpu("H200", 0, {0: 18}, (0,)))
+    fabric = Fabric(gpus=gpus, speeds={"eth0": 25_000})
+    rates = [expected_rate(fabric, Transport(kind)) for kind in ("nvlink", "cuda_ipc", "tcp", "rdma")]
+    assert rates == [450e9, 450e9, 0, 0]
+    assert expected_rate(fabric, Transport("tcp", "eth0")) == 25e9 / 8

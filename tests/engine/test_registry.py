@@ -15,7 +15,6 @@ from kvconnect.engine import registry
 from kvconnect.engine.base import Engine
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.node.pair_demo import PROTOCOLS
-from kvconnect.packages import check_engine
 from tests.engine.engine_driver import met
 
 THIRD_PARTY = """
@@ -55,7 +54,7 @@ def test_an_engine_of_another_distribution_is_configured_by_its_name_and_moves_b
     assert config.extra.engine == "parcel"
     assert registry.available_engines()["parcel"] == ""
     with pytest.raises(ConfigError, match="auto, memory, mooncake, nixl, none, parcel"):
-        check_engine("parcle")
+        registry.create_engine("parcle", host="127.0.0.1")
     with met(make_parcel, 4096) as (driver, peer, remote):
         assert driver.copy("peer", remote).ok
         assert np.array_equal(peer.content("buffer"), driver.buffer)

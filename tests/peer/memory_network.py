@@ -85,9 +85,7 @@ class MemoryChannel:
             target = self._opened[link]
             delivered = self._network.deliver(self._port, target, f"in:{self._port}:{link}", data)
             if not delivered:
-                self.enqueue(
-                    self._network.clock(), self._network.next_number(), LinkLost(link, PeerLoss.PROCESS_GONE)
-                )
+                self._lose(link)
             return True
         _, port, theirs = link.split(":", 2)
         return self._network.deliver(self._port, int(port), theirs, data)
@@ -111,9 +109,7 @@ class MemoryChannel:
         """Called by the network when a process is gone."""
         for link, target in self._opened.items():
             if target == port:
-                self.enqueue(
-                    self._network.clock(), self._network.next_number(), LinkLost(link, PeerLoss.PROCESS_GONE)
-                )
+                self._lose(link)
 
     def _lose(self, link: str) -> None:
         lost = LinkLost(link, PeerLoss.PROCESS_GONE)

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from kvconnect.cli import app
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.pack.arena import Arena
-from kvconnect.pack.packer import Packer
 from kvconnect.peer import messages
 from kvconnect.peer.asking import describe
 from kvconnect.peer.description import introduced
@@ -86,9 +85,9 @@ def changed(**changes):
 
     def altered(*arguments):
         timed = describe(*arguments)
-        told = timed.description
+        told = timed.value
         fields = {name: value(told) if callable(value) else value for name, value in changes.items()}
-        return dataclasses.replace(timed, description=msgspec.structs.replace(told, **fields))
+        return dataclasses.replace(timed, value=msgspec.structs.replace(told, **fields))
 
     return dataclasses.replace(MEMORY, describe=altered)
 
@@ -102,12 +101,12 @@ def test_a_good_pair_over_nixl_passes_whole(node):
     said = {one["about"]: one for one in json.loads(done.stdout)["findings"]}
     assert [one for one in said.values() if one["level"] == "failure"] == []
     assert done.exit_code == 0
-    assert said["caches"]["found"].startswith("rank to rank 0 > 0: they fit, and send pages")
+    assert said["caches"]["found"].startswith("rank to rank 0 > 0: they fit, and send heads 0-1, as pages: ")
     assert "UCX NET_DEVICES=lo" in said["lane"]["found"]
     assert said["identity, weights"]["found"] == "the same on both: files 1f"
     assert said["port"]["found"].startswith("a node serves on")
     assert "kv_consumer here, kv_producer there" in said["roles"]["found"]
-    assert all(rate > 0 for about in ("contiguous", "packed") for rate in said[about]["figures"].values())
+    assert said["contiguous"]["figures"]["bytes_per_s"] > 0
     (worker,) = prefill.workers
     deadline = time.monotonic() + 5
     while worker.state()["slots"] or worker.state()["sendings"]:
@@ -129,22 +128,6 @@ def test_what_measures_a_link_gets_nothing_of_the_cache_and_leaves_nothing(node,
     received = arena.view(arena.scratch_address, arena.scratch_bytes)
     assert int((received == 0x5A).sum()) == 0
     assert worker.state()["leases"] == worker.state()["sendings"] == 0
-
-
-def test_each_kernel_of_this_machine_has_its_rate(node, monkeypatch):
-    prefill = node("kv_producer")
-    unpack = Packer.unpack
-
-    def slow(*arguments):
-        time.sleep(0.02)
-        return unpack(*arguments)
-
-    monkeypatch.setattr(Packer, "unpack", slow)
-    given = configured("kv_consumer", engine="memory")
-    said = found(given, probes=MEMORY, peers=(prefill.address,), measured=True)
-    # A slot of 64 KiB each 20 ms.
-    figures = said["packed"].figures
-    assert 0 < figures["unpack_bytes_per_s"] < (1 << 16) / 0.02 < figures["pack_bytes_per_s"]
 
 
 def test_a_peer_that_has_shared_memory_itself_is_measured_over_its_engine(node):
@@ -181,13 +164,11 @@ def test_a_peer_that_cannot_measure_says_why_at_once(node):
 
 def test_all_ranks_are_asked_and_each_pair_of_them_is_lined_up(node):
     prefill, decode = node("kv_producer", ranks=2), node("kv_consumer")
-    said = asked(decode.given, prefill.address)
-    assert failures(said) == {}
-    assert "2 ranks" in said["peer"].found
-    assert "0 > 0, 1 > 0: they fit, and send rows" in said["caches"].found
-    said = asked(prefill.given, decode.address)
-    assert failures(said) == {}
-    assert "0 > 0, 1 > 0" in said["caches"].found, "seen from the node that sends"
+    for ours, theirs in ((decode, prefill), (prefill, decode)):
+        said = doctor_runner.examine(ours.given, MEMORY, (theirs.address,), 16)
+        pairs = [one.found.partition(" as ")[0] for one in said if one.about == "caches"]
+        fit = "they fit, and send heads"
+        assert pairs == [f"rank to rank 0 > 0: {fit} 0-0,", f"rank to rank 1 > 0: {fit} 1-1,"]
 
 
 def test_a_node_that_does_not_run_is_not_compared_and_the_engine_is(node):
@@ -276,6 +257,23 @@ def test_caches_that_do_not_fit_are_a_failure_with_every_reason(node):
     assert list(said) == ["caches"]
     assert "dtype is bfloat16 on the prefill node, " in said["caches"]
     assert "one of them has no slots" in said["caches"]
+
+
+def test_an_entry_that_only_another_release_states_is_named(node):
+    prefill, decode = node("kv_producer"), node("kv_consumer")
+
+    def other(told):
+        meaning = told.introduction.meaning
+        stated = meaning.identity.replace(planet={"": told.role})
+        meaning = msgspec.structs.replace(meaning, identity=stated)
+        return introduced(msgspec.structs.replace(told.introduction, meaning=meaning))
+
+    said = failures(asked(decode.given, prefill.address, changed(introduced=other)))
+    assert list(said) == ["identity, planet"]
+    assert (
+        "planet is kv_producer on the prefill node, kv_consumer on the decode node"
+        in said["identity, planet"]
+    )
 
 
 def test_another_release_is_a_failure_that_names_both(node):

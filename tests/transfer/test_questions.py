@@ -53,13 +53,13 @@ def worker(monkeypatch):
 
 def asked(worker, topic=TOPIC, secret=SECRET, **changes):
     extra = msgspec.structs.replace(worker._config.extra, **changes)
-    return ask(extra, SharedKeys(secret, "here"), ("127.0.0.1", worker.address().port), topic)
+    return ask(extra, SharedKeys(secret, "here"), ("127.0.0.1", worker.address().port), topic, Description)
 
 
 def test_a_worker_describes_itself(worker):
     before = time.time()
     reply = asked(worker)
-    told = read_answer(reply.data, Description)
+    told = reply.value
     assert before <= reply.asked_at <= told.clock_s <= reply.answered_at
     assert (told.protocol, told.role) == (PROTOCOL_VERSION, "kv_both")
     assert told.lane == "memory of this process"
@@ -74,15 +74,13 @@ def test_who_asks_has_no_file_read_on_the_transfer_thread(worker, monkeypatch):
         raise AssertionError("while peers are served")
 
     monkeypatch.setattr(connector, "package_versions", read)
-    assert read_answer(asked(worker).data, Description).versions["python"]
+    assert asked(worker).value.versions["python"]
 
 
 def test_weights_that_were_replaced_are_told(worker):
     worker.replace_weights({"files": "2e"})
     deadline = time.monotonic() + 5
-    while read_answer(asked(worker).data, Description).introduction.meaning.identity.weights != {
-        "files": "2e"
-    }:
+    while asked(worker).value.introduction.meaning.identity.weights != {"files": "2e"}:
         assert time.monotonic() < deadline
 
 
@@ -99,7 +97,7 @@ def test_another_key_learns_nothing(worker):
 def test_an_address_without_a_listener_is_named(worker):
     port = free_port()
     with pytest.raises(PeerError, match=f"nothing listens at 127.0.0.1:{port}"):
-        ask(worker._config.extra, SharedKeys(SECRET, "here"), ("127.0.0.1", port), TOPIC)
+        ask(worker._config.extra, SharedKeys(SECRET, "here"), ("127.0.0.1", port), TOPIC, Description)
 
 
 def test_a_listener_that_says_nothing_costs_the_time_of_a_peer(worker):
@@ -108,13 +106,11 @@ def test_a_listener_that_says_nothing_costs_the_time_of_a_peer(worker):
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         extra = msgspec.structs.replace(worker._config.extra, peer_timeout_s=0.5)
         with pytest.raises(PeerError, match="did not answer within 0.5 s"):
-            ask(extra, SharedKeys(SECRET, "here"), deaf.getsockname(), TOPIC)
+            ask(extra, SharedKeys(SECRET, "here"), deaf.getsockname(), TOPIC, Description)
 
 
 def test_another_protocol_is_described_and_not_read(worker):
-    told = msgspec.structs.replace(
-        read_answer(asked(worker).data, Description), protocol=PROTOCOL_VERSION + 1
-    )
+    told = msgspec.structs.replace(asked(worker).value, protocol=PROTOCOL_VERSION + 1)
     told = read_answer(msgspec.msgpack.encode(told), Description)
     with pytest.raises(PeerError, match=f"protocol version is {PROTOCOL_VERSION + 1}"):
         _ = told.introduction

@@ -30,7 +30,7 @@ class LinkEngine(FaultyEngine):
 
     def __init__(self, words: str, seconds: float, clock: Clock) -> None:
         super().__init__(clock=clock)
-        self.capabilities = replace(self.capabilities, lane=words)
+        self.capabilities = replace(self.capabilities, carries=Transport(*words.split("/")))
         self.seconds = seconds
 
     def start_at(self, flight) -> float:

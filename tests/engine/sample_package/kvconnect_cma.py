@@ -18,6 +18,7 @@ import msgspec
 
 from kvconnect.engine.adapter import Adapter, Flight, decode_card, range_problem
 from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet
+from kvconnect.engine.lanes import Transport
 from kvconnect.errors import ConfigError, EngineError
 
 _PR_SET_PTRACER = 0x59616D61
@@ -57,7 +58,14 @@ class CmaEngine(Adapter):
         if protocol != "auto":
             raise ConfigError(f"protocol is {protocol!r}: the cma engine has none, leave it at 'auto'")
         super().__init__(
-            Capabilities("cma", max_bytes, max_batches_per_peer=8, target_must_poll=False, lane="cma")
+            Capabilities(
+                "cma",
+                max_bytes,
+                max_batches_per_peer=8,
+                target_must_poll=False,
+                lane="cma",
+                carries=Transport("shared_memory"),
+            )
         )
         self._libc = self._load()
         # Yama lets only a parent write to its child, unless the child allows more. Without Yama this fails.
@@ -96,7 +104,7 @@ class CmaEngine(Adapter):
 
     def connect(self, peer: str, card: bytes) -> None:
         self._check_open()
-        theirs = decode_card(peer, card, CmaCard, "cma")
+        theirs = decode_card(card, CmaCard, "cma")
         if theirs.machine != self._machine:
             raise EngineError(f"peer {peer!r} is not of this machine and PID namespace: use another engine")
         spans = SpanSet()
