@@ -14,21 +14,12 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.node.children import BadAnswer, fetch_json
-from tests.vllm.servers import random_prompt, router, send_signal
+from tests.vllm.servers import random_prompt, send_signal
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
 SOON_S = 10.0
 """A lease that is not ended lasts for 120 s."""
-
-
-@pytest.fixture(scope="module", params=["sequential", "parallel"])
-def routing(request, exact_pair):
-    prefill, decode = exact_pair
-    with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
-        fetch_json(url + "/v1/completions", body_of(40), 120)
-        prefill.wait_idle()
-        yield url
 
 
 def body_of(length, **more):

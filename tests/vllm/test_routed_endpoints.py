@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from kvconnect.config import ExtraConfig
 from kvconnect.node.children import fetch, fetch_json
 from kvconnect.tools.transfer_check import run_check
-from tests.vllm.servers import random_prompt, router
+from tests.vllm.servers import random_prompt
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
@@ -58,15 +58,6 @@ VARYING = {
     "item_id",
     "mm_hashes",
 }
-
-
-@pytest.fixture(scope="module", params=["sequential", "parallel"])
-def routing(request, exact_pair):
-    prefill, decode = exact_pair
-    with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
-        # The parallel flow begins once the prefill server's side channel is known.
-        fetch_json(url + "/v1/completions", {"model": "tiny", **SPLIT["/v1/completions"]}, 120)
-        yield url
 
 
 def test_the_pair_is_shown_to_transfer_kv(routing, exact_pair, capsys):
