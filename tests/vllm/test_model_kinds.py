@@ -50,7 +50,7 @@ BORDERS += [1281, 1537, 1700]
 # The same without windows.
 UNWINDOWED = [1, 2, 3, 31, 126, 127, 128, 129, 256, 300, 384, 511, 512, 513, 514, 641, 1023, 1024, 1025, 1537]
 # And for prompts that are computed in one piece, and by a second pair too.
-WHOLE = [1, 2, 127, 128, 129, 256, 384, 513, 1025, 1537]
+WHOLE = [1, 2, 127, 128, 129, 513, 1537]
 # Of these the prefill server's own last step has one token, as the decode server's first.
 SPLIT_ALIKE = [513, 1025, 1537] * 2
 if not vllm_version().startswith("0.30."):
