@@ -241,7 +241,7 @@ def test_a_prompt_longer_than_the_cache(nodes, role):
 
 
 def command(*arguments, **popen):
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, **popen)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=250, **popen)
 
 
 def test_what_the_nodes_did_is_traced_from_the_outside(nodes, tmp_path):
