@@ -173,7 +173,7 @@ def test_a_later_process_of_a_server_finds_ports_of_its_workers_taken(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         transfer = {**CHILD, "kv_connector_extra_config": {"port": taken.getsockname()[1]}}
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
             assert pool.submit(created, tmp_path, transfer).result()
 
 
