@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import inspect
 import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -21,6 +23,10 @@ from tests.nursery import nodes_forked
 settings.register_profile("kvconnect", deadline=None, max_examples=100)
 settings.load_profile("kvconnect")
 torch.set_num_threads(1)
+# What takes most of the time in which a half is made, and is always the same: what is installed, and which
+# fields settings have.
+importlib.metadata.version = functools.cache(importlib.metadata.version)
+msgspec.structs.fields = functools.cache(msgspec.structs.fields)
 
 # Without a GPU the kernels' contract runs in Triton's interpreter. It is chosen when a kernel is
 # defined, so before anything imports one.

@@ -6,6 +6,7 @@ Read from the source, so that a new message is in the list by itself. ``…`` st
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,7 @@ class Message(NamedTuple):
     raw: bool
 
 
+@functools.cache
 def messages() -> list[Message]:
     """All messages of the package, in the order of its files."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}

@@ -46,11 +46,11 @@ def route(children: Children, prefill: Sequence[str], decode: Sequence[str], *op
         options = (*options, *(word for url in urls for word in (role, url)))
     router = children.start("router", "router", "--port", "0", *options)
     router.wait_ready()
-    router.wait_answer("/ready?all", 15)
+    router.wait_answer("/ready?all", 60)
     return router.url
 
 
-def until(condition: Callable[[], object], timeout_s: float = 15.0, every_s: float = 0.05) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.05) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

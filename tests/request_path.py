@@ -1,9 +1,8 @@
 """What one request passes of kvconnect on P and on D: files, functions and calls.
 
 ``python -m tests.request_path --list`` names them, in the order in which they are entered first. The
-node's own folder is left out: a serving stack has its own. A node is run by ``python -m
-tests.request_path serve ...``: it counts between SIGUSR1 and SIGUSR2, and writes what it has counted to
-``REQUEST_PATH_OUT``.
+node's own folder is left out: a serving stack has its own. A node that has a ``Recorder`` counts between
+SIGUSR1 and SIGUSR2.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -20,10 +20,11 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import kvconnect
-from kvconnect.node.children import ENVIRONMENT, Child, Children, fetch_json
+from kvconnect.node.children import Child, Children, fetch_json
+from tests.nursery import nodes_forked
+from tests.pair_kit import serve
 
 _PACKAGE = str(Path(kvconnect.__file__).parent) + "/"
-_OUT = "REQUEST_PATH_OUT"
 _LEFT_OUT = ("node/", "cli/", "__main__.py")
 _PROMPT = [(11 * position) % 250 for position in range(300)]
 
@@ -56,17 +57,8 @@ def measure(folder: Path, prompts: int = 5) -> tuple[SidePath, SidePath]:
     with Children(folder) as children:
         nodes = {}
         for role in ("kv_producer", "kv_consumer"):
-            settings = {
-                "kv_connector": "KVConnect",
-                "kv_role": role,
-                "kv_connector_extra_config": {"engine": "nixl"},
-            }
-            command = (
-                *(sys.executable, "-m", "tests.request_path", "serve", "--model", "gqa", "--port", "0"),
-                *("--kv-transfer-config", json.dumps(settings)),
-            )
-            environment = {**ENVIRONMENT, _OUT: str(folder / role)}
-            nodes[role] = children.add(Child(role, command, folder / f"{role}.log", environment))
+            with nodes_forked(f"from tests.request_path import Recorder; Recorder({str(folder / role)!r})"):
+                nodes[role] = serve(children, role, role, protocol="auto")
         for node in nodes.values():
             node.wait_ready()
         found = [_pass_one(nodes, folder, number) for number in range(prompts + 1)]
@@ -102,11 +94,11 @@ def _read(path: Path) -> SidePath:
     return SidePath({(file, name): count for file, name, count in rows if not file.startswith(_LEFT_OUT)})
 
 
-class _Recorder:
-    """Counts the calls of all threads that begin after it, and of this one."""
+class Recorder:
+    """Counts the calls of all threads that begin after it, and of this one, and writes them to a file."""
 
-    def __init__(self, out: Path) -> None:
-        self._out = out
+    def __init__(self, out: str) -> None:
+        self._out = Path(out)
         self._is_on = False
         self._counts: dict[CodeType, int] = {}
         signal.signal(signal.SIGUSR1, self._begin)
@@ -137,15 +129,7 @@ class _Recorder:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve and count, or measure and print."""
-    if arguments[:1] == ["serve"]:
-        _Recorder(Path(os.environ[_OUT]))
-        from kvconnect.cli import app
-
-        app(list(arguments))
-        return
-    import tempfile
-
+    """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         for side, path in zip("PD", measure(Path(folder)), strict=True):
             print(side, str(path) if "--list" in arguments else str(path).partition("\n")[0])

@@ -11,7 +11,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.halves.building import build_scheduler_half, configured_trust
 from kvconnect.node.children import BadAnswer, fetch_json
 from kvconnect.transfer.stack import StackTraits
-from tests.halves.test_scheduler_half import ATTENTION, Request
+from tests.halves.test_scheduler_half import ATTENTION, Request, load_of
 from tests.ports import free_port
 
 KEY, OTHER = "ab" * 32, "cd" * 32
@@ -33,37 +33,33 @@ def configured(role, key=KEY, now=1000.0, **extra):
     )
 
 
-def load_of(decode, **prefill):
+def fetched_by(decode, **prefill):
     """What D orders for a request that P has computed."""
     half = configured("kv_producer", **prefill)
     request = Request("p", 47, {"do_remote_decode": True})
     assert half.prefill_tokens(request) == 40
     request.num_tokens = 41
     _, params = half.request_finished(request, ([1, 2, 3],), delivered=True)
-    request = Request("d", 47, params)
-    decode.new_request(request)
-    decode.update_after_alloc(request, ([7, 8, 9],), 40)
-    (load,) = decode.build_orders().loads
-    return load
+    return load_of(params, 47, 40, decode=decode)
 
 
 def test_a_node_takes_what_its_cluster_has_signed_in_its_time():
-    load = load_of(configured("kv_consumer"))
+    load = fetched_by(configured("kv_consumer"))
     assert (load.refusal, load.host, load.port) == (None, "10.0.0.1", 5600)
-    assert "handle" in load_of(configured("kv_consumer", key=OTHER)).refusal.text
-    assert "expired" in load_of(configured("kv_consumer", now=1e6)).refusal.text
+    assert "handle" in fetched_by(configured("kv_consumer", key=OTHER)).refusal.text
+    assert "expired" in fetched_by(configured("kv_consumer", now=1e6)).refusal.text
 
 
 def test_a_node_fetches_from_whom_its_list_has():
-    assert load_of(configured("kv_consumer", allow_peers=["10.0.0.1"])).refusal is None
-    assert "allow_peers" in load_of(configured("kv_consumer", allow_peers=["10.0.0.2"])).refusal.text
+    assert fetched_by(configured("kv_consumer", allow_peers=["10.0.0.1"])).refusal is None
+    assert "allow_peers" in fetched_by(configured("kv_consumer", allow_peers=["10.0.0.2"])).refusal.text
 
 
 def test_keys_are_those_of_the_configuration(tmp_path):
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "key").chmod(0o600)
     decode = configured("kv_consumer", key=OTHER, key_file=str(tmp_path / "key"))
-    assert load_of(decode).refusal is None
+    assert fetched_by(decode).refusal is None
     with pytest.raises(ConfigError, match="key_file"):
         configured("kv_consumer", key_file=str(tmp_path / "none"))
 
@@ -79,11 +75,7 @@ def announced(decode, engine_id, num_tokens=47):
     """The load that a router in Mooncake's mode makes D order."""
     params = {"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_engine_id": engine_id}
     params["remote_bootstrap_addr"] = "http://10.0.0.1:8998"
-    request = Request("d", num_tokens, params)
-    decode.new_request(request)
-    decode.update_after_alloc(request, ([7, 8, 9],), num_tokens - 7)
-    (load,) = decode.build_orders().loads
-    return load
+    return load_of(params, num_tokens, num_tokens - 7, decode=decode)
 
 
 def test_a_router_in_mooncakes_mode_is_answered_where_the_node_is_fetched_from():
@@ -113,11 +105,8 @@ def test_what_a_router_is_answered_opens_no_load():
     half, url = bootstrapped()
     engine_id = fetch_json(url)["0"]["engine_id"]
     half.drain()
-    decode = configured("kv_consumer")
-    request = Request("d", 47, {"do_remote_prefill": True, "kvconnect_handle": engine_id})
-    decode.update_after_alloc(request, ([7, 8, 9],), 40)
-    (load,) = decode.build_orders().loads
-    assert "expired" in load.refusal.text
+    params = {"do_remote_prefill": True, "kvconnect_handle": engine_id}
+    assert "expired" in load_of(params, 47, 40, decode=configured("kv_consumer")).refusal.text
 
 
 def test_a_node_that_prefills_for_nobody_has_no_bootstrap():

@@ -60,10 +60,12 @@ def prefilled(groups=(ATTENTION,), num_tokens=40, blocks=([1, 2, 3],), **extra):
     return prefill, kept, params
 
 
-def load_of(params, num_tokens=40):
-    """What D orders for a request with these parameters, of which it has nothing."""
-    decode = connector("kv_consumer")
-    decode.update_after_alloc(Request("d", num_tokens, params), ([7, 8, 9, 10],), num_tokens)
+def load_of(params, num_tokens=40, taken=None, *, computed=0, blocks=([7, 8, 9, 10],), decode=None):
+    """What D orders for a request with these parameters: of all tokens that it is offered, or of so many."""
+    decode, request = decode or connector("kv_consumer"), Request("d", num_tokens, params)
+    decode.new_request(request)
+    offered, _ = decode.matched_tokens(request, computed)
+    decode.update_after_alloc(request, blocks, offered if taken is None else taken)
     (load,) = decode.build_orders().loads
     return load
 
@@ -189,12 +191,7 @@ def test_a_load_asks_for_what_is_not_there_yet():
 )
 def test_a_stack_that_takes_fewer_tokens_than_offered_gets_the_first_of_them(computed, taken, loaded):
     """What it did not take it computes itself, in the blocks that follow."""
-    _, _, params = prefilled()
-    decode = connector("kv_consumer")
-    request = Request("d", 40, params)
-    assert decode.matched_tokens(request, computed) == (40 - computed, True)
-    decode.update_after_alloc(request, ([7, 8, 9, 10],), taken)
-    (load,) = decode.build_orders().loads
+    load = load_of(prefilled()[2], 40, taken, computed=computed)
     assert load.groups == (loaded,)
     assert (load.num_tokens, load.refusal) == (40, None), "of all that the peer holds"
 
@@ -202,23 +199,14 @@ def test_a_stack_that_takes_fewer_tokens_than_offered_gets_the_first_of_them(com
 @pytest.mark.parametrize("group", [STATE, WINDOW])
 def test_fewer_tokens_than_offered_of_windows_and_states_are_refused(group):
     """The peer has them as they are after all of the prompt."""
-    blocks = ([1, 2, 3], [5])
-    _, _, params = prefilled((ATTENTION, group), 39 if group is STATE else 40, blocks)
-    decode = connector("kv_consumer", (ATTENTION, group))
-    request = Request("d", 40, params)
-    count, _ = decode.matched_tokens(request, 0)
-    decode.update_after_alloc(request, blocks, 16)
-    (load,) = decode.build_orders().loads
+    blocks, count = ([1, 2, 3], [5]), 39 if group is STATE else 40
+    _, _, params = prefilled((ATTENTION, group), count, blocks)
+    load = load_of(params, 40, 16, blocks=blocks, decode=connector("kv_consumer", (ATTENTION, group)))
     assert f"16 of the {count} tokens that were offered" in load.refusal.text
 
 
 def test_more_tokens_than_offered_are_refused():
-    _, _, params = prefilled()
-    decode = connector("kv_consumer")
-    request = Request("d", 40, params)
-    assert decode.matched_tokens(request, 16) == (24, True)
-    decode.update_after_alloc(request, ([7, 8, 9],), 40)
-    (load,) = decode.build_orders().loads
+    load = load_of(prefilled()[2], 40, 40, computed=16)
     assert "40 of the 24 tokens that were offered" in load.refusal.text
 
 
@@ -247,11 +235,7 @@ def test_models_with_state_stop_one_token_earlier():
     assert prefill.prefill_tokens(Request("p", 1, {"do_remote_decode": True})) == 1
     assert prefill.prefill_tokens(Request("local", 40)) == 40
     _, _, params = prefilled(groups, num_tokens=39, blocks=([5], [1, 2, 3]))
-    decode = connector("kv_consumer", groups)
-    request = Request("d", 40, params)
-    assert decode.matched_tokens(request, 0) == (39, True)
-    decode.update_after_alloc(request, ([9], [7, 8, 6]), 39)
-    (load,) = decode.build_orders().loads
+    load = load_of(params, 40, 39, blocks=([9], [7, 8, 6]), decode=connector("kv_consumer", groups))
     assert load.groups == (GroupBlocks(0, 0, (9,)), GroupBlocks(1, 0, (7, 8, 6)))
     assert load.refusal is None
 

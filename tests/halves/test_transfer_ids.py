@@ -69,13 +69,8 @@ def test_p_says_when_a_transfer_begins_and_holds_it_under_its_id():
 
 @pytest.mark.parametrize("remote_engine_id", [None, "P", "absent"])
 def test_d_needs_neither_a_handle_nor_a_count_nor_an_engine(remote_engine_id):
-    decode = connector("kv_consumer")
     params = dict(ON_D) if remote_engine_id == "absent" else {**ON_D, "remote_engine_id": remote_engine_id}
-    request = Request("d", 40, params)
-    decode.new_request(request)
-    assert decode.matched_tokens(request, 16) == (24, True)
-    decode.update_after_alloc(request, ([7, 8, 9],), 24)
-    (load,) = decode.build_orders().loads
+    load = load_of(params, 40, 24, computed=16)
     engine_id = "P" if remote_engine_id == "P" else ""
     assert (load.handle, load.engine_id, load.num_tokens, load.refusal) == (HANDLE, engine_id, 40, None)
 

@@ -67,13 +67,19 @@ def float32(value: Fraction) -> Fraction | str:
     return INFINITE if rounded >= Fraction(2) ** 128 else rounded
 
 
-@functools.lru_cache(maxsize=1 << 20)
 def cast(source: str, target: str, code: int, scale: float) -> int:
     """The bits of a value of ``source`` as one of ``target``."""
     if source == target:
         return code
     sign_bit, rest = divmod(code, 1 << 8 * ITEM[source] - 1)
-    size = magnitude(source, rest)
+    made, has_sign = cast_magnitude(source, target, rest, scale)
+    return made | (sign_bit << 8 * ITEM[target] - 1 if has_sign else 0)
+
+
+@functools.lru_cache(maxsize=1 << 20)
+def cast_magnitude(source: str, target: str, code: int, scale: float) -> tuple[int, bool]:
+    """The same for the bits below the sign, and whether the sign is kept: that of a NaN is not."""
+    size = magnitude(source, code)
     exact = Fraction(struct.unpack("<f", struct.pack("<f", scale))[0])
     if isinstance(size, Fraction) and target == "float8_e4m3fn":
         size = float32(size / exact)
@@ -82,11 +88,11 @@ def cast(source: str, target: str, code: int, scale: float) -> int:
     exponents, mantissas, infinities = FORMATS[target]
     values = finite(target)
     if size == NAN:
-        return ((1 << exponents) - 1 << mantissas) | (1 << mantissas - 1 if infinities else 7)
+        return ((1 << exponents) - 1 << mantissas) | (1 << mantissas - 1 if infinities else 7), False
     place = len(values) if size == INFINITE else nearest(values, size)
     if place == len(values) and not infinities:
         place -= 1
-    return place | sign_bit << 8 * ITEM[target] - 1
+    return place, True
 
 
 def cast_row(row: bytes, source: str, target: str, key_values: int, scales: tuple[float, float]) -> bytes:

@@ -1,7 +1,4 @@
-"""Real SGLang servers as child processes, on two cores, and what tests ask of them.
-
-Tests that start them are marked ``servers``: others run in parallel.
-"""
+"""Real SGLang servers as child processes, on two cores, and what tests ask of them."""
 
 from __future__ import annotations
 
@@ -9,27 +6,24 @@ import http.client
 import json
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from kvconnect.node.children import BadAnswer, Child, ChildFailed, fetch
+from kvconnect.node.children import BadAnswer
 from kvconnect.node.pair_demo import PROTOCOLS
-from tests.nursery import Nursery, with_nursery
+from tests import model_servers
+from tests.model_servers import ANSWER_TIMEOUT_S, ROOT, ModelServer, random_prompt, running
+from tests.nursery import with_nursery
 from tests.ports import free_port
 
-START_TIMEOUT_S = 300
-ANSWER_TIMEOUT_S = 120
-TAIL_LINES = 60
 PAGE_TOKENS = 16
 CHUNK_TOKENS = 512
 MAX_TOTAL_TOKENS = 16384
-ROOT = Path(__file__).parents[2]
 _LOGS = "\nthe servers' logs:\n"
 PREFILL_SIDE, DECODE_SIDE = 0, 1
 _NOWHERE = "2.2.2.2"
@@ -37,10 +31,7 @@ _NOWHERE = "2.2.2.2"
 _RANDOM = random.SystemRandom()
 STAND_INS = Path(__file__).parent / "stand_ins"
 WHEN_IMPORTED = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "PYTHONFAULTHANDLER": "1",
+    **model_servers.WHEN_IMPORTED,
     # Without it, SGLang takes a machine without a GPU for one whose GPU is not found.
     "SGLANG_USE_CPU_ENGINE": "1",
     # A page that no request and no prefix accounts for ends the server.
@@ -64,22 +55,16 @@ LINKED = (
 DECODE = ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor")
 
 
-def random_prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
-
-
 def settings(engine: str, own: Mapping[str, Any] | None = None, **shared: Any) -> dict[str, str]:
     """The variable that configures kvconnect. The engine carries the bytes, as between machines."""
     chosen = {"engine": engine, "protocol": PROTOCOLS.get(engine, "auto"), **shared, **(own or {})}
     return {"KVCONNECT_CONFIG": json.dumps(chosen)}
 
 
-class SglangServer(Child):
-    """One SGLang server process. ``log`` has what it and its workers printed."""
+class SglangServer(ModelServer):
+    """One SGLang server process."""
 
-    nursery: ClassVar[Nursery | None] = None
-    """What forks servers, where there is one: each of their processes imports SGLang, most of a start."""
+    end_timeout_s = 0.0
 
     def __init__(
         self,
@@ -89,49 +74,10 @@ class SglangServer(Child):
         options: Sequence[str] = (),
         environment: Mapping[str, str | None] | None = None,
     ) -> None:
-        self.port = free_port()
         self.bootstrap_port = 0
-        self.together: tuple[SglangServer, ...] = (self,)
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-        command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += [*COMMON, *options]
-        url = f"http://127.0.0.1:{self.port}"
-        super().__init__(name, command, folder / f"{name}.log", {**WHEN_IMPORTED, **(environment or {})}, url)
-        self._changed = dict(environment or {})
-
-    def _spawn(self) -> Any:
-        if self.nursery is None:
-            return super()._spawn()
-        assert self.log is not None
-        return self.nursery.start(self.command[3:], self.log, environment=self._changed)
-
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        try:
-            self.wait_answer("/health", timeout_s)
-        except ChildFailed as error:
-            raise ChildFailed(f"{error}\n{self.logs()}") from error
-        return self.url
-
-    def tail(self, lines: int = TAIL_LINES) -> str:
-        assert self.log is not None
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def logs(self) -> str:
-        """``tail`` of all servers that work together, each under its name."""
-        return "\n".join(f"--- log of {server.name}:\n{server.tail()}" for server in self.together)
-
-    def text(self) -> str:
-        """All that it printed."""
-        assert self.log is not None
-        return self.log.read_text(errors="replace")
-
-    def fetch(
-        self, path: str, body: dict[str, Any] | None = None, timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> bytes:
-        try:
-            return fetch(self.url + path, body, timeout_s)
-        except BadAnswer as error:
-            raise BadAnswer(f"{error}\n{self.logs()}") from error
+        command = ["--model-path", str(model), "--host", "127.0.0.1", *COMMON, *options]
+        changed = {**WHEN_IMPORTED, **(environment or {})}
+        super().__init__(folder, name, "sglang.launch_server", command, changed)
 
     def ask(self, prompt: list[int], **more: Any) -> dict[str, Any]:
         """What it answers by itself, greedily."""
@@ -141,16 +87,6 @@ class SglangServer(Child):
         return list(self.ask(prompt, **more)["output_ids"])
 
     __call__ = tokens
-
-    def metrics(self) -> dict[str, float]:
-        """Every sample of ``/metrics``, summed over its labels."""
-        found: dict[str, float] = {}
-        for line in self.fetch("/metrics").decode().splitlines():
-            if not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
 
     def held(self) -> dict[str, float]:
         """What requests hold here now: tokens in pages, and requests by queue; empty for none of it."""
@@ -173,9 +109,6 @@ class SglangServer(Child):
         """Compute a prompt on a prefill server that goes nowhere: its pages stay in the prefix cache."""
         body = generation(random_prompt(tokens, tokens), 1)
         self.fetch("/generate", body | {"bootstrap_host": _NOWHERE, "bootstrap_room": 0})
-
-    def end(self, grace_s: float = 15.0) -> int:
-        return super().end(grace_s)
 
 
 def generation(prompt: list[Any], max_new_tokens: int = 16, **more: Any) -> dict[str, Any]:
@@ -255,22 +188,6 @@ class Asked:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
-
-
-@contextmanager
-def running(*servers: SglangServer) -> Iterator[tuple[SglangServer, ...]]:
-    """Start all, wait until they answer, and end them in the end."""
-    for server in servers:
-        server.together = servers
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait_ready()
-        yield servers
-    finally:
-        for server in servers:
-            server.kill()
 
 
 def prefill_server(

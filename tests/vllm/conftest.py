@@ -31,6 +31,18 @@ def exact_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve
         yield both
 
 
+@pytest.fixture(scope="session", params=["sequential", "parallel"])
+def routing(request: pytest.FixtureRequest, exact_pair: tuple[Server, Server]) -> Iterator[str]:
+    """A router before ``exact_pair`` that knows where its prefill server is fetched from."""
+    from tests.vllm.servers import routed, router
+
+    prefill, decode = exact_pair
+    with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
+        routed(url, [1] * 40)
+        prefill.wait_idle()
+        yield url
+
+
 _EXACT = ("test_first_token.py", "test_lifecycle.py", "test_leaving.py", "test_routed_endpoints.py")
 """The files that ask ``exact_pair``."""
 _LONGEST = (

@@ -1,7 +1,4 @@
-"""Real vLLM servers as child processes, on two cores, and what tests ask of them.
-
-Tests that start them are marked ``servers``: others run in parallel.
-"""
+"""Real vLLM servers as child processes, on two cores, and what tests ask of them."""
 
 from __future__ import annotations
 
@@ -9,38 +6,31 @@ import http.client
 import json
 import os
 import random
-import re
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from kvconnect.node.children import BadAnswer, Child, ChildFailed, answers, fetch, fetch_json
+from kvconnect.node.children import BadAnswer, Child, answers, fetch_json
 from kvconnect.node.pair_demo import PROTOCOLS
-from tests.nursery import Nursery, with_nursery
+from tests.model_servers import (
+    ANSWER_TIMEOUT_S,
+    ROOT,
+    START_TIMEOUT_S,
+    WHEN_IMPORTED,
+    ModelServer,
+    random_prompt,
+    running,
+)
+from tests.nursery import with_nursery
 from tests.ports import free_port
 from tests.vllm.tiny_models import Recipe
 
-START_TIMEOUT_S = 300
-ANSWER_TIMEOUT_S = 120
-TAIL_LINES = 60
-ROOT = Path(__file__).parents[2]
 MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """Where it is not 0, vLLM's CPU build runs a single rank in a process of its own too, as it does several."""
-WHEN_IMPORTED = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    # vLLM compiles a piece of its sampler, and with several ranks one of its embedding. It dies of
-    # either where there is no compiler.
-    "TORCHDYNAMO_DISABLE": "1",
-    # A worker that dies of a signal says where.
-    "PYTHONFAULTHANDLER": "1",
-    "PYTHONPATH": str(ROOT),
-}
-"""What the environment of every server has, and is read when vLLM is imported."""
 EXACT = ("--dtype", "float32")
 """Options of a server whose answer to a prompt does not change with how its tokens, and other requests, are
 divided over steps and ranks. Each division rounds otherwise: in float32 too little to change a token, in
@@ -60,13 +50,6 @@ ASK_FOR_KV = {
 NIXL_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 """A connector of vLLM's own, to compare with."""
 
-_TROUBLE = re.compile(r"\bERROR\b|Traceback \(most recent|Fatal Python error|terminate called")
-
-
-def random_prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
-
 
 def transfer_config(role: str, engine: str, module: str = "kvconnect.vllm", **more: Any) -> dict[str, Any]:
     """A ``kv_transfer_config``; ``more`` are keys of it, those unknown to vLLM go to the extra part.
@@ -83,15 +66,8 @@ def transfer_config(role: str, engine: str, module: str = "kvconnect.vllm", **mo
     }
 
 
-class Server(Child):
-    """One vLLM server process. ``log`` has what it and its workers printed.
-
-    ``together`` are the servers that it moves KV with, and itself: what one of them says is often explained
-    by another one's log, so failures tell all of them.
-    """
-
-    nursery: ClassVar[Nursery | None] = None
-    """What forks servers, where there is one: two processes of each import vLLM, which is most of a start."""
+class Server(ModelServer):
+    """One vLLM server process, which is started at once."""
 
     def __init__(
         self,
@@ -105,13 +81,10 @@ class Server(Child):
         python: str = sys.executable,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
-        self.port = free_port()
         self._answer_timeout_s = answer_timeout_s
         self.observations = folder / f"{name}.observed"
         self.observations.mkdir(exist_ok=True)
-        self.together: tuple[Server, ...] = (self,)
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(recipe.folder)]
-        command += ["--served-model-name", "tiny", "--port", str(self.port), "--enforce-eager"]
+        command = ["--model", str(recipe.folder), "--enforce-eager"]
         command += ["--max-model-len", "4096", "--dtype", "bfloat16", "--block-size", "128"]
         command += ["--max-num-seqs", "8", "--max-num-batched-tokens", "512", *recipe.options, *options]
         if config:
@@ -126,49 +99,15 @@ class Server(Child):
             **WHEN_IMPORTED,
             **(environment or {}),
         }
-        url = f"http://127.0.0.1:{self.port}"
-        super().__init__(name, command, folder / f"{name}.log", environment, url)
+        module = "vllm.entrypoints.openai.api_server"
+        super().__init__(folder, name, module, command, environment, python)
         self.start()
 
-    def _spawn(self) -> Any:
-        python, _, _, *arguments = self.command
-        if self.nursery is None or python != sys.executable:
-            return super()._spawn()
-        assert self.log is not None
-        return self.nursery.start(arguments, self.log, environment=self._environment)
-
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        try:
-            self.wait_answer("/health", timeout_s)
-        except ChildFailed as error:
-            raise ChildFailed(f"{error}\n{self.logs()}") from error
+        super().wait_ready(timeout_s)
         # Not with a decode as the first forward: on some processors vLLM's kernel dies of it.
         self.tokens([1, 2, 3, 4, 5])
         return self.url
-
-    def tail(self, lines: int = TAIL_LINES) -> str:
-        """The end of the log, and what follows its first error: a worker's is long before the end."""
-        text = self.log.read_text(errors="replace").splitlines()
-        before, end = text[:-lines], text[-lines:]
-        first = next((at for at, line in enumerate(before) if _TROUBLE.search(line)), None)
-        if first is not None:
-            end = [*before[first : first + lines], "...", *end]
-        return "\n".join(end)
-
-    def logs(self) -> str:
-        """``tail`` of all servers that work together, each under its name."""
-        return "\n".join(f"--- log of {server.name}:\n{server.tail()}" for server in self.together)
-
-    def fetch(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
-        """What the server answers.
-
-        Raises:
-            BadAnswer: an error, or nothing; the text ends with ``logs``.
-        """
-        try:
-            return fetch(self.url + path, body, timeout_s)
-        except BadAnswer as error:
-            raise BadAnswer(f"{error}\n{self.logs()}") from error
 
     def ask(self, prompt: list[int], **more: object) -> dict[str, Any]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -212,16 +151,6 @@ class Server(Child):
             )
             time.sleep(0.1)
 
-    def metrics(self, **labels: str) -> dict[str, float]:
-        """Every sample of ``/metrics`` that carries ``labels``, summed over its other labels."""
-        found: dict[str, float] = {}
-        for line in self.fetch("/metrics").decode().splitlines():
-            if not line.startswith("#") and all(f'{key}="{label}"' in line for key, label in labels.items()):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
-
     def loaded_tokens(self) -> float:
         return self.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
 
@@ -243,9 +172,6 @@ class Server(Child):
         while len(self.observed(kind)) < count:
             assert time.monotonic() < deadline, f"{self.name}: not {count} of {kind}\n{self.logs()}"
             time.sleep(0.001)
-
-    def end(self, grace_s: float = 15.0) -> int:
-        return super().end(grace_s)
 
 
 def chat_options(folder: Path) -> list[str]:
@@ -329,20 +255,6 @@ def awake(servers: Sequence[Server]) -> Iterator[None]:
     finally:
         for server in servers:
             send_signal(server, signal.SIGSTOP)
-
-
-@contextmanager
-def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
-    """Wait until all of them answer, and end them in the end."""
-    for server in servers:
-        server.together = servers
-    try:
-        for server in servers:
-            server.wait_ready()
-        yield servers
-    finally:
-        for server in servers:
-            server.end()
 
 
 @contextmanager

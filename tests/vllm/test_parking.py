@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
+from tests.pair_kit import until
 from tests.vllm.servers import EXACT, pair, random_prompt, send_signal
 from tests.vllm.tiny_models import write_model
 
@@ -73,7 +73,7 @@ def waiting(prefill, decode, prompts, seed):
     with ThreadPoolExecutor(1 + len(prompts)) as pool:
         # As long as this one runs no other gets blocks.
         first = pool.submit(decode.tokens, random_prompt(300, seed), max_tokens=600)
-        time.sleep(0.5)
+        until(decode.used_blocks)
         answers = [
             pool.submit(decode.tokens, prompt, kv_transfer_params=params)
             for prompt, params in zip(prompts, handed, strict=True)

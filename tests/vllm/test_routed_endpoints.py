@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.config import ExtraConfig
-from kvconnect.node.children import fetch, fetch_json
+from kvconnect.node.children import BadAnswer, fetch, fetch_json
 from kvconnect.tools.transfer_check import run_check
-from tests.vllm.servers import random_prompt, router
+from tests.vllm.servers import random_prompt
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
@@ -60,15 +58,6 @@ VARYING = {
 }
 
 
-@pytest.fixture(scope="module", params=["sequential", "parallel"])
-def routing(request, exact_pair):
-    prefill, decode = exact_pair
-    with router("--flow", request.param, "--prefill", prefill.url, "--decode", decode.url) as url:
-        # The parallel flow begins once the prefill server's side channel is known.
-        fetch_json(url + "/v1/completions", {"model": "tiny", **SPLIT["/v1/completions"]}, 120)
-        yield url
-
-
 def test_the_pair_is_shown_to_transfer_kv(routing, exact_pair, capsys):
     """``kvconnect check``: through the router and without it."""
     for urls in ([routing], [server.url for server in exact_pair]):
@@ -89,11 +78,7 @@ def comparable(answer):
 
 def events(url, path, body):
     """The data of a stream's events."""
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        text = answer.read().decode()
+    text = fetch(url + path, body, 120).decode()
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
@@ -169,9 +154,9 @@ def test_what_needs_no_kv_is_passed(exact_pair, routing, path):
 def test_a_path_that_no_server_has_is_not_found(exact_pair, routing, path):
     errors = []
     for url in (routing, exact_pair[0].url):
-        with pytest.raises(urllib.error.HTTPError) as raised:
-            events(url, path, {"model": "tiny", "input": "a"})
-        errors.append((raised.value.code, json.loads(raised.value.read())["detail"]))
+        with pytest.raises(BadAnswer, match="answered 404: ") as raised:
+            fetch(url + path, {"model": "tiny", "input": "a"})
+        errors.append(json.loads(str(raised.value).partition(" answered 404: ")[2])["detail"])
     assert errors[0] == errors[1]
 
 

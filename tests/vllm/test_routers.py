@@ -93,8 +93,8 @@ def test_a_prefill_that_was_aborted_fails_the_waiting_decode_at_once(servers):
     assert time.monotonic() - started < 15, "well before the load's deadline of 20 s"
 
 
-SOON_S = 5.0
-"""Far less than a lease: blocks that nobody fetches would be in use for 30 s."""
+SOON_S = 10.0
+"""Far less than a lease: blocks that are not fetched would be in use for 30 s."""
 
 
 FOUR = {"n": 4, "temperature": 1, "top_k": 1}

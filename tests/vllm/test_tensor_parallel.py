@@ -11,7 +11,7 @@ from tests.vllm.servers import EXACT, pair, random_prompt
 from tests.vllm.tiny_models import STATE_HEADS, write_model
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.servers]
-LENGTHS = [1, 5, 128, 129, 300, 513, 513, 513, 1025, 1025]
+LENGTHS = [1, 5, 128, 129, 300, 513, 513, 1025]
 CPUS = {1: "0", 2: "0|1"}
 OPTIONS = {"gqa": EXACT, "hybrid": ()}
 """vLLM's CPU kernel of a gated delta net takes bfloat16 alone."""

@@ -93,8 +93,9 @@ class _Config(VllmConfig):
 def _base() -> VllmConfig:
     folder = Path(tempfile.mkdtemp(prefix="vllm-bench-"))
     (folder / "config.json").write_text(json.dumps(_MODEL))
-    # What both nodes say their weights are.
-    (folder / "model.safetensors").write_bytes(b"arithmetic")
+    # What both nodes state their weights to be: one tensor, so that its name is soon known.
+    header = json.dumps({"arithmetic": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1")
     model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float16", max_model_len=448)
     return VllmConfig(
         model_config=model,

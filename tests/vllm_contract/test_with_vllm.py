@@ -173,8 +173,8 @@ def test_a_later_process_of_a_server_finds_ports_of_its_workers_taken(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         transfer = {**CHILD, "kv_connector_extra_config": {"port": taken.getsockname()[1]}}
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            assert pool.submit(created, tmp_path, transfer).result(100)
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            assert pool.submit(created, tmp_path, transfer).result()
 
 
 def test_our_part_of_a_multi_connector_is_checked_when_vllm_reads_it():
