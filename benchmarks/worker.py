@@ -294,7 +294,7 @@ def open_workers(
     Raises:
         StepFailed: one cannot be made.
     """
-    settings = {"engine": engine, "protocol": protocol, **(options.extra or {})}
+    settings = {"engine": engine, "protocol": protocol, **options.settings}
     near, far = options.devices
     source: WorkerAddress
     source, _ = pair.both(
