@@ -76,35 +76,35 @@ LayerPages = AttentionPages | StatePages
 
 @dataclass(frozen=True)
 class RequestStates:
-    """The recurrent states of some requests of a step that compute equally many tokens each.
+    """The recurrent states of one request of a step, whose tokens are the rows ``span`` of the batch.
 
-    ``span``: their tokens in the batch, request by request. ``block_ids``, shape ``(n,)``, hold their states.
-    ``begins``, shape ``(n,)``, marks requests at their first token: the state is zero, and the block may hold
-    any bytes.
+    ``begins``: the request is at its first token. Then the states are zero, and the block may hold any bytes.
     """
 
     span: slice
     pages: StatePages
-    block_ids: torch.Tensor
-    begins: torch.Tensor
+    block_id: torch.Tensor
+    begins: bool
 
     def read(self) -> list[torch.Tensor]:
-        """Copies of the states, each of shape ``(n, *shape)``."""
-        held = self.pages.pages[self.block_ids].masked_fill(self.begins[:, None], 0)
+        """Copies of the states, each of the shape in the spec."""
+        held = self.pages.pages[self.block_id]
+        if self.begins:
+            held = torch.zeros_like(held)
         states, start = [], 0
         for shape, dtype in zip(self.pages.shapes, self.pages.dtypes, strict=True):
             end = start + torch.Size(shape).numel() * dtype.itemsize
-            states.append(held[:, start:end].contiguous().view(dtype).view(-1, *shape))
+            states.append(held[start:end].clone().view(dtype).view(shape))
             start = end
         return states
 
     def write(self, states: Sequence[torch.Tensor]) -> None:
         """Store the states, in the order and with the dtypes of the spec."""
         parts = [
-            state.to(dtype).flatten(1).contiguous().view(torch.int8)
+            state.to(dtype).flatten().view(torch.int8)
             for state, dtype in zip(states, self.pages.dtypes, strict=True)
         ]
-        self.pages.pages[self.block_ids] = torch.cat(parts, 1)
+        self.pages.pages[self.block_id] = torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -199,14 +199,14 @@ class StepContext:
         cache: with its slots computed for this step.
         positions: shape ``(tokens,)``.
         tables: kernel block ids by group; ``rows`` is each token's row in them.
-        runs: requests that compute equally many tokens: their tokens in the batch, and their table rows.
+        segments: the tokens of each request, in batch order.
     """
 
     cache: NodeCache
     positions: torch.Tensor
     tables: Mapping[int, torch.Tensor]
     rows: torch.Tensor
-    runs: Sequence[tuple[slice, torch.Tensor]]
+    segments: Sequence[Segment]
     _slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -222,9 +222,8 @@ class StepContext:
         if not isinstance(pages, StatePages):
             raise TypeError(f"layer {layer!r} keeps no recurrent state")
         table = self.tables[self.cache.group_of[layer]]
-        for span, rows in self.runs:
-            begins = self.positions[span].view(len(rows), -1)[:, 0] == 0
-            yield RequestStates(span, pages, table[rows, 0].long(), begins)
+        for segment in self.segments:
+            yield RequestStates(segment.span, pages, table[segment.row, 0].long(), segment.start == 0)
 
     def attend(
         self,
@@ -269,8 +268,7 @@ class StepContext:
 
 def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
     """A step of any number of tokens of each request, over the applied block tables."""
-    rows = torch.tensor([segment.row for segment in segments], device=cache.device)
-    lengths = torch.tensor([segment.length for segment in segments], device=cache.device)
+    rows = torch.cat([torch.full((s.length,), s.row) for s in segments]).to(cache.device)
     positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments]).to(cache.device)
     count = len(positions)
     starts = [*(segment.offset for segment in segments), count]
@@ -278,13 +276,7 @@ def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
     tables = {group: cache.tables.table(group) for group in cache.kernel_block_sizes}
     for layer, attention in cache.layer_attention.items():
         attention.begin(segments, tables[cache.group_of[layer]])
-    return StepContext(
-        cache,
-        positions,
-        tables=tables,
-        rows=torch.repeat_interleave(rows, lengths, output_size=count),
-        runs=[(segment.span, rows[index : index + 1]) for index, segment in enumerate(segments)],
-    )
+    return StepContext(cache, positions, tables, rows, segments)
 
 
 def attend_rows(

@@ -308,31 +308,28 @@ class GatedLinearAttention:
         return rms_norm(torch.cat(outputs)).flatten(1) @ self._output
 
     def _scan(self, mixed: torch.Tensor, gates: torch.Tensor, states: RequestStates) -> torch.Tensor:
-        """Scan equally many tokens of several requests, in order; returns ``(tokens, heads, width)``."""
+        """Scan the tokens of one request, in order; returns ``(tokens, heads, width)``."""
         window, state = states.read()
-        requests = len(window)
-        count = len(mixed) // requests
-        padded = torch.cat((window, mixed.view(requests, count, -1)), dim=1).to(COMPUTE_DTYPE)
-        convolved = padded[:, :count] * self._taps[0]
+        count = len(mixed)
+        padded = torch.cat((window, mixed)).to(COMPUTE_DTYPE)
+        convolved = padded[:count] * self._taps[0]
         for tap in range(1, self.TAPS):
-            convolved = convolved + padded[:, tap : tap + count] * self._taps[tap]
+            convolved = convolved + padded[tap : tap + count] * self._taps[tap]
         # Division is rounded correctly on every device; an exponential may differ by its vectorisation.
         convolved = (convolved / (1 + convolved.abs())).to(STATE_DTYPE)
-        parts = convolved.view(requests, count, 3, self._heads, self._size)
-        query, keys, values = parts[:, :, 0].to(COMPUTE_DTYPE), parts[:, :, 1], parts[:, :, 2]
-        gates = gates.view(requests, count, self._heads, 1, 1)
+        query, keys, values = convolved.view(count, 3, self._heads, self._size).unbind(1)
         outputs = []
         for begin in range(0, count, SCAN_SLICE):
             span = slice(begin, begin + SCAN_SLICE)
-            after = keys[:, span, ..., :, None] * values[:, span, ..., None, :]
+            after = keys[span, :, :, None] * values[span, :, None, :]
             before = torch.empty_like(after)
-            for place, gate in enumerate(gates[:, span].unbind(1)):
-                before[:, place] = state
-                state = after[:, place].add_(torch.mul(state, gate))
+            for place, gate in enumerate(gates[span, :, None, None].unbind()):
+                before[place] = state
+                state = after[place].add_(torch.mul(state, gate))
             seen = after.to(COMPUTE_DTYPE) + torch.sin(before.to(COMPUTE_DTYPE) * FINE_PHASE)
-            outputs.append(torch.einsum("rthk,rthkv->rthv", query[:, span], seen))
-        states.write((padded[:, -(self.TAPS - 1) :], state))
-        return torch.cat(outputs, dim=1).flatten(0, 1)
+            outputs.append(torch.einsum("thk,thkv->thv", query[span].to(COMPUTE_DTYPE), seen))
+        states.write((padded[-(self.TAPS - 1) :], state))
+        return torch.cat(outputs)
 
     def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
         """See ``Mixer``. The state keeps its own dtypes, for any dtype of attention caches."""
