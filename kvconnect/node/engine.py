@@ -275,7 +275,7 @@ class NodeEngine:
     def _end(self, reason: str, status: int) -> None:
         with self._lock:
             self._failed = reason
-        failure = Failure(status, reason, "server_error")
+        failure = Failure(status, reason)
         self.scheduler.fail_all(failure)
         unanswered = [item for item in self._drained() if isinstance(item, Request)]
         self.scheduler.outputs += [(request, Output(failure=failure)) for request in unanswered]

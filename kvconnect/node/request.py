@@ -17,7 +17,6 @@ class Failure:
 
     status: int
     message: str
-    kind: str
 
 
 @dataclass(frozen=True)

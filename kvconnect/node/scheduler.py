@@ -163,7 +163,7 @@ class Scheduler:
         try:
             request.truncate(self.transfers.hooks.prefill_tokens(request))
         except KVConnectError as error:
-            self._fail(request, Failure(400, str(error), "invalid_request_error"))
+            self._fail(request, Failure(400, str(error)))
             return
         self.counts.prompt_tokens += request.num_prompt_tokens
         if request.num_prompt_tokens == 0:
@@ -359,7 +359,7 @@ class Scheduler:
             external, in_background = self.transfers.hooks.matched_tokens(request, hit.num_tokens)
         except KVConnectError as error:
             self.waiting.remove(request)
-            self._fail(request, Failure(400, str(error), "invalid_request_error"))
+            self._fail(request, Failure(400, str(error)))
             return None
         notices = self.transfers.hooks.notices
         if external is not None and notices and request.request_id in notices:
@@ -453,4 +453,4 @@ class Scheduler:
                 self._begin_anew(request)
                 self.waiting.appendleft(request)
             else:
-                self._fail(request, Failure(502, problem.text, "kv_load_error"))
+                self._fail(request, Failure(502, problem.text))

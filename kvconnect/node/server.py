@@ -14,8 +14,7 @@ import json
 import logging
 import resource
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -27,13 +26,19 @@ from msgspec import Meta, Struct
 from kvconnect.errors import LocalError
 from kvconnect.node.engine import NodeEngine
 from kvconnect.node.request import Failure, Output, Request
-from kvconnect.router.app import app_runner
+from kvconnect.router.bodies import REQUEST_ID, BadRequest, parse_json, request_id_of
+from kvconnect.router.http_server import (
+    Handler,
+    app_runner,
+    error_body,
+    error_response,
+    errors_as_json,
+    read_body,
+)
 from kvconnect.transfer.params import is_release
 
 logger = logging.getLogger(__name__)
-_http_logger = logging.getLogger("kvconnect.node.http")
 
-REQUEST_ID_HEADER = "X-Request-Id"
 DRAIN_TIMEOUT_S = 5.0
 # The longest body in bytes: a fixed part, and a part for each token that the model can take.
 _BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
@@ -45,7 +50,6 @@ _OTHER_FILES = 512
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\nRetry-After: 1\r\n\r\n"
 )
-MAX_REQUEST_ID_CHARACTERS = 512
 DEFAULT_MAX_TOKENS = 16
 _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "temperature": (0,),
@@ -54,7 +58,6 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("echo", "logprobs", "stop", "suffix"), (False, "", [])),
 }
 """For fields that this node does not support: the values that ask for nothing. Absent is always accepted."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
@@ -87,14 +90,6 @@ class HttpLimits:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         return replace(self, max_connections=max(1, soft - _OTHER_FILES))
-
-
-class BadRequest(Exception):
-    """The client must change its request. The text names the field."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class CompletionBody(Struct, kw_only=True):
@@ -165,21 +160,6 @@ def parse_completion(body: object, *, model: str, session_id: str | None = None)
     return parsed
 
 
-def check_request_id(request_id: str) -> str:
-    """A client's request id. Raises ``BadRequest``: empty, too long, or not printable."""
-    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
-        raise BadRequest(
-            f"X-Request-Id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters, "
-            f"it has {len(request_id)}"
-        )
-    return request_id
-
-
-def error_body(message: str, kind: str, status: int) -> dict[str, Any]:
-    """The body of every error answer."""
-    return {"error": {"message": message, "type": kind, "code": status}}
-
-
 class CompletionAnswer(Struct, frozen=True):
     """The fields common to all bodies of one answer."""
 
@@ -225,23 +205,16 @@ class CompletionAnswer(Struct, frozen=True):
         return body
 
 
-def _error(message: str, kind: str, status: int) -> web.Response:
-    return web.json_response(error_body(message, kind, status), status=status)
-
-
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers every error as JSON; no error ends the server."""
+async def _failures_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers an internal error as JSON; no error ends the server."""
     try:
         return await handler(request)
-    except BadRequest as error:
-        return _error(str(error), "invalid_request_error", error.status)
-    except web.HTTPException as error:
-        text = f"{request.method} {request.path}: {error.reason}"
-        return _error(text, "invalid_request_error", error.status)
+    except (BadRequest, web.HTTPException):
+        raise
     except Exception as error:
         logger.exception("internal error in %s %s", request.method, request.path)
-        return _error(f"{type(error).__name__}: {error}", "server_error", 500)
+        raise BadRequest(f"{type(error).__name__}: {error}", status=500) from error
 
 
 class NodeServer:
@@ -268,14 +241,14 @@ class NodeServer:
         """
         self._loop = asyncio.get_running_loop()
         max_body_bytes = _BODY_BYTES + _TOKEN_BYTES * self._engine.options.max_model_len
-        app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[errors_as_json, _failures_as_json])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/debug/state", self._state)
-        self._runner = app_runner(app, _http_logger, keepalive_timeout=self._limits.idle_timeout_s)
+        self._runner = app_runner(app, keepalive_timeout=self._limits.idle_timeout_s)
         await self._runner.setup()
         assert self._runner.server is not None
         self._listening = await _listen(self._runner.server, host, port, self._limits.max_connections)
@@ -306,7 +279,7 @@ class NodeServer:
     async def _health(self, _: web.Request) -> web.Response:
         if self._engine.alive and not self._draining:
             return web.json_response({"status": "ok"})
-        return _error("the engine loop has ended or the node is stopping", "server_error", 503)
+        raise BadRequest("the engine loop has ended or the node is stopping", status=503)
 
     async def _chat(self, _: web.Request) -> web.Response:
         raise BadRequest("messages are not supported by this node: send a prompt to /v1/completions")
@@ -327,12 +300,11 @@ class NodeServer:
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         if self._draining:
-            return _error("the node is stopping", "server_error", 503)
-        request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex)
+            raise BadRequest("the node is stopping", status=503)
+        request_id = request_id_of(http.headers)
         body = await self._read(http)
         if len(self._outputs) >= self._limits.max_requests:
-            text = f"the node serves {self._limits.max_requests} requests already"
-            return _error(text, "server_error", 503)
+            raise BadRequest(f"the node serves {self._limits.max_requests} requests already", status=503)
         # Clients may reuse an id; the engine and the peers need a unique one per request.
         engine_id = f"{request_id}-{next(self._serials)}"
         self._in_flight += 1
@@ -351,17 +323,11 @@ class NodeServer:
                 self._engine.abort(engine_id)
 
     async def _read(self, http: web.Request) -> CompletionBody:
-        try:
-            decoded = json.loads(await asyncio.wait_for(self._read_bytes(http), self._limits.body_timeout_s))
-        except asyncio.TimeoutError:
-            text = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
-            raise BadRequest(text, status=408) from None
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is not valid JSON: {error}") from error
+        decoded = parse_json(await read_body(http, self._limits.body_timeout_s, self._read_bytes))
         session_id = http.headers.get("X-Session-ID")
         return parse_completion(decoded, model=self._engine.options.model, session_id=session_id)
 
-    async def _read_bytes(self, http: web.Request) -> bytearray:
+    async def _read_bytes(self, http: web.Request) -> bytes:
         body, counted, longest = bytearray(), 0, http.client_max_size
         try:
             while chunk := await http.content.readany():
@@ -374,9 +340,7 @@ class NodeServer:
                     raise BadRequest(text, status=503)
                 counted += more
                 self._reading_bytes += more
-            return body
-        except web.RequestPayloadError as error:
-            raise BadRequest(f"the body cannot be read: {error}") from error
+            return bytes(body)
         finally:
             self._reading_bytes -= counted
 
@@ -437,7 +401,7 @@ class NodeServer:
         try:
             self._engine.submit(request)
         except LocalError as error:
-            request.sink(Output(failure=Failure(503, str(error), "invalid_request_error")))
+            request.sink(Output(failure=Failure(503, str(error))))
         is_last = False
         while not is_last:
             output = await outputs.get()
@@ -454,22 +418,22 @@ class NodeServer:
             if output.draft_token_ids is not None:
                 drafts = [*(drafts or []), *output.draft_token_ids]
         if output.failure is not None:
-            return _failed(answer, output.failure)
+            return error_response(output.failure.status, output.failure.message, answer.request_id)
         response = web.json_response(answer.body(request, tokens, drafts, output))
-        response.headers[REQUEST_ID_HEADER] = answer.request_id
+        response.headers[REQUEST_ID] = answer.request_id
         return response
 
     async def _stream(
         self, http: web.Request, answer: CompletionAnswer, request: Request, outputs: AsyncIterator[Output]
     ) -> web.StreamResponse:
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers={**headers, REQUEST_ID_HEADER: answer.request_id})
+        response = web.StreamResponse(headers={**headers, REQUEST_ID: answer.request_id})
         async for output in outputs:
             failure = output.failure
             if failure is not None and not response.prepared:
-                return _failed(answer, failure)
+                return error_response(failure.status, failure.message, answer.request_id)
             if failure is not None:
-                body = error_body(failure.message, failure.kind, failure.status)
+                body = error_body(failure.status, failure.message)
             else:
                 body = answer.body(request, output.token_ids, output.draft_token_ids, output)
             try:
@@ -482,12 +446,6 @@ class NodeServer:
             except ConnectionError:
                 break  # the client left
         return response
-
-
-def _failed(answer: CompletionAnswer, failure: Failure) -> web.Response:
-    response = _error(failure.message, failure.kind, failure.status)
-    response.headers[REQUEST_ID_HEADER] = answer.request_id
-    return response
 
 
 class _Full(asyncio.Protocol):

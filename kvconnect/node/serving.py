@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import threading
 
 import torch
@@ -22,6 +21,7 @@ from kvconnect.node.node_connector import Connector, configured_connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.scheduler import Scheduler, Transfers
 from kvconnect.node.server import HttpLimits, NodeServer
+from kvconnect.router.http_server import on_stop_signals
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,7 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
     engine = build_engine(options)
     server = NodeServer(engine, HttpLimits().within_open_files())
     stopped, over = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (over if stopped.is_set() else stopped).set())
+    on_stop_signals(lambda: (over if stopped.is_set() else stopped).set())
     try:
         bound = await server.start(host, port)
         # Objects made at the start stay: scanning them would take a collection longer than most transfers.

@@ -53,18 +53,22 @@ _ROUTING |= {"x-kv-cache-source-host-port"}
 _REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,512}")
 
 
-class BadBody(Exception):
-    """The client's body is not a valid completion request. The message states why."""
+class BadRequest(Exception):
+    """A client's request is not served. The message states why; ``status`` is that of the answer."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """A client's body as a dictionary. Raises ``BadBody``: not JSON, or not an object."""
+    """A client's body as a dictionary. Raises ``BadRequest``: not JSON, or not an object."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise BadBody(f"the request body is not JSON: {error or type(error).__name__}") from None
+        raise BadRequest(f"the request body is not JSON: {error or type(error).__name__}") from None
     if not isinstance(body, dict):
-        raise BadBody(f"the request body must be a JSON object, not {type(body).__name__}")
+        raise BadRequest(f"the request body must be a JSON object, not {type(body).__name__}")
     return body
 
 
@@ -126,11 +130,11 @@ def release(name: str) -> dict[str, Any]:
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
-    """A body as JSON bytes. Raises ``BadBody`` if it is nested too deeply."""
+    """A body as JSON bytes. Raises ``BadRequest`` if it is nested too deeply."""
     try:
         return json.dumps(body, separators=(",", ":")).encode()
     except RecursionError:
-        raise BadBody("the request body is nested too deeply") from None
+        raise BadRequest("the request body is nested too deeply") from None
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:

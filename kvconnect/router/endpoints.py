@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.router.bodies import PARAMS, BadBody, parse_json
+from kvconnect.router.bodies import PARAMS, BadRequest, parse_json
 
 _ANSWERS = ("n", "best_of")
 _OF_A_CLIENT = ("session_id", "kv_hints", "kvconnect_receipt")
@@ -35,7 +35,7 @@ class Endpoint:
         node returned.
 
         Raises:
-            BadBody: not JSON, not an object, or sampling parameters that are none.
+            BadRequest: not JSON, not an object, or sampling parameters that are none.
         """
         body = parse_json(raw)
         params = body.pop(PARAMS, None)
@@ -44,7 +44,7 @@ class Endpoint:
             body[PARAMS] = kept
         sampling = self.sampling_of(body)
         if not isinstance(sampling, dict):
-            raise BadBody(f"{self.sampling} must be a JSON object, not {type(sampling).__name__}")
+            raise BadRequest(f"{self.sampling} must be a JSON object, not {type(sampling).__name__}")
         # vLLM passes on what a client put there in place of the body's own.
         if isinstance(more := sampling.get("extra_args"), dict):
             more.pop(PARAMS, None)

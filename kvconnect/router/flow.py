@@ -130,7 +130,7 @@ class Flow:
         """Serve a request that generates, whose body is read from ``request``.
 
         Raises:
-            BadBody: the body is not a JSON object.
+            BadRequest: the body is not a JSON object.
             UpstreamError: a node gave no answer, and the client has got nothing yet.
         """
         body = endpoint.parse(await request.read())
@@ -166,7 +166,7 @@ class Flow:
         ``is_alone``: it generates, and two nodes would share it if the answer named what P holds.
 
         Raises:
-            BadBody: the body is not a JSON object.
+            BadRequest: the body is not a JSON object.
             UpstreamError: no node answered.
         """
         raw = await request.read()
@@ -187,7 +187,7 @@ class Flow:
         """Serve a request about a stored response from the decode node that stores it.
 
         Raises:
-            BadBody: there is a body, and it is not a JSON object.
+            BadRequest: there is a body, and it is not a JSON object.
             UpstreamError: no node answered.
         """
         raw = await request.read()

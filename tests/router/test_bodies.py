@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.router import bodies
-from kvconnect.router.bodies import BadBody
+from kvconnect.router.bodies import BadRequest
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null"])
 def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(BadBody, match="request body"):
+    with pytest.raises(BadRequest, match="request body"):
         bodies.parse_json(raw)
 
 

@@ -304,7 +304,7 @@ class SimNode:
         self.device.is_dead = True
         for worker in self.workers:
             worker.kill()
-        self.scheduler.fail_all(Failure(503, "the node is gone", "server_error"))
+        self.scheduler.fail_all(Failure(503, "the node is gone"))
         self._deliver()
         lost, self._inbox = self._inbox, []
         for request in lost:
