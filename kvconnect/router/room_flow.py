@@ -82,9 +82,8 @@ class RoomFlow(Flow):
         self._metrics.flows.labels("room").inc()
         sent = {**exchange.body, **self._meeting(lease.url)}
         # As in Flow: the task owns the lease before this one can be cancelled.
-        ask_prefill = self._begin(stack, exchange, sent, lease, self._nodes, retry=False)
-        prefill = asyncio.create_task(ask_prefill)
-        decode = asyncio.create_task(self._begin(stack, exchange, sent))
+        asked = self._begun(exchange, sent, lease, self._nodes, retry=False), self._begun(exchange, sent)
+        prefill, decode = (asyncio.create_task(stack.enter_async_context(one)) for one in asked)
         stack.push_async_callback(_end_all, prefill, decode)
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
         if not decode.done() and _is_error(prefill.result()):
