@@ -14,7 +14,7 @@ import json
 import logging
 import resource
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 from kvconnect.errors import LocalError
 from kvconnect.node.engine import NodeEngine
 from kvconnect.node.request import Failure, Output, Request
-from kvconnect.router.bodies import REQUEST_ID, BadRequest, parse_json, request_id_of
+from kvconnect.router.bodies import REQUEST_ID, BadRequest, parse_json, request_id_of, to_bytes
 from kvconnect.router.http_server import (
     Handler,
     app_runner,
@@ -160,49 +160,41 @@ def parse_completion(body: object, *, model: str, session_id: str | None = None)
     return parsed
 
 
-class CompletionAnswer(Struct, frozen=True):
-    """The fields common to all bodies of one answer."""
+def answer_body(
+    head: Mapping[str, Any], request: Request, output: Output, *, with_block_ids: bool
+) -> dict[str, Any]:
+    """A whole answer or a chunk of a streamed one; the last body has usage and transfer parameters.
 
-    request_id: str
-    model: str
-    created_s: int
-    return_kv_block_ids: bool
-
-    def body(
-        self, request: Request, token_ids: Sequence[int], drafts: Sequence[int] | None, output: Output
-    ) -> dict[str, Any]:
-        """A whole answer or a chunk of a streamed one; the last body has usage and transfer parameters.
-
-        ``drafts`` is None for a model without a draft.
-        """
-        choice = {
-            "index": 0,
-            "text": "".join(f" {token}" for token in token_ids),
-            "token_ids": list(token_ids),
-            "logprobs": None,
-            "finish_reason": output.finish_reason,
+    ``head`` are the fields that all bodies of one answer have.
+    """
+    if output.failure is not None:
+        return error_body(output.failure.status, output.failure.message)
+    choice = {
+        "index": 0,
+        "text": "".join(f" {token}" for token in output.token_ids),
+        "token_ids": output.token_ids,
+        "logprobs": None,
+        "finish_reason": output.finish_reason,
+    }
+    body: dict[str, Any] = {**head, "choices": [choice]}
+    if output.draft_token_ids is not None:
+        body["draft_token_ids"] = output.draft_token_ids
+    if output.is_last:
+        num_prompt, num_generated = len(request.prompt_token_ids), request.num_generated_tokens
+        body["usage"] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
         }
-        body: dict[str, Any] = {
-            "id": f"cmpl-{self.request_id}",
-            "object": "text_completion",
-            "created": self.created_s,
-            "model": self.model,
-            "choices": [choice],
-        }
-        if drafts is not None:
-            body["draft_token_ids"] = list(drafts)
-        if output.is_last:
-            num_prompt, num_generated = len(request.prompt_token_ids), request.num_generated_tokens
-            body["usage"] = {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_generated,
-                "total_tokens": num_prompt + num_generated,
-                "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
-            }
-            body["kv_transfer_params"] = output.kv_transfer_params
-            if self.return_kv_block_ids:
-                body["kv_block_ids"] = output.kv_block_ids
-        return body
+        body["kv_transfer_params"] = output.kv_transfer_params
+        if with_block_ids:
+            body["kv_block_ids"] = output.kv_block_ids
+    return body
+
+
+Answer = Callable[[Output], dict[str, Any]]
+"""``answer_body`` of one request."""
 
 
 @web.middleware
@@ -310,12 +302,12 @@ class NodeServer:
         self._in_flight += 1
         try:
             request = self._request(engine_id, body)
-            returns_ids = bool(body.return_kv_block_ids)
-            answer = CompletionAnswer(request_id, self._engine.options.model, int(time.time()), returns_ids)
-            outputs = self._until_last(request)
-            if body.stream:
-                return await self._stream(http, answer, request, outputs)
-            return await self._whole(answer, request, outputs)
+            made = {"created": int(time.time()), "model": self._engine.options.model}
+            head = {"id": f"cmpl-{request_id}", "object": "text_completion", **made}
+            with_block_ids = bool(body.return_kv_block_ids)
+            answer = functools.partial(answer_body, head, request, with_block_ids=with_block_ids)
+            respond = functools.partial(_stream, http) if body.stream else _whole
+            return await respond(request_id, answer, self._until_last(request))
         finally:
             self._in_flight -= 1
             # A client that left cancelled this handler; a request that has ended is not aborted.
@@ -348,32 +340,15 @@ class NodeServer:
         """A request that the engine can serve. Raises ``BadRequest`` with the reason if it cannot."""
         prompt = body.prompt_token_ids(self._engine.vocab_size)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        refusal = self._engine.refusal(len(prompt), max_tokens)
-        if refusal is None and body.kv_transfer_params is not None:
-            refusal = self._params_refusal(body.kv_transfer_params)
-        if refusal is not None:
+        if refusal := self._engine.refusal(len(prompt), max_tokens):
             raise BadRequest(refusal)
-        sink = functools.partial(self._deliver, engine_id)
-        return Request(
-            engine_id,
-            prompt,
-            max_tokens,
-            sink,
-            body.kv_transfer_params,
-            body.session_id,
-            body.cache_salt,
-        )
-
-    def _params_refusal(self, params: dict[str, Any]) -> str | None:
         # The connector decides whether they are valid: some policies serve a request all the same.
-        try:
-            length_bytes = len(json.dumps(params))
-        except RecursionError:
-            return "kv_transfer_params are nested too deeply"
-        accepted = self._limits.max_params_bytes
+        length_bytes, accepted = len(to_bytes(body.kv_transfer_params or {})), self._limits.max_params_bytes
         if length_bytes > accepted:
-            return f"kv_transfer_params have {length_bytes} bytes of JSON, accepted: {accepted}"
-        return None
+            raise BadRequest(f"kv_transfer_params have {length_bytes} bytes of JSON, accepted: {accepted}")
+        sink = functools.partial(self._deliver, engine_id)
+        kept = body.kv_transfer_params, body.session_id, body.cache_salt
+        return Request(engine_id, prompt, max_tokens, sink, *kept)
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -408,44 +383,36 @@ class NodeServer:
             is_last = output.is_last
             yield output
 
-    async def _whole(
-        self, answer: CompletionAnswer, request: Request, outputs: AsyncIterator[Output]
-    ) -> web.StreamResponse:
-        tokens: list[int] = []
-        drafts: list[int] | None = None
-        async for output in outputs:
-            tokens.extend(output.token_ids)
-            if output.draft_token_ids is not None:
-                drafts = [*(drafts or []), *output.draft_token_ids]
-        if output.failure is not None:
-            return error_response(output.failure.status, output.failure.message, answer.request_id)
-        response = web.json_response(answer.body(request, tokens, drafts, output))
-        response.headers[REQUEST_ID] = answer.request_id
-        return response
 
-    async def _stream(
-        self, http: web.Request, answer: CompletionAnswer, request: Request, outputs: AsyncIterator[Output]
-    ) -> web.StreamResponse:
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers={**headers, REQUEST_ID: answer.request_id})
-        async for output in outputs:
-            failure = output.failure
-            if failure is not None and not response.prepared:
-                return error_response(failure.status, failure.message, answer.request_id)
-            if failure is not None:
-                body = error_body(failure.status, failure.message)
-            else:
-                body = answer.body(request, output.token_ids, output.draft_token_ids, output)
-            try:
-                if not response.prepared:
-                    await response.prepare(http)
-                end = "data: [DONE]\n\n" if output.is_last else ""
-                await response.write(f"data: {json.dumps(body)}\n\n{end}".encode())
-                if output.is_last:
-                    await response.write_eof()
-            except ConnectionError:
-                break  # the client left
-        return response
+async def _whole(request_id: str, answer: Answer, outputs: AsyncIterator[Output]) -> web.StreamResponse:
+    made = [output async for output in outputs]
+    last = made[-1]
+    if last.failure is not None:
+        return error_response(last.failure.status, last.failure.message, request_id)
+    tokens = tuple(token for output in made for token in output.token_ids)
+    drafts = tuple(token for output in made for token in output.draft_token_ids or ())
+    body = answer(replace(last, token_ids=tokens, draft_token_ids=drafts or None))
+    return web.json_response(body, headers={REQUEST_ID: request_id})
+
+
+async def _stream(
+    http: web.Request, request_id: str, answer: Answer, outputs: AsyncIterator[Output]
+) -> web.StreamResponse:
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers={**headers, REQUEST_ID: request_id})
+    async for output in outputs:
+        if output.failure is not None and not response.prepared:
+            return error_response(output.failure.status, output.failure.message, request_id)
+        try:
+            if not response.prepared:
+                await response.prepare(http)
+            end = "data: [DONE]\n\n" if output.is_last else ""
+            await response.write(f"data: {json.dumps(answer(output))}\n\n{end}".encode())
+            if output.is_last:
+                await response.write_eof()
+        except ConnectionError:
+            break  # the client left
+    return response
 
 
 class _Full(asyncio.Protocol):

@@ -156,7 +156,6 @@ class SimScheduler(Scheduler):
         node = self._node
         node.world.note(node.name, "preempts", request.request_id)
         node.checks.count("preemptions")
-        assert request.blocks is not None
         for worker in node.workers:
             worker.give_up(frozenset(block for ids in request.blocks.ids for block in ids))
         super()._preempt(request)
