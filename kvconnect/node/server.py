@@ -102,7 +102,6 @@ class CompletionBody(Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
     cache_salt: str | None = None
-    return_kv_block_ids: bool | None = None
     temperature: float | None = None
     n: int | None = None
     best_of: int | None = None
@@ -160,9 +159,7 @@ def parse_completion(body: object, *, model: str, session_id: str | None = None)
     return parsed
 
 
-def answer_body(
-    head: Mapping[str, Any], request: Request, output: Output, *, with_block_ids: bool
-) -> dict[str, Any]:
+def answer_body(head: Mapping[str, Any], request: Request, output: Output) -> dict[str, Any]:
     """A whole answer or a chunk of a streamed one; the last body has usage and transfer parameters.
 
     ``head`` are the fields that all bodies of one answer have.
@@ -188,8 +185,6 @@ def answer_body(
             "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
         }
         body["kv_transfer_params"] = output.kv_transfer_params
-        if with_block_ids:
-            body["kv_block_ids"] = output.kv_block_ids
     return body
 
 
@@ -304,8 +299,7 @@ class NodeServer:
             request = self._request(engine_id, body)
             made = {"created": int(time.time()), "model": self._engine.options.model}
             head = {"id": f"cmpl-{request_id}", "object": "text_completion", **made}
-            with_block_ids = bool(body.return_kv_block_ids)
-            answer = functools.partial(answer_body, head, request, with_block_ids=with_block_ids)
+            answer = functools.partial(answer_body, head, request)
             respond = functools.partial(_stream, http) if body.stream else _whole
             return await respond(request_id, answer, self._until_last(request))
         finally:

@@ -85,7 +85,7 @@ async def test_a_completion():
     expected = make_client().complete(PROMPT)
     async with node() as session:
         body = {"model": "gqa", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "n": 1}
-        more = {"ignore_eos": True, "min_tokens": 1, "return_kv_block_ids": True}
+        more = {"ignore_eos": True, "min_tokens": 1}
         status, answer, headers = await session.send(json.dumps({**body, **more}), {"X-Request-Id": "mine"})
         assert status == 200
         (choice,) = answer["choices"]
@@ -96,12 +96,10 @@ async def test_a_completion():
         assert answer["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
         assert answer["id"] == "cmpl-mine"
         assert headers["X-Request-Id"] == "mine"
-        assert answer["kv_block_ids"] == [[1, 2, 3, 4]]
         assert "draft_token_ids" not in answer
         _, again = await session.post(**{**body, "prompt": [PROMPT]})
         assert again["choices"][0]["token_ids"] == expected
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
-        assert "kv_block_ids" not in again
 
 
 @in_loop
