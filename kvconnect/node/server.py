@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 from kvconnect.errors import LocalError
 from kvconnect.node.engine import NodeEngine
 from kvconnect.node.request import Failure, Output, Request
-from kvconnect.router.bodies import REQUEST_ID, BadRequest, parse_json, request_id_of, to_bytes
+from kvconnect.router.bodies import REQUEST_ID, BadRequest, parse_json, request_id_of
 from kvconnect.router.http_server import (
     Handler,
     app_runner,
@@ -68,7 +68,6 @@ class HttpLimits:
         max_connections: open connections; more are answered with 503 and closed.
         max_requests: requests in the engine; more are answered with 503.
         max_bodies_bytes: sum of large bodies being read, at least the largest one; more get 503.
-        max_params_bytes: a request's transfer parameters as JSON.
         body_timeout_s: for a client to send its whole body.
         idle_timeout_s: after which a connection without a request is closed.
     """
@@ -76,7 +75,6 @@ class HttpLimits:
     max_connections: int = 4096
     max_requests: int = 2048
     max_bodies_bytes: int = 256 << 20
-    max_params_bytes: int = 64 << 10
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
 
@@ -336,10 +334,7 @@ class NodeServer:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if refusal := self._engine.refusal(len(prompt), max_tokens):
             raise BadRequest(refusal)
-        # The connector decides whether they are valid: some policies serve a request all the same.
-        length_bytes, accepted = len(to_bytes(body.kv_transfer_params or {})), self._limits.max_params_bytes
-        if length_bytes > accepted:
-            raise BadRequest(f"kv_transfer_params have {length_bytes} bytes of JSON, accepted: {accepted}")
+        # The connector decides whether these are valid: some policies serve a request all the same.
         sink = functools.partial(self._deliver, engine_id)
         kept = body.kv_transfer_params, body.session_id, body.cache_salt
         return Request(engine_id, prompt, max_tokens, sink, *kept)
