@@ -156,7 +156,7 @@ class Flow:
 class WindowResult:
     """What the decode node did in a window.
 
-    ``seconds`` are those of the steps. ``last_in_slot`` says which request came to which blocks last, in and
+    ``seconds`` are those of the steps. ``last_in_slot`` has the request that came to each slot last, in and
     after the window.
     """
 
@@ -169,7 +169,7 @@ class WindowResult:
 
 
 class NodeSide(WorkerSide):
-    """A worker that computes. ``build`` comes after ``draw``, which says what is received where.
+    """A worker that computes. ``build`` comes after ``draw``, which chooses what is received where.
 
     The steps, the orders and the results are of one thread, as in a node; the worker's own thread moves. So
     the interpreter is shared as it is there.
@@ -189,7 +189,7 @@ class NodeSide(WorkerSide):
         self._loop = DecodeLoop(model, shared, blocks, options.context)
 
     def auto_slot_bytes(self) -> int:
-        """The size of slots where nobody says."""
+        """The size of slots where the configuration has none."""
         return auto_slot_bytes(self.cache.device)
 
     def measure(self, ramp_s: float, window_s: float, flow: Flow | None) -> WindowResult:

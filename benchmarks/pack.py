@@ -81,7 +81,7 @@ class _Case:
         pack_us = self.time_us(lambda: packer.pack(self.slot, staged, seed))
         unpack_us = self.time_us(lambda: packer.unpack(self.slot, staged, seed))
         slot = self.slot.data_ptr()
-        # A CPU codes slowly, whatever the digest: once is enough.
+        # A CPU codes slowly, with any digest: once is enough.
         coded = {}
         if digest_sample == 1:
             pack_coded_us = self.time_us(lambda: packer.pack_coded(slot, staged, seed))

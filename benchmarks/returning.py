@@ -94,7 +94,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def resident_share(folder: Path) -> float | None:
-    """Which part of the bytes below a folder is in memory, 0 to 1; None where that cannot be told."""
+    """Which part of the bytes below a folder is in memory, 0 to 1; None where that is unknown."""
     total = resident = 0
     for path in _files(folder):
         with _opened(path) as handle:

@@ -78,7 +78,7 @@ def _pair() -> Pair:
 
 
 def _quiet(pair: Pair) -> Pair:
-    """All that was ordered is said, and answered."""
+    """Let all orders be sent and answered."""
     for _ in range(8):
         for worker in pair.workers:
             worker.step(pair.clock.now)
@@ -190,7 +190,7 @@ def _handed(n: int) -> dict[str, Any]:
 
 
 def _prefilling(count: int) -> Callable[[], object]:
-    """Steps of P's scheduler half while prefills that D was told of are under way."""
+    """Steps of P's scheduler half while prefills that D knows of are under way."""
     half = _half_of("kv_producer")
     for n in range(count):
         asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"transfer-{n}"}
