@@ -138,7 +138,7 @@ class Router:
         if self.is_draining:
             return web.json_response({"status": "draining"}, status=503)
         # Then decode nodes compute prompts; but not while it is unknown whether a prefill node is up.
-        is_out = self.prefill is not None and self.prefill.is_out()
+        is_out = self.prefill is not None and not self.prefill.in_rotation()
         needs_no_prefill = self._decode_fallback and is_out and "all" not in request.query
         if "decode" in missing or (missing and not needs_no_prefill):
             return web.json_response({"status": "no healthy node", "roles": missing}, status=503)
@@ -173,15 +173,6 @@ def create_router_app(
     app = web.Application(client_max_size=limits.max_body_bytes, middlewares=[errors_as_json])
     app[ROUTER] = router
     app.cleanup_ctx.append(router.lifetime)
-    _serve(app, router)
-    app.router.add_get("/health", router.health)
-    app.router.add_get("/ready", router.ready)
-    app.router.add_get("/metrics", router.show_metrics)
-    return app
-
-
-def _serve(app: web.Application, router: Router) -> None:
-    """Serve the paths of a serving stack."""
     flow = router.flow
     split = endpoints.SPLIT if not isinstance(flow, RoomFlow) else endpoints.SGLANG
     served: list[tuple[str, str, _Run]] = [
@@ -192,6 +183,10 @@ def _serve(app: web.Application, router: Router) -> None:
     ]
     for method, path, run in served:
         app.router.add_route(method, path, partial(router.admitted, run=run))
+    app.router.add_get("/health", router.health)
+    app.router.add_get("/ready", router.ready)
+    app.router.add_get("/metrics", router.show_metrics)
+    return app
 
 
 async def serve_router(app: web.Application, host: str, port: int, stop: asyncio.Event) -> None:

@@ -72,6 +72,16 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def at(value: Any, *path: str | int) -> Any:
+    """The part of a decoded JSON value at a path of keys and indices; None where there is none."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
 def prefill_params(transfer_id: str, *, is_batch: bool) -> Mapping[str, Any]:
     """The parameters with which a prefill node keeps the blocks of a request.
 
