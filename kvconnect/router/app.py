@@ -19,7 +19,7 @@ from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
 from kvconnect.router import bodies, endpoints
 from kvconnect.router.bodies import BadRequest
-from kvconnect.router.flow import Flow
+from kvconnect.router.flow import Exchange, Flow
 from kvconnect.router.http_server import (
     app_runner,
     error_response,
@@ -38,7 +38,7 @@ from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 logger = logging.getLogger("kvconnect.router")
 
 
-_Run = Callable[[web.Request, str, float], Awaitable[web.StreamResponse]]
+_Run = Callable[[Exchange], Awaitable[web.StreamResponse]]
 
 
 class Router:
@@ -110,7 +110,7 @@ class Router:
             self.metrics.in_flight.inc()
             try:
                 await read_body(request, self.limits.body_timeout_s)
-                response = await run(request, request_id, started)
+                response = await run(Exchange(request, request_id, started))
             except (BadRequest, UpstreamError) as error:
                 response = error_response(error.status, str(error), request_id)
             except (asyncio.CancelledError, ConnectionError):

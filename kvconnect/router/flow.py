@@ -45,30 +45,46 @@ _COUNT_WAIT_S = 1.0
 """How long a finished answer waits for P's counts: for P's answer to a prompt whose KV D has got."""
 
 
+_PASSED = Endpoint()
+"""For bodies of which the router reads nothing."""
+
+
 @dataclass(eq=False, slots=True)
 class Exchange:
-    """One client's request.
+    """One client's request, which arrived at ``started``, with the ``headers`` that nodes get.
 
-    ``prefill`` is P's answer to it where D's answer is to have P's counts, and ``response`` the client's
-    answer once that has begun.
+    ``endpoint`` and ``body`` are set where the router reads the body. ``takes_first``: the first token may be
+    P's. ``prefill`` is P's answer to the request where D's answer is to have P's counts, and ``response`` the
+    client's answer once that has begun.
     """
 
     request: web.Request
     request_id: str
     started: float
-    headers: Headers
-    endpoint: Endpoint
-    body: Mapping[str, Any]
+    headers: Headers = field(init=False)
+    endpoint: Endpoint = _PASSED
+    body: Mapping[str, Any] = field(default_factory=dict)
     takes_first: bool = False
-    """Whether the first token may be P's."""
     holding: Holding = field(default_factory=Holding)
     prefill: asyncio.Future[PrefillResult] | None = None
     response: web.StreamResponse | None = None
+
+    def __post_init__(self) -> None:
+        self.headers = bodies.request_headers(self.request.headers.items(), self.request_id)
 
     @property
     def is_stream(self) -> bool:
         """Whether the client wants a streamed answer."""
         return self.body.get("stream") is True
+
+    async def passed_body(self) -> Mapping[str, Any] | bytes | None:
+        """The body to pass on: a form as it is, another one without what a client must not name.
+
+        Raises:
+            BadRequest: it is neither a form nor a JSON object.
+        """
+        raw = await self.request.read()
+        return _PASSED.parse(raw) if raw and not bodies.is_form(self.request.content_type) else raw or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +107,6 @@ class Begun:
     role: str
     answer: aiohttp.ClientResponse
     first: bytes
-
-
-_PASSED = Endpoint()
-"""For bodies of which the router reads nothing."""
 
 
 class Flow:
@@ -130,24 +142,22 @@ class Flow:
         self._fallbacks_logged: set[str] = set()
         self._cut_offs_logged: set[str] = set()
 
-    async def run(
-        self, endpoint: Endpoint, request: web.Request, request_id: str, started: float
-    ) -> web.StreamResponse:
-        """Serve a request that generates, whose body is read from ``request``.
+    async def run(self, endpoint: Endpoint, exchange: Exchange) -> web.StreamResponse:
+        """Serve a request that generates.
 
         Raises:
             BadRequest: the body is not a JSON object.
             UpstreamError: a node gave no answer, and the client has got nothing yet.
         """
-        body = endpoint.parse(await request.read())
-        takes_first = self.trials is not None and first_answer.is_eligible(request.path, body)
+        body = endpoint.parse(await exchange.request.read())
+        exchange.endpoint, exchange.body = endpoint, body
+        takes_first = self.trials is not None and first_answer.is_eligible(exchange.request.path, body)
+        exchange.takes_first = takes_first
         if takes_first and self._parallel and body.get("temperature") != 0:
             # With one seed both nodes sample the same first token.
             body.setdefault("seed", uuid.uuid4().int >> 65)
-        headers = bodies.request_headers(request.headers.items(), request_id)
         if takes_first:
-            headers = bodies.identity_encoding(headers)
-        exchange = Exchange(request, request_id, started, headers, endpoint, body, takes_first)
+            exchange.headers = bodies.identity_encoding(exchange.headers)
         if self._prefill is None:
             if body.get("previous_response_id") is not None:
                 return await self._run_at_holder(exchange, body)
@@ -164,9 +174,7 @@ class Flow:
             return await self._run_one_token(exchange, self._prefill)
         return await self._run_both(exchange, self._prefill)
 
-    async def pass_to_decode(
-        self, request: web.Request, request_id: str, started: float, *, is_alone: bool = False
-    ) -> web.StreamResponse:
+    async def pass_to_decode(self, exchange: Exchange, *, is_alone: bool = False) -> web.StreamResponse:
         """Serve a request that is not split from a decode node.
 
         ``is_alone``: it generates, and two nodes would share it if the answer named what P holds.
@@ -175,31 +183,19 @@ class Flow:
             BadRequest: the body is not a JSON object.
             UpstreamError: no node answered.
         """
-        raw = await request.read()
-        is_form = request.content_type.startswith("multipart/")
-        kind = {"content_type": request.headers["Content-Type"]} if is_form else {}
-        headers = bodies.request_headers(request.headers.items(), request_id, **kind)
-        body = _PASSED.parse(raw) if raw and not is_form else raw or None
+        body = await exchange.passed_body()
         if is_alone and self._prefill is not None:
-            why = f"of {request.path} answers name nothing that a prefill node holds"
+            why = f"of {exchange.request.path} answers name nothing that a prefill node holds"
             self._count_fallback("endpoint", why)
-        return await self._relay(Exchange(request, request_id, started, headers, _PASSED, {}), body)
+        return await self._relay(exchange, body)
 
-    async def pass_to_holder(
-        self, request: web.Request, request_id: str, started: float
+    async def pass_to_holder(self, exchange: Exchange) -> web.StreamResponse:
+        """Serve a request about a stored response from the decode node that stores it; raises likewise."""
+        return await self._run_at_holder(exchange, await exchange.passed_body())
+
+    async def _run_at_holder(
+        self, exchange: Exchange, body: Mapping[str, Any] | bytes | None
     ) -> web.StreamResponse:
-        """Serve a request about a stored response from the decode node that stores it.
-
-        Raises:
-            BadRequest: there is a body, and it is not a JSON object.
-            UpstreamError: no node answered.
-        """
-        raw = await request.read()
-        headers = bodies.request_headers(request.headers.items(), request_id)
-        exchange = Exchange(request, request_id, started, headers, _PASSED, {})
-        return await self._run_at_holder(exchange, _PASSED.parse(raw) if raw else None)
-
-    async def _run_at_holder(self, exchange: Exchange, body: Mapping[str, Any] | None) -> web.StreamResponse:
         """Ask the decode nodes one after the other, until one does not answer 404: it stores the response."""
         asked: list[str] = []
         while True:

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from kvconnect.errors import ConfigError
-from kvconnect.router import bodies
 from kvconnect.router.endpoints import Endpoint
 from kvconnect.router.flow import Begun, Exchange, Flow
 from kvconnect.router.pool import NodeUse, Pool
@@ -45,14 +44,10 @@ class RoomFlow(Flow):
         # First tokens come from D: P's answer has no parameters that D could go on from.
         self.trials = None
 
-    async def run(
-        self, endpoint: Endpoint, request: web.Request, request_id: str, started: float
-    ) -> web.StreamResponse:
-        body = endpoint.parse(await request.read())
+    async def run(self, endpoint: Endpoint, exchange: Exchange) -> web.StreamResponse:
+        body = endpoint.parse(await exchange.request.read())
         # A client must not name the node that its KV comes from.
-        body = {key: value for key, value in body.items() if key not in _FIELDS}
-        headers = bodies.request_headers(request.headers.items(), request_id)
-        exchange = Exchange(request, request_id, started, headers, endpoint, body)
+        exchange.body = {key: value for key, value in body.items() if key not in _FIELDS}
         asked: list[str] = []
         while True:
             lease = self._nodes.take(avoid=asked) or self._nodes.take()
