@@ -37,10 +37,6 @@ class PagedRows:
         bits = self._as_bits()
         bits[kernel_ids, offsets] = rows.to(self.pages.dtype).view(bits.dtype)
 
-    def read(self, kernel_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Single rows in the cache's dtype, flat: ``(n, heads * width)``."""
-        return self._as_bits()[kernel_ids, offsets].view(self.pages.dtype).flatten(1)
-
     def gather(self, kernel_ids: torch.Tensor) -> torch.Tensor:
         """All rows of the pages in order, in float64; those without a token may hold any bits.
 
@@ -198,14 +194,13 @@ class StepContext:
     Attributes:
         cache: with its slots computed for this step.
         positions: shape ``(tokens,)``.
-        tables: kernel block ids by group; ``rows`` is each token's row in them.
+        tables: kernel block ids by group.
         segments: the tokens of each request, in batch order.
     """
 
     cache: NodeCache
     positions: torch.Tensor
     tables: Mapping[int, torch.Tensor]
-    rows: torch.Tensor
     segments: Sequence[Segment]
     _slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
 
@@ -244,17 +239,6 @@ class StepContext:
         pages = self._store(layer, keys, values)
         return self.cache.layer_attention[layer].attend(pages, query, window=window, value_width=value_width)
 
-    def remember(self, layer: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Store the batch's rows, then read for each token the row at its entry of ``positions``.
-
-        ``rows`` are ``(tokens, 1, width)``; ``positions`` belong to the token's own request, not after it.
-        Returns ``(tokens, width)`` in the cache's dtype.
-        """
-        pages = self._store(layer, rows, None)
-        group = self.cache.group_of[layer]
-        size = self.cache.kernel_block_sizes[group]
-        return pages.keys.read(self.tables[group][self.rows, positions // size].long(), positions % size)
-
     def _store(self, layer: str, keys: torch.Tensor, values: torch.Tensor | None) -> AttentionPages:
         pages = self.cache.pages[layer]
         if not isinstance(pages, AttentionPages):
@@ -268,7 +252,6 @@ class StepContext:
 
 def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
     """A step of any number of tokens of each request, over the applied block tables."""
-    rows = torch.cat([torch.full((s.length,), s.row) for s in segments]).to(cache.device)
     positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments]).to(cache.device)
     count = len(positions)
     starts = [*(segment.offset for segment in segments), count]
@@ -276,7 +259,7 @@ def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
     tables = {group: cache.tables.table(group) for group in cache.kernel_block_sizes}
     for layer, attention in cache.layer_attention.items():
         attention.begin(segments, tables[cache.group_of[layer]])
-    return StepContext(cache, positions, tables, rows, segments)
+    return StepContext(cache, positions, tables, segments)
 
 
 def attend_rows(

@@ -174,13 +174,10 @@ class ChaoticHead:
         return torch.sin(self.GAIN * (rms_norm(hidden) @ self._weight)).argmax(-1)
 
 
-GROUPED_BACKEND, SLIDING_BACKEND, LATENT_BACKEND, WIDE_BACKEND = (
-    Backend(f"TORCH_{kind}", (MultipleOf(16),)) for kind in ("GROUPED", "SLIDING", "LATENT", "WIDE")
+GROUPED_BACKEND, SLIDING_BACKEND, LATENT_BACKEND = (
+    Backend(f"TORCH_{kind}", (MultipleOf(16),)) for kind in ("GROUPED", "SLIDING", "LATENT")
 )
 LATENT_64_BACKEND = Backend("TORCH_LATENT_64", (64,))
-
-_STEP = 2654435761
-"""Odd and large: its multiples, modulo a smaller number, are spread over the whole range."""
 
 
 class GroupedAttention:
@@ -244,38 +241,6 @@ class LatentAttention:
         """See ``Mixer``."""
         spec = MLASpec(block_size, self._latent + self._rotary, dtype)
         return CachedLayer(self.name, spec, "block token content", self._backend)
-
-
-class WideMemory:
-    """Keeps a row of ``copies * hidden`` values per token, and adds parts of a few earlier tokens' rows.
-
-    Its cache is large and its computation small, for measurements of transfers: the time of a prompt grows
-    linearly with its length.
-    """
-
-    def __init__(self, weights: WeightSource, name: str) -> None:
-        self.name = name
-        self._hidden, self._copies, self._reads = HIDDEN, 32, 2
-        self._input = weights.matrix(self._hidden, self._hidden)
-        self._scales = weights.normal((self._copies, 1))
-        self._output = weights.matrix(self._hidden, self._hidden)
-
-    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        # In float32, no more digits than the cache keeps: wide rows are not computed with.
-        rows = rms_norm(x @ self._input).float()[:, None] * self._scales.float()
-        mixed = torch.zeros_like(x)
-        for number in range(self._reads):
-            positions = (step.positions + number) * _STEP % (step.positions + 1)
-            read = step.remember(self.name, rows.view(len(x), 1, -1), positions)
-            part = (step.positions + number) % self._copies
-            copies = read.view(-1, self._copies, self._hidden)
-            mixed = mixed + copies[torch.arange(len(x), device=x.device), part].to(x.dtype)
-        return rms_norm(mixed) @ self._output
-
-    def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
-        """See ``Mixer``."""
-        spec = MLASpec(block_size, self._copies * self._hidden, dtype)
-        return CachedLayer(self.name, spec, "block token content", WIDE_BACKEND)
 
 
 STATE_DTYPE = torch.float32
@@ -398,8 +363,6 @@ RECIPES = {
     "sliding": Recipe(_sliding, groups=((2, 5), (0, 3), (1, 4))),
     # Three recurrent layers, one group each, overlaid on the pages of one attention layer.
     "hybrid": Recipe(_hybrid, groups=((2,), (0,), (1,), (3,)), default_block_size=32),
-    # 16 KiB a token in bfloat16.
-    "wide": Recipe(lambda w: [WideMemory(w, f"layers.{i}.memory") for i in range(2)], groups=((0, 1),)),
 }
 
 

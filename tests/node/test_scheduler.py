@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+import tests.node.wide_model  # noqa: F401
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import LocalError
 from kvconnect.node.block_manager import RequestBlocks
