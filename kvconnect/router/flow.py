@@ -28,7 +28,7 @@ from kvconnect.router.endpoints import Endpoint
 from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
-from kvconnect.router.releases import Holding, Releases
+from kvconnect.router.releases import Releases
 from kvconnect.router.router_options import RouterOptions
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
 from kvconnect.router.usage import CountedByPrefill, PromptCounts
@@ -54,8 +54,10 @@ class Exchange:
     """One client's request, which arrived at ``started``, with the ``headers`` that nodes get.
 
     ``endpoint`` and ``body`` are set where the router reads the body. ``takes_first``: the first token may be
-    P's. ``prefill`` is P's answer to the request where D's answer is to have P's counts, and ``response`` the
-    client's answer once that has begun.
+    P's. ``asked`` is the prefill node that may hold the prompt under ``release_name``; empty once it refused.
+    ``is_taken``: a decode node has answered that was given P's parameters, and fetched or will release by
+    itself. ``prefill`` is P's answer to the request where D's answer is to have P's counts, and ``response``
+    the client's answer once that has begun.
     """
 
     request: web.Request
@@ -65,7 +67,9 @@ class Exchange:
     endpoint: Endpoint = _PASSED
     body: Mapping[str, Any] = field(default_factory=dict)
     takes_first: bool = False
-    holding: Holding = field(default_factory=Holding)
+    release_name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    asked: list[str] = field(default_factory=list)
+    is_taken: bool = False
     prefill: asyncio.Future[PrefillResult] | None = None
     response: web.StreamResponse | None = None
 
@@ -248,11 +252,10 @@ class Flow:
                 return await self._run_at_once(exchange, lease, channel, placed)
             return await self._run_in_turn(exchange, lease, placed)
         finally:
-            holding = exchange.holding
             # Another connector has no such release, and may take it for a request to fetch.
-            known = self._channels.get(holding.asked[-1]) if holding.asked else None
-            if known is not None and known.handle and not holding.is_taken:
-                self.releases.release(holding, exchange.headers)
+            known = self._channels.get(exchange.asked[-1]) if exchange.asked else None
+            if known is not None and known.handle and not exchange.is_taken:
+                self.releases.release(exchange.asked[-1], exchange.release_name, exchange.headers)
 
     async def _run_in_turn(
         self, exchange: Exchange, lease: NodeUse | None = None, placed: Mapping[str, Any] | None = None
@@ -412,8 +415,7 @@ class Flow:
         """
         assert self._prefill is not None, "plain servers are asked for no prefill"
         headers = bodies.identity_encoding(exchange.headers)
-        holding = exchange.holding
-        body = exchange.endpoint.prefill_body(exchange.body, {**params, RELEASE_KEY: holding.name})
+        body = exchange.endpoint.prefill_body(exchange.body, {**params, RELEASE_KEY: exchange.release_name})
         if self._reuses_tokens(exchange) or (exchange.takes_first and exchange.is_stream):
             body["return_token_ids"] = True
         if exchange.takes_first and exchange.is_stream:
@@ -421,11 +423,11 @@ class Flow:
             if isinstance(least, int) and least > 0:
                 body["min_tokens"] = 1
         request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
-        sent = self._upstream.send(self._prefill, request, lease, retry=retry, asked=holding.asked)
+        sent = self._upstream.send(self._prefill, request, lease, retry=retry, asked=exchange.asked)
         async with sent as (leased, answer):
             raw = await self._read_whole(answer)
             if answer.status != 200:
-                holding.asked.clear()
+                exchange.asked.clear()
                 self._check_status(answer.status)
                 refused = web.Response(status=answer.status, body=raw)
                 refused.headers.popall("Content-Type", None)
@@ -512,7 +514,7 @@ class Flow:
             pool.computed(leased)
             params = body.get(bodies.PARAMS) if isinstance(body, Mapping) else None
             if answer.status == 200 and params and params.get("do_remote_prefill"):
-                exchange.holding.is_taken = True
+                exchange.is_taken = True
             yield Begun(pool.role, answer, first)
 
     def _reuses_tokens(self, exchange: Exchange) -> bool:
