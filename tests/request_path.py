@@ -1,9 +1,9 @@
 """What one request passes of kvconnect on P and on D: files, functions and calls.
 
 ``python -m tests.request_path --list`` names them, in the order in which they are entered first. The
-node's own folder is left out: a serving stack has its own. A node is run by ``python -m
-tests.request_path serve ...``: it counts between SIGUSR1 and SIGUSR2, and writes what it has counted to
-``REQUEST_PATH_OUT``.
+node's own folder and its HTTP server, which is the router's, are left out: a serving stack has its own. A
+node is run by ``python -m tests.request_path serve ...``: it counts between SIGUSR1 and SIGUSR2, and writes
+what it has counted to ``REQUEST_PATH_OUT``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvconnect.node.children import ENVIRONMENT, Child, Children, fetch_json
 
 _PACKAGE = str(Path(kvconnect.__file__).parent) + "/"
 _OUT = "REQUEST_PATH_OUT"
-_LEFT_OUT = ("node/", "cli/", "__main__.py")
+_LEFT_OUT = ("node/", "router/", "cli/", "__main__.py")
 _PROMPT = [(11 * position) % 250 for position in range(300)]
 
 
