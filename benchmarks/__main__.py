@@ -11,7 +11,6 @@ import typer
 from benchmarks.harness import add_command, run_app
 
 BENCHMARKS = {
-    "scheduler": "Time a step of a decode node's scheduler half, and what those take that watch it.",
     "turns": "Time a turn of the transfer thread and a step of the scheduler half beside records at rest.",
     "pack": "Time the packing of pages into slots and back, beside a plain copy of as many bytes.",
     "offload": "Time blocks on their way to host memory and back, beside contiguous copies and one per page.",

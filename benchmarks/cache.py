@@ -170,7 +170,7 @@ class BenchCache:
         wait_for_device(self.device)
 
     def digests(self, slots: Sequence[int], group_tokens: int) -> Digests:
-        """One number per slot, layer and ``group_tokens`` tokens, whatever the layout of the pages."""
+        """One number per slot, layer and ``group_tokens`` tokens, for any layout of the pages."""
         shape = self.shape
         row_words = group_tokens * shape.heads * 2 * shape.head_size * VALUE_BYTES // _WORD_BYTES
         generator = torch.Generator().manual_seed(_DIGEST_SEED)

@@ -5,21 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from benchmarks.harness import DEVICES, option
 from kvconnect.errors import ConfigError
 
 _RUNS = 50
 _WARM_UP = 5
-
-
-def device_option() -> Any:
-    """Where a benchmark runs that needs one device."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    return option(default, "cpu or cuda; left out, the GPU if there is one.", accepted=DEVICES)
 
 
 def device_count() -> int:

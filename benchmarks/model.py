@@ -1,7 +1,7 @@
 """A decoder of serving size with random weights: dense, grouped-query attention, bfloat16 throughout.
 
 The node's own models compute in float64, to show any wrong byte; here only the time of a step counts. What
-attention sees is said by who runs a step: pages that a block table names, or the cache of a whole node.
+attention reads is an argument of a step: pages that a block table names, or the cache of a whole node.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Layer:
 
 
 class BenchModel:
-    """See ``kvconnect.node.models.model.Model``. ``attach`` is called before a node's first step."""
+    """See ``kvconnect.node.models.Model``. ``attach`` is called before a node's first step."""
 
     def __init__(self, size: ModelSize, layout: Layout, device: str) -> None:
         self.name = f"bench:{size}"

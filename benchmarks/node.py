@@ -15,11 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from benchmarks.cache import CacheShape, Layout
-from benchmarks.harness import DEVICES, PairOptions, Report, carrying_protocol, note, option
 from benchmarks.harness import Options as BaseOptions
+from benchmarks.harness import PairOptions, carrying_protocol, note, report
 from benchmarks.loops import (
     DecodeLoop,
     SharedCache,
@@ -40,8 +40,10 @@ from benchmarks.worker import (
 )
 from kvconnect.cache.specs import div_ceil
 from kvconnect.config import ExtraConfig, parse_kv_transfer_config
+from kvconnect.errors import ConfigError
 from kvconnect.pack.arena import auto_slot_bytes
-from kvconnect.packages import check_engine
+from kvconnect.packages import engine_mistakes
+from kvconnect.reading import refuse
 
 NODE_SIDE = f"{__name__}:NodeSide"
 # The part of the asked rate that counts as all of it.
@@ -54,10 +56,15 @@ _LAYOUT = Layout("nhd", 16)
 class ModelOptions(BaseOptions):
     """A run with one of the models of serving size."""
 
-    device: str = option("cpu", "cpu or cuda.", accepted=DEVICES)
-    model: str = option(
-        "", "8b or tiny, with random weights.", accepted=tuple(MODEL_SIZES), cpu="tiny", cuda="8b"
-    )
+    SUITED: ClassVar = {"model": ("tiny", "8b")}
+
+    device: Annotated[str, "cpu or cuda."] = "cpu"
+    model: Annotated[str, "8b or tiny, with random weights; default: 8b, on a CPU tiny."] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model not in MODEL_SIZES:
+            raise ConfigError(f"model is {self.model!r}; accepted: {', '.join(MODEL_SIZES)}")
 
     @property
     def size(self) -> ModelSize:
@@ -69,31 +76,30 @@ class ModelOptions(BaseOptions):
 class Options(ModelOptions, PairOptions):
     """A run."""
 
-    device: str = option(
-        "cpu", "cpu, or cuda: one GPU for each side if there are two, else one for both.", accepted=DEVICES
-    )
-    engine: str = option("nixl", "Engine of both workers.")
-    protocol: str = option(
-        "", "Its protocol; default: on a CPU UCX or tcp, else auto. Between CPUs auto is shared memory."
-    )
-    batch: int = option(0, "Requests that decode.", least=0, cpu=4, cuda=32)
-    context: int = option(0, "Tokens of each.", least=0, cpu=64, cuda=4096)
-    request_mb: float = option(0.0, "MiB of KV of a received request.", least=0, cpu=0.25, cuda=256.0)
-    gb_per_s: float = option(
-        0.0,
-        "GB/s at which requests are ordered.",
-        flag="receive-gb-per-s",
-        least=0,
-        cpu=0.01,
-        cuda=25.0,
-    )
-    in_flight: int = option(8, "Most requests under way at a time.", least=1)
-    rounds: int = option(3, "How often without and with alternate.", least=1)
-    seconds: float = option(2.0, "Seconds of each.", above=0)
+    SUITED: ClassVar = {
+        **ModelOptions.SUITED,
+        "batch": (4, 32),
+        "context": (64, 4096),
+        "request_mb": (0.25, 256.0),
+        "receive_gb_per_s": (0.01, 25.0),
+    }
+
+    device: Annotated[str, "cpu, or cuda: one GPU for each side if there are two, else one for both."] = "cpu"
+    engine: Annotated[str, "Engine of both workers."] = "nixl"
+    protocol: Annotated[
+        str, "Its protocol; default: on a CPU UCX or tcp, else auto. Between CPUs auto is shared memory."
+    ] = ""
+    batch: Annotated[int, "Requests that decode; default: 32, on a CPU 4."] = 0
+    context: Annotated[int, "Tokens of each; default: 4096, on a CPU 64."] = 0
+    request_mb: Annotated[float, "MiB of KV of a received request; default: 256, on a CPU 0.25."] = 0.0
+    receive_gb_per_s: Annotated[float, "GB/s of ordered requests; default: 25, on a CPU 0.01."] = 0.0
+    in_flight: Annotated[int, "Most requests under way at a time."] = 8
+    rounds: Annotated[int, "How often without and with alternate."] = 3
+    seconds: Annotated[float, "Seconds of each."] = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_engine(self.engine)
+        refuse([*engine_mistakes(self.engine, "engine")])
         self.worker_config()
 
     @property
@@ -130,7 +136,7 @@ class Options(ModelOptions, PairOptions):
         Raises:
             ConfigError: one of them is not accepted.
         """
-        extra = {"engine": self.engine, "protocol": self.used_protocol, **(self.extra or {})}
+        extra = {"engine": self.engine, "protocol": self.used_protocol, **self.settings}
         return parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": extra}).extra
 
 
@@ -151,7 +157,7 @@ class Flow:
 class WindowResult:
     """What the decode node did in a window.
 
-    ``seconds`` are those of the steps. ``last_in_slot`` says which request came to which blocks last, in and
+    ``seconds`` are those of the steps. ``last_in_slot`` has the request that came to each slot last, in and
     after the window.
     """
 
@@ -164,7 +170,7 @@ class WindowResult:
 
 
 class NodeSide(WorkerSide):
-    """A worker that computes. ``build`` comes after ``draw``, which says what is received where.
+    """A worker that computes. ``build`` comes after ``draw``, which chooses what is received where.
 
     The steps, the orders and the results are of one thread, as in a node; the worker's own thread moves. So
     the interpreter is shared as it is there.
@@ -184,7 +190,7 @@ class NodeSide(WorkerSide):
         self._loop = DecodeLoop(model, shared, blocks, options.context)
 
     def auto_slot_bytes(self) -> int:
-        """The size of slots where nobody says."""
+        """The size of slots where the configuration has none."""
         return auto_slot_bytes(self.cache.device)
 
     def measure(self, ramp_s: float, window_s: float, flow: Flow | None) -> WindowResult:
@@ -242,7 +248,9 @@ class NodePair:
         self._landed: dict[int, int] = {}
         whole_s = _RAMP_S + options.seconds
         # As many as the rate asks for, and those that make up for a pause.
-        self._held = math.ceil(whole_s * options.gb_per_s * 1e9 / options.request_bytes) + options.in_flight
+        self._held = (
+            math.ceil(whole_s * options.receive_gb_per_s * 1e9 / options.request_bytes) + options.in_flight
+        )
         self._source = open_workers(pair, options.engine, options.used_protocol, options.shapes(), options)
         self.engine = self._source.engine
         pair.both("draw", *((options.in_flight, options.request_blocks, seed) for seed in SEEDS))
@@ -263,7 +271,7 @@ class NodePair:
         if has_transfers:
             asked = self._round(self._held)
             self._pair.prefill.ask("hold", asked)
-            flow = Flow(asked, options.request_bytes, options.gb_per_s * 1e9, self._source)
+            flow = Flow(asked, options.request_bytes, options.receive_gb_per_s * 1e9, self._source)
         result: WindowResult = self._pair.decode.ask("measure", _RAMP_S, options.seconds, flow)
         self._landed.update(result.last_in_slot)
         return result
@@ -336,7 +344,7 @@ def _timing(
         "num_slots": config.num_slots,
         "request_bytes": options.request_bytes,
         "requests_in_flight": options.in_flight,
-        "asked_gb_per_s": options.gb_per_s,
+        "asked_gb_per_s": options.receive_gb_per_s,
         "gb_per_s": statistics.median(rates),
         "gb_per_s_windows": rates,
         "tokens_per_s_without": statistics.median(before),
@@ -350,22 +358,18 @@ def _timing(
     }
 
 
-def bench_node(options: Options, report: Report) -> int:
+def bench_node(options: Options) -> None:
     """Time a node's steps while KV is received without pause, beside those while it is not.
-
-    Returns 0, or 1 if it could not be measured, which is shown.
 
     Raises:
         ConfigError: the device is not there.
+        StepFailed: a child failed, or bytes are wrong.
     """
-    try:
-        found = measure_node(options)
-    except StepFailed as error:
-        report.failed(error)
-        return 1
-    report.add(found)
+    found = measure_node(options)
+    report("node", found)
     if found["shared_gpu"]:
         note("both sides are on one GPU: the peer's kernels take from the node too")
-    if found["gb_per_s"] < _NEARLY * options.gb_per_s:
-        note(f"{found['gb_per_s']:.4g} GB/s arrived of the {options.gb_per_s:.4g} that were asked for")
-    return 0
+    if found["gb_per_s"] < _NEARLY * options.receive_gb_per_s:
+        note(
+            f"{found['gb_per_s']:.4g} GB/s arrived of the {options.receive_gb_per_s:.4g} that were asked for"
+        )

@@ -13,16 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 
 from benchmarks.cache import BenchCache, CacheShape, Layout
-from benchmarks.device import check_device, device_option, run_seconds, wait_for_device
-from benchmarks.harness import Report, option
+from benchmarks.device import check_device, run_seconds, wait_for_device
+from benchmarks.harness import report
 from benchmarks.loops import DecodeLoop, SharedCache, StepTime, StepTimes, fill_blocks, step_percentiles
 from benchmarks.model import BenchModel
 from benchmarks.node import ModelOptions
@@ -47,18 +47,25 @@ _TURN_S = 0.002
 class Options(ModelOptions):
     """A run: of copies, or with ``decode`` of decode steps while blocks leave and come back."""
 
-    device: str = device_option()
-    page_bytes: tuple[int, ...] = option((16384,), "Bytes of a page (repeatable).")
-    regions: int = option(64, "Layers, each in its own allocation.", least=1)
-    blocks: tuple[int, ...] = option(
-        (), "Blocks at a time (repeatable).", least=1, cpu=(16, 64), cuda=(256, 1024)
-    )
-    decode: bool = option(False, "Time decode steps beside copies instead.")
-    batch: int = option(0, "With --decode: requests.", least=0, cpu=4, cuda=32)
-    context: int = option(0, "With --decode: tokens of each.", least=0, cpu=64, cuda=4096)
-    gb_per_s: float = option(0.0, "With --decode: GB/s in each direction.", least=0, cpu=0.01, cuda=10.0)
-    rounds: int = option(3, "With --decode: how often without and with alternate.", least=1)
-    seconds: float = option(2.0, "With --decode: seconds of each.", above=0)
+    SUITED: ClassVar = {
+        **ModelOptions.SUITED,
+        "blocks": ([16, 64], [256, 1024]),
+        "batch": (4, 32),
+        "context": (64, 4096),
+        "gb_per_s": (0.01, 10.0),
+    }
+
+    page_bytes: Annotated[list[int], "Bytes of a page (repeatable)."] = field(default_factory=lambda: [16384])
+    regions: Annotated[int, "Layers, each in its own allocation."] = 64
+    blocks: Annotated[
+        list[int], "Blocks at a time (repeatable); default: 256 and 1024, on a CPU 16 and 64."
+    ] = field(default_factory=list)
+    decode: Annotated[bool, "Time decode steps beside copies instead."] = False
+    batch: Annotated[int, "With --decode: requests; default: 32, on a CPU 4."] = 0
+    context: Annotated[int, "With --decode: tokens of each; default: 4096, on a CPU 64."] = 0
+    gb_per_s: Annotated[float, "With --decode: GB/s in each direction; default: 10, on a CPU 0.01."] = 0.0
+    rounds: Annotated[int, "With --decode: how often without and with alternate."] = 3
+    seconds: Annotated[float, "With --decode: seconds of each."] = 2.0
 
     @property
     def request_bytes(self) -> int:
@@ -365,7 +372,7 @@ def measure_decode(options: Options) -> Iterator[dict[str, Any]]:
     rig.close()
 
 
-def bench_offload(options: Options, report: Report) -> int:
+def bench_offload(options: Options) -> int:
     """Time blocks on their way to host memory and back, or decode steps beside such copies.
 
     Returns 0, or 1 if wrong bytes came back.
@@ -376,14 +383,14 @@ def bench_offload(options: Options, report: Report) -> int:
     check_device(options.device)
     if options.decode:
         for found in measure_decode(options):
-            report.add(found, "offload-decode")
+            report("offload-decode", found)
         return 0
     verified = True
     for page_bytes in options.page_bytes:
         for blocks in options.blocks:
             case = Case(options.device, page_bytes, options.regions, blocks)
             for timing in measure_case(case):
-                report.add(timing)
+                report("offload", timing)
                 verified &= timing["verified"]
             # Two of them may not fit at once.
             del case

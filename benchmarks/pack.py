@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from benchmarks.cache import BenchCache, CacheShape, Layout
-from benchmarks.device import check_device, device_option, device_us, run_seconds
+from benchmarks.device import check_device, device_us, run_seconds
 from benchmarks.harness import Options as BaseOptions
-from benchmarks.harness import Report
+from benchmarks.harness import report
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer, make_coder
@@ -34,7 +34,7 @@ _HND = Layout("planes", _TOKENS)
 class Options(BaseOptions):
     """Where pages are packed."""
 
-    device: str = device_option()
+    device: Annotated[str, "cpu or cuda."] = "cpu"
 
 
 class _Case:
@@ -81,7 +81,7 @@ class _Case:
         pack_us = self.time_us(lambda: packer.pack(self.slot, staged, seed))
         unpack_us = self.time_us(lambda: packer.unpack(self.slot, staged, seed))
         slot = self.slot.data_ptr()
-        # A CPU codes slowly, whatever the digest: once is enough.
+        # A CPU codes slowly, with any digest: once is enough.
         coded = {}
         if digest_sample == 1:
             pack_coded_us = self.time_us(lambda: packer.pack_coded(slot, staged, seed))
@@ -119,7 +119,7 @@ def _timings(device: str) -> Iterator[dict[str, Any]]:
                 yield from (case.measure(order, sample) for sample in samples)
 
 
-def bench_pack(options: Options, report: Report) -> None:
+def bench_pack(options: Options) -> None:
     """Pack and unpack 64 layers of random blocks; print how fast, beside a copy of as many bytes.
 
     Raises:
@@ -127,4 +127,4 @@ def bench_pack(options: Options, report: Report) -> None:
     """
     check_device(options.device)
     for timing in _timings(options.device):
-        report.add(timing)
+        report("pack", timing)

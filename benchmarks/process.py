@@ -26,7 +26,7 @@ _GRACE_S = 5.0
 
 
 class StepFailed(KVConnectError):
-    """A child did not do what it was asked. The text says which child, which step and why."""
+    """A child did not do what it was asked. The text names the child, the step and the reason."""
 
 
 class Side:
@@ -53,7 +53,7 @@ class ChildProcess:
         side: ``module:class`` of a ``Side`` that is made without arguments.
         environment: what its environment differs by; None takes a variable away.
         timeout_s: how long a step may take. Children are given the same bound and a little less time
-            than the parent, so that what they say of it is heard.
+            than the parent, so that their own errors arrive.
         within: a command that runs the child's.
     """
 

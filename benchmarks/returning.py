@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from benchmarks.cache import Layout
-from benchmarks.harness import Report, option
+from benchmarks.harness import report
 from benchmarks.model import BenchModel
 from benchmarks.node import ModelOptions
 from kvconnect.cache.specs import div_ceil
-from kvconnect.errors import KVConnectError
+from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output, Request
 from kvconnect.node.serving import build_engine
@@ -50,13 +50,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Options(ModelOptions):
     """A run."""
 
-    prompt_tokens: int = option(0, "Tokens of a prompt.", least=2 * BLOCK_TOKENS, cpu=2048, cuda=16384)
-    prompts: int = option(5, "Prompts that come back, one after the other.", least=POOL_PROMPTS + 1)
-    batched_tokens: int = option(8192, "Tokens that a step computes.", least=1)
-    disk_path: Path | None = option(  # noqa: RUF009
-        None, "A folder on the disk to measure; left out, a new temporary one."
+    SUITED: ClassVar = {**ModelOptions.SUITED, "prompt_tokens": (2048, 16384)}
+
+    prompt_tokens: Annotated[int, "Tokens of a prompt; default: 16384, on a CPU 2048."] = 0
+    prompts: Annotated[int, "Prompts that come back, one after the other."] = 5
+    batched_tokens: Annotated[int, "Tokens that a step computes."] = 8192
+    disk_path: Annotated[Path | None, "A folder on the disk to measure; left out, a new temporary one."] = (
+        None
     )
-    timeout_s: float = option(300.0, "Seconds that one prompt may take.", above=0)
+    timeout_s: Annotated[float, "Seconds that one prompt may take."] = 300.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("prompt_tokens", 2 * BLOCK_TOKENS), ("prompts", POOL_PROMPTS + 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least {least}")
 
     @property
     def prompt_blocks(self) -> int:
@@ -86,7 +94,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def resident_share(folder: Path) -> float | None:
-    """Which part of the bytes below a folder is in memory, 0 to 1; None where that cannot be told."""
+    """Which part of the bytes below a folder is in memory, 0 to 1; None where that is unknown."""
     total = resident = 0
     for path in _files(folder):
         with _opened(path) as handle:
@@ -216,7 +224,7 @@ def _offload(options: Options, disk: Path) -> str:
 # ---- the order of things
 
 
-def bench_returning(options: Options, report: Report) -> int:
+def bench_returning(options: Options) -> int:
     """Time the first token of a prompt that comes back: computed anew, from the GPU, host memory, or disk.
 
     ``page_cache`` is the part of the disk tier's files that was in memory before it was read. Returns the
@@ -238,11 +246,8 @@ def bench_returning(options: Options, report: Report) -> int:
         "kv_bytes": options.prompt_tokens * options.size.token_bytes,
         "page_cache": page_cache,
     }
-    if report.json_output:
-        report.add({**run, "ways": ways})
-    else:
-        for way in ways:
-            report.add({**run, **way})
+    for way in ways:
+        report("returning", {**run, **way})
     expected = (options.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     return 0 if all(way["cached_tokens"] == expected for way in ways[_COMPUTED_WAYS:]) else 1
 

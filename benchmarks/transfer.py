@@ -2,24 +2,23 @@
 
 Two child processes hold one side each: ``WorkerSide`` a worker with its cache, ``EngineSide`` an engine with
 nothing above it. The parent only asks, compares and reports; every clock and every byte is in the children.
-One thing that fails is shown and the rest goes on; the exit code tells.
+An engine that fails is reported and the rest goes on; then the exit code is 1.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from benchmarks.cache import VALUE_BYTES, CacheShape, Layouts
 from benchmarks.device import use_device, wait_for_device
-from benchmarks.harness import PairOptions, Report, carrying_protocol, option
+from benchmarks.harness import PairOptions, carrying_protocol, note, report
 from benchmarks.process import ChildPair, Side, StepFailed
 from benchmarks.worker import SEEDS, Round, RoundResult, compare_pages, open_workers
 from kvconnect.config import parse_kv_transfer_config
@@ -27,7 +26,8 @@ from kvconnect.engine.base import Batch, Engine, Span
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import ConfigError
 from kvconnect.pack.arena import Arena
-from kvconnect.packages import check_engine
+from kvconnect.packages import engine_mistakes
+from kvconnect.reading import refuse
 
 ENGINE_SIDE = f"{__name__}:EngineSide"
 WORKER_SIDE = "benchmarks.worker:WorkerSide"
@@ -75,44 +75,43 @@ class PairCase:
 class Options(PairOptions):
     """A run: several values of an option are measured one after the other."""
 
-    engines: tuple[str, ...] = option(("auto",), "Engine to measure (repeatable).", flag="engine")
-    protocols: tuple[str, ...] = option(
-        (),
+    SUITED: ClassVar = {"blocks": ([16, 64], [256, 1024]), "batch_bytes": (64 << 20, 256 << 20)}
+
+    engine: Annotated[list[str], "Engine to measure (repeatable)."] = field(default_factory=lambda: ["auto"])
+    protocol: Annotated[
+        list[str],
         "Protocol of the engine (repeatable); default: on a CPU UCX or tcp, else auto. Between CPUs auto "
         "measures shared memory.",
-        flag="protocol",
+    ] = field(default_factory=list)
+    page_bytes: Annotated[list[int], "Bytes of a page of the prefill side (repeatable)."] = field(
+        default_factory=lambda: [4096, 16384]
     )
-    page_bytes: tuple[int, ...] = option((4096, 16384), "Bytes of a page of the prefill side (repeatable).")
-    blocks: tuple[int, ...] = option(
-        (), "Blocks of a request (repeatable).", least=1, cpu=(16, 64), cuda=(256, 1024)
+    blocks: Annotated[
+        list[int], "Blocks of a request (repeatable); default: 256 and 1024, on a CPU 16 and 64."
+    ] = field(default_factory=list)
+    regions: Annotated[int, "Layers, each in its own allocation."] = 64
+    requests: Annotated[int, "Requests per measurement."] = 16
+    in_flight: Annotated[list[int], "Requests at a time (repeatable); the time of 1 is a latency."] = field(
+        default_factory=lambda: [1, 8]
     )
-    regions: int = option(64, "Layers, each in its own allocation.", least=1)
-    requests: int = option(16, "Requests per measurement.", least=1)
-    in_flight: tuple[int, ...] = option(
-        (1, 8), "Requests at a time (repeatable); the time of 1 is a latency.", least=1
+    layouts: Annotated[list[str], "PREFILL:DECODE, nhd or hnd with tokens per block (repeatable)."] = field(
+        default_factory=lambda: ["nhd16:nhd16"]
     )
-    layouts: tuple[Layouts, ...] = option(
-        (Layouts.parse("nhd16:nhd16"),),
-        "PREFILL:DECODE, nhd or hnd with tokens per block (repeatable).",
-        parse=Layouts.parse,
-    )
-    repeat: int = option(5, "Measurements per case.", least=1)
-    budget_s: float = option(10.0, "Seconds after which a case is not repeated.", above=0)
-    batch_bytes: int = option(
-        0, "Bytes of the engine's own contiguous copies.", least=0, cpu=64 << 20, cuda=256 << 20
-    )
-    in_turn: bool = option(False, "Let the rounds of all protocols take turns: for a machine in use.")
+    repeat: Annotated[int, "Measurements per case."] = 5
+    budget_s: Annotated[float, "Seconds after which a case is not repeated."] = 10.0
+    batch_bytes: Annotated[
+        int, "Bytes of the engine's own contiguous copies; default: 256 MiB, on a CPU 64."
+    ] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for engine in self.engines:
-            check_engine(engine)
-        # What is wrong for every pair is said before the first one is started.
-        parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": dict(self.extra or {})})
-        for case in itertools.chain.from_iterable(self.cases("auto")):
+        refuse([mistake for engine in self.engine for mistake in engine_mistakes(engine, "engine")])
+        # Mistakes of every pair are reported before the first one is started.
+        parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": self.settings})
+        for case in self.cases("auto"):
             # Keys and values of two bfloat16 values each, the least that a token has here.
             unit = case.layouts.prefill.block_tokens * 2 * 2 * VALUE_BYTES
-            if case.page_bytes < unit or case.page_bytes % unit:
+            if case.page_bytes % unit:
                 raise ConfigError(f"page_bytes is {case.page_bytes}; accepted: multiples of {unit}")
             for blocks in self.blocks:
                 if case.tokens(blocks) % case.layouts.group_tokens:
@@ -121,25 +120,17 @@ class Options(PairOptions):
                         f"{case.layouts.group_tokens}, which layouts {case.layouts} has"
                     )
 
-    def protocols_of(self, engine: str) -> tuple[str, ...]:
-        """Those to measure an engine with."""
-        return tuple(dict.fromkeys(self.protocols)) or (carrying_protocol(engine, self.device),)
+    def protocols_of(self, engine: str) -> list[str]:
+        """The protocols to measure an engine with."""
+        return self.protocol or [carrying_protocol(engine, self.device)]
 
-    def cases(self, engine: str) -> Iterator[tuple[PairCase, ...]]:
-        """The pairs of workers to measure with an engine, those together that are open at one time."""
-        for layouts in dict.fromkeys(self.layouts):
-            for page_bytes in dict.fromkeys(self.page_bytes):
-                cases = [
-                    PairCase(engine, protocol, layouts, page_bytes) for protocol in self.protocols_of(engine)
-                ]
-                yield from [tuple(cases)] if self.in_turn else [(case,) for case in cases]
+    def cases(self, engine: str) -> list[PairCase]:
+        """The pairs of workers to measure with an engine."""
+        choices = itertools.product(self.layouts, self.page_bytes, self.protocols_of(engine))
+        return [PairCase(engine, protocol, Layouts.parse(text), size) for text, size, protocol in choices]
 
 
 # ---- an engine alone
-
-
-class EngineUnusable(StepFailed):
-    """An engine could not be opened at all, so nothing can be measured with it."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +241,7 @@ class EngineSide(Side):
 
 def _make_engine(options: Options, engine: str) -> Engine:
     """The engine that a worker so configured takes, with batches as large as asked if it lets us."""
-    asked = {"engine": engine, "protocol": options.protocols_of(engine)[0], **(options.extra or {})}
+    asked = {"engine": engine, "protocol": options.protocols_of(engine)[0], **options.settings}
     extra = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": asked}).extra
     given = dict(extra.engine_options)
     if extra.device_name:
@@ -263,19 +254,11 @@ def _make_engine(options: Options, engine: str) -> Engine:
 
 
 def measure_limit(options: Options, engine: str) -> EngineLimit:
-    """What an engine reaches with nothing above it.
-
-    Raises:
-        EngineUnusable: it cannot be opened here.
-        StepFailed: it failed later.
-    """
+    """The rates of an engine with nothing above it. Raises ``StepFailed``: it cannot be opened, or failed."""
     with ChildPair(ENGINE_SIDE, options.variables, options.timeout_s) as pair:
         source: EngineAddress
         target: EngineAddress
-        try:
-            source, target = pair.both("open", *((options, engine, device) for device in options.devices))
-        except StepFailed as error:
-            raise EngineUnusable(str(error)) from error
+        source, target = pair.both("open", *((options, engine, device) for device in options.devices))
         pair.prefill.ask("connect", target)
         batch_bytes = min(source.max_bytes, target.max_bytes)
         contiguous: float = pair.prefill.ask("contiguous", batch_bytes)
@@ -327,7 +310,7 @@ class PairRounds:
         requests: int,
         in_flight: int,
         results: Sequence[RoundResult],
-        limit: EngineLimit | None,
+        limit: EngineLimit,
     ) -> dict[str, Any]:
         """One measured case, beside what the engine alone reached.
 
@@ -358,81 +341,53 @@ class PairRounds:
             "latency_ms": statistics.median(one for result in results for one in result.latencies_s) * 1e3,
             "samples": len(samples),
             "gb_per_s": rate,
-            "engine_contiguous_gb_per_s": limit and limit.contiguous_gb_per_s,
-            "of_contiguous": limit and rate / limit.contiguous_gb_per_s,
-            "peer_copy_gb_per_s": limit and limit.peer_copy_gb_per_s,
+            "engine_contiguous_gb_per_s": limit.contiguous_gb_per_s,
+            "of_contiguous": rate / limit.contiguous_gb_per_s,
+            "peer_copy_gb_per_s": limit.peer_copy_gb_per_s,
             "copies": round(results[0].copies / requests),
             "verified": True,
         }
 
 
-def measure_pairs(
-    options: Options, cases: Sequence[PairCase], limit: EngineLimit | None
-) -> Iterator[dict[str, Any]]:
-    """Every number of blocks and of requests in flight, over a pair of workers for each case.
-
-    Their rounds take turns: what disturbs the machine meanwhile disturbs all of them.
+def measure_pairs(options: Options, case: PairCase, limit: EngineLimit) -> Iterator[dict[str, Any]]:
+    """Every number of blocks and of requests in flight, over one pair of workers.
 
     Raises:
         StepFailed: a child failed; what was measured before it has been yielded.
     """
-    with contextlib.ExitStack() as stack:
-        opened = []
-        for case in cases:
-            pair = ChildPair(WORKER_SIDE, options.variables, options.timeout_s)
-            opened.append(PairRounds(stack.enter_context(pair), options, case))
-        for blocks, in_flight in dict.fromkeys(itertools.product(options.blocks, options.in_flight)):
+    with ChildPair(WORKER_SIDE, options.variables, options.timeout_s) as pair:
+        opened = PairRounds(pair, options, case)
+        for blocks, in_flight in itertools.product(options.blocks, options.in_flight):
             requests = 1 if in_flight == 1 else max(options.requests, in_flight)
             rounds = options.repeat * (options.requests if in_flight == 1 else 1)
-            for each in opened:
-                each.begin(blocks, in_flight)
-            results: list[list[RoundResult]] = [[] for _ in opened]
-            until = time.monotonic() + options.budget_s * len(opened)
-            while len(results[0]) < rounds and (not results[0] or time.monotonic() < until):
-                for each, found in zip(opened, results, strict=True):
-                    found.append(each.round(blocks, requests, in_flight))
-            for each, found in zip(opened, results, strict=True):
-                yield each.timing(blocks, requests, in_flight, found, limit)
+            opened.begin(blocks, in_flight)
+            results: list[RoundResult] = []
+            until = time.monotonic() + options.budget_s
+            while len(results) < rounds and (not results or time.monotonic() < until):
+                results.append(opened.round(blocks, requests, in_flight))
+            yield opened.timing(blocks, requests, in_flight, results, limit)
 
 
-def bench_transfer(options: Options, report: Report) -> int:
+def bench_transfer(options: Options) -> int:
     """Time the KV of requests between two workers, beside what the engine alone can do.
 
-    Returns 0, or 1 if something could not be measured.
+    Returns 0, or 1 if something could not be measured: it is reported with the reason, and the rest goes on.
 
     Raises:
         ConfigError: the device is not there.
     """
-    limits: set[str] = set()
     failures = 0
-
-    def failed(error: StepFailed, engine: str, case: PairCase | None = None) -> None:
-        nonlocal failures
-        failures += 1
+    for engine in options.engine:
         where: dict[str, Any] = {"engine": engine}
-        if case is not None:
-            where.update(protocol=case.protocol, layouts=str(case.layouts), page_bytes=case.page_bytes)
-        report.failed(error, **where)
-
-    for asked in dict.fromkeys(options.engines):
-        engine, limit = asked, None
         try:
-            limit = measure_limit(options, asked)
-            if limit.engine in limits:
-                # What auto stands for was asked for by name too.
-                continue
-            engine = limit.engine
-            limits.add(engine)
-            report.add(limit, "engine")
-        except EngineUnusable as error:
-            failed(error, asked)
-            continue
+            limit = measure_limit(options, engine)
+            report("engine", limit)
+            for case in options.cases(limit.engine):
+                where = asdict(case)
+                for timing in measure_pairs(options, case, limit):
+                    report("transfer", timing)
         except StepFailed as error:
-            failed(error, asked)
-        for cases in options.cases(engine):
-            try:
-                for timing in measure_pairs(options, cases, limit):
-                    report.add(timing)
-            except StepFailed as error:
-                failed(error, engine, cases[0] if len(cases) == 1 else None)
+            failures += 1
+            report("transfer", {**where, "error": str(error)})
+            note(f"not measured: {where}: {error}")
     return 1 if failures else 0

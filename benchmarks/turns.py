@@ -10,29 +10,40 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
 
 from benchmarks.harness import Options as BaseOptions
-from benchmarks.harness import Report, option
-from benchmarks.scheduler import asked, half_of, request_of, told
-from kvconnect.config import ExtraConfig
+from benchmarks.harness import report
+from kvconnect.addresses import RankAddress
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.config import ExtraConfig, TransferConfig
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.halves.scheduler_half import SchedulerHalf
+from kvconnect.peer.handles import Claims, Handles
 from kvconnect.transfer.orders import Await, Orders, Results
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.transfer.pair import Pair
 
 _BLOCKS = 12_000
+_BLOCK_TOKENS, _PROMPT_TOKENS = 16, 2048
+_GROUPS = (KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8)),)
+_HANDLES = Handles(b"what the benchmark signs with")
 
 
 @dataclass(frozen=True)
 class Options(BaseOptions):
     """How often each is timed, and beside what."""
 
-    turns: int = option(2000, "Turns of each kind.", least=10)
-    records: tuple[int, ...] = option((10, 1_000, 10_000), "Records at rest (repeatable).", least=1)
+    turns: Annotated[int, "Turns of each kind; the least is 10."] = 2000
+    records: Annotated[list[int], "Records at rest (repeatable)."] = field(
+        default_factory=lambda: [10, 1_000, 10_000]
+    )
 
 
-def bench_turns(options: Options, report: Report) -> None:
+def bench_turns(options: Options) -> None:
     """Time turns of P and D, and steps of their scheduler halves, beside so many records.
 
     Medians in microseconds of a turn or a step.
@@ -40,7 +51,7 @@ def bench_turns(options: Options, report: Report) -> None:
     for what, make in RESTING.items():
         taken = {f"at_{count}_us": _time(make(count), options.turns) for count in options.records}
         first, *_, last = taken.values()
-        report.add({"what": what, **taken, "last_over_first": last / first})
+        report("turns", {"what": what, **taken, "last_over_first": last / first})
 
 
 def _time(turn: Callable[[], object], turns: int) -> float:
@@ -67,7 +78,7 @@ def _pair() -> Pair:
 
 
 def _quiet(pair: Pair) -> Pair:
-    """All that was ordered is said, and answered."""
+    """Let all orders be sent and answered."""
     for _ in range(8):
         for worker in pair.workers:
             worker.step(pair.clock.now)
@@ -138,11 +149,52 @@ def _done() -> bool:
     return True
 
 
+@dataclass
+class _Request:
+    """A request with blocks of its own for its prompt, as a serving stack has it."""
+
+    request_id: str
+    kv_transfer_params: dict[str, Any]
+    num_tokens: int = _PROMPT_TOKENS
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [*range(1, 1 + _PROMPT_TOKENS // _BLOCK_TOKENS)]
+
+
+def _half_of(role: str, stack: StackTraits | None = None) -> SchedulerHalf:
+    """A scheduler half of this role, whose directory has been ordered."""
+    half = build_scheduler_half(
+        TransferConfig(kv_role=role, engine_id="bench"),  # type: ignore[arg-type]
+        KVCacheConfig(1 << 20, _GROUPS),
+        stack,
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+        trust=Trust(_HANDLES),
+    )
+    half.build_orders()
+    return half
+
+
+def _handed(n: int) -> dict[str, Any]:
+    """The parameters that D gets for a prompt that P holds."""
+    claims = Claims("P", "epoch", f"request-{n}", _PROMPT_TOKENS, "10.0.0.2", 5600, expires_at=0)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "P",
+        "remote_host": "10.0.0.2",
+        "remote_port": 5600,
+        "remote_num_tokens": _PROMPT_TOKENS,
+        "kvconnect_handle": _HANDLES.make(claims),
+    }
+
+
 def _prefilling(count: int) -> Callable[[], object]:
-    """Steps of P's scheduler half while prefills that D was told of are under way."""
-    half = half_of("kv_producer")
+    """Steps of P's scheduler half while prefills that D knows of are under way."""
+    half = _half_of("kv_producer")
     for n in range(count):
-        request = request_of(f"r{n}", asked(n))
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"transfer-{n}"}
+        request = _Request(f"r{n}", asked)
         half.new_request(request)
         half.matched_tokens(request, 0)
         half.update_after_alloc(request, (request.block_ids,), 0)
@@ -151,9 +203,9 @@ def _prefilling(count: int) -> Callable[[], object]:
 
 def _waiting(count: int) -> Callable[[], object]:
     """Steps of D's scheduler half while its requests are loaded."""
-    half = half_of("kv_consumer")
+    half = _half_of("kv_consumer")
     for n in range(count):
-        request = request_of(f"r{n}", told(n))
+        request = _Request(f"r{n}", _handed(n))
         half.new_request(request)
         found, _ = half.matched_tokens(request, 0)
         half.update_after_alloc(request, (request.block_ids,), found or 0)
@@ -162,20 +214,21 @@ def _waiting(count: int) -> Callable[[], object]:
 
 def _early(count: int) -> Callable[[], object]:
     """One request asks D's scheduler half whether it may begin, while so many wait for blocks."""
-    half = half_of("kv_consumer", StackTraits(longest=LongestRequest(2048, 2048)))
+    half = _half_of("kv_consumer", StackTraits(longest=LongestRequest(2048, 2048)))
     for n in range(count):
-        request = request_of(f"r{n}", _announced(n))
+        request = _Request(f"r{n}", _announced(n))
         half.new_request(request)
         half.matched_tokens(request, 0)
-    asks = request_of("asks", _announced(0))
+    asks = _Request("asks", _announced(0))
     half.new_request(asks)
     half.build_orders()
     return lambda: half.matched_tokens(asks, 0)
 
 
-def _announced(n: int) -> dict[str, object]:
-    params = {key: value for key, value in told(n).items() if key not in ("kvconnect_handle",)}
-    return params | {"transfer_id": f"transfer-{n}"}
+def _announced(n: int) -> dict[str, Any]:
+    handed = _handed(n)
+    del handed["kvconnect_handle"]
+    return {**handed, "transfer_id": f"transfer-{n}"}
 
 
 def _step(half: SchedulerHalf) -> Callable[[], object]:

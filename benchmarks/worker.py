@@ -61,7 +61,7 @@ class RoundResult:
     """What the decode side saw of a round.
 
     ``seconds`` runs from the first order to the last result, ``latencies_s`` per request from its order
-    to its result. ``last_in_slot`` says by slot which request came to its blocks last. ``bytes_by_lane``
+    to its result. ``last_in_slot`` has by slot the request that came to its blocks last. ``bytes_by_lane``
     and ``copies`` are the worker's own counts.
     """
 
@@ -79,7 +79,7 @@ class Receiver:
         request_ids: what may be ordered, in order.
         slots: how many requests fit in the cache.
         make_load: the order for a request and a slot.
-        request_bytes: of each; 0 orders whatever fits.
+        request_bytes: of each; 0 orders all that fits.
         bytes_per_s: of orders, on average. What could not be ordered in time is made up for, but never
             more than fits at once.
     """
@@ -294,7 +294,7 @@ def open_workers(
     Raises:
         StepFailed: one cannot be made.
     """
-    settings = {"engine": engine, "protocol": protocol, **(options.extra or {})}
+    settings = {"engine": engine, "protocol": protocol, **options.settings}
     near, far = options.devices
     source: WorkerAddress
     source, _ = pair.both(

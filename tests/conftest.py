@@ -105,8 +105,7 @@ _LONGEST = (
     "node/test_disk_pulls.py",
     "offload/test_node_servers.py",
     "engine/test_registry.py",
-    "benchmarks/test_transfer.py",
-    "benchmarks/test_node.py",
+    "benchmarks/test_figures.py",
 )
 """The files that take longest begin first, so that none of them ends long after all others."""
 

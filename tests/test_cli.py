@@ -167,23 +167,6 @@ def test_a_difference_is_named_and_a_failure_is_never_equality() -> None:
     assert demo.difference(Tokens([], None), Tokens([], None)) != ""
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "differ"),
-    [
-        ([[1, 2], [3]], [[62, 63], [64]], True),
-        ([[1, 2], [3]], [[62, 63], [3]], False),
-        ([[1, 2]], [[1, 2, 3]], False),
-        ([[0, 0, 5]], [[0, 0, 66]], True),
-        ([[0, 0]], [[0, 0]], False),
-        ([], [], False),
-        ([[1]], None, False),
-        ([[1]], [[2], [3]], False),
-    ],
-)
-def test_block_ids_differ_in_every_group(prefill: object, decode: object, differ: bool) -> None:
-    assert demo.all_differ(prefill, decode) is differ
-
-
 METRICS = """# HELP kvconnect_transfers_total x
 kvconnect_transfers_total{direction="received",outcome="ok"} %s
 kvconnect_transfers_total{direction="received",outcome="failed"} %s
@@ -257,7 +240,6 @@ def test_the_demo_is_exact_and_says_so_in_json() -> None:
     assert found["transfer_s"] > 0
     assert found["gb_per_s"] > 0
     assert found["lane"]
-    assert found["block_ids_differ"] is True
 
 
 FLIP_IN_A_PAGE = """

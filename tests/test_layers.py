@@ -59,7 +59,10 @@ def test_a_folder_imports_only_from_those_above_it(path):
         # A router knows no tensors, engines or blocks; of those it reads what nodes publish.
         of_peers = {name for name in imports(path) if name.startswith("kvconnect.peer")}
         assert of_peers <= {"kvconnect.peer.feed", "kvconnect.peer.feed.FeedReader"}
-        allowed = {*BASE, "router", "peer"}
+        # And both serve HTTP.
+        of_node = {name for name in imports(path) if name.startswith("kvconnect.node.")}
+        assert all(name.startswith("kvconnect.node.http_server") for name in of_node), of_node
+        allowed = {*BASE, "router", "peer", "node"}
     elif ours in ORDER:
         allowed = {*BASE, *ORDER[: ORDER.index(ours) + 1]}
     else:

@@ -37,10 +37,6 @@ class PagedRows:
         bits = self._as_bits()
         bits[kernel_ids, offsets] = rows.to(self.pages.dtype).view(bits.dtype)
 
-    def read(self, kernel_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Single rows in the cache's dtype, flat: ``(n, heads * width)``."""
-        return self._as_bits()[kernel_ids, offsets].view(self.pages.dtype).flatten(1)
-
     def gather(self, kernel_ids: torch.Tensor) -> torch.Tensor:
         """All rows of the pages in order, in float64; those without a token may hold any bits.
 
@@ -76,35 +72,35 @@ LayerPages = AttentionPages | StatePages
 
 @dataclass(frozen=True)
 class RequestStates:
-    """The recurrent states of some requests of a step that compute equally many tokens each.
+    """The recurrent states of one request of a step, whose tokens are the rows ``span`` of the batch.
 
-    ``span``: their tokens in the batch, request by request. ``block_ids``, shape ``(n,)``, hold their states.
-    ``begins``, shape ``(n,)``, marks requests at their first token: the state is zero, and the block may hold
-    any bytes.
+    ``begins``: the request is at its first token. Then the states are zero, and the block may hold any bytes.
     """
 
     span: slice
     pages: StatePages
-    block_ids: torch.Tensor
-    begins: torch.Tensor
+    block_id: torch.Tensor
+    begins: bool
 
     def read(self) -> list[torch.Tensor]:
-        """Copies of the states, each of shape ``(n, *shape)``."""
-        held = self.pages.pages[self.block_ids].masked_fill(self.begins[:, None], 0)
+        """Copies of the states, each of the shape in the spec."""
+        held = self.pages.pages[self.block_id]
+        if self.begins:
+            held = torch.zeros_like(held)
         states, start = [], 0
         for shape, dtype in zip(self.pages.shapes, self.pages.dtypes, strict=True):
             end = start + torch.Size(shape).numel() * dtype.itemsize
-            states.append(held[:, start:end].contiguous().view(dtype).view(-1, *shape))
+            states.append(held[start:end].clone().view(dtype).view(shape))
             start = end
         return states
 
     def write(self, states: Sequence[torch.Tensor]) -> None:
         """Store the states, in the order and with the dtypes of the spec."""
         parts = [
-            state.to(dtype).flatten(1).contiguous().view(torch.int8)
+            state.to(dtype).flatten().view(torch.int8)
             for state, dtype in zip(states, self.pages.dtypes, strict=True)
         ]
-        self.pages.pages[self.block_ids] = torch.cat(parts, 1)
+        self.pages.pages[self.block_id] = torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -198,15 +194,14 @@ class StepContext:
     Attributes:
         cache: with its slots computed for this step.
         positions: shape ``(tokens,)``.
-        tables: kernel block ids by group; ``rows`` is each token's row in them.
-        runs: requests that compute equally many tokens: their tokens in the batch, and their table rows.
+        tables: kernel block ids by group.
+        segments: the tokens of each request, in batch order.
     """
 
     cache: NodeCache
     positions: torch.Tensor
     tables: Mapping[int, torch.Tensor]
-    rows: torch.Tensor
-    runs: Sequence[tuple[slice, torch.Tensor]]
+    segments: Sequence[Segment]
     _slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -222,9 +217,8 @@ class StepContext:
         if not isinstance(pages, StatePages):
             raise TypeError(f"layer {layer!r} keeps no recurrent state")
         table = self.tables[self.cache.group_of[layer]]
-        for span, rows in self.runs:
-            begins = self.positions[span].view(len(rows), -1)[:, 0] == 0
-            yield RequestStates(span, pages, table[rows, 0].long(), begins)
+        for segment in self.segments:
+            yield RequestStates(segment.span, pages, table[segment.row, 0].long(), segment.start == 0)
 
     def attend(
         self,
@@ -245,17 +239,6 @@ class StepContext:
         pages = self._store(layer, keys, values)
         return self.cache.layer_attention[layer].attend(pages, query, window=window, value_width=value_width)
 
-    def remember(self, layer: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Store the batch's rows, then read for each token the row at its entry of ``positions``.
-
-        ``rows`` are ``(tokens, 1, width)``; ``positions`` belong to the token's own request, not after it.
-        Returns ``(tokens, width)`` in the cache's dtype.
-        """
-        pages = self._store(layer, rows, None)
-        group = self.cache.group_of[layer]
-        size = self.cache.kernel_block_sizes[group]
-        return pages.keys.read(self.tables[group][self.rows, positions // size].long(), positions % size)
-
     def _store(self, layer: str, keys: torch.Tensor, values: torch.Tensor | None) -> AttentionPages:
         pages = self.cache.pages[layer]
         if not isinstance(pages, AttentionPages):
@@ -269,8 +252,6 @@ class StepContext:
 
 def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
     """A step of any number of tokens of each request, over the applied block tables."""
-    rows = torch.tensor([segment.row for segment in segments], device=cache.device)
-    lengths = torch.tensor([segment.length for segment in segments], device=cache.device)
     positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments]).to(cache.device)
     count = len(positions)
     starts = [*(segment.offset for segment in segments), count]
@@ -278,13 +259,7 @@ def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
     tables = {group: cache.tables.table(group) for group in cache.kernel_block_sizes}
     for layer, attention in cache.layer_attention.items():
         attention.begin(segments, tables[cache.group_of[layer]])
-    return StepContext(
-        cache,
-        positions,
-        tables=tables,
-        rows=torch.repeat_interleave(rows, lengths, output_size=count),
-        runs=[(segment.span, rows[index : index + 1]) for index, segment in enumerate(segments)],
-    )
+    return StepContext(cache, positions, tables, segments)
 
 
 def attend_rows(

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -91,16 +91,6 @@ def by_request(names: Sequence[str], output: ModelOutput) -> dict[str, tuple[int
     return {name: (token, draft) for name, token, draft in zip(names, tokens, drafts, strict=True)}
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The engine's state after a step. Blocks: ``free + held == total``; ``reserved`` is not in total."""
-
-    blocks: Mapping[str, int]
-    requests: Mapping[str, int]
-    counts: Mapping[str, int]
-    steps: int
-
-
 class NodeEngine:
     """Runs ``scheduler`` and ``runner`` in a thread, with the worker half of ``connector``."""
 
@@ -118,7 +108,7 @@ class NodeEngine:
         self.worker = connector.worker
         self.offload_state = connector.offload_state
         self._publisher = publisher
-        self.snapshot = self._take_snapshot(0)
+        self.snapshot = self._take_snapshot(steps=0)
         # A request that arrived, the id of an aborted one, or None to wake the loop.
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -177,7 +167,7 @@ class NodeEngine:
 
     def state(self) -> dict[str, Any]:
         """The state of the engine and its connector, for ``/debug/state``. For any thread."""
-        state = {"model": self.options.model, **asdict(self.snapshot), "connector": self.worker.state()}
+        state = {"model": self.options.model, **self.snapshot, "connector": self.worker.state()}
         if self.offload_state is not None:
             state["offload"] = self.offload_state()
         return state
@@ -242,7 +232,7 @@ class NodeEngine:
         sampled = self.runner.execute(step) if step.chunks else {}
         scheduler.update(step, sampled)
         self._send_orders()
-        self.snapshot = self._take_snapshot(self.snapshot.steps + 1)
+        self.snapshot = self._take_snapshot(self.snapshot["steps"] + 1)
         if self._publisher is not None:
             self._publisher.publish()
         self._deliver()
@@ -285,18 +275,19 @@ class NodeEngine:
     def _end(self, reason: str, status: int) -> None:
         with self._lock:
             self._failed = reason
-        failure = Failure(status, reason, "server_error")
+        failure = Failure(status, reason)
         self.scheduler.fail_all(failure)
         unanswered = [item for item in self._drained() if isinstance(item, Request)]
         self.scheduler.outputs += [(request, Output(failure=failure)) for request in unanswered]
         self._deliver()
 
-    def _take_snapshot(self, steps: int) -> Snapshot:
+    def _take_snapshot(self, steps: int) -> Mapping[str, Any]:
+        """The state after a step. Blocks: ``free + held == total``; ``reserved`` is not in total."""
         pool = self.scheduler.manager.pool
-        blocks = {
-            "free": pool.num_free,
-            "held": pool.num_held,
-            "total": pool.total,
-            "reserved": pool.reserved,
+        blocks = {"free": pool.num_free, "held": pool.num_held}
+        return {
+            "blocks": {**blocks, "total": pool.total, "reserved": pool.reserved},
+            "requests": self.scheduler.by_state(),
+            "counts": asdict(self.scheduler.counts),
+            "steps": steps,
         }
-        return Snapshot(blocks, self.scheduler.by_state(), asdict(self.scheduler.counts), steps)

@@ -174,13 +174,10 @@ class ChaoticHead:
         return torch.sin(self.GAIN * (rms_norm(hidden) @ self._weight)).argmax(-1)
 
 
-GROUPED_BACKEND, SLIDING_BACKEND, LATENT_BACKEND, WIDE_BACKEND = (
-    Backend(f"TORCH_{kind}", (MultipleOf(16),)) for kind in ("GROUPED", "SLIDING", "LATENT", "WIDE")
+GROUPED_BACKEND, SLIDING_BACKEND, LATENT_BACKEND = (
+    Backend(f"TORCH_{kind}", (MultipleOf(16),)) for kind in ("GROUPED", "SLIDING", "LATENT")
 )
 LATENT_64_BACKEND = Backend("TORCH_LATENT_64", (64,))
-
-_STEP = 2654435761
-"""Odd and large: its multiples, modulo a smaller number, are spread over the whole range."""
 
 
 class GroupedAttention:
@@ -246,38 +243,6 @@ class LatentAttention:
         return CachedLayer(self.name, spec, "block token content", self._backend)
 
 
-class WideMemory:
-    """Keeps a row of ``copies * hidden`` values per token, and adds parts of a few earlier tokens' rows.
-
-    Its cache is large and its computation small, for measurements of transfers: the time of a prompt grows
-    linearly with its length.
-    """
-
-    def __init__(self, weights: WeightSource, name: str) -> None:
-        self.name = name
-        self._hidden, self._copies, self._reads = HIDDEN, 32, 2
-        self._input = weights.matrix(self._hidden, self._hidden)
-        self._scales = weights.normal((self._copies, 1))
-        self._output = weights.matrix(self._hidden, self._hidden)
-
-    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        # In float32, no more digits than the cache keeps: wide rows are not computed with.
-        rows = rms_norm(x @ self._input).float()[:, None] * self._scales.float()
-        mixed = torch.zeros_like(x)
-        for number in range(self._reads):
-            positions = (step.positions + number) * _STEP % (step.positions + 1)
-            read = step.remember(self.name, rows.view(len(x), 1, -1), positions)
-            part = (step.positions + number) % self._copies
-            copies = read.view(-1, self._copies, self._hidden)
-            mixed = mixed + copies[torch.arange(len(x), device=x.device), part].to(x.dtype)
-        return rms_norm(mixed) @ self._output
-
-    def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
-        """See ``Mixer``."""
-        spec = MLASpec(block_size, self._copies * self._hidden, dtype)
-        return CachedLayer(self.name, spec, "block token content", WIDE_BACKEND)
-
-
 STATE_DTYPE = torch.float32
 GATE_STEPS = 1024
 # The readout depends on the last bits of the previous state, before decay and addition round them away.
@@ -308,31 +273,28 @@ class GatedLinearAttention:
         return rms_norm(torch.cat(outputs)).flatten(1) @ self._output
 
     def _scan(self, mixed: torch.Tensor, gates: torch.Tensor, states: RequestStates) -> torch.Tensor:
-        """Scan equally many tokens of several requests, in order; returns ``(tokens, heads, width)``."""
+        """Scan the tokens of one request, in order; returns ``(tokens, heads, width)``."""
         window, state = states.read()
-        requests = len(window)
-        count = len(mixed) // requests
-        padded = torch.cat((window, mixed.view(requests, count, -1)), dim=1).to(COMPUTE_DTYPE)
-        convolved = padded[:, :count] * self._taps[0]
+        count = len(mixed)
+        padded = torch.cat((window, mixed)).to(COMPUTE_DTYPE)
+        convolved = padded[:count] * self._taps[0]
         for tap in range(1, self.TAPS):
-            convolved = convolved + padded[:, tap : tap + count] * self._taps[tap]
+            convolved = convolved + padded[tap : tap + count] * self._taps[tap]
         # Division is rounded correctly on every device; an exponential may differ by its vectorisation.
         convolved = (convolved / (1 + convolved.abs())).to(STATE_DTYPE)
-        parts = convolved.view(requests, count, 3, self._heads, self._size)
-        query, keys, values = parts[:, :, 0].to(COMPUTE_DTYPE), parts[:, :, 1], parts[:, :, 2]
-        gates = gates.view(requests, count, self._heads, 1, 1)
+        query, keys, values = convolved.view(count, 3, self._heads, self._size).unbind(1)
         outputs = []
         for begin in range(0, count, SCAN_SLICE):
             span = slice(begin, begin + SCAN_SLICE)
-            after = keys[:, span, ..., :, None] * values[:, span, ..., None, :]
+            after = keys[span, :, :, None] * values[span, :, None, :]
             before = torch.empty_like(after)
-            for place, gate in enumerate(gates[:, span].unbind(1)):
-                before[:, place] = state
-                state = after[:, place].add_(torch.mul(state, gate))
+            for place, gate in enumerate(gates[span, :, None, None].unbind()):
+                before[place] = state
+                state = after[place].add_(torch.mul(state, gate))
             seen = after.to(COMPUTE_DTYPE) + torch.sin(before.to(COMPUTE_DTYPE) * FINE_PHASE)
-            outputs.append(torch.einsum("rthk,rthkv->rthv", query[:, span], seen))
-        states.write((padded[:, -(self.TAPS - 1) :], state))
-        return torch.cat(outputs, dim=1).flatten(0, 1)
+            outputs.append(torch.einsum("thk,thkv->thv", query[span].to(COMPUTE_DTYPE), seen))
+        states.write((padded[-(self.TAPS - 1) :], state))
+        return torch.cat(outputs)
 
     def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
         """See ``Mixer``. The state keeps its own dtypes, for any dtype of attention caches."""
@@ -401,8 +363,6 @@ RECIPES = {
     "sliding": Recipe(_sliding, groups=((2, 5), (0, 3), (1, 4))),
     # Three recurrent layers, one group each, overlaid on the pages of one attention layer.
     "hybrid": Recipe(_hybrid, groups=((2,), (0,), (1,), (3,)), default_block_size=32),
-    # 16 KiB a token in bfloat16.
-    "wide": Recipe(lambda w: [WideMemory(w, f"layers.{i}.memory") for i in range(2)], groups=((0, 1),)),
 }
 
 

@@ -167,7 +167,6 @@ def _prompt_digest(request: RequestView, num_tokens: int) -> bytes:
 
 def _content_hashes(request: RequestView, block_tokens: int) -> Sequence[bytes]:
     assert isinstance(request, Request)
-    assert request.blocks is not None
     return request.blocks.content_hashes(request.token_ids, block_tokens)
 
 

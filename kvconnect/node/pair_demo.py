@@ -84,7 +84,6 @@ class PairOutcome:
     transfer_s: float = 0.0
     gb_per_s: float = 0.0
     lane: str = ""
-    block_ids_differ: bool = False
 
     def report(self, *, json_output: bool) -> None:
         """Print the outcome as one line, its problems to stderr, and JSON on demand."""
@@ -179,8 +178,6 @@ def _run_model(
 ) -> Iterator[PairOutcome]:
     """One model with every engine. The single node runs once, while the first pair starts."""
     prompts = make_prompts(options.requests, PROMPT_SEED)
-    # One more prompt, which is sent to both nodes without the router.
-    prompts.append(make_prompts(3, PROMPT_SEED + 1)[2] + make_prompts(5, PROMPT_SEED + 2)[4])
     expected: list[Tokens | BadAnswer] = []
     node = ("--device", options.device, "--kv-cache-dtype", options.kv_cache_dtype)
     serve = ("serve", "--model", model, "--port", "0", *node)
@@ -275,25 +272,22 @@ def _judge(
     prompts: Sequence[Sequence[int]],
     expected: Sequence[Tokens | BadAnswer],
 ) -> None:
-    """Send all prompts through a pair and record the problems.
-
-    The last prompt is sent to both nodes without the router, to read the block ids of both.
-    """
-    *routed, by_hand = prompts
+    """Send all prompts through a pair and record the problems."""
     before = read_metrics(decode.url)
     # The first prompt alone, so that the router knows the prefill node before the others come.
-    got = [answer for some in (routed[:1], routed[1:]) for answer in ask_all(router.url, outcome.model, some)]
-    for index, (prompt, mine, single) in enumerate(zip(routed, got, expected[:-1], strict=True)):
+    got = [
+        answer for some in (prompts[:1], prompts[1:]) for answer in ask_all(router.url, outcome.model, some)
+    ]
+    for index, (prompt, mine, single) in enumerate(zip(prompts, got, expected, strict=True)):
         if problem := difference(mine, single):
             outcome.problems.append(f"prompt {index} of {len(prompt)} tokens: {problem}")
         else:
             outcome.token_exact += 1
-    judge_transfer(outcome, before, read_metrics(decode.url), routed)
+    judge_transfer(outcome, before, read_metrics(decode.url), prompts)
     alone = growth({}, read_metrics(router.url), "kvconnect_router_fallbacks_total")
     # For a one-token prompt a prefill node of a recurrent model has no KV to send.
-    if alone > sum(len(prompt) == 1 for prompt in routed):
+    if alone > sum(len(prompt) == 1 for prompt in prompts):
         outcome.problems.append(f"the router sent {alone:.0f} requests to the decode node alone")
-    _judge_block_ids(outcome, prefill, decode, by_hand, expected[-1])
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     for side, child in (("prefill", prefill), ("decode", decode)):
         while (state := fetch_json(child.url + "/debug/state"))["blocks"]["held"]:
@@ -301,35 +295,6 @@ def _judge(
                 outcome.problems.append(f"the {side} node did not come to rest: {state}")
                 break
             time.sleep(0.1)
-
-
-def _judge_block_ids(
-    outcome: PairOutcome, prefill: Child, decode: Child, prompt: Sequence[int], single: Tokens | BadAnswer
-) -> None:
-    try:
-        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
-        first = ask(prefill.url, outcome.model, prompt, max_tokens=1, kv_transfer_params=wanted)
-        params = first.get("kv_transfer_params") or {}
-        second = ask(decode.url, outcome.model, prompt, kv_transfer_params=params, return_kv_block_ids=True)
-        problem = difference(tokens_of(second), single)
-    except BadAnswer as error:
-        outcome.problems.append(f"both requests by hand: {error}")
-        return
-    if problem:
-        outcome.problems.append(f"both requests by hand: {problem}")
-    theirs, mine = params.get("remote_block_ids"), second.get("kv_block_ids")
-    outcome.block_ids_differ = all_differ(theirs, mine)
-    if not outcome.block_ids_differ:
-        outcome.problems.append(f"block ids do not differ: {theirs} on prefill, {mine} on decode")
-
-
-def all_differ(prefill: Any, decode: Any) -> bool:
-    """Whether ids differ in every cache group with blocks on both nodes, and there is such a group."""
-    if not isinstance(prefill, list) or not isinstance(decode, list) or len(prefill) != len(decode):
-        return False
-    shared = [(a[: len(b)], b[: len(a)]) for a, b in zip(prefill, decode, strict=True)]
-    held = [(theirs, mine) for theirs, mine in shared if any(theirs) and any(mine)]
-    return bool(held) and all(theirs != mine for theirs, mine in held)
 
 
 def difference(pair: Tokens | BadAnswer, single: Tokens | BadAnswer) -> str:

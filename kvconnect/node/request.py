@@ -17,7 +17,6 @@ class Failure:
 
     status: int
     message: str
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class RequestState(enum.Enum):
 class Request:
     """One completion. ``sink`` is called on the engine loop's thread and must not block.
 
+    The scheduler gives it ``blocks`` when it takes it.
     ``num_computed_tokens`` counts the tokens whose KV is valid; ``row`` is its row in the block tables while
     it runs. ``loaded``: a transfer filled its blocks, and it has not started over since. ``preemptions``
     counts how often it started over. A chunk must end at each of ``checkpoints``, in tokens.
@@ -72,7 +72,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     cached_tokens: int = 0
-    blocks: RequestBlocks | None = None
+    blocks: RequestBlocks = field(init=False)
     row: int | None = None
     loaded: bool = False
     preemptions: int = 0

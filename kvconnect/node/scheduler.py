@@ -76,7 +76,6 @@ class Transfers:
                 continue
             if self._states and end % self._align == 0:
                 request = requests[chunk.request_id]
-                assert request.blocks is not None
                 for group in self._states:
                     block_id = request.blocks.ids[group][-1]
                     states.append(StateBlock(chunk.request_id, group, end, block_id))
@@ -163,7 +162,7 @@ class Scheduler:
         try:
             request.truncate(self.transfers.hooks.prefill_tokens(request))
         except KVConnectError as error:
-            self._fail(request, Failure(400, str(error), "invalid_request_error"))
+            self._fail(request, Failure(400, str(error)))
             return
         self.counts.prompt_tokens += request.num_prompt_tokens
         if request.num_prompt_tokens == 0:
@@ -205,7 +204,6 @@ class Scheduler:
 
         ``delivered``: the request has all its tokens.
         """
-        assert request.blocks is not None
         block_ids = request.blocks.snapshot()
         request.state = RequestState.FINISHED
         del self.requests[request.request_id]
@@ -267,7 +265,6 @@ class Scheduler:
 
     def _grow_running(self, request: Request, count: int, step: EngineStep) -> bool:
         """Allocate a running request's next blocks, preempting later requests. False: preempted itself."""
-        assert request.blocks is not None
         assert request.row is not None
         computed = request.num_computed_tokens
         while (grown := self.manager.grow(request.blocks, None, computed, computed + count)) is None:
@@ -281,7 +278,6 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        assert request.blocks is not None
         self.running.remove(request)
         self._release_row(request)
         self._begin_anew(request)
@@ -290,7 +286,6 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _begin_anew(self, request: Request) -> None:
-        assert request.blocks is not None
         self.manager.free(request.blocks)
         request.num_computed_tokens = 0
         request.loaded = False
@@ -317,7 +312,6 @@ class Scheduler:
 
     def _admit_one(self, request: Request, budget: int, step: EngineStep) -> int | None:
         """Start or load one request. Returns the budget tokens that it takes; None: it does not fit now."""
-        assert request.blocks is not None
         hit: CacheHit | None = None
         external: int | None = 0
         computed = request.num_computed_tokens
@@ -359,7 +353,7 @@ class Scheduler:
             external, in_background = self.transfers.hooks.matched_tokens(request, hit.num_tokens)
         except KVConnectError as error:
             self.waiting.remove(request)
-            self._fail(request, Failure(400, str(error), "invalid_request_error"))
+            self._fail(request, Failure(400, str(error)))
             return None
         notices = self.transfers.hooks.notices
         if external is not None and notices and request.request_id in notices:
@@ -377,7 +371,6 @@ class Scheduler:
         self, request: Request, hit: CacheHit | None, external: int, step: EngineStep
     ) -> int | None:
         """Allocate a request's blocks and let the connector fill them. None: they do not fit now."""
-        assert request.blocks is not None
         loaded = (hit.num_tokens if hit else 0) + external
         if loaded > request.num_tokens:
             raise LocalError(
@@ -412,7 +405,6 @@ class Scheduler:
         self.transfers.launched(step, self.requests)
         for chunk in step.chunks:
             request = self.requests[chunk.request_id]
-            assert request.blocks is not None
             request.num_computed_tokens = chunk.start + len(chunk.token_ids)
             self.manager.remember(request.blocks, request, request.num_computed_tokens)
             if not chunk.samples:
@@ -433,10 +425,8 @@ class Scheduler:
         """Take ended transfers: free, resume or fail their requests."""
         freed, ended = self.transfers.settle(results)
         for request in freed:
-            assert request.blocks is not None
             self.manager.free(request.blocks)
         for request, problem in reversed(ended):
-            assert request.blocks is not None
             if problem is None:
                 request.state = RequestState.WAITING
                 request.loaded = True
@@ -453,4 +443,4 @@ class Scheduler:
                 self._begin_anew(request)
                 self.waiting.appendleft(request)
             else:
-                self._fail(request, Failure(502, problem.text, "kv_load_error"))
+                self._fail(request, Failure(502, problem.text))

@@ -14,8 +14,7 @@ import json
 import logging
 import resource
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -26,14 +25,23 @@ from msgspec import Meta, Struct
 
 from kvconnect.errors import LocalError
 from kvconnect.node.engine import NodeEngine
+from kvconnect.node.http_server import (
+    REQUEST_ID,
+    BadRequest,
+    Handler,
+    app_runner,
+    error_body,
+    error_response,
+    errors_as_json,
+    parse_json,
+    read_body,
+    request_id_of,
+)
 from kvconnect.node.request import Failure, Output, Request
-from kvconnect.router.app import app_runner
 from kvconnect.transfer.params import is_release
 
 logger = logging.getLogger(__name__)
-_http_logger = logging.getLogger("kvconnect.node.http")
 
-REQUEST_ID_HEADER = "X-Request-Id"
 DRAIN_TIMEOUT_S = 5.0
 # The longest body in bytes: a fixed part, and a part for each token that the model can take.
 _BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
@@ -45,7 +53,6 @@ _OTHER_FILES = 512
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\nRetry-After: 1\r\n\r\n"
 )
-MAX_REQUEST_ID_CHARACTERS = 512
 DEFAULT_MAX_TOKENS = 16
 _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "temperature": (0,),
@@ -54,7 +61,6 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("echo", "logprobs", "stop", "suffix"), (False, "", [])),
 }
 """For fields that this node does not support: the values that ask for nothing. Absent is always accepted."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,6 @@ class HttpLimits:
         max_connections: open connections; more are answered with 503 and closed.
         max_requests: requests in the engine; more are answered with 503.
         max_bodies_bytes: sum of large bodies being read, at least the largest one; more get 503.
-        max_params_bytes: a request's transfer parameters as JSON.
         body_timeout_s: for a client to send its whole body.
         idle_timeout_s: after which a connection without a request is closed.
     """
@@ -73,7 +78,6 @@ class HttpLimits:
     max_connections: int = 4096
     max_requests: int = 2048
     max_bodies_bytes: int = 256 << 20
-    max_params_bytes: int = 64 << 10
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
 
@@ -89,14 +93,6 @@ class HttpLimits:
         return replace(self, max_connections=max(1, soft - _OTHER_FILES))
 
 
-class BadRequest(Exception):
-    """The client must change its request. The text names the field."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class CompletionBody(Struct, kw_only=True):
     """A checked request body. This node decodes greedily, and gives one choice per request."""
 
@@ -107,7 +103,6 @@ class CompletionBody(Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
     cache_salt: str | None = None
-    return_kv_block_ids: bool | None = None
     temperature: float | None = None
     n: int | None = None
     best_of: int | None = None
@@ -165,83 +160,49 @@ def parse_completion(body: object, *, model: str, session_id: str | None = None)
     return parsed
 
 
-def check_request_id(request_id: str) -> str:
-    """A client's request id. Raises ``BadRequest``: empty, too long, or not printable."""
-    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
-        raise BadRequest(
-            f"X-Request-Id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters, "
-            f"it has {len(request_id)}"
-        )
-    return request_id
+def answer_body(head: Mapping[str, Any], request: Request, output: Output) -> dict[str, Any]:
+    """A whole answer or a chunk of a streamed one; the last body has usage and transfer parameters.
 
-
-def error_body(message: str, kind: str, status: int) -> dict[str, Any]:
-    """The body of every error answer."""
-    return {"error": {"message": message, "type": kind, "code": status}}
-
-
-class CompletionAnswer(Struct, frozen=True):
-    """The fields common to all bodies of one answer."""
-
-    request_id: str
-    model: str
-    created_s: int
-    return_kv_block_ids: bool
-
-    def body(
-        self, request: Request, token_ids: Sequence[int], drafts: Sequence[int] | None, output: Output
-    ) -> dict[str, Any]:
-        """A whole answer or a chunk of a streamed one; the last body has usage and transfer parameters.
-
-        ``drafts`` is None for a model without a draft.
-        """
-        choice = {
-            "index": 0,
-            "text": "".join(f" {token}" for token in token_ids),
-            "token_ids": list(token_ids),
-            "logprobs": None,
-            "finish_reason": output.finish_reason,
+    ``head`` are the fields that all bodies of one answer have.
+    """
+    if output.failure is not None:
+        return error_body(output.failure.status, output.failure.message)
+    choice = {
+        "index": 0,
+        "text": "".join(f" {token}" for token in output.token_ids),
+        "token_ids": output.token_ids,
+        "logprobs": None,
+        "finish_reason": output.finish_reason,
+    }
+    body: dict[str, Any] = {**head, "choices": [choice]}
+    if output.draft_token_ids is not None:
+        body["draft_token_ids"] = output.draft_token_ids
+    if output.is_last:
+        num_prompt, num_generated = len(request.prompt_token_ids), request.num_generated_tokens
+        body["usage"] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
         }
-        body: dict[str, Any] = {
-            "id": f"cmpl-{self.request_id}",
-            "object": "text_completion",
-            "created": self.created_s,
-            "model": self.model,
-            "choices": [choice],
-        }
-        if drafts is not None:
-            body["draft_token_ids"] = list(drafts)
-        if output.is_last:
-            num_prompt, num_generated = len(request.prompt_token_ids), request.num_generated_tokens
-            body["usage"] = {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_generated,
-                "total_tokens": num_prompt + num_generated,
-                "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
-            }
-            body["kv_transfer_params"] = output.kv_transfer_params
-            if self.return_kv_block_ids:
-                body["kv_block_ids"] = output.kv_block_ids
-        return body
+        body["kv_transfer_params"] = output.kv_transfer_params
+    return body
 
 
-def _error(message: str, kind: str, status: int) -> web.Response:
-    return web.json_response(error_body(message, kind, status), status=status)
+Answer = Callable[[Output], dict[str, Any]]
+"""``answer_body`` of one request."""
 
 
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers every error as JSON; no error ends the server."""
+async def _failures_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers an internal error as JSON; no error ends the server."""
     try:
         return await handler(request)
-    except BadRequest as error:
-        return _error(str(error), "invalid_request_error", error.status)
-    except web.HTTPException as error:
-        text = f"{request.method} {request.path}: {error.reason}"
-        return _error(text, "invalid_request_error", error.status)
+    except (BadRequest, web.HTTPException):
+        raise
     except Exception as error:
         logger.exception("internal error in %s %s", request.method, request.path)
-        return _error(f"{type(error).__name__}: {error}", "server_error", 500)
+        raise BadRequest(f"{type(error).__name__}: {error}", status=500) from error
 
 
 class NodeServer:
@@ -268,14 +229,14 @@ class NodeServer:
         """
         self._loop = asyncio.get_running_loop()
         max_body_bytes = _BODY_BYTES + _TOKEN_BYTES * self._engine.options.max_model_len
-        app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[errors_as_json, _failures_as_json])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/debug/state", self._state)
-        self._runner = app_runner(app, _http_logger, keepalive_timeout=self._limits.idle_timeout_s)
+        self._runner = app_runner(app, keepalive_timeout=self._limits.idle_timeout_s)
         await self._runner.setup()
         assert self._runner.server is not None
         self._listening = await _listen(self._runner.server, host, port, self._limits.max_connections)
@@ -306,7 +267,7 @@ class NodeServer:
     async def _health(self, _: web.Request) -> web.Response:
         if self._engine.alive and not self._draining:
             return web.json_response({"status": "ok"})
-        return _error("the engine loop has ended or the node is stopping", "server_error", 503)
+        raise BadRequest("the engine loop has ended or the node is stopping", status=503)
 
     async def _chat(self, _: web.Request) -> web.Response:
         raise BadRequest("messages are not supported by this node: send a prompt to /v1/completions")
@@ -327,23 +288,21 @@ class NodeServer:
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         if self._draining:
-            return _error("the node is stopping", "server_error", 503)
-        request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex)
+            raise BadRequest("the node is stopping", status=503)
+        request_id = request_id_of(http.headers)
         body = await self._read(http)
         if len(self._outputs) >= self._limits.max_requests:
-            text = f"the node serves {self._limits.max_requests} requests already"
-            return _error(text, "server_error", 503)
+            raise BadRequest(f"the node serves {self._limits.max_requests} requests already", status=503)
         # Clients may reuse an id; the engine and the peers need a unique one per request.
         engine_id = f"{request_id}-{next(self._serials)}"
         self._in_flight += 1
         try:
             request = self._request(engine_id, body)
-            returns_ids = bool(body.return_kv_block_ids)
-            answer = CompletionAnswer(request_id, self._engine.options.model, int(time.time()), returns_ids)
-            outputs = self._until_last(request)
-            if body.stream:
-                return await self._stream(http, answer, request, outputs)
-            return await self._whole(answer, request, outputs)
+            made = {"created": int(time.time()), "model": self._engine.options.model}
+            head = {"id": f"cmpl-{request_id}", "object": "text_completion", **made}
+            answer = functools.partial(answer_body, head, request)
+            respond = functools.partial(_stream, http) if body.stream else _whole
+            return await respond(request_id, answer, self._until_last(request))
         finally:
             self._in_flight -= 1
             # A client that left cancelled this handler; a request that has ended is not aborted.
@@ -351,17 +310,11 @@ class NodeServer:
                 self._engine.abort(engine_id)
 
     async def _read(self, http: web.Request) -> CompletionBody:
-        try:
-            decoded = json.loads(await asyncio.wait_for(self._read_bytes(http), self._limits.body_timeout_s))
-        except asyncio.TimeoutError:
-            text = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
-            raise BadRequest(text, status=408) from None
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is not valid JSON: {error}") from error
+        decoded = parse_json(await read_body(http, self._limits.body_timeout_s, self._read_bytes))
         session_id = http.headers.get("X-Session-ID")
         return parse_completion(decoded, model=self._engine.options.model, session_id=session_id)
 
-    async def _read_bytes(self, http: web.Request) -> bytearray:
+    async def _read_bytes(self, http: web.Request) -> bytes:
         body, counted, longest = bytearray(), 0, http.client_max_size
         try:
             while chunk := await http.content.readany():
@@ -374,9 +327,7 @@ class NodeServer:
                     raise BadRequest(text, status=503)
                 counted += more
                 self._reading_bytes += more
-            return body
-        except web.RequestPayloadError as error:
-            raise BadRequest(f"the body cannot be read: {error}") from error
+            return bytes(body)
         finally:
             self._reading_bytes -= counted
 
@@ -384,32 +335,12 @@ class NodeServer:
         """A request that the engine can serve. Raises ``BadRequest`` with the reason if it cannot."""
         prompt = body.prompt_token_ids(self._engine.vocab_size)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        refusal = self._engine.refusal(len(prompt), max_tokens)
-        if refusal is None and body.kv_transfer_params is not None:
-            refusal = self._params_refusal(body.kv_transfer_params)
-        if refusal is not None:
+        if refusal := self._engine.refusal(len(prompt), max_tokens):
             raise BadRequest(refusal)
+        # The connector decides whether these are valid: some policies serve a request all the same.
         sink = functools.partial(self._deliver, engine_id)
-        return Request(
-            engine_id,
-            prompt,
-            max_tokens,
-            sink,
-            body.kv_transfer_params,
-            body.session_id,
-            body.cache_salt,
-        )
-
-    def _params_refusal(self, params: dict[str, Any]) -> str | None:
-        # The connector decides whether they are valid: some policies serve a request all the same.
-        try:
-            length_bytes = len(json.dumps(params))
-        except RecursionError:
-            return "kv_transfer_params are nested too deeply"
-        accepted = self._limits.max_params_bytes
-        if length_bytes > accepted:
-            return f"kv_transfer_params have {length_bytes} bytes of JSON, accepted: {accepted}"
-        return None
+        kept = body.kv_transfer_params, body.session_id, body.cache_salt
+        return Request(engine_id, prompt, max_tokens, sink, *kept)
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -437,56 +368,42 @@ class NodeServer:
         try:
             self._engine.submit(request)
         except LocalError as error:
-            request.sink(Output(failure=Failure(503, str(error), "invalid_request_error")))
+            request.sink(Output(failure=Failure(503, str(error))))
         is_last = False
         while not is_last:
             output = await outputs.get()
             is_last = output.is_last
             yield output
 
-    async def _whole(
-        self, answer: CompletionAnswer, request: Request, outputs: AsyncIterator[Output]
-    ) -> web.StreamResponse:
-        tokens: list[int] = []
-        drafts: list[int] | None = None
-        async for output in outputs:
-            tokens.extend(output.token_ids)
-            if output.draft_token_ids is not None:
-                drafts = [*(drafts or []), *output.draft_token_ids]
-        if output.failure is not None:
-            return _failed(answer, output.failure)
-        response = web.json_response(answer.body(request, tokens, drafts, output))
-        response.headers[REQUEST_ID_HEADER] = answer.request_id
-        return response
 
-    async def _stream(
-        self, http: web.Request, answer: CompletionAnswer, request: Request, outputs: AsyncIterator[Output]
-    ) -> web.StreamResponse:
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers={**headers, REQUEST_ID_HEADER: answer.request_id})
-        async for output in outputs:
-            failure = output.failure
-            if failure is not None and not response.prepared:
-                return _failed(answer, failure)
-            if failure is not None:
-                body = error_body(failure.message, failure.kind, failure.status)
-            else:
-                body = answer.body(request, output.token_ids, output.draft_token_ids, output)
-            try:
-                if not response.prepared:
-                    await response.prepare(http)
-                end = "data: [DONE]\n\n" if output.is_last else ""
-                await response.write(f"data: {json.dumps(body)}\n\n{end}".encode())
-                if output.is_last:
-                    await response.write_eof()
-            except ConnectionError:
-                break  # the client left
-        return response
+async def _whole(request_id: str, answer: Answer, outputs: AsyncIterator[Output]) -> web.StreamResponse:
+    made = [output async for output in outputs]
+    last = made[-1]
+    if last.failure is not None:
+        return error_response(last.failure.status, last.failure.message, request_id)
+    tokens = tuple(token for output in made for token in output.token_ids)
+    drafts = tuple(token for output in made for token in output.draft_token_ids or ())
+    body = answer(replace(last, token_ids=tokens, draft_token_ids=drafts or None))
+    return web.json_response(body, headers={REQUEST_ID: request_id})
 
 
-def _failed(answer: CompletionAnswer, failure: Failure) -> web.Response:
-    response = _error(failure.message, failure.kind, failure.status)
-    response.headers[REQUEST_ID_HEADER] = answer.request_id
+async def _stream(
+    http: web.Request, request_id: str, answer: Answer, outputs: AsyncIterator[Output]
+) -> web.StreamResponse:
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers={**headers, REQUEST_ID: request_id})
+    async for output in outputs:
+        if output.failure is not None and not response.prepared:
+            return error_response(output.failure.status, output.failure.message, request_id)
+        try:
+            if not response.prepared:
+                await response.prepare(http)
+            end = "data: [DONE]\n\n" if output.is_last else ""
+            await response.write(f"data: {json.dumps(answer(output))}\n\n{end}".encode())
+            if output.is_last:
+                await response.write_eof()
+        except ConnectionError:
+            break  # the client left
     return response
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import threading
 
 import torch
@@ -15,6 +14,7 @@ from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
 from kvconnect.node.block_manager import BlockManager, BlockPool
 from kvconnect.node.engine import NodeEngine, Runner
+from kvconnect.node.http_server import on_stop_signals
 from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
 from kvconnect.node.kv_events import configured_publisher
 from kvconnect.node.models import CacheSizing, Model, build_model
@@ -91,9 +91,7 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
     engine = build_engine(options)
     server = NodeServer(engine, HttpLimits().within_open_files())
     stopped, over = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (over if stopped.is_set() else stopped).set())
+    on_stop_signals(lambda: (over if stopped.is_set() else stopped).set())
     try:
         bound = await server.start(host, port)
         # Objects made at the start stay: scanning them would take a collection longer than most transfers.

@@ -9,20 +9,25 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
+from kvconnect.node.http_server import (
+    BadRequest,
+    app_runner,
+    error_response,
+    errors_as_json,
+    on_stop_signals,
+    read_body,
+    request_id_of,
+)
 from kvconnect.router import bodies, endpoints
-from kvconnect.router.bodies import BadBody
-from kvconnect.router.flow import Flow
+from kvconnect.router.flow import Exchange, Flow
 from kvconnect.router.membership import admin_served, follow_names
 from kvconnect.router.policy import Followed
 from kvconnect.router.pool import Pool
@@ -34,15 +39,7 @@ from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 logger = logging.getLogger("kvconnect.router")
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    """False for the errors of a client that leaves or sends invalid HTTP: these are not logged."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, (HttpProcessingError, ConnectionError, web.RequestPayloadError))
-
-
-_http_logger = logging.getLogger("kvconnect.router.http")
-
-_Run = Callable[[web.Request, str, float], Awaitable[web.StreamResponse]]
+_Run = Callable[[Exchange], Awaitable[web.StreamResponse]]
 
 
 class Router:
@@ -101,19 +98,22 @@ class Router:
     async def admitted(self, request: web.Request, run: _Run) -> web.StreamResponse:
         """Serve a request, or answer 503 if the router is full or draining."""
         started = self._clock()
-        request_id = bodies.request_id_of(request.headers)
+        request_id = request_id_of(request.headers)
         response: web.StreamResponse
         if self.is_draining:
-            response = error_response(503, "the router is shutting down", request_id, retry_after_s=5)
+            response = error_response(503, "the router is shutting down", request_id)
             response.force_close()
         elif self.in_flight >= self.limits.max_in_flight:
             text = f"the router serves {self.limits.max_in_flight} requests already"
-            response = error_response(503, text, request_id, retry_after_s=1)
+            response = error_response(503, text, request_id)
         else:
             self.in_flight += 1
             self.metrics.in_flight.inc()
             try:
-                response = await self._answer(request, request_id, started, run)
+                await read_body(request, self.limits.body_timeout_s)
+                response = await run(Exchange(request, request_id, started))
+            except (BadRequest, UpstreamError) as error:
+                response = error_response(error.status, str(error), request_id)
             except (asyncio.CancelledError, ConnectionError):
                 # The connections to nodes are closed by now, so the nodes see the client leave.
                 self.metrics.clients_gone.inc()
@@ -129,27 +129,6 @@ class Router:
         logger.info("%s %s: %d in %.3f s", request.path, request_id, response.status, took_s)
         return response
 
-    async def _answer(
-        self, request: web.Request, request_id: str, started: float, run: _Run
-    ) -> web.StreamResponse:
-        try:
-            await asyncio.wait_for(request.read(), self.limits.body_timeout_s)
-        except asyncio.TimeoutError:
-            text = f"the request's body did not arrive within {self.limits.body_timeout_s:g} s"
-            return error_response(408, text, request_id)
-        except web.HTTPRequestEntityTooLarge:
-            text = f"the request's body is larger than {self.limits.max_body_bytes} bytes"
-            return error_response(413, text, request_id)
-        except web.RequestPayloadError as error:
-            return error_response(400, f"the request's body cannot be read: {error}", request_id)
-        try:
-            return await run(request, request_id, started)
-        except BadBody as error:
-            return error_response(400, str(error), request_id)
-        except UpstreamError as error:
-            retry_after_s = 1 if error.status == 503 else None
-            return error_response(error.status, str(error), request_id, retry_after_s=retry_after_s)
-
     async def health(self, _request: web.Request) -> web.Response:
         """200 while the process runs."""
         return web.json_response({"status": "alive"})
@@ -160,7 +139,7 @@ class Router:
         if self.is_draining:
             return web.json_response({"status": "draining"}, status=503)
         # Then decode nodes compute prompts; but not while it is unknown whether a prefill node is up.
-        is_out = self.prefill is not None and self.prefill.is_out()
+        is_out = self.prefill is not None and not self.prefill.in_rotation()
         needs_no_prefill = self._decode_fallback and is_out and "all" not in request.query
         if "decode" in missing or (missing and not needs_no_prefill):
             return web.json_response({"status": "no healthy node", "roles": missing}, status=503)
@@ -182,33 +161,6 @@ class Router:
 ROUTER = web.AppKey("router", Router)
 
 
-@web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Answers aiohttp's own errors, above all unknown paths, as vLLM does."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        request_id = bodies.request_id_of(request.headers)
-        text = f"{request.method} {request.path} is not served by this router: {error.reason}"
-        return error_response(error.status, text, request_id, detail=error.reason)
-
-
-def error_response(
-    status: int, message: str, request_id: str, *, retry_after_s: int | None = None, detail: str = ""
-) -> web.Response:
-    """An error in the shape of the OpenAI API; ``detail`` is vLLM's text for an unknown path."""
-    kind = "invalid_request_error" if status < 500 else "service_unavailable"
-    headers = {bodies.REQUEST_ID: request_id}
-    if retry_after_s is not None:
-        headers["Retry-After"] = str(retry_after_s)
-    body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    if detail:
-        body["detail"] = detail
-    return web.json_response(body, status=status, headers=headers)
-
-
 def create_router_app(
     options: RouterOptions, limits: RouterLimits | None = None, clock: Clock = time.monotonic
 ) -> web.Application:
@@ -219,18 +171,9 @@ def create_router_app(
     """
     limits = limits or RouterLimits()
     router = Router(options, limits, clock)
-    app = web.Application(client_max_size=limits.max_body_bytes, middlewares=[_errors_as_json])
+    app = web.Application(client_max_size=limits.max_body_bytes, middlewares=[errors_as_json])
     app[ROUTER] = router
     app.cleanup_ctx.append(router.lifetime)
-    _serve(app, router)
-    app.router.add_get("/health", router.health)
-    app.router.add_get("/ready", router.ready)
-    app.router.add_get("/metrics", router.show_metrics)
-    return app
-
-
-def _serve(app: web.Application, router: Router) -> None:
-    """Serve the paths of a serving stack."""
     flow = router.flow
     split = endpoints.SPLIT if not isinstance(flow, RoomFlow) else endpoints.SGLANG
     served: list[tuple[str, str, _Run]] = [
@@ -241,14 +184,10 @@ def _serve(app: web.Application, router: Router) -> None:
     ]
     for method, path, run in served:
         app.router.add_route(method, path, partial(router.admitted, run=run))
-
-
-def app_runner(app: web.Application, log: logging.Logger = _http_logger, **more: Any) -> web.AppRunner:
-    """A runner for an application: a client that leaves cancels its handler, without an error in the log."""
-    log.addFilter(_is_ours)
-    return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=log, **more
-    )
+    app.router.add_get("/health", router.health)
+    app.router.add_get("/ready", router.ready)
+    app.router.add_get("/metrics", router.show_metrics)
+    return app
 
 
 async def serve_router(app: web.Application, host: str, port: int, stop: asyncio.Event) -> None:
@@ -287,14 +226,12 @@ def run_router(app: web.Application, *, host: str, port: int) -> None:
 
     async def main() -> None:
         stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
 
         def on_signal() -> None:
             app[ROUTER].is_hurried = stop.is_set()
             stop.set()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
+        on_stop_signals(on_signal)
         await serve_router(app, host, port, stop)
 
     asyncio.run(main())

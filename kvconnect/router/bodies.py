@@ -6,15 +6,13 @@ Nothing here logs: bodies and credentials must not appear in any log.
 from __future__ import annotations
 
 import json
-import re
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.config import RELEASE_KEY
+from kvconnect.node.http_server import REQUEST_ID, BadRequest
 
-REQUEST_ID = "X-Request-Id"
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """The environment variable that vLLM's servers read their key from, too."""
 PARAMS = "kv_transfer_params"
@@ -50,22 +48,16 @@ _OF_THE_BODY = {"host", "content-length", "content-type", "content-encoding", "e
 # Other routers' headers that name a node's peer: a client must not choose a peer.
 _ROUTING = {"x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port"}
 _ROUTING |= {"x-kv-cache-source-host-port"}
-_REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,512}")
 
 
-class BadBody(Exception):
-    """The client's body is not a valid completion request. The message states why."""
-
-
-def parse_json(raw: bytes) -> dict[str, Any]:
-    """A client's body as a dictionary. Raises ``BadBody``: not JSON, or not an object."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadBody(f"the request body is not JSON: {error or type(error).__name__}") from None
-    if not isinstance(body, dict):
-        raise BadBody(f"the request body must be a JSON object, not {type(body).__name__}")
-    return body
+def at(value: Any, *path: str | int) -> Any:
+    """The part of a decoded JSON value at a path of keys and indices; None where there is none."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
 
 
 def prefill_params(transfer_id: str, *, is_batch: bool) -> Mapping[str, Any]:
@@ -126,25 +118,24 @@ def release(name: str) -> dict[str, Any]:
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
-    """A body as JSON bytes. Raises ``BadBody`` if it is nested too deeply."""
+    """A body as JSON bytes. Raises ``BadRequest`` if it is nested too deeply."""
     try:
         return json.dumps(body, separators=(",", ":")).encode()
     except RecursionError:
-        raise BadBody("the request body is nested too deeply") from None
+        raise BadRequest("the request body is nested too deeply") from None
 
 
-def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's request id if it is short and printable, else a new one."""
-    given = headers.get(REQUEST_ID, "")
-    return given if _REQUEST_ID_SHAPE.fullmatch(given) else uuid.uuid4().hex
+def is_form(content_type: str) -> bool:
+    """Whether a body is a form, which the router passes on as it is. Others are JSON."""
+    return content_type.startswith("multipart/")
 
 
-def request_headers(
-    pairs: Iterable[tuple[str, str]], request_id: str, content_type: str = "application/json"
-) -> list[tuple[str, str]]:
+def request_headers(pairs: Iterable[tuple[str, str]], request_id: str) -> list[tuple[str, str]]:
     """The headers for a node: the client's, without those of one connection or one body."""
+    pairs = list(pairs)
     kept = [(k, v) for k, v in _end_to_end(pairs) if k.lower() not in _OF_THE_BODY | _ROUTING]
-    return [*kept, ("Content-Type", content_type), (REQUEST_ID, request_id)]
+    forms = [v for k, v in pairs if k.lower() == "content-type" and is_form(v)]
+    return [*kept, ("Content-Type", forms[0] if forms else "application/json"), (REQUEST_ID, request_id)]
 
 
 def of_the_client(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from kvconnect.config import FIRST_TOKEN_KEY
-from kvconnect.router.bodies import PARAMS
+from kvconnect.router.bodies import PARAMS, at
 from kvconnect.router.pool import NodeState, Pool
 from kvconnect.router.upstream import Upstream
 
@@ -70,9 +69,8 @@ class DecodeTrials:
 
     async def _try(self, url: str, ejections: int) -> None:
         models = await self._upstream.ask(url, "/v1/models", timeout_s=_TIMEOUT_S)
-        try:
-            name = models["data"][0]["id"]
-        except (TypeError, KeyError, IndexError):
+        name = at(models, "data", 0, "id")
+        if name is None:
             # No answer yet, or no such API: the next run tries again.
             return
         begun = []
@@ -82,12 +80,13 @@ class DecodeTrials:
             answer = await self._upstream.ask(url, "/v1/completions", body, timeout_s=_TIMEOUT_S)
             if answer is None:
                 return
-            begun.append(_token_of(answer))
+            begun.append(at(answer, "choices", 0, "token_ids"))
         body = {"model": name, "messages": _CHAT, "max_tokens": 1, PARAMS: {"prompt_token_ids": _PROMPT}}
         chat = await self._upstream.ask(url, "/v1/chat/completions", body, timeout_s=_TIMEOUT_S)
         if chat is None:
             return
-        verdict = Verdict(begun == list(_TOKENS), _prompt_tokens(chat) == len(_PROMPT))
+        counted = at(chat, "usage", "prompt_tokens")
+        verdict = Verdict(begun == [[token] for token in _TOKENS], counted == len(_PROMPT))
         self._verdicts[url, ejections] = verdict
         if not verdict.first_token:
             logger.warning(
@@ -96,19 +95,3 @@ class DecodeTrials:
                 "speculative decoding",
                 url,
             )
-
-
-def _token_of(answer: Any) -> int | None:
-    try:
-        (token,) = answer["choices"][0]["token_ids"]
-    except (TypeError, KeyError, IndexError, ValueError):
-        return None
-    return token if isinstance(token, int) else None
-
-
-def _prompt_tokens(answer: Any) -> int | None:
-    try:
-        count = answer["usage"]["prompt_tokens"]
-    except (TypeError, KeyError):
-        return None
-    return count if isinstance(count, int) else None

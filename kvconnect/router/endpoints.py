@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.router.bodies import PARAMS, BadBody, parse_json
+from kvconnect.node.http_server import BadRequest, parse_json
+from kvconnect.router.bodies import PARAMS, at
 
 _ANSWERS = ("n", "best_of")
 _OF_A_CLIENT = ("session_id", "kv_hints", "kvconnect_receipt")
@@ -35,7 +36,7 @@ class Endpoint:
         node returned.
 
         Raises:
-            BadBody: not JSON, not an object, or sampling parameters that are none.
+            BadRequest: not JSON, not an object, or sampling parameters that are none.
         """
         body = parse_json(raw)
         params = body.pop(PARAMS, None)
@@ -44,7 +45,7 @@ class Endpoint:
             body[PARAMS] = kept
         sampling = self.sampling_of(body)
         if not isinstance(sampling, dict):
-            raise BadBody(f"{self.sampling} must be a JSON object, not {type(sampling).__name__}")
+            raise BadRequest(f"{self.sampling} must be a JSON object, not {type(sampling).__name__}")
         # vLLM passes on what a client put there in place of the body's own.
         if isinstance(more := sampling.get("extra_args"), dict):
             more.pop(PARAMS, None)
@@ -74,16 +75,12 @@ class Endpoint:
 
     def is_notice(self, body: Mapping[str, Any]) -> bool:
         """Whether a request only announces its prompt: a hint asks to prefetch what is kept of it."""
-        for holder in (body, body.get(PARAMS)):
-            hints = holder.get("kv_hints") if isinstance(holder, Mapping) else None
-            actions = hints.get("actions") if isinstance(hints, Mapping) else None
-            for action in actions if isinstance(actions, list) else ():
-                payload = action.get("payload") if isinstance(action, Mapping) else None
-                if not isinstance(payload, Mapping) or action.get("action_type") != "prefetch":
-                    continue
-                if payload.get("of") == "prompt":
-                    return True
-        return False
+        hinted = (at(holder, "kv_hints", "actions") for holder in (body, body.get(PARAMS)))
+        actions = [action for found in hinted if isinstance(found, list) for action in found]
+        return any(
+            at(action, "action_type") == "prefetch" and at(action, "payload", "of") == "prompt"
+            for action in actions
+        )
 
     def direct_reason(self, body: Mapping[str, Any]) -> tuple[str, str] | None:
         """Why one node has to serve a request, as (metrics label, text); None if two can share it.
@@ -113,11 +110,7 @@ class Endpoint:
 
     def tokens_of(self, answer: Mapping[str, Any]) -> list[int] | None:
         """The prompt's tokens in the answer of a prefill node that was asked for them; None without."""
-        try:
-            holder = answer["choices"][0] if self.text == "prompt" else answer
-            tokens = holder[_TOKENS]
-        except (KeyError, TypeError, IndexError):
-            return None
+        tokens = at(answer, *(("choices", 0) if self.text == "prompt" else ()), _TOKENS)
         is_usable = isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens)
         return tokens if is_usable else None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvconnect.router.bodies import at
 from kvconnect.router.endpoints import SPLIT, Endpoint
 
 _SAMPLING = {
@@ -117,8 +118,7 @@ def read_first(answer: Mapping[str, Any], body: Mapping[str, Any]) -> FirstAnswe
 
 def is_of_whole_prompt(answer: Mapping[str, Any], handed: Mapping[str, Any]) -> bool:
     """Whether P computed the whole prompt, by the parameters that it ``handed`` out."""
-    usage = answer.get("usage")
-    counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    counted = at(answer, "usage", "prompt_tokens")
     return counted is not None and handed.get("remote_num_tokens") == counted
 
 

@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from kvconnect.config import FIRST_TOKEN_KEY, RELEASE_KEY
+from kvconnect.node.http_server import REQUEST_ID
 from kvconnect.router import bodies, first_answer
 from kvconnect.router.bodies import SideChannel
 from kvconnect.router.decode_trials import DecodeTrials
@@ -28,7 +29,7 @@ from kvconnect.router.endpoints import Endpoint
 from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
-from kvconnect.router.releases import Holding, Releases
+from kvconnect.router.releases import Releases
 from kvconnect.router.router_options import RouterOptions
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
 from kvconnect.router.usage import CountedByPrefill, PromptCounts
@@ -45,24 +46,50 @@ _COUNT_WAIT_S = 1.0
 """How long a finished answer waits for P's counts: for P's answer to a prompt whose KV D has got."""
 
 
-@dataclass(frozen=True, slots=True)
+_PASSED = Endpoint()
+"""For bodies of which the router reads nothing."""
+
+
+@dataclass(eq=False, slots=True)
 class Exchange:
-    """One client's request."""
+    """One client's request, which arrived at ``started``, with the ``headers`` that nodes get.
+
+    ``endpoint`` and ``body`` are set where the router reads the body. ``takes_first``: the first token may be
+    P's. ``asked`` is the prefill node that may hold the prompt under ``release_name``; empty once it refused.
+    ``is_taken``: a decode node has answered that was given P's parameters, and fetched or will release by
+    itself. ``prefill`` is P's answer to the request where D's answer is to have P's counts, and ``response``
+    the client's answer once that has begun.
+    """
 
     request: web.Request
     request_id: str
     started: float
-    headers: Headers
-    endpoint: Endpoint
-    body: Mapping[str, Any]
+    headers: Headers = field(init=False)
+    endpoint: Endpoint = _PASSED
+    body: Mapping[str, Any] = field(default_factory=dict)
     takes_first: bool = False
-    """Whether the first token may be P's."""
-    holding: Holding = field(default_factory=Holding)
+    release_name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    asked: list[str] = field(default_factory=list)
+    is_taken: bool = False
+    prefill: asyncio.Future[PrefillResult] | None = None
+    response: web.StreamResponse | None = None
+
+    def __post_init__(self) -> None:
+        self.headers = bodies.request_headers(self.request.headers.items(), self.request_id)
 
     @property
     def is_stream(self) -> bool:
         """Whether the client wants a streamed answer."""
         return self.body.get("stream") is True
+
+    async def passed_body(self) -> Mapping[str, Any] | bytes | None:
+        """The body to pass on: a form as it is, another one without what a client must not name.
+
+        Raises:
+            BadRequest: it is neither a form nor a JSON object.
+        """
+        raw = await self.request.read()
+        return _PASSED.parse(raw) if raw and not bodies.is_form(self.request.content_type) else raw or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +112,6 @@ class Begun:
     role: str
     answer: aiohttp.ClientResponse
     first: bytes
-
-
-_PASSED = Endpoint()
-"""For bodies of which the router reads nothing."""
 
 
 class Flow:
@@ -124,78 +147,60 @@ class Flow:
         self._fallbacks_logged: set[str] = set()
         self._cut_offs_logged: set[str] = set()
 
-    async def run(
-        self, endpoint: Endpoint, request: web.Request, request_id: str, started: float
-    ) -> web.StreamResponse:
-        """Serve a request that generates, whose body is read from ``request``.
+    async def run(self, endpoint: Endpoint, exchange: Exchange) -> web.StreamResponse:
+        """Serve a request that generates.
 
         Raises:
-            BadBody: the body is not a JSON object.
+            BadRequest: the body is not a JSON object.
             UpstreamError: a node gave no answer, and the client has got nothing yet.
         """
-        body = endpoint.parse(await request.read())
-        headers = bodies.request_headers(request.headers.items(), request_id)
-        if self._prefill is None and body.get("previous_response_id") is None:
-            return await self._run_plain(Exchange(request, request_id, started, headers, endpoint, body))
-        takes_first = self.trials is not None and first_answer.is_eligible(request.path, body)
+        body = endpoint.parse(await exchange.request.read())
+        exchange.endpoint, exchange.body = endpoint, body
+        takes_first = self.trials is not None and first_answer.is_eligible(exchange.request.path, body)
+        exchange.takes_first = takes_first
         if takes_first and self._parallel and body.get("temperature") != 0:
             # With one seed both nodes sample the same first token.
             body.setdefault("seed", uuid.uuid4().int >> 65)
         if takes_first:
-            headers = bodies.identity_encoding(headers)
-        exchange = Exchange(request, request_id, started, headers, endpoint, body, takes_first)
-        reason = endpoint.direct_reason(body)
+            exchange.headers = bodies.identity_encoding(exchange.headers)
         if self._prefill is None:
-            return await self._run_at_holder(exchange, body)
-        if reason is not None and reason[0] == "previous_response":
+            if body.get("previous_response_id") is not None:
+                return await self._run_at_holder(exchange, body)
+            return await self._run_whole(exchange, self._decode)
+        if (reason := endpoint.direct_reason(body)) is not None:
+            if reason[0] != "previous_response":
+                return await self._run_alone(exchange, *reason)
             self._count_fallback(*reason)
             return await self._run_at_holder(exchange, body)
-        if reason is not None:
-            return await self._run_alone(exchange, *reason)
         if endpoint.is_notice(body):
-            return await self._run_notice(exchange, self._prefill)
+            # The prefill node brings what is kept of the announced prompt.
+            return await self._run_whole(exchange, self._prefill)
         if takes_first and first_answer.is_one_token(endpoint, body):
             return await self._run_one_token(exchange, self._prefill)
         return await self._run_both(exchange, self._prefill)
 
-    async def pass_to_decode(
-        self, request: web.Request, request_id: str, started: float, *, is_alone: bool = False
-    ) -> web.StreamResponse:
+    async def pass_to_decode(self, exchange: Exchange, *, is_alone: bool = False) -> web.StreamResponse:
         """Serve a request that is not split from a decode node.
 
         ``is_alone``: it generates, and two nodes would share it if the answer named what P holds.
 
         Raises:
-            BadBody: the body is not a JSON object.
+            BadRequest: the body is not a JSON object.
             UpstreamError: no node answered.
         """
-        raw = await request.read()
-        is_form = request.content_type.startswith("multipart/")
-        kind = {"content_type": request.headers["Content-Type"]} if is_form else {}
-        headers = bodies.request_headers(request.headers.items(), request_id, **kind)
-        body = _PASSED.parse(raw) if raw and not is_form else raw or None
+        body = await exchange.passed_body()
         if is_alone and self._prefill is not None:
-            why = f"of {request.path} answers name nothing that a prefill node holds"
+            why = f"of {exchange.request.path} answers name nothing that a prefill node holds"
             self._count_fallback("endpoint", why)
-        exchange = Exchange(request, request_id, started, headers, _PASSED, {})
-        async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin(stack, exchange, body))
+        return await self._relay(exchange, body)
 
-    async def pass_to_holder(
-        self, request: web.Request, request_id: str, started: float
+    async def pass_to_holder(self, exchange: Exchange) -> web.StreamResponse:
+        """Serve a request about a stored response from the decode node that stores it; raises likewise."""
+        return await self._run_at_holder(exchange, await exchange.passed_body())
+
+    async def _run_at_holder(
+        self, exchange: Exchange, body: Mapping[str, Any] | bytes | None
     ) -> web.StreamResponse:
-        """Serve a request about a stored response from the decode node that stores it.
-
-        Raises:
-            BadBody: there is a body, and it is not a JSON object.
-            UpstreamError: no node answered.
-        """
-        raw = await request.read()
-        headers = bodies.request_headers(request.headers.items(), request_id)
-        exchange = Exchange(request, request_id, started, headers, _PASSED, {})
-        return await self._run_at_holder(exchange, _PASSED.parse(raw) if raw else None)
-
-    async def _run_at_holder(self, exchange: Exchange, body: Mapping[str, Any] | None) -> web.StreamResponse:
         """Ask the decode nodes one after the other, until one does not answer 404: it stores the response."""
         asked: list[str] = []
         while True:
@@ -203,41 +208,30 @@ class Flow:
             asked += [lease.url] if lease is not None else []
             is_last = all(node.url in asked for node in self._decode.in_rotation())
             try:
-                async with contextlib.AsyncExitStack() as stack:
-                    begun = await self._begin(stack, exchange, body, lease, retry=is_last)
+                async with self._begun(exchange, body, lease, retry=is_last) as begun:
                     if begun.answer.status != 404 or is_last:
                         return await self._pass_on(exchange, begun)
             except UpstreamError as error:
                 if error.was_reached or is_last:
                     raise
 
-    async def _run_plain(self, exchange: Exchange) -> web.StreamResponse:
-        """Serve a request from one server."""
-        lease, placed = await self._take(exchange, self._decode)
-        return await self._run_decode(
-            exchange, exchange.endpoint.decode_body(exchange.body, placed or None), lease
-        )
+    async def _run_whole(self, exchange: Exchange, pool: Pool) -> web.StreamResponse:
+        """Serve a request from one node of ``pool``."""
+        lease, placed = await self._take(exchange, pool)
+        sent = exchange.endpoint.decode_body(exchange.body, placed or None)
+        return await self._relay(exchange, sent, lease, pool)
 
     async def _run_one_token(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
         """Serve a request for one token: P's answer is complete, and nothing is held for a decode node."""
         lease, placed = await self._take(exchange, prefill)
         sent = exchange.endpoint.decode_body(exchange.body, placed or None)
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                begun = await self._begin(stack, exchange, sent, lease, prefill)
-                if not self._falls_back(begun.answer.status):
-                    self._metrics.first_tokens.labels("only").inc()
-                    return await self._pass_on(exchange, begun)
+            async with self._begun(exchange, sent, lease, prefill) as begun:
+                self._check_status(begun.answer.status)
+                self._metrics.first_tokens.labels("only").inc()
+                return await self._pass_on(exchange, begun)
         except UpstreamError as error:
             return await self._without_prefill(exchange, error)
-        return await self._refused(exchange, begun.answer.status)
-
-    async def _run_notice(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
-        """Serve a request that only announces its prompt: the prefill node brings what is kept of it."""
-        lease, placed = await self._take(exchange, prefill)
-        sent = exchange.endpoint.decode_body(exchange.body, placed or None)
-        async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin(stack, exchange, sent, lease, prefill))
 
     async def _take(self, exchange: Exchange, pool: Pool) -> tuple[NodeUse | None, Mapping[str, Any]]:
         """The first node to ask, and parameters that name to it a peer with more of the prompt."""
@@ -259,11 +253,10 @@ class Flow:
                 return await self._run_at_once(exchange, lease, channel, placed)
             return await self._run_in_turn(exchange, lease, placed)
         finally:
-            holding = exchange.holding
             # Another connector has no such release, and may take it for a request to fetch.
-            known = self._channels.get(holding.asked[-1]) if holding.asked else None
-            if known is not None and known.handle and not holding.is_taken:
-                self.releases.release(holding, exchange.headers)
+            known = self._channels.get(exchange.asked[-1]) if exchange.asked else None
+            if known is not None and known.handle and not exchange.is_taken:
+                self.releases.release(exchange.asked[-1], exchange.release_name, exchange.headers)
 
     async def _run_in_turn(
         self, exchange: Exchange, lease: NodeUse | None = None, placed: Mapping[str, Any] | None = None
@@ -289,28 +282,30 @@ class Flow:
         # The prefill task starts, and owns the lease, before this task can be cancelled: a cancellation takes
         # effect at this task's next turn, and new tasks take their first turn in the order of their creation.
         prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
+        exchange.prefill = prefill
         try:
             async with contextlib.AsyncExitStack() as stack:
                 params = bodies.announced_decode(transfer_id, channel)
                 sent = exchange.endpoint.decode_body(exchange.body, params)
-                decode = asyncio.create_task(self._begin(stack, exchange, sent))
+                begun = self._begun(exchange, sent)
+                decode = asyncio.create_task(stack.enter_async_context(begun))
                 try:
                     await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
                     answered = None if decode.done() else _as_announced(prefill, channel)
                     first = self._first_of(exchange, answered) if answered is not None else None
                     if first is not None:
-                        return await self._go_beside(exchange, first, decode, prefill)
+                        return await self._go_beside(exchange, first, decode)
                     await _until_clear(prefill, decode, channel)
                     if decode.done() and (
                         not _lacks_kv(decode) or _as_announced(prefill, channel) is not None
                     ):
-                        return await self._pass_on(exchange, decode.result(), prefill)
+                        return await self._pass_on(exchange, decode.result())
                 finally:
                     await _end(decode)
             # Only P's answer is left; D's connection is closed.
             self._metrics.flows.labels("resumed").inc()
             error = prefill.exception()
-            if isinstance(error, UpstreamError):
+            if isinstance(error, UpstreamError) and error.reason != "refused":
                 self._channels.pop(lease.url, None)
                 if not error.was_reached:
                     # The node does not have the request: another node may take it.
@@ -321,23 +316,19 @@ class Flow:
             await _end(prefill)
 
     async def _go_beside(
-        self,
-        exchange: Exchange,
-        first: FirstAnswer,
-        decode: Awaitable[Begun],
-        prefill: asyncio.Task[PrefillResult],
+        self, exchange: Exchange, first: FirstAnswer, decode: asyncio.Task[Begun]
     ) -> web.StreamResponse:
         """Send the client P's token, then D's answer, where D was asked before P's token was known.
 
         Both nodes sample the same token, except for near ties: then D, which has the KV, is asked again with
         the token.
         """
-        response = await self._begin_stream(exchange, first)
+        await self._begin_stream(exchange, first)
         try:
-            return await self._go_behind(exchange, response, first, decode, prefill)
+            return await self._go_behind(exchange, first, decode)
         except Differs:
             self._metrics.first_tokens.labels("repeated").inc()
-            return await self._run_behind(exchange, first, {}, prefill, response)
+            return await self._run_behind(exchange, first, {})
 
     async def _go_on(self, exchange: Exchange, prefill: Awaitable[PrefillResult]) -> web.StreamResponse:
         """Continue after prefill: decode, or the reason why not.
@@ -350,9 +341,7 @@ class Flow:
         except UpstreamError as error:
             return await self._without_prefill(exchange, error)
         if isinstance(outcome, web.Response):
-            if not self._falls_back(outcome.status):
-                return outcome
-            return await self._refused(exchange, outcome.status)
+            return outcome
         first = self._first_of(exchange, outcome)
         if first is not None and first.is_whole:
             return await self._begin_stream(exchange, first)
@@ -369,22 +358,18 @@ class Flow:
             why = "several prompts or answers cannot share what the prefill node handed out"
             return await self._run_alone(exchange, "several", why)
         tokens = endpoint.tokens_of(outcome.answer) if self._reuses_tokens(exchange) else None
-        prefilled: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
-        prefilled.set_result(outcome)
+        exchange.prefill = asyncio.get_running_loop().create_future()
+        exchange.prefill.set_result(outcome)
         if first is not None:
-            return await self._run_behind(exchange, first, params, prefilled, tokens=tokens)
-        return await self._run_decode(
-            exchange, endpoint.decode_body(body, params, tokens), prefilled=prefilled
-        )
+            return await self._run_behind(exchange, first, params, tokens)
+        return await self._relay(exchange, endpoint.decode_body(body, params, tokens))
 
-    def _falls_back(self, status: int) -> bool:
-        """Whether a decode node serves the request instead, after P answered with this status."""
+    def _check_status(self, status: int) -> None:
+        """Raise ``UpstreamError`` if a decode node is to serve a request that P answered so."""
         # Every node would refuse such a request. Other statuses mean that this node cannot serve it now.
         is_of_the_request = 400 <= status < 500 and status not in (408, 429)
-        return self._decode_fallback and status != 200 and not is_of_the_request
-
-    async def _refused(self, exchange: Exchange, status: int) -> web.StreamResponse:
-        return await self._run_alone(exchange, "prefill_refused", f"the prefill node answered {status}")
+        if self._decode_fallback and status != 200 and not is_of_the_request:
+            raise UpstreamError(status, "refused", f"the prefill node answered {status}")
 
     async def _without_prefill(self, exchange: Exchange, error: UpstreamError) -> web.StreamResponse:
         """Raises ``error`` where no decode node may compute the prompt instead."""
@@ -395,7 +380,8 @@ class Flow:
     async def _run_alone(self, exchange: Exchange, reason: str, why: str) -> web.StreamResponse:
         """Let the decode node compute the prompt too."""
         self._count_fallback(reason, why)
-        return await self._run_decode(exchange, exchange.body)
+        exchange.prefill = None
+        return await self._relay(exchange, exchange.body)
 
     def _count_fallback(self, reason: str, why: str) -> None:
         """Count a request that a decode node serves alone. Each ``reason`` is logged once."""
@@ -430,8 +416,7 @@ class Flow:
         """
         assert self._prefill is not None, "plain servers are asked for no prefill"
         headers = bodies.identity_encoding(exchange.headers)
-        holding = exchange.holding
-        body = exchange.endpoint.prefill_body(exchange.body, {**params, RELEASE_KEY: holding.name})
+        body = exchange.endpoint.prefill_body(exchange.body, {**params, RELEASE_KEY: exchange.release_name})
         if self._reuses_tokens(exchange) or (exchange.takes_first and exchange.is_stream):
             body["return_token_ids"] = True
         if exchange.takes_first and exchange.is_stream:
@@ -439,11 +424,12 @@ class Flow:
             if isinstance(least, int) and least > 0:
                 body["min_tokens"] = 1
         request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
-        sent = self._upstream.send(self._prefill, request, lease, retry=retry, asked=holding.asked)
+        sent = self._upstream.send(self._prefill, request, lease, retry=retry, asked=exchange.asked)
         async with sent as (leased, answer):
             raw = await self._read_whole(answer)
             if answer.status != 200:
-                holding.asked.clear()
+                exchange.asked.clear()
+                self._check_status(answer.status)
                 refused = web.Response(status=answer.status, body=raw)
                 refused.headers.popall("Content-Type", None)
                 for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
@@ -490,27 +476,28 @@ class Flow:
             raise self._upstream.failed("prefill", "bad_answer", text)
         return bytes(raw)
 
-    async def _run_decode(
+    async def _relay(
         self,
         exchange: Exchange,
-        body: Mapping[str, Any],
+        body: Mapping[str, Any] | bytes | None,
         lease: NodeUse | None = None,
-        prefilled: asyncio.Future[PrefillResult] | None = None,
+        pool: Pool | None = None,
     ) -> web.StreamResponse:
-        async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin(stack, exchange, body, lease), prefilled)
+        """Pass the answer of one node on; the arguments are those of ``_begun``."""
+        async with self._begun(exchange, body, lease, pool) as begun:
+            return await self._pass_on(exchange, begun)
 
-    async def _begin(
+    @contextlib.asynccontextmanager
+    async def _begun(
         self,
-        stack: contextlib.AsyncExitStack,
         exchange: Exchange,
         body: Mapping[str, Any] | bytes | None,
         lease: NodeUse | None = None,
         pool: Pool | None = None,
         *,
         retry: bool = True,
-    ) -> Begun:
-        """Ask a node and read its answer's first bytes. The connection is open as long as ``stack``.
+    ) -> AsyncIterator[Begun]:
+        """Ask a node and read its answer's first bytes. Leaving the block closes the connection.
 
         ``lease`` and ``retry`` are those of ``Upstream.send``; ``pool`` defaults to the decode nodes.
 
@@ -520,18 +507,16 @@ class Flow:
         client = exchange.request
         request = UpstreamRequest(client.method, client.path_qs, exchange.headers, body)
         pool = pool or self._decode
-        leased, answer = await stack.enter_async_context(
-            self._upstream.send(pool, request, lease, retry=retry)
-        )
-        with self._upstream.translated(pool.role):
-            first = await answer.content.readany()
-        if not first and answer.status == 200:
-            raise self._upstream.failed(pool.role, "empty", f"the {pool.role} node's answer is empty")
-        pool.computed(leased)
-        params = body.get(bodies.PARAMS) if isinstance(body, Mapping) else None
-        if answer.status == 200 and params and params.get("do_remote_prefill"):
-            exchange.holding.is_taken = True
-        return Begun(pool.role, answer, first)
+        async with self._upstream.send(pool, request, lease, retry=retry) as (leased, answer):
+            with self._upstream.translated(pool.role):
+                first = await answer.content.readany()
+            if not first and answer.status == 200:
+                raise self._upstream.failed(pool.role, "empty", f"the {pool.role} node's answer is empty")
+            pool.computed(leased)
+            params = body.get(bodies.PARAMS) if isinstance(body, Mapping) else None
+            if answer.status == 200 and params and params.get("do_remote_prefill"):
+                exchange.is_taken = True
+            yield Begun(pool.role, answer, first)
 
     def _reuses_tokens(self, exchange: Exchange) -> bool:
         """Whether D gets the tokens of a text that P tokenised."""
@@ -559,55 +544,49 @@ class Flow:
 
     async def _begin_stream(self, exchange: Exchange, first: FirstAnswer) -> web.StreamResponse:
         """Send the client P's token, and the end of the stream if that is all."""
-        response = web.StreamResponse(headers={bodies.REQUEST_ID: exchange.request_id})
+        response = web.StreamResponse(headers={REQUEST_ID: exchange.request_id})
         response.content_type, response.charset = "text/event-stream", "utf-8"
-        await response.prepare(exchange.request)
+        await self._prepare(exchange, response)
         await response.write(first.sent)
-        self._metrics.first_byte_seconds.observe(self._clock() - exchange.started)
         if first.is_whole:
             await response.write_eof()
         return response
+
+    async def _prepare(self, exchange: Exchange, response: web.StreamResponse) -> None:
+        exchange.response = response
+        await response.prepare(exchange.request)
+        self._metrics.first_byte_seconds.observe(self._clock() - exchange.started)
 
     async def _run_behind(
         self,
         exchange: Exchange,
         first: FirstAnswer,
         params: Mapping[str, Any],
-        prefill: asyncio.Future[PrefillResult],
-        response: web.StreamResponse | None = None,
         tokens: list[int] | None = None,
     ) -> web.StreamResponse:
-        """Send the client P's token at once, then D's answer, where D is given this token.
+        """Send the client P's token at once, unless it has it, then D's answer, where D is given this token.
 
-        ``prefill`` is that of ``_pass_on``, and ``response`` is the client's, if the client has the token
-        already; ``tokens`` are those of the prompt, if D is to be spared tokenising it. If D gives no answer,
-        the stream ends with an error, as a server's own does.
+        ``tokens`` are those of the prompt, if D is to be spared tokenising it. If D gives no answer, the
+        stream ends with an error, as a server's own does.
         """
         params = {**params, FIRST_TOKEN_KEY: first.token}
-        sent = exchange.endpoint.decode_body(exchange.body, params, tokens)
+        begun = self._begun(exchange, exchange.endpoint.decode_body(exchange.body, params, tokens))
         async with contextlib.AsyncExitStack() as stack:
-            decode = asyncio.create_task(self._begin(stack, exchange, sent))
+            decode = asyncio.create_task(stack.enter_async_context(begun))
             try:
-                response = response or await self._begin_stream(exchange, first)
-                return await self._go_behind(exchange, response, first, decode, prefill)
+                if exchange.response is None:
+                    await self._begin_stream(exchange, first)
+                return await self._go_behind(exchange, first, decode)
             except Differs as error:
-                assert response is not None, "nothing differs before P's token was sent"
                 self._metrics.first_tokens.labels("differs").inc()
-                return await self._end_with(exchange, response, f"the decode node's answer differs: {error}")
+                return await self._end_with(exchange, f"the decode node's answer differs: {error}")
             finally:
                 await _end(decode)
 
     async def _go_behind(
-        self,
-        exchange: Exchange,
-        response: web.StreamResponse,
-        first: FirstAnswer,
-        decode: Awaitable[Begun],
-        prefill: asyncio.Future[PrefillResult],
+        self, exchange: Exchange, first: FirstAnswer, decode: asyncio.Task[Begun]
     ) -> web.StreamResponse:
         """Continue the client's stream with D's answer behind P's token.
-
-        ``prefill`` is that of ``_pass_on``.
 
         Raises:
             Differs: D's answer begins with another token; none of it was sent.
@@ -625,24 +604,20 @@ class Flow:
                     read = await begun.answer.content.readany()
                 kept += rest.take(read)
         except UpstreamError as error:
-            return await self._end_with(exchange, response, str(error))
-        return await self._go_on_passing(exchange, response, begun, kept, rest.take, prefill)
+            return await self._end_with(exchange, str(error))
+        return await self._go_on_passing(exchange, begun, kept, rest.take)
 
-    async def _end_with(
-        self, exchange: Exchange, response: web.StreamResponse, why: str
-    ) -> web.StreamResponse:
+    async def _end_with(self, exchange: Exchange, why: str) -> web.StreamResponse:
         """End a stream that has only its first token with an error, as a server does."""
         self._log_cut_off(exchange.request_id, f"it has no more than its first token: {why}")
+        response = exchange.response
+        assert response is not None, "the first token was sent"
         await response.write(first_answer.error_end(why))
         await response.write_eof()
         return response
 
-    async def _pass_on(
-        self, exchange: Exchange, begun: Begun, prefill: asyncio.Future[PrefillResult] | None = None
-    ) -> web.StreamResponse:
+    async def _pass_on(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:
         """Stream the node's answer to the client. From here on a failing node breaks the answer off.
-
-        With ``prefill``, P's answer to the same request, the usage has P's counts of the prompt.
 
         Raises:
             ConnectionError: the client left.
@@ -650,23 +625,17 @@ class Flow:
         answer = begun.answer
         response = web.StreamResponse(status=answer.status, reason=answer.reason)
         for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
-            if prefill is None or key.lower() != "content-length":
+            if exchange.prefill is None or key.lower() != "content-length":
                 response.headers.add(key, value)
-        await response.prepare(exchange.request)
-        self._metrics.first_byte_seconds.observe(self._clock() - exchange.started)
-        return await self._go_on_passing(exchange, response, begun, begun.first, bytes, prefill)
+        await self._prepare(exchange, response)
+        return await self._go_on_passing(exchange, begun, begun.first, bytes)
 
     async def _go_on_passing(
-        self,
-        exchange: Exchange,
-        response: web.StreamResponse,
-        begun: Begun,
-        chunk: bytes,
-        kept_of: Callable[[bytes], bytes],
-        prefill: asyncio.Future[PrefillResult] | None,
+        self, exchange: Exchange, begun: Begun, chunk: bytes, kept_of: Callable[[bytes], bytes]
     ) -> web.StreamResponse:
-        """Send the client a chunk, and ``kept_of`` each chunk that follows."""
-        request, is_open = exchange.request, True
+        """Send the client a chunk, and ``kept_of`` each chunk that follows, with P's counts of the prompt."""
+        response, prefill, is_open = exchange.response, exchange.prefill, True
+        assert response is not None, "the answer has begun"
         counted = CountedByPrefill(is_stream=begun.answer.content_type == "text/event-stream")
         counts: PromptCounts | None = None
         while True:
@@ -686,9 +655,9 @@ class Flow:
                 is_open, chunk = bool(read), kept_of(read)
             except Exception as error:
                 self._log_cut_off(exchange.request_id, str(error) or type(error).__name__)
-                if request.transport is not None:
+                if exchange.request.transport is not None:
                     # An orderly end would make the answer look complete to the client.
-                    request.transport.abort()
+                    exchange.request.transport.abort()
                 return response
         await response.write_eof()
         return response

@@ -163,10 +163,6 @@ class Pool:
         """The nodes that take requests. They are the pool's own: read them, and keep none."""
         return [node for node in self._nodes.values() if node.state in _IN_ROTATION]
 
-    def is_out(self) -> bool:
-        """Whether every node has left rotation."""
-        return not self.in_rotation()
-
     def view(self) -> list[Node]:
         """Copies of all nodes, in the order given."""
         return [replace(node) for node in self._nodes.values()]

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from dataclasses import dataclass, field
 
 from kvconnect.router import bodies
 from kvconnect.router.upstream import Headers, Upstream
@@ -23,29 +21,16 @@ NO_MODEL = "kvconnect-releases-and-computes-nothing"
 _TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True, eq=False)
-class Holding:
-    """What a prefill node may hold for one request, under the secret ``name``.
-
-    ``asked``: the node that may have the request; empty once it refused. ``is_taken``: a decode node has
-    answered that was given the parameters, and fetched or will release by itself.
-    """
-
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    asked: list[str] = field(default_factory=list)
-    is_taken: bool = False
-
-
 class Releases:
-    """Releases holdings in the background. Owned by one event loop."""
+    """Sends releases in the background. Owned by one event loop."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def release(self, holding: Holding, headers: Headers) -> None:
-        """Begin to release what the node that was asked last holds. ``headers``: the request's."""
-        task = asyncio.create_task(self._release(holding.asked[-1], holding.name, headers), name="release")
+    def release(self, url: str, name: str, headers: Headers) -> None:
+        """Begin to release what a node holds for the request of this secret name and these headers."""
+        task = asyncio.create_task(self._release(url, name, headers), name="release")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from kvconnect.errors import ConfigError
-from kvconnect.router import bodies
 from kvconnect.router.endpoints import Endpoint
 from kvconnect.router.flow import Begun, Exchange, Flow
 from kvconnect.router.pool import NodeUse, Pool
@@ -45,14 +44,10 @@ class RoomFlow(Flow):
         # First tokens come from D: P's answer has no parameters that D could go on from.
         self.trials = None
 
-    async def run(
-        self, endpoint: Endpoint, request: web.Request, request_id: str, started: float
-    ) -> web.StreamResponse:
-        body = endpoint.parse(await request.read())
+    async def run(self, endpoint: Endpoint, exchange: Exchange) -> web.StreamResponse:
+        body = endpoint.parse(await exchange.request.read())
         # A client must not name the node that its KV comes from.
-        body = {key: value for key, value in body.items() if key not in _FIELDS}
-        headers = bodies.request_headers(request.headers.items(), request_id)
-        exchange = Exchange(request, request_id, started, headers, endpoint, body)
+        exchange.body = {key: value for key, value in body.items() if key not in _FIELDS}
         asked: list[str] = []
         while True:
             lease = self._nodes.take(avoid=asked) or self._nodes.take()
@@ -82,9 +77,8 @@ class RoomFlow(Flow):
         self._metrics.flows.labels("room").inc()
         sent = {**exchange.body, **self._meeting(lease.url)}
         # As in Flow: the task owns the lease before this one can be cancelled.
-        ask_prefill = self._begin(stack, exchange, sent, lease, self._nodes, retry=False)
-        prefill = asyncio.create_task(ask_prefill)
-        decode = asyncio.create_task(self._begin(stack, exchange, sent))
+        asked = self._begun(exchange, sent, lease, self._nodes, retry=False), self._begun(exchange, sent)
+        prefill, decode = (asyncio.create_task(stack.enter_async_context(one)) for one in asked)
         stack.push_async_callback(_end_all, prefill, decode)
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
         if not decode.done() and _is_error(prefill.result()):

@@ -56,7 +56,7 @@ class UpstreamRequest:
 
     @property
     def data(self) -> bytes | None:
-        """The body's bytes, of a mapping as JSON. Raises ``BadBody``."""
+        """The body's bytes, of a mapping as JSON. Raises ``BadRequest``."""
         return to_bytes(self.body) if isinstance(self.body, Mapping) else self.body
 
 
@@ -121,7 +121,7 @@ class Upstream:
 
         Raises:
             UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
-            BadBody: the body cannot be written.
+            BadRequest: the body cannot be written.
         """
         started = self._clock()
         retries = self.limits.retries if retry else 0

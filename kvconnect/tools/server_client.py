@@ -13,7 +13,8 @@ from kvconnect.addresses import split_address
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.metrics import PREFIX
 from kvconnect.node.children import Samples, fetch, fetch_json, parse_metrics
-from kvconnect.router.bodies import API_KEY_VARIABLE, REQUEST_ID
+from kvconnect.node.http_server import REQUEST_ID
+from kvconnect.router.bodies import API_KEY_VARIABLE
 
 _METRICS_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 300.0

@@ -144,7 +144,11 @@ class Actor(Child):
         self.starts += 1
         environment = self._stage.options.environment
         return self._stage.nursery.start(
-            self.command, self.log, namespace=self._namespace, environment=environment
+            self.command,
+            self.log,
+            namespace=self._namespace,
+            environment=environment,
+            before="import tests.node.wide_model",
         )
 
     def kill(self) -> int:

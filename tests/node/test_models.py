@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import tests.node.wide_model  # noqa: F401
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
 from kvconnect.node.attention import AttentionPages, StatePages

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+import tests.node.wide_model  # noqa: F401
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import LocalError
 from kvconnect.node.block_manager import RequestBlocks
@@ -53,7 +54,7 @@ def test_abort_frees_blocks_at_every_stage():
     assert client.held == 0
     assert client.last("running").finish_reason == "abort"
     assert client.last("waiting").finish_reason == "abort"
-    assert client.engine.snapshot.counts["aborted"] == 3
+    assert client.engine.snapshot["counts"]["aborted"] == 3
     assert client.complete(make_prompt(100)) == make_client().complete(make_prompt(100))
 
 
@@ -63,7 +64,7 @@ def test_a_prompt_starts_only_when_all_of_it_has_room():
     client.steps(1)
     client.submit("second", make_prompt(200, seed=1), 2)
     client.run("first", "second")
-    assert client.engine.snapshot.counts["preemptions"] == 0
+    assert client.engine.snapshot["counts"]["preemptions"] == 0
 
 
 def test_ids_are_unique():
@@ -159,7 +160,7 @@ def test_blocks_wait_until_they_were_sent():
     p = prefill.client
     p.steps(5)
     assert p.held == 7
-    assert p.engine.snapshot.requests["waiting_to_be_fetched"] == 1
+    assert p.engine.snapshot["requests"]["waiting_to_be_fetched"] == 1
     assert params["blocks"] == p.last("p").kv_block_ids
     prefill.sent.append("p")
     p.steps(1)
@@ -168,7 +169,7 @@ def test_blocks_wait_until_they_were_sent():
 
 def test_others_run_while_a_request_loads_and_its_blocks_are_not_reused_as_prefix():
     d, decode = loading()
-    assert d.engine.snapshot.requests["waiting_for_kv"] == 1
+    assert d.engine.snapshot["requests"]["waiting_for_kv"] == 1
     assert d.complete(PROMPT) == make_client().complete(PROMPT)
     assert d.last("request-1").cached_tokens == 0
     decode.release()
@@ -183,7 +184,7 @@ def test_an_abort_while_loading_keeps_the_blocks_until_they_are_quiet():
     assert decode.finished_calls("loading") == [False]
     assert d.last("loading").finish_reason == "abort"
     assert d.held == 7
-    assert d.engine.snapshot.requests["aborted_while_loading"] == 1
+    assert d.engine.snapshot["requests"]["aborted_while_loading"] == 1
     decode.fail_with = "cancelled"
     decode.release()
     d.steps(1)

@@ -87,6 +87,6 @@ def test_an_idle_node_uses_no_processor(outstanding):
     before = time.clock_gettime(clock)
     time.sleep(1.2)
     used = time.clock_gettime(clock) - before
-    assert engine.snapshot.requests["waiting_for_kv"] == int(outstanding)
+    assert engine.snapshot["requests"]["waiting_for_kv"] == int(outstanding)
     engine.stop()
     assert used < 0.03

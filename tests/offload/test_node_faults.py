@@ -61,7 +61,7 @@ def test_an_abort_while_blocks_are_restored_keeps_them_until_they_are_quiet():
         keeper.step()
     assert keeper.last("r").finish_reason == "abort"
     assert keeper.held == 19
-    assert keeper.engine.snapshot.requests["aborted_while_loading"] == 1
+    assert keeper.engine.snapshot["requests"]["aborted_while_loading"] == 1
     held[0].done = True
     keeper.settle()
     del copier(keeper).restore

@@ -111,7 +111,7 @@ def test_a_preempted_request_goes_on_from_what_was_kept_of_it(model, num_blocks)
         keeper.submit(name, prompt, count)
     keeper.run(*prompts)
     keeper.settle()
-    assert keeper.engine.snapshot.counts["preemptions"] > 0
+    assert keeper.engine.snapshot["counts"]["preemptions"] > 0
     assert restored
     wanted = expected_together([(prompt, count) for prompt in prompts.values()], model)
     for name, answer in zip(prompts, wanted, strict=True):

@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvconnect.router.app import ROUTER, Router, app_runner, create_router_app
+from kvconnect.node.http_server import app_runner
+from kvconnect.router.app import ROUTER, Router, create_router_app
 from kvconnect.router.router_options import RouterLimits, RouterOptions
 from tests.ports import free_port
 

@@ -240,7 +240,7 @@ async def test_other_paths_pass_to_the_decode_node_or_are_refused_in_json() -> N
         status, text = await client.get("/v1/nothing")
         error = json.loads(text)["error"]
         assert (status, error["code"], json.loads(text)["detail"]) == (404, 404, "Not Found")
-        assert error["message"] == "GET /v1/nothing is not served by this router: Not Found"
+        assert error["message"] == "GET /v1/nothing is not served here: Not Found"
 
 
 @pytest.mark.parametrize(("end", "timeout_s"), [("abort", 30.0), ("hang", 0.3)])

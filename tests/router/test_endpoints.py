@@ -9,8 +9,8 @@ import re
 import aiohttp
 import pytest
 
+from kvconnect.node.http_server import BadRequest
 from kvconnect.router import bodies
-from kvconnect.router.bodies import BadBody
 from kvconnect.router.endpoints import ALONE, PASSED, SPLIT, STORED
 from tests.router.router_doubles import PARAMS, Node, answers, dead_url, in_loop, pair, routed, streams
 from tests.router.test_flow import after, hands_out, in_turn
@@ -126,7 +126,7 @@ def test_a_decode_node_gets_tokens_in_place_of_a_text_or_beside_a_chat() -> None
 
 @pytest.mark.parametrize("sampling", [None, 5, "x", [1]])
 def test_sampling_parameters_that_are_none_are_refused(sampling) -> None:
-    with pytest.raises(BadBody, match="sampling_params must be a JSON object, not "):
+    with pytest.raises(BadRequest, match="sampling_params must be a JSON object, not "):
         GENERATE.parse(json.dumps({"sampling_params": sampling}).encode())
 
 

@@ -307,7 +307,8 @@ async def test_a_prefill_leg_that_fails_is_answered_by_the_decode_node(flow, fai
     async with learnt([FAILS[fails]], decode, flow=flow, prefill_timeout_s=timeout_s) as (client, p, d):
         status, _, raw = await client.post({**ASK, "stream": stream})
         assert (status, raw) == (200, b"".join(CHUNKS) if stream else b'{"token_ids": [5, 6]}')
-        assert d.seen[-1].body == {**ASK, "stream": stream}, "without any parameters"
+        # The router's own trials of a decode node may come after it.
+        assert {**ASK, "stream": stream} in [one.body for one in d.seen], "without any parameters"
         assert await fallbacks(client, f"prefill_{fails}") == 1
         if flow == "parallel":
             await asyncio.wait_for(d.gone.wait(), 2)

@@ -88,7 +88,7 @@ def test_whatever_happens_the_pool_is_what_its_model_is(steps, by_work) -> None:
         assert set(pool.urls) == set(models)
         assert set(pool.unseen()) == {one for one, model in models.items() if not model.was_seen}
         assert pool.is_ready() is any(model.state is HEALTHY for model in models.values())
-        assert pool.is_out() is not any(model.takes_requests for model in models.values())
+        assert bool(pool.in_rotation()) is any(model.takes_requests for model in models.values())
 
 
 def test_the_node_of_a_session_is_taken_among_equals_and_never_when_it_is_overrun() -> None:

@@ -156,7 +156,6 @@ class SimScheduler(Scheduler):
         node = self._node
         node.world.note(node.name, "preempts", request.request_id)
         node.checks.count("preemptions")
-        assert request.blocks is not None
         for worker in node.workers:
             worker.give_up(frozenset(block for ids in request.blocks.ids for block in ids))
         super()._preempt(request)
@@ -304,7 +303,7 @@ class SimNode:
         self.device.is_dead = True
         for worker in self.workers:
             worker.kill()
-        self.scheduler.fail_all(Failure(503, "the node is gone", "server_error"))
+        self.scheduler.fail_all(Failure(503, "the node is gone"))
         self._deliver()
         lost, self._inbox = self._inbox, []
         for request in lost:

@@ -283,7 +283,6 @@ class _ContentName(bytes):
 
 
 def _content_names(hashing: int, request: SimRequest, tokens: int) -> Sequence[bytes]:
-    assert request.blocks is not None
     made = [_ContentName(name) for name in _names(hashing, request, tokens)]
     # The prompt of a notice is cut after it was hashed.
     for name, key in zip(made, request.blocks.content_hashes(request.token_ids, tokens), strict=False):
