@@ -9,8 +9,8 @@ import pytest
 
 from kvconnect.engine.store_process import Verb
 from kvconnect.errors import EngineError
-from kvconnect.offload.store.store_tier import Announced, StoreTier, _Item
-from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
+from kvconnect.offload.store.store_tier import Announced, StoreTier
+from tests.offload.tier_suite import LowerTierSuite, TierDriver, blank_rows, lengths_of, rows_of, some_rows
 
 NAMESPACE = "ab" * 32
 
@@ -317,7 +317,7 @@ def test_what_is_announced_is_what_the_store_was_seen_to_have(store, make):
     assert driver.index == set(rows)
     store.values.update(
         {
-            tier._keys([_Item(0, 0, content)])[0]: tier._format.header(content, memoryview(row)) + row
+            tier._keys(blank_rows({content: 1}))[0]: tier._format.header(content, memoryview(row)) + row
             for content, row in others.items()
         }
     )
@@ -326,10 +326,10 @@ def test_what_is_announced_is_what_the_store_was_seen_to_have(store, make):
     assert driver.read(lengths_of(others)) == others
     assert driver.index == {*rows, *others}
     first, second, *_ = rows
-    del store.values[tier._keys([_Item(0, 0, first)])[0]]
+    del store.values[tier._keys(blank_rows({first: 1}))[0]]
     driver.seek(list(rows))
     assert driver.index == {*rows, *others} - {first}, "it was asked for and is gone"
-    key = tier._keys([_Item(0, 0, second)])[0]
+    key = tier._keys(blank_rows({second: 1}))[0]
     store.values[key] = store.values[key][:-1] + b"?"
     assert second not in driver.read(lengths_of(rows))
     assert driver.index == {*rows, *others} - {first, second}, "it is spoilt"
