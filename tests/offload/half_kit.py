@@ -136,7 +136,7 @@ def check_index(index: TierIndex) -> None:
         assert not np.isin(rows.state[is_pinned], (ABSENT, PENDING)).any()
         assert not rows.is_session_pinned[np.flatnonzero(rows.state == ABSENT)].any()
         aging = np.flatnonzero((rows.state == READY) & ~is_pinned & ~rows.is_session_pinned)
-        assert sorted(rows.ages.rows().tolist()) == aging.tolist()
+        assert sorted(rows.ages) == aging.tolist()
         assert all(len(row_of) <= rows.num_rows for row_of in rows.row_of.values())
 
 

@@ -223,7 +223,7 @@ def test_what_was_dropped_is_pinned_no_more_and_may_be_pinned_again(plan):
     check_index(index)
     pins.release(pin)
     check_index(index)
-    assert len(index.classes[0].ages.rows()) == 100
+    assert len(index.classes[0].ages) == 100
 
 
 def test_what_tenants_share_counts_for_each_and_stays_for_the_last():

@@ -9,8 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, count, repeat
-from operator import ne
+from itertools import compress, islice, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,69 +21,6 @@ from kvconnect.offload.tier_events import TierEvents
 
 Rows = NDArray[np.intp]
 
-_ENTRIES_PER_ROW = 4
-_FIRST_LOOK = 64
-_NOWHERE = -1
-
-
-class AgeOrder:
-    """An LRU order of some of the rows 0 to ``num_rows - 1``, least recently used first.
-
-    The order is a log: a row that is used again gets a new entry, which makes its old one void. Void entries
-    are skipped, and dropped when the log is full. Using thousands of rows is a few operations on arrays.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self._log: Rows = np.empty(_ENTRIES_PER_ROW * max(num_rows, _FIRST_LOOK), dtype=np.intp)
-        self._first = self._end = 0
-        # By row the place of its valid entry in the log.
-        self._place: Rows = np.full(num_rows, _NOWHERE, dtype=np.intp)
-
-    def append(self, rows: Rows) -> None:
-        """Mark rows as used now, the last one most recently."""
-        if self._end + len(rows) > len(self._log):
-            self._compact(len(rows))
-        end = self._end + len(rows)
-        self._log[self._end : end] = rows
-        # For a row given twice the later entry is valid.
-        self._place[rows] = np.arange(self._end, end)
-        self._end = end
-
-    def remove(self, rows: Rows) -> None:
-        """Remove rows from the order; rows that are not in it are skipped."""
-        self._place[rows] = _NOWHERE
-
-    def take(self, count: int) -> Rows:
-        """Remove and return the ``count`` oldest rows, or all if there are fewer."""
-        taken = [np.empty(0, dtype=np.intp)]
-        look = max(_FIRST_LOOK, 2 * count)
-        while count and self._first < self._end:
-            end = min(self._first + look, self._end)
-            valid = self._valid(self._first, end)[:count]
-            count -= len(valid)
-            taken.append(self._log[valid])
-            self._first = end if count else int(valid[-1]) + 1
-            look *= 2
-        rows = np.concatenate(taken)
-        self._place[rows] = _NOWHERE
-        return rows
-
-    def rows(self) -> Rows:
-        """All rows in the order, oldest first."""
-        return self._log[self._valid(self._first, self._end)]
-
-    def _valid(self, first: int, end: int) -> Rows:
-        return first + np.flatnonzero(self._place[self._log[first:end]] == np.arange(first, end))
-
-    def _compact(self, room: int) -> None:
-        """Drop void entries, and make the log hold ``room`` more entries."""
-        rows = self.rows()
-        if len(rows) + room > len(self._log):
-            self._log = np.empty(2 * (len(rows) + room), dtype=np.intp)
-        self._first, self._end = 0, len(rows)
-        self._log[: len(rows)] = rows
-        self._place[rows] = np.arange(len(rows))
-
 
 class ContentState(enum.IntEnum):
     ABSENT = 0
@@ -95,17 +31,13 @@ class ContentState(enum.IntEnum):
 ABSENT, PENDING, READY = (int(state) for state in ContentState)
 # A content that was dropped while pinned: it counts as absent, but a job still reads its row.
 DOOMED = 3
-_FEW = 24
-_SHORTEST_STRETCH, _LONGEST_STRETCH = 8, 2048
-_MOST_SINGLES = 128
 
 
 class ClassRows:
-    """The rows of one class, and the content of each. ``ages`` has only ready rows without any pin.
+    """The rows of one class, and the content of each; ``hash`` and ``group`` of a free row mean nothing.
 
-    The ``hash`` of a free row is that of its former content, and is forgotten when the row is taken again:
-    freeing must be fast. The last element of ``state``, ``pins`` and ``is_session_pinned`` belongs to unknown
-    contents, whose row is -1.
+    ``ages`` are the rows of which ``may_go`` is true, least recently used first. The last element of
+    ``state``, ``pins`` and ``is_session_pinned`` belongs to unknown contents, whose row is -1.
     """
 
     def __init__(self, num_rows: int, groups: Iterable[int]) -> None:
@@ -113,7 +45,7 @@ class ClassRows:
         self.row_of: dict[int, dict[bytes, int]] = {group: {} for group in groups}
         # A stack: the rows freed last are taken first.
         self.free = list(range(num_rows - 1, -1, -1))
-        self.ages = AgeOrder(num_rows)
+        self.ages: dict[int, None] = {}
         self.state: NDArray[np.uint8] = np.zeros(num_rows + 1, dtype=np.uint8)
         self.pins: NDArray[np.int32] = np.zeros(num_rows + 1, dtype=np.int32)
         self.is_session_pinned: NDArray[np.bool_] = np.zeros(num_rows + 1, dtype=np.bool_)
@@ -127,85 +59,50 @@ class ClassRows:
         del self.free[first:]
         return rows
 
-    def evict(self, count: int) -> Rows:
-        """Evict the ``count`` least recently used contents, or all; returns their rows."""
-        rows = self.ages.take(count)
-        self.let_go(rows)
-        return rows
-
     def may_go(self, rows: Rows) -> NDArray[np.bool_]:
         """For each row whether its content may be evicted."""
         is_kept: NDArray[np.bool_] = (self.pins[rows] > 0) | self.is_session_pinned[rows]
         may_go: NDArray[np.bool_] = (self.state[rows] == READY) & ~is_kept
         return may_go
 
+    def keep(self, rows: Rows) -> None:
+        """Rows are not to be evicted for now."""
+        for row in rows.tolist():
+            self.ages.pop(row, None)
+
+    def use(self, rows: Rows) -> None:
+        """Mark those rows that may be evicted as used, the first one most recently."""
+        rows = rows[self.may_go(rows)][::-1]
+        self.keep(rows)
+        self.ages.update(dict.fromkeys(rows.tolist()))
+
     def let_go(self, rows: Rows) -> None:
+        """Free rows, and forget their contents."""
+        self.keep(rows)
         self.state[rows] = ABSENT
-        self.ages.remove(rows)
+        for group, hashes in self.contents(rows).items():
+            for name in hashes:
+                del self.row_of[group][name]
         self.free += rows.tolist()
 
     def contents(self, rows: Rows) -> dict[int, list[bytes]]:
         """The hashes in rows, by group."""
-        if len(self.row_of) == 1:
-            return {group: [self.hash[row] for row in rows.tolist()] for group in self.row_of}
         by_group: dict[int, list[bytes]] = {}
         for group, row in zip(self.group[rows].tolist(), rows.tolist(), strict=True):
             by_group.setdefault(group, []).append(self.hash[row])
         return by_group
 
     def find(self, group: int, hashes: Sequence[bytes]) -> Rows:
-        """The row of each content, -1 for unknown ones. A returned row is free if its state is ABSENT."""
-        row_of = self.row_of[group]
-        if len(hashes) < _FEW:
-            return np.fromiter(map(row_of.get, hashes, repeat(-1)), np.intp, len(hashes))
-        hashes = list(hashes)
-        found = _find_stretches(row_of, self.hash, hashes)
-        # A free row keeps its former hash, and another group may hold the same hash in this class.
-        is_doubtful = (self.state[found] == ABSENT) | (self.group[found] != group)
-        is_doubtful &= found >= 0
-        for place in np.flatnonzero(is_doubtful).tolist():
-            found[place] = row_of.get(hashes[place], -1)
-        return found
+        """The row of each content, -1 for unknown ones."""
+        return np.fromiter(map(self.row_of[group].get, hashes, repeat(-1)), np.intp, len(hashes))
 
-    def put(self, group: int, hashes: list[bytes], taken: list[int]) -> None:
-        """Assign free rows to contents, which are pending now, and forget the rows' former contents."""
-        row_of = self.row_of[group]
-        rows = np.array(taken, dtype=np.intp)
-        for content, row, former in zip(hashes, taken, self.group[rows].tolist(), strict=True):
-            known, gone = self.row_of[former], self.hash[row]
-            if known.get(gone) == row:
-                del known[gone]
+    def put(self, group: int, hashes: list[bytes], rows: list[int]) -> None:
+        """Assign rows to contents, which are pending now."""
+        self.row_of[group].update(zip(hashes, rows, strict=True))
+        for content, row in zip(hashes, rows, strict=True):
             self.hash[row] = content
-            row_of[content] = row
         self.group[rows] = group
         self.state[rows] = PENDING
-
-
-def _find_stretches(row_of: dict[bytes, int], hash_of: list[bytes], hashes: list[bytes]) -> Rows:
-    """The row of each content, or a row that held it before; -1 if there is neither.
-
-    Consecutive blocks of a sequence mostly lie in neighbouring rows. Comparing stretches of hashes takes a
-    third of the time of single lookups.
-    """
-    found = np.empty(len(hashes), dtype=np.intp)
-    place, singles, stretch = 0, 1, _SHORTEST_STRETCH
-    while place < len(hashes):
-        end = min(place + singles, len(hashes))
-        found[place:end] = [row_of.get(content, -1) for content in hashes[place:end]]
-        place, row = end, int(found[end - 1]) + 1
-        length = 0
-        while row and stretch:
-            theirs, ours = hash_of[row : row + stretch], hashes[place : place + stretch]
-            same = min(len(theirs), len(ours))
-            if theirs != ours:
-                same = next(compress(count(), map(ne, theirs, ours)), same)
-            found[place : place + same] = np.arange(row, row + same)
-            place, row, length = place + same, row + same, length + same
-            stretch = min(2 * stretch, _LONGEST_STRETCH) if same == stretch else 0
-        # Without a stretch, try the next one only after more single lookups.
-        singles = 1 if length else min(2 * singles, _MOST_SINGLES)
-        stretch = min(max(_SHORTEST_STRETCH, length), _LONGEST_STRETCH)
-    return found
 
 
 # DOOMED contents count as absent.
@@ -280,17 +177,16 @@ class TierIndex:
         rows = self._rows(group)
         found = rows.find(group, hashes)
         states = rows.state[found]
-        used = found[(states == READY) & (rows.pins[found] == 0) & ~rows.is_session_pinned[found]]
-        rows.ages.remove(used)
+        rows.keep(found)
         absent = list(dict.fromkeys(compress(hashes, (states == ABSENT).tolist())))
-        if len(absent) > len(rows.free):
-            evicted = rows.evict(len(absent) - len(rows.free))
-            # Before the rows get other contents.
+        if (short := len(absent) - len(rows.free)) > 0:
+            evicted = np.fromiter(islice(rows.ages, short), np.intp)
             self._lost(rows, evicted)
+            rows.let_go(evicted)
         taken = rows.take(len(absent))
         del absent[len(taken) :]
         rows.put(group, absent, taken)
-        rows.ages.append(used[::-1])
+        rows.use(found)
         return absent, taken
 
     def commit(self, group: int, hashes: Sequence[bytes]) -> None:
@@ -298,7 +194,7 @@ class TierIndex:
         rows, hashes = self._rows(group), list(dict.fromkeys(hashes))
         found = self._find_in(group, hashes, PENDING)
         rows.state[found] = READY
-        rows.ages.append(found[~rows.is_session_pinned[found]][::-1])
+        rows.use(found)
         if self.events is not None:
             self.events.stored(HOST, group, hashes)
 
@@ -330,7 +226,7 @@ class TierIndex:
         """Add a pin to each content: while it has one it stays. Raises ``LocalError``: one is not ready."""
         rows = self._rows(group)
         found = self._find_in(group, hashes, READY)
-        rows.ages.remove(found)
+        rows.keep(found)
         # A scalar of the array's type is twenty times faster than any other.
         np.add.at(rows.pins, found, np.int32(1))
 
@@ -342,11 +238,9 @@ class TierIndex:
         if len(found) and rows.pins[found].min() < 0:
             np.add.at(rows.pins, found, np.int32(1))
             raise LocalError(f"a content of cache group {group} is unpinned more often than it was pinned")
-        free = found[rows.pins[found] == 0]
-        rows.ages.append(free[rows.may_go(free)][::-1])
-        doomed = free[rows.state[free] == DOOMED]
-        if len(doomed):
-            rows.let_go(np.unique(doomed))
+        rows.use(found)
+        doomed = found[(rows.pins[found] == 0) & (rows.state[found] == DOOMED)]
+        rows.let_go(np.unique(doomed))
 
     def set_session_pins(self, group: int, hashes: Sequence[bytes], is_pinned: bool) -> None:
         """Set or remove the session pin of contents, ready or pending: pinned ones are not evicted.
@@ -356,14 +250,13 @@ class TierIndex:
         rows = self._rows(group)
         found = rows.find(group, hashes)
         rows.is_session_pinned[found] = is_pinned
-        rows.ages.remove(found)
-        rows.ages.append(found[rows.may_go(found)][::-1])
+        rows.keep(found)
+        rows.use(found)
 
     def touch(self, group: int, hashes: Sequence[bytes]) -> None:
         """Mark contents as used, the first one most recently; contents that are not ready are skipped."""
         rows = self._rows(group)
-        found = rows.find(group, hashes)
-        rows.ages.append(found[rows.may_go(found)][::-1])
+        rows.use(rows.find(group, hashes))
 
     def counts(self) -> dict[int, GroupCounts]:
         """Rows by cache group. Costs time in proportion to the size of the index."""
