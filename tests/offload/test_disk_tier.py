@@ -113,7 +113,7 @@ def test_what_is_gone_before_it_was_told_is_not_reported():
     assert unreported == [(0, bytes([at])) for at in (2, 1, 0)], "most recently used first"
     catalog.doom_oldest(1)
     tracker.take()
-    catalog.report(dict.fromkeys(unreported, b"f"))
+    catalog.report(unreported, dict.fromkeys(unreported, b"f"))
     assert set(tracker.take().added) == set(unreported[:2])
     assert catalog.unreported(2) == []
 

@@ -193,7 +193,7 @@ class DiskTier(LowerTier):
         contents = [row.content for row in rows]
         # Mark contents that are there as used: they must not be evicted for the rest.
         self._catalog.has(contents, is_use=True)
-        self._catalog.confirm(contents)
+        self._catalog.report(contents, {})
         # The end of a sequence is written first, so that it is evicted first, also after a restart.
         for row in reversed(rows):
             if self._rows.is_closing or epoch != self._catalog.epoch:
@@ -235,7 +235,7 @@ class DiskTier(LowerTier):
     def _report_found(self) -> None:
         """Report recovered contents with their footers, if the tier reads footers."""
         while not self._rows.is_closing and (found := self._catalog.unreported(_FOOTERS_AT_ONCE)):
-            self._catalog.report({content: self._footer(content) for content in found})
+            self._catalog.report(found, {content: self._footer(content) for content in found})
         self.tracker.recovered()
 
     def _footer(self, content: Content) -> bytes:
