@@ -112,12 +112,14 @@ class IndexMachine(RuleBasedStateMachine):
         if fails:
             self.index.drop(group, pending)
             for content in pending:
-                model.let_go(group, content)
+                self.drop_in_model(group, content)
             return
         self.index.commit(group, pending)
         for content in pending:
             model.state[group][content] = READY
-        model.move_to_end(group, reversed(pending))
+        model.move_to_end(
+            group, [content for content in reversed(pending) if content not in model.pins[group]]
+        )
 
     @rule(group=groups, hashes=parts)
     def commit_what_is_not_pending(self, group, hashes):
@@ -135,10 +137,10 @@ class IndexMachine(RuleBasedStateMachine):
     def pin(self, group, hashes, times):
         model = self.model
         wanted = hashes * times
-        if any(model.state[group].get(content) is not READY for content in hashes):
-            with pytest.raises(LocalError, match="is not ready"):
+        if any(content not in model.state[group] for content in hashes):
+            with pytest.raises(LocalError, match="is not ready or pending"):
                 self.index.pin(group, wanted)
-            wanted = [content for content in wanted if model.state[group].get(content) is READY]
+            wanted = [content for content in wanted if content in model.state[group]]
         self.index.pin(group, wanted)
         for content in wanted:
             model.pins[group][content] = model.pins[group].get(content, 0) + 1
@@ -160,7 +162,7 @@ class IndexMachine(RuleBasedStateMachine):
             del pins[content]
             if model.state[group].get(content) is READY:
                 model.ages(group).append((group, content))
-            else:
+            elif content not in model.state[group]:
                 model.let_go(group, content)
 
     @rule(group=groups, hashes=parts)

@@ -74,7 +74,7 @@ class PinMachine(RuleBasedStateMachine):
     def pressure(self, group, times):
         """Another part than what is pinned is stored, of three times all that there is."""
         rows = self.index.classes[PLAN.class_of[group]]
-        stay = rows.is_session_pinned[:-1] | (rows.state[:-1] == PENDING)
+        stay = (rows.pins[:-1] > 0) | (rows.state[:-1] == PENDING)
         free = int(rows.num_rows - np.count_nonzero(stay))
         for _ in range(times):
             self.fresh += 1
@@ -155,7 +155,7 @@ class PinMachine(RuleBasedStateMachine):
             rows, place = self.index.classes[PLAN.class_of[group]], (HOST, group)
             pinned = set().union(*held.get(place, {}).values())
             assert ABSENT not in self.index.states(group, sorted(pinned))
-            marked = np.flatnonzero(rows.is_session_pinned[:-1] & (rows.group == group))
+            marked = np.flatnonzero((rows.pins[:-1] > 0) & (rows.group == group))
             assert {rows.hash[row] for row in marked.tolist()} == pinned
         for tier, limits in ((HOST, PLAN.limits), (DISK, DISK_ROWS)):
             for group in GROUPS:

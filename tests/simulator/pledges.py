@@ -277,8 +277,9 @@ class Pledges:
             if count > self._running(session):
                 self._fail("pins_end", f"session {session} has {count} pins of requests that do not run")
         wanted = {(group, name) for group, names in held.items() for name in names}
-        if wanted != self._pinned_rows():
-            odd = sorted(wanted ^ self._pinned_rows())
+        ledgers = self._half.host.pins._ledgers.items()
+        counted = {(group, name) for (tier, group), one in ledgers if tier == HOST for name in one.all}
+        if odd := sorted((wanted ^ counted) | (wanted - self._pinned_rows())):
             self._fail("pins_end", f"rows are pinned, or are not, for no reason: {odd}")
 
     def _quotas_hold(self, pins: Sequence[Pin]) -> None:
@@ -310,7 +311,7 @@ class Pledges:
         return {
             (group, rows.hash[row])
             for rows in self._half.host.index.classes
-            for row in np.flatnonzero(rows.is_session_pinned[:-1] & (rows.state[:-1] > 0)).tolist()
+            for row in np.flatnonzero(rows.pins[:-1]).tolist()
             for group in (int(rows.group[row]),)
         }
 

@@ -37,7 +37,7 @@ class ClassRows:
     """The rows of one class, and the content of each; ``hash`` and ``group`` of a free row mean nothing.
 
     ``ages`` are the rows of which ``may_go`` is true, least recently used first. The last element of
-    ``state``, ``pins`` and ``is_session_pinned`` belongs to unknown contents, whose row is -1.
+    ``state`` and ``pins`` belongs to unknown contents, whose row is -1.
     """
 
     def __init__(self, num_rows: int, groups: Iterable[int]) -> None:
@@ -48,7 +48,6 @@ class ClassRows:
         self.ages: dict[int, None] = {}
         self.state: NDArray[np.uint8] = np.zeros(num_rows + 1, dtype=np.uint8)
         self.pins: NDArray[np.int32] = np.zeros(num_rows + 1, dtype=np.int32)
-        self.is_session_pinned: NDArray[np.bool_] = np.zeros(num_rows + 1, dtype=np.bool_)
         self.group: NDArray[np.int32] = np.full(num_rows, min(self.row_of), dtype=np.int32)
         self.hash: list[bytes] = [b""] * num_rows
 
@@ -61,8 +60,7 @@ class ClassRows:
 
     def may_go(self, rows: Rows) -> NDArray[np.bool_]:
         """For each row whether its content may be evicted."""
-        is_kept: NDArray[np.bool_] = (self.pins[rows] > 0) | self.is_session_pinned[rows]
-        may_go: NDArray[np.bool_] = (self.state[rows] == READY) & ~is_kept
+        may_go: NDArray[np.bool_] = (self.state[rows] == READY) & (self.pins[rows] == 0)
         return may_go
 
     def keep(self, rows: Rows) -> None:
@@ -136,7 +134,7 @@ class TierIndex:
         self.events: TierEvents | None = None
         """Receives contents that become ready or are dropped; None if no events are published."""
         self.session_pins_lost: Callable[[int, Sequence[bytes]], None] = lambda group, hashes: None
-        """Called with session-pinned contents that are about to be dropped; the callee unpins them."""
+        """Called with pinned contents that are about to be dropped; the callee removes pins of sessions."""
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> int:
         """The number of ready contents from the first hash on, up to the first one that is not ready."""
@@ -205,10 +203,7 @@ class TierIndex:
         """
         rows = self._rows(group)
         found = rows.find(group, list(dict.fromkeys(hashes)))
-        self._drop(group, found[rows.state[found] == READY])
-        pending = found[rows.state[found] == PENDING]
-        self._lose_session_pins(group, pending)
-        rows.let_go(pending)
+        self._drop(group, found[(rows.state[found] == READY) | (rows.state[found] == PENDING)])
 
     def drop_unused(self, group: int, hashes: Sequence[bytes]) -> None:
         """Forget contents that are ready and not pinned."""
@@ -223,9 +218,9 @@ class TierIndex:
             self._drop(group, np.flatnonzero((rows.state[:-1] == READY) & (rows.group == group)))
 
     def pin(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Add a pin to each content: while it has one it stays. Raises ``LocalError``: one is not ready."""
+        """Add a pin to each content: while it has one it stays. Raises ``LocalError``: one is absent."""
         rows = self._rows(group)
-        found = self._find_in(group, hashes, READY)
+        found = self._find_in(group, hashes, READY, PENDING)
         rows.keep(found)
         # A scalar of the array's type is twenty times faster than any other.
         np.add.at(rows.pins, found, np.int32(1))
@@ -241,17 +236,6 @@ class TierIndex:
         rows.use(found)
         doomed = found[(rows.pins[found] == 0) & (rows.state[found] == DOOMED)]
         rows.let_go(np.unique(doomed))
-
-    def set_session_pins(self, group: int, hashes: Sequence[bytes], is_pinned: bool) -> None:
-        """Set or remove the session pin of contents, ready or pending: pinned ones are not evicted.
-
-        The pin is a flag, not a count. Removing it is a use of the content.
-        """
-        rows = self._rows(group)
-        found = rows.find(group, hashes)
-        rows.is_session_pinned[found] = is_pinned
-        rows.keep(found)
-        rows.use(found)
 
     def touch(self, group: int, hashes: Sequence[bytes]) -> None:
         """Mark contents as used, the first one most recently; contents that are not ready are skipped."""
@@ -276,30 +260,25 @@ class TierIndex:
     def _rows(self, group: int) -> ClassRows:
         return self.classes[self._plan.class_index(group)]
 
-    def _find_in(self, group: int, hashes: Sequence[bytes], state: int) -> Rows:
+    def _find_in(self, group: int, hashes: Sequence[bytes], *states: int) -> Rows:
         rows = self._rows(group)
         found = rows.find(group, hashes)
-        is_wrong = rows.state[found] != state
+        is_wrong = ~np.isin(rows.state[found], states)
         if is_wrong.any():
             raise LocalError(
                 f"content {hashes[int(is_wrong.argmax())].hex()} of cache group {group} is not "
-                f"{ContentState(state).name.lower()}"
+                f"{' or '.join(ContentState(state).name.lower() for state in states)}"
             )
         return found
 
-    def _drop(self, group: int, ready: Rows) -> None:
-        """Forget the ready contents in these rows of a group."""
+    def _drop(self, group: int, held: Rows) -> None:
+        """Forget the ready and pending contents in these rows of a group."""
         rows = self._rows(group)
-        self._lost(rows, ready)
-        self._lose_session_pins(group, ready)
-        pinned = rows.pins[ready] > 0
-        rows.state[ready[pinned]] = DOOMED
-        rows.let_go(ready[~pinned])
-
-    def _lose_session_pins(self, group: int, gone: Rows) -> None:
-        lost = gone[self._rows(group).is_session_pinned[gone]]
-        if len(lost):
-            self.session_pins_lost(group, [self._rows(group).hash[row] for row in lost.tolist()])
+        self._lost(rows, held[rows.state[held] == READY])
+        if len(pinned := held[rows.pins[held] > 0]):
+            self.session_pins_lost(group, [rows.hash[row] for row in pinned.tolist()])
+        rows.state[held] = DOOMED
+        rows.let_go(held[rows.pins[held] == 0])
 
     def _lost(self, rows: ClassRows, gone: Rows) -> None:
         if self.events is not None and len(gone):
