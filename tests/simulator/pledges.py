@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvconnect.offload.index.session_pins import MOST_PINNED, Pin
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.sessions import MOST_TTL_S
@@ -309,10 +307,10 @@ class Pledges:
 
     def _pinned_rows(self) -> set[Content]:
         return {
-            (group, rows.hash[row])
+            rows.content[row]
             for rows in self._half.host.index.classes
-            for row in np.flatnonzero(rows.pins[:-1]).tolist()
-            for group in (int(rows.group[row]),)
+            for row, pins in enumerate(rows.pins)
+            if pins
         }
 
     def _live(self, now: float) -> list[Pledge]:

@@ -7,19 +7,15 @@ not to the size of the index.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice, repeat
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import islice, repeat
 
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.budgets import ArenaPlan
-from kvconnect.offload.tier import HOST
+from kvconnect.offload.tier import HOST, Content
 from kvconnect.offload.tier_events import TierEvents
-
-Rows = NDArray[np.intp]
 
 
 class ContentState(enum.IntEnum):
@@ -31,13 +27,14 @@ class ContentState(enum.IntEnum):
 ABSENT, PENDING, READY = (int(state) for state in ContentState)
 # A content that was dropped while pinned: it counts as absent, but a job still reads its row.
 DOOMED = 3
+_STATES = (*ContentState, ContentState.ABSENT)
 
 
 class ClassRows:
-    """The rows of one class, and the content of each; ``hash`` and ``group`` of a free row mean nothing.
+    """The rows of one class, and the content of each; that of a free row means nothing.
 
-    ``ages`` are the rows of which ``may_go`` is true, least recently used first. The last element of
-    ``state`` and ``pins`` belongs to unknown contents, whose row is -1.
+    ``ages`` are the ready rows without a pin, least recently used first. The last element of ``state`` and
+    ``pins`` belongs to unknown contents, whose row is -1.
     """
 
     def __init__(self, num_rows: int, groups: Iterable[int]) -> None:
@@ -46,10 +43,9 @@ class ClassRows:
         # A stack: the rows freed last are taken first.
         self.free = list(range(num_rows - 1, -1, -1))
         self.ages: dict[int, None] = {}
-        self.state: NDArray[np.uint8] = np.zeros(num_rows + 1, dtype=np.uint8)
-        self.pins: NDArray[np.int32] = np.zeros(num_rows + 1, dtype=np.int32)
-        self.group: NDArray[np.int32] = np.full(num_rows, min(self.row_of), dtype=np.int32)
-        self.hash: list[bytes] = [b""] * num_rows
+        self.state = [ABSENT] * (num_rows + 1)
+        self.pins = [0] * (num_rows + 1)
+        self.content: list[Content] = [(0, b"")] * num_rows
 
     def take(self, count: int) -> list[int]:
         """Take ``count`` free rows, or all if there are fewer; returns them in rising order."""
@@ -58,53 +54,32 @@ class ClassRows:
         del self.free[first:]
         return rows
 
-    def may_go(self, rows: Rows) -> NDArray[np.bool_]:
-        """For each row whether its content may be evicted."""
-        may_go: NDArray[np.bool_] = (self.state[rows] == READY) & (self.pins[rows] == 0)
-        return may_go
+    def use(self, rows: Iterable[int]) -> None:
+        """Mark those rows that may be evicted as used, the last one most recently."""
+        for row in rows:
+            if self.state[row] == READY and not self.pins[row]:
+                self.ages.pop(row, None)
+                self.ages[row] = None
 
-    def keep(self, rows: Rows) -> None:
-        """Rows are not to be evicted for now."""
-        for row in rows.tolist():
-            self.ages.pop(row, None)
-
-    def use(self, rows: Rows) -> None:
-        """Mark those rows that may be evicted as used, the first one most recently."""
-        rows = rows[self.may_go(rows)][::-1]
-        self.keep(rows)
-        self.ages.update(dict.fromkeys(rows.tolist()))
-
-    def let_go(self, rows: Rows) -> None:
+    def let_go(self, rows: Iterable[int]) -> None:
         """Free rows, and forget their contents."""
-        self.keep(rows)
-        self.state[rows] = ABSENT
-        for group, hashes in self.contents(rows).items():
-            for name in hashes:
-                del self.row_of[group][name]
-        self.free += rows.tolist()
+        for row in rows:
+            self.ages.pop(row, None)
+            self.state[row] = ABSENT
+            group, name = self.content[row]
+            del self.row_of[group][name]
+            self.free.append(row)
 
-    def contents(self, rows: Rows) -> dict[int, list[bytes]]:
-        """The hashes in rows, by group."""
-        by_group: dict[int, list[bytes]] = {}
-        for group, row in zip(self.group[rows].tolist(), rows.tolist(), strict=True):
-            by_group.setdefault(group, []).append(self.hash[row])
-        return by_group
-
-    def find(self, group: int, hashes: Sequence[bytes]) -> Rows:
+    def find(self, group: int, hashes: Iterable[bytes]) -> list[int]:
         """The row of each content, -1 for unknown ones."""
-        return np.fromiter(map(self.row_of[group].get, hashes, repeat(-1)), np.intp, len(hashes))
+        return list(map(self.row_of[group].get, hashes, repeat(-1)))
 
-    def put(self, group: int, hashes: list[bytes], rows: list[int]) -> None:
+    def put(self, group: int, hashes: Sequence[bytes], rows: Sequence[int]) -> None:
         """Assign rows to contents, which are pending now."""
         self.row_of[group].update(zip(hashes, rows, strict=True))
-        for content, row in zip(hashes, rows, strict=True):
-            self.hash[row] = content
-        self.group[rows] = group
-        self.state[rows] = PENDING
-
-
-# DOOMED contents count as absent.
-_STATES = (*ContentState, ContentState.ABSENT)
+        for name, row in zip(hashes, rows, strict=True):
+            self.content[row] = group, name
+            self.state[row] = PENDING
 
 
 @dataclass(eq=False)
@@ -136,34 +111,27 @@ class TierIndex:
         self.session_pins_lost: Callable[[int, Sequence[bytes]], None] = lambda group, hashes: None
         """Called with pinned contents that are about to be dropped; the callee removes pins of sessions."""
 
-    def lookup(self, group: int, hashes: Sequence[bytes]) -> int:
+    def lookup(self, group: int, hashes: Iterable[bytes]) -> int:
         """The number of ready contents from the first hash on, up to the first one that is not ready."""
-        rows = self._rows(group)
-        first, length = 0, 16
-        while first < len(hashes):
-            part = hashes[first : first + length]
-            is_missing = rows.state[rows.find(group, part)] != READY
-            if is_missing.any():
-                return first + int(is_missing.argmax())
-            first += len(part)
-            length = min(8 * length, 8192)
-        return first
+        rows, length = self._rows(group), 0
+        row_of, state = rows.row_of[group], rows.state
+        for name in hashes:
+            if state[row_of.get(name, -1)] != READY:
+                break
+            length += 1
+        return length
 
-    def states(self, group: int, hashes: Sequence[bytes]) -> list[ContentState]:
+    def states(self, group: int, hashes: Iterable[bytes]) -> list[ContentState]:
         rows = self._rows(group)
-        return [_STATES[state] for state in rows.state[rows.find(group, hashes)].tolist()]
+        return [_STATES[rows.state[row]] for row in rows.find(group, hashes)]
 
-    def has(self, group: int, hashes: Sequence[bytes]) -> list[bool]:
+    def has(self, group: int, hashes: Iterable[bytes]) -> list[bool]:
         """For each content whether it is ready or pending."""
-        rows = self._rows(group)
-        state = rows.state[rows.find(group, hashes)]
-        has: list[bool] = ((state == READY) | (state == PENDING)).tolist()
-        return has
+        return [state is not ContentState.ABSENT for state in self.states(group, hashes)]
 
     def rows_of(self, group: int, hashes: Sequence[bytes]) -> list[int]:
         """The rows of ready contents. Raises ``LocalError``: one of them is not ready."""
-        found: list[int] = self._find_in(group, hashes, READY).tolist()
-        return found
+        return self._find_in(group, hashes, READY)
 
     def reserve(self, group: int, hashes: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
         """Take rows for the absent contents, which become pending, and mark the ready ones as used.
@@ -174,83 +142,81 @@ class TierIndex:
         """
         rows = self._rows(group)
         found = rows.find(group, hashes)
-        states = rows.state[found]
-        rows.keep(found)
-        absent = list(dict.fromkeys(compress(hashes, (states == ABSENT).tolist())))
+        for row in found:
+            rows.ages.pop(row, None)
+        absent = list(dict.fromkeys(name for name, row in zip(hashes, found, strict=True) if row < 0))
         if (short := len(absent) - len(rows.free)) > 0:
-            evicted = np.fromiter(islice(rows.ages, short), np.intp)
+            evicted = list(islice(rows.ages, short))
             self._lost(rows, evicted)
             rows.let_go(evicted)
         taken = rows.take(len(absent))
         del absent[len(taken) :]
         rows.put(group, absent, taken)
-        rows.use(found)
+        rows.use(reversed(found))
         return absent, taken
 
     def commit(self, group: int, hashes: Sequence[bytes]) -> None:
         """Make pending contents ready. Raises ``LocalError``: one is not pending; none is changed then."""
         rows, hashes = self._rows(group), list(dict.fromkeys(hashes))
         found = self._find_in(group, hashes, PENDING)
-        rows.state[found] = READY
-        rows.use(found)
+        for row in found:
+            rows.state[row] = READY
+        rows.use(reversed(found))
         if self.events is not None:
             self.events.stored(HOST, group, hashes)
 
-    def drop(self, group: int, hashes: Sequence[bytes]) -> None:
+    def drop(self, group: int, hashes: Iterable[bytes]) -> None:
         """Forget ready and pending contents; absent ones are skipped.
 
         A pinned content is absent at once, but its row stays taken until the content is unpinned.
         """
         rows = self._rows(group)
-        found = rows.find(group, list(dict.fromkeys(hashes)))
-        self._drop(group, found[(rows.state[found] == READY) | (rows.state[found] == PENDING)])
+        found = rows.find(group, dict.fromkeys(hashes))
+        self._drop(group, [row for row in found if rows.state[row] in (READY, PENDING)])
 
-    def drop_unused(self, group: int, hashes: Sequence[bytes]) -> None:
+    def drop_unused(self, group: int, hashes: Iterable[bytes]) -> None:
         """Forget contents that are ready and not pinned."""
         rows = self._rows(group)
-        found = rows.find(group, list(dict.fromkeys(hashes)))
-        self._drop(group, found[rows.may_go(found)])
+        self._drop(group, [row for row in rows.find(group, dict.fromkeys(hashes)) if row in rows.ages])
 
     def clear(self) -> None:
         """Forget all ready contents; pinned rows become free when unpinned. Pending contents stay."""
         for group in self._plan.groups:
             rows = self._rows(group)
-            self._drop(group, np.flatnonzero((rows.state[:-1] == READY) & (rows.group == group)))
+            self._drop(group, [row for row in rows.row_of[group].values() if rows.state[row] == READY])
 
     def pin(self, group: int, hashes: Sequence[bytes]) -> None:
         """Add a pin to each content: while it has one it stays. Raises ``LocalError``: one is absent."""
         rows = self._rows(group)
-        found = self._find_in(group, hashes, READY, PENDING)
-        rows.keep(found)
-        # A scalar of the array's type is twenty times faster than any other.
-        np.add.at(rows.pins, found, np.int32(1))
+        for row in self._find_in(group, hashes, READY, PENDING):
+            rows.pins[row] += 1
+            rows.ages.pop(row, None)
 
     def unpin(self, group: int, hashes: Sequence[bytes]) -> None:
         """Remove a pin of each content, as a use. Raises ``LocalError``: one has no pin; none is changed."""
         rows = self._rows(group)
         found = rows.find(group, hashes)
-        np.subtract.at(rows.pins, found, np.int32(1))
-        if len(found) and rows.pins[found].min() < 0:
-            np.add.at(rows.pins, found, np.int32(1))
+        if any(rows.pins[row] < count for row, count in Counter(found).items()):
             raise LocalError(f"a content of cache group {group} is unpinned more often than it was pinned")
-        rows.use(found)
-        doomed = found[(rows.pins[found] == 0) & (rows.state[found] == DOOMED)]
-        rows.let_go(np.unique(doomed))
+        for row in found:
+            rows.pins[row] -= 1
+        rows.use(reversed(found))
+        rows.let_go([row for row in dict.fromkeys(found) if rows.state[row] == DOOMED and not rows.pins[row]])
 
-    def touch(self, group: int, hashes: Sequence[bytes]) -> None:
+    def touch(self, group: int, hashes: Iterable[bytes]) -> None:
         """Mark contents as used, the first one most recently; contents that are not ready are skipped."""
         rows = self._rows(group)
-        rows.use(rows.find(group, hashes))
+        rows.use(reversed(rows.find(group, hashes)))
 
     def counts(self) -> dict[int, GroupCounts]:
         """Rows by cache group. Costs time in proportion to the size of the index."""
         counts = {}
         for group in self._plan.groups:
             rows = self._rows(group)
-            is_ours = rows.group == group
-            state, pins = rows.state[:-1][is_ours], rows.pins[:-1][is_ours]
-            each = (state, state == READY, state == PENDING, pins)
-            counts[group] = GroupCounts(*(int(np.count_nonzero(some)) for some in each))
+            held = list(rows.row_of[group].values())
+            states = Counter(rows.state[row] for row in held)
+            pinned = sum(rows.pins[row] > 0 for row in held)
+            counts[group] = GroupCounts(len(held), states[READY], states[PENDING], pinned)
         return counts
 
     def held_rows(self) -> tuple[int, ...]:
@@ -260,27 +226,30 @@ class TierIndex:
     def _rows(self, group: int) -> ClassRows:
         return self.classes[self._plan.class_index(group)]
 
-    def _find_in(self, group: int, hashes: Sequence[bytes], *states: int) -> Rows:
+    def _find_in(self, group: int, hashes: Sequence[bytes], *states: int) -> list[int]:
         rows = self._rows(group)
         found = rows.find(group, hashes)
-        is_wrong = ~np.isin(rows.state[found], states)
-        if is_wrong.any():
-            raise LocalError(
-                f"content {hashes[int(is_wrong.argmax())].hex()} of cache group {group} is not "
-                f"{' or '.join(ContentState(state).name.lower() for state in states)}"
-            )
+        for name, row in zip(hashes, found, strict=True):
+            if rows.state[row] not in states:
+                wanted = " or ".join(ContentState(state).name.lower() for state in states)
+                raise LocalError(f"content {name.hex()} of cache group {group} is not {wanted}")
         return found
 
-    def _drop(self, group: int, held: Rows) -> None:
+    def _drop(self, group: int, held: Sequence[int]) -> None:
         """Forget the ready and pending contents in these rows of a group."""
         rows = self._rows(group)
-        self._lost(rows, held[rows.state[held] == READY])
-        if len(pinned := held[rows.pins[held] > 0]):
-            self.session_pins_lost(group, [rows.hash[row] for row in pinned.tolist()])
-        rows.state[held] = DOOMED
-        rows.let_go(held[rows.pins[held] == 0])
+        self._lost(rows, [row for row in held if rows.state[row] == READY])
+        if pinned := [rows.content[row][1] for row in held if rows.pins[row]]:
+            self.session_pins_lost(group, pinned)
+        for row in held:
+            rows.state[row] = DOOMED
+        rows.let_go([row for row in held if not rows.pins[row]])
 
-    def _lost(self, rows: ClassRows, gone: Rows) -> None:
-        if self.events is not None and len(gone):
-            for group, hashes in rows.contents(gone).items():
+    def _lost(self, rows: ClassRows, gone: Iterable[int]) -> None:
+        if self.events is not None:
+            by_group: dict[int, list[bytes]] = {}
+            for row in gone:
+                group, name = rows.content[row]
+                by_group.setdefault(group, []).append(name)
+            for group, hashes in by_group.items():
                 self.events.removed(HOST, group, hashes)
