@@ -14,9 +14,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from kvconnect.addresses import own_address, split_address
@@ -36,47 +36,38 @@ MOST = 1 << 17
 
 
 class Announced(CompletionTracker):
-    """Reports the ``most`` contents written or read last as changes, for events; with 0, none."""
+    """Reports the ``most`` contents written or read last as changes, for events; with 0, none.
+
+    ``StoreLink.changed`` guards what is announced.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
-        self._seen_lock = threading.Lock()
-        self._seen: OrderedDict[Content, None] = OrderedDict()
+        self._seen: dict[Content, None] = {}
 
-    def there(self, contents: Iterable[Content]) -> None:
+    def there(self, contents: Sequence[Content]) -> None:
         """The store has contents. Report known ones too: the scheduler half forgets what any rank missed."""
-        if not self.most:
-            return
-        with self._seen_lock:
-            there = list(contents)
-            for content in there:
+        if self.most:
+            for content in contents:
+                self._seen.pop(content, None)
                 self._seen[content] = None
-                self._seen.move_to_end(content)
-            self.add(there)
-            over = max(0, len(self._seen) - self.most)
-            self.remove([self._seen.popitem(last=False)[0] for _ in range(over)])
+            self.add(contents)
+            self.gone(list(islice(self._seen, max(0, len(self._seen) - self.most))))
 
     def gone(self, contents: Iterable[Content]) -> None:
-        """The store answered that it does not have these contents."""
-        with self._seen_lock:
-            known = [content for content in contents if content in self._seen]
-            for content in known:
-                del self._seen[content]
-            self.remove(known)
+        """The store does not have these contents, or they are announced no more."""
+        self.remove([content for content in contents if self._seen.pop(content, contents) is None])
 
     def lost(self, reason: str) -> None:
         """The store cannot be reached: report all announced contents as removed."""
-        with self._seen_lock:
-            self.remove(list(self._seen))
-            self._seen.clear()
+        self.gone(list(self._seen))
         self.fail(reason)
 
     def forget_changes(self) -> None:
         """The owner cleared the store: forget announced contents, and report none as removed."""
-        with self._seen_lock:
-            super().forget_changes()
-            self._seen.clear()
+        super().forget_changes()
+        self._seen.clear()
 
 
 UNREACHABLE_CODES = range(-999, -899)
@@ -470,9 +461,9 @@ class StoreTier(LowerTier):
             if self._link.process is not None and epoch == self._epoch:
                 each = list(zip(rows, is_good, strict=False))
                 if kind != "seek":
-                    self.tracker.there(row.content for row, is_well in each if is_well)
+                    self.tracker.there([row.content for row, is_well in each if is_well])
                 if kind != "write":
-                    self.tracker.gone(row.content for row, is_well in each if not is_well)
+                    self.tracker.gone([row.content for row, is_well in each if not is_well])
 
     def _fail_code(self, code: int) -> None:
         """Count one of the library's codes as a failure, unless it means that a key is absent."""
