@@ -156,7 +156,12 @@ def test_closing_does_not_wait_for_a_start(store, make):
     rows = some_rows(5, 3)
     job = driver.new_job()
     tier.write(job, rows_of(rows))
-    threading.Timer(0.2, store.may_start.set).start()
+
+    def start_late():
+        until(lambda: tier.state()["link"] == "closed")
+        store.may_start.set()
+
+    threading.Thread(target=start_late).start()
     assert tier.close()
     assert set(driver.wait("write", job)) == set(rows)
     assert set(driver.write(rows)) == set(rows)
@@ -357,12 +362,12 @@ def test_what_is_announced_of_a_store_has_a_bound():
     announced.most = 3
     contents = [(0, bytes([at])) for at in range(5)]
     announced.there(contents[:3])
-    assert announced.take().added == tuple(contents[:3])
+    assert announced.take().changed(True) == contents[:3]
     announced.there(contents[:1])
-    assert announced.take().added == tuple(contents[:1]), "another rank may have missed it since"
+    assert announced.take().changed(True) == contents[:1], "another rank may have missed it since"
     announced.there(contents[3:])
     update = announced.take()
-    assert update.added == tuple(contents[3:])
-    assert set(update.removed) == set(contents[1:3])
+    assert update.changed(True) == contents[3:]
+    assert set(update.changed(False)) == set(contents[1:3])
     announced.gone(contents)
-    assert set(announced.take().removed) == {contents[0], *contents[3:]}
+    assert set(announced.take().changed(False)) == {contents[0], *contents[3:]}
