@@ -152,8 +152,6 @@ class OffloadWorker:
         """Offer rows to peers by name, if rows of this cache can be sent. Call it before any orders."""
         _, loop = self._registered()
         try:
-            if not self._arena.is_mapped:
-                raise LayoutError("the device does not reach host memory at its own addresses")
             self._jobs.names = NamedRows(naming, requirements, self._table, self._arena, self._jobs, loop)
         except (LayoutError, EngineError) as error:
             logger.warning("peers that ask for KV by name get none of this node: %s", error)
@@ -166,8 +164,6 @@ class OffloadWorker:
     def open_for_loads(self) -> None:
         """Let loads fill rows, for requests that wait for blocks, if rows of this cache can be filled."""
         try:
-            if not self._arena.is_mapped:
-                raise LayoutError("the device does not reach host memory at its own addresses")
             self.load_rows = LoadRows(self._table, self._arena, self._jobs)
         except (LayoutError, EngineError) as error:
             self._metrics.failures.labels("park_refused").inc()
