@@ -314,13 +314,12 @@ def _open_offload(
         cache.config,
         cache.kernel_block_sizes,
         identity=kept.identity,
-        label=kept.label,
         rank=traits.rank,
         world_size=traits.world_size,
     )
     # On any failure, so that no folder stays locked and no memory taken.
     opened.callback(offload.close)
-    offload.announces = kept.announces
+    offload.announces, offload.label = kept.announces, kept.label
     offload.register_kv_caches(
         cache.tensors,
         cache.heads,

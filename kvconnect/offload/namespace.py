@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,10 +33,18 @@ class Namespace(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], label: str = "") -> Namespace:
-        """The namespace of facts in any order. Raises ``LocalError``: JSON cannot express a fact."""
-        stated = {"format": FORMAT_VERSION, "facts": _plain(facts, "facts")}
-        text = json.dumps(stated, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return cls(text, hashlib.sha256(text.encode()).digest(), label)
+        """The namespace of facts in any order, with text as keys.
+
+        Raises ``LocalError``: a fact is not text, a finite number, true, false, none, a list or a dictionary.
+        """
+        stated = {"format": FORMAT_VERSION, "facts": facts}
+        try:
+            text = json.dumps(
+                stated, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+            )
+            return cls(text, hashlib.sha256(text.encode()).digest(), label)
+        except (TypeError, ValueError) as error:
+            raise LocalError(f"a fact of the namespace cannot be kept: {error}") from error
 
     @property
     def name(self) -> str:
@@ -50,29 +57,6 @@ def salted(hashing: str, offload: OffloadConfig | None) -> str:
     if offload is None or not offload.salt:
         return hashing
     return f"{hashing}, salt {hashlib.sha256(offload.salt.encode()).hexdigest()[:16]}"
-
-
-def _plain(value: Any, where: str) -> Any:
-    """The value in JSON's types, equal only for equal values. Raises ``LocalError`` as ``Namespace.of``."""
-    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise LocalError(f"{where} is {value!r}, which is not text") from error
-        return value
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise LocalError(f"{where} has the key {key!r}; accepted: text")
-        return {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    raise LocalError(
-        f"{where} is {value!r}; accepted: text, finite numbers, true, false, none, and lists and mappings "
-        "of them"
-    )
 
 
 def cache_facts(config: KVCacheConfig) -> list[Any]:

@@ -60,7 +60,7 @@ Kind = Literal["write", "read", "seek"]
 """The kind of a tier's job, named for the method of ``LowerTier`` that begins it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TierUpdate:
     """Jobs that ended, and contents that a tier gained or lost, since the last poll. Each job appears once.
 
@@ -68,21 +68,26 @@ class TierUpdate:
         done: contents by kind and job. For a write: contents that the tier did not keep, normally none; the
             tier no longer reads the rows' memory. For a read: contents that were missing or corrupt; the tier
             no longer writes the rows' memory. For a seek: contents that the tier has.
-        added, removed: contents that the tier gained and lost; none is in both.
+        changes: contents that the tier gained (True) and lost.
         footers: by content, for contents from before the tier's start, if the tier was to read footers.
         failures: counts by reason.
         is_recovering: the tier has yet to add contents from before its start.
     """
 
-    done: Mapping[Kind, Mapping[int, tuple[Content, ...]]] = field(default_factory=dict)
-    added: tuple[Content, ...] = ()
-    removed: tuple[Content, ...] = ()
-    footers: Mapping[Content, bytes] = field(default_factory=dict)
-    failures: Mapping[str, int] = field(default_factory=dict)
+    done: dict[Kind, dict[int, tuple[Content, ...]]] = field(
+        default_factory=lambda: {"write": {}, "read": {}, "seek": {}}
+    )
+    changes: dict[Content, bool] = field(default_factory=dict)
+    footers: dict[Content, bytes] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
     is_recovering: bool = False
 
     def __bool__(self) -> bool:
-        return bool(any(self.done.values()) or self.added or self.removed or self.failures)
+        return bool(any(self.done.values()) or self.changes or self.failures)
+
+    def changed(self, is_added: bool) -> list[Content]:
+        """The contents that the tier gained, or those that it lost."""
+        return [content for content, is_there in self.changes.items() if is_there == is_added]
 
 
 _DAMAGED = "a row is not what was written, and is removed: if that repeats, the {} is faulty"
@@ -119,13 +124,7 @@ class CompletionTracker:
         self._open: dict[tuple[Kind, int], tuple[int, list[Content]]] = {}
         self.is_recovering = False
         self.logged: set[str] = set()
-        self._start_anew()
-
-    def _start_anew(self) -> None:
-        self._done: dict[Kind, dict[int, tuple[Content, ...]]] = {"write": {}, "read": {}, "seek": {}}
-        self._changes: dict[Content, bool] = {}
-        self._footers: dict[Content, bytes] = {}
-        self._failures: Counter[str] = Counter()
+        self._update = TierUpdate()
 
     def on_update(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -133,7 +132,7 @@ class CompletionTracker:
     def open(self, kind: Kind, job: int, count: int) -> None:
         """Begin a job of ``count`` contents, or end it if 0. Raises ``LocalError``: begun and not polled."""
         with self._lock:
-            if (kind, job) in self._open or job in self._done[kind]:
+            if (kind, job) in self._open or job in self._update.done[kind]:
                 raise LocalError(
                     f"job {job} ({kind}) is under way; accepted: a job that was reported, or new"
                 )
@@ -149,7 +148,7 @@ class CompletionTracker:
             if left > count:
                 self._open[kind, job] = left - count, every
                 return
-            self._done[kind][job] = tuple(every)
+            self._update.done[kind][job] = tuple(every)
         self._wake()
 
     def add(
@@ -161,8 +160,8 @@ class CompletionTracker:
     ) -> None:
         if contents:
             with self._lock:
-                self._changes.update(dict.fromkeys(contents, is_there))
-                self._footers.update(footers)
+                self._update.changes.update(dict.fromkeys(contents, is_there))
+                self._update.footers.update(footers)
             self._wake()
 
     def remove(self, contents: Sequence[Content]) -> None:
@@ -170,7 +169,7 @@ class CompletionTracker:
 
     def forget_changes(self) -> None:
         with self._lock:
-            self._changes, self._footers = {}, {}
+            self._update.changes, self._update.footers = {}, {}
 
     def recovered(self) -> None:
         """The tier has added all contents from before its start."""
@@ -181,7 +180,7 @@ class CompletionTracker:
         if not times:
             return
         with self._lock:
-            self._failures[reason] += times
+            self._update.failures[reason] += times
             is_new = reason not in self.logged
             self.logged.add(reason)
         if is_new and reason in TEXTS:
@@ -195,17 +194,9 @@ class CompletionTracker:
     def take(self) -> TierUpdate:
         """Everything since the last call."""
         with self._lock:
-            is_recovering = self.is_recovering
-            done, failures, changes, footers = self._done, self._failures, self._changes, self._footers
-            self._start_anew()
-        return TierUpdate(
-            done=done,
-            added=tuple(content for content, is_there in changes.items() if is_there),
-            removed=tuple(content for content, is_there in changes.items() if not is_there),
-            footers=footers,
-            failures=dict(failures),
-            is_recovering=is_recovering,
-        )
+            taken, self._update = self._update, TierUpdate()
+            taken.is_recovering = self.is_recovering
+        return taken
 
 
 class LowerTier(Protocol):

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from kvconnect.cache.specs import div_exact
 from kvconnect.errors import LocalError
-from kvconnect.plan.blocks import BlockIds
 from kvconnect.runner_kit.kernels import wants_triton
 
 PAD_SLOT = -1
@@ -157,7 +156,7 @@ class BlockTables:
             self._ops = TableOps(memory)
         self._device = self._tables[0].device if self._tables else torch.device(device)
         self._counts = np.zeros((max_requests, len(self._groups)), dtype=np.int64)
-        self._staged = _Staged(max_requests)
+        self._staged = _Staged()
 
     def capacity(self, group: int) -> int:
         """The most kernel blocks in a row of the group's table."""
@@ -202,44 +201,6 @@ class BlockTables:
                 self._staged.zero(index, request_index, end, count - end)
         self._counts[request_index] = ends
 
-    def append_batch(self, request_indices: BlockIds, counts: BlockIds, block_ids: BlockIds) -> None:
-        """Stage many appends at once, without Python per request.
-
-        ``request_indices`` has shape ``(n,)`` and distinct entries. ``counts[i, g]`` is the number of logical
-        blocks for request i in the g-th group that has a table. ``block_ids`` has all ids, ordered by request
-        and then by group.
-
-        Raises ``LocalError``: as for ``append_block_ids``. Nothing is staged then.
-        """
-        rows = np.asarray(request_indices, dtype=np.int64)
-        counts = np.asarray(counts, dtype=np.int64).reshape(len(rows), len(self._groups))
-        ids = np.asarray(block_ids)
-        if not len(rows):
-            return
-        if rows.min() < 0 or rows.max() >= self.max_requests:
-            bounds = f"{rows.min()}..{rows.max()}"
-            raise LocalError(f"request indices {bounds} are not in 0..{self.max_requests - 1}")
-        ends = counts.reshape(-1).cumsum()
-        wrong = counts.min() < 0 or (len(ids) and ids.min() < 0) or ends[-1] != len(ids)
-        if wrong or np.bincount(rows).max() > 1:
-            raise LocalError(
-                f"a batch of {len(rows)} requests with {ends[-1]} blocks and {len(ids)} ids: requests "
-                "must be different, and every block needs one id of 0 or more"
-            )
-        start = self._counts[rows]
-        grown = start + counts * self._ratios
-        if (grown > self._capacities).any():
-            at, index = np.argwhere(grown > self._capacities)[0]
-            raise self._overflow(int(rows[at]), int(index), int(grown[at, index]))
-        records = np.empty((*counts.shape, 5), dtype=np.int32)
-        records[:, :, 0] = np.arange(len(self._groups))
-        records[:, :, 1] = rows[:, None]
-        records[:, :, 2] = start
-        records[:, :, 3] = counts
-        records[:, :, 4] = ends.reshape(counts.shape) - counts
-        self._staged.write_batch(rows, records.reshape(-1, 5), ids)
-        self._counts[rows] = grown
-
     def clear_row(self, request_index: int) -> None:
         """Stage null blocks for a request's rows. Raises ``LocalError``: the index is out of range."""
         self._check_row(request_index)
@@ -255,7 +216,7 @@ class BlockTables:
         if staged.records:
             records = np.frombuffer(staged.records, dtype=np.int32).reshape(-1, 5)
             self._ops.apply(records, np.frombuffer(staged.ids, dtype=np.int32), staged.keep_order)
-            self._staged = _Staged(self.max_requests)
+            self._staged = _Staged()
 
     def table(self, group: int) -> torch.Tensor:
         """The group's table: int32 of shape ``(max_requests, capacity)``, at a fixed address."""
@@ -342,16 +303,16 @@ class BlockTables:
 class _Staged:
     """Writes that wait for ``BlockTables.apply``, as records and ids (see ``TableOps``)."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self) -> None:
         self.records, self.ids = array("i"), array("i")
         self.keep_order = False
         """Whether more than one call has staged writes to the same row."""
-        self._touched = np.zeros(max_requests, dtype=np.bool_)
+        self._touched = set[int]()
 
     def touch(self, request_index: int) -> None:
         """Note that a row is about to be written."""
-        self.keep_order |= bool(self._touched[request_index])
-        self._touched[request_index] = True
+        self.keep_order |= request_index in self._touched
+        self._touched.add(request_index)
 
     def write(self, table: int, row: int, start: int, block_ids: Sequence[int]) -> None:
         """Stage logical ids from kernel entry ``start`` on."""
@@ -361,11 +322,3 @@ class _Staged:
     def zero(self, table: int, row: int, start: int, count: int) -> None:
         """Stage the null block for ``count`` kernel entries from ``start`` on."""
         self.records.extend((table, row, start, -count, 0))
-
-    def write_batch(self, rows: BlockIds, records: NDArray[np.int32], block_ids: BlockIds) -> None:
-        """Stage records whose offsets count within ``block_ids``."""
-        records[:, 4] += len(self.ids)
-        self.records.frombytes(records.tobytes())
-        self.ids.frombytes(block_ids.astype(np.int32).tobytes())
-        self.keep_order |= bool(self._touched[rows].any())
-        self._touched[rows] = True

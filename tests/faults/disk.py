@@ -232,7 +232,7 @@ def _look(path: Path, life: int, limit_bytes: int, acknowledged: list[int], repo
         if (taken := taken_bytes(path)) > limit_bytes:
             report.problems.append(f"after life {life}: {taken} bytes of {limit_bytes}")
         news = tier.poll()
-        there = sorted(number_of(content) for content in news.added)
+        there = sorted(number_of(content) for content in news.changed(True))
         right, wrong, failures = served(tier, there, _LONGEST_BYTES)
         failures.update(news.failures)
         report.failures = dict(Counter(report.failures) + failures)

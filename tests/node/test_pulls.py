@@ -389,7 +389,7 @@ def test_what_the_device_has_kept_longer_is_in_host_memory_again_once_it_is_used
     with closing(source):
         index = source.engine.scheduler.transfers.hooks.offload.host.index
         source.ask(first)
-        ours = [row for row in index.classes[0].hash if row]
+        ours = list(index.classes[0].row_of[0])
         assert index.lookup(0, ours) == len(ours) >= 18
         for prompt in others:
             source.ask(prompt)

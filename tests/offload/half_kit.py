@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from kvconnect.cache.specs import (
@@ -26,7 +25,7 @@ from kvconnect.cache.specs import (
     StateSpec,
 )
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.index.tier_index import ABSENT, PENDING, READY, TierIndex
+from kvconnect.offload.index.tier_index import READY, TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
@@ -126,17 +125,15 @@ class Replay:
 def check_index(index: TierIndex) -> None:
     """Rows are each free or held once, contents are found where they are, and ages are of what may go."""
     for rows in index.classes:
-        held = np.flatnonzero(rows.state)
-        assert sorted([*rows.free, *held.tolist()]) == list(range(rows.num_rows))
-        for row, group in zip(held.tolist(), rows.group[held].tolist(), strict=True):
-            content = rows.hash[row]
-            assert rows.row_of[group].get(content) == row
-        is_pinned = rows.pins > 0
-        assert not (rows.pins < 0).any()
-        assert not np.isin(rows.state[is_pinned], (ABSENT, PENDING)).any()
-        assert not rows.is_session_pinned[np.flatnonzero(rows.state == ABSENT)].any()
-        aging = np.flatnonzero((rows.state == READY) & ~is_pinned & ~rows.is_session_pinned)
-        assert sorted(rows.ages.rows().tolist()) == aging.tolist()
+        held = [row for row, state in enumerate(rows.state) if state]
+        assert sorted([*rows.free, *held]) == list(range(rows.num_rows))
+        for row in held:
+            group, name = rows.content[row]
+            assert rows.row_of[group].get(name) == row
+        assert min(rows.pins) == 0
+        assert all(rows.state[row] for row, pins in enumerate(rows.pins) if pins)
+        aging = [row for row in held if rows.state[row] == READY and not rows.pins[row]]
+        assert sorted(rows.ages) == aging
         assert all(len(row_of) <= rows.num_rows for row_of in rows.row_of.values())
 
 

@@ -120,13 +120,6 @@ def test_a_group_without_the_rows_of_one_hit_is_named_with_what_all_groups_need(
         plan_arena(needed - 1, {0: 64, 1: 600}, shares, least)
 
 
-def test_shares_of_other_groups_are_a_bug():
-    with pytest.raises(LocalError, match=r"rows are given for cache groups \[0\], shares for \[1\]"):
-        plan_arena(1000, {0: 64}, {1: 1.0})
-    with pytest.raises(LocalError):
-        plan_arena(1000, {}, {})
-
-
 def test_a_row_that_does_not_exist():
     plan = plan_arena(640, {0: 64}, {0: 1.0})
     with pytest.raises(LocalError, match="cache group 0 has rows 0 to 9, row 10 was asked for"):

@@ -63,7 +63,7 @@ def test_a_restart_reports_footers_and_rows_without_one_too(tmp_path):
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
     cut.write_bytes(cut.read_bytes()[:-9])
     second = open_tier(tmp_path, reads_footers=True)
-    wait_until(lambda: second.tracker._changes.keys() == set(rows), "told")
+    wait_until(lambda: second.tracker._update.changes.keys() == set(rows), "told")
     update = second.poll()
     lost = {content for content in rows if row_name(content) in (spoilt.name, cut.name)}
     assert len(paths) == 40
@@ -87,7 +87,7 @@ def test_an_error_of_ours_over_one_footer_hides_no_other_row(tmp_path, monkeypat
     second = open_tier(tmp_path, reads_footers=True)
     wait_until(lambda: not second.state()["recovering"], "reported")
     update = second.poll()
-    assert set(update.added) == set(rows)
+    assert set(update.changed(True)) == set(rows)
     assert update.footers == {content: b"" if content == bad else b"f" for content in rows}
     assert update.failures == {"disk_internal": 1}
     second.close()
@@ -113,8 +113,8 @@ def test_what_is_gone_before_it_was_told_is_not_reported():
     assert unreported == [(0, bytes([at])) for at in (2, 1, 0)], "most recently used first"
     catalog.doom_oldest(1)
     tracker.take()
-    catalog.report(dict.fromkeys(unreported, b"f"))
-    assert set(tracker.take().added) == set(unreported[:2])
+    catalog.report(unreported, dict.fromkeys(unreported, b"f"))
+    assert set(tracker.take().changed(True)) == set(unreported[:2])
     assert catalog.unreported(2) == []
 
 

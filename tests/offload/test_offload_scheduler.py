@@ -18,7 +18,6 @@ FULL = (Kind(4),)
 SLIDING = (Kind(4), Kind(2, window=7))
 HYBRID = (Kind(4), Kind(8, is_state=True))
 DRAFT = (Kind(4), Kind(4, is_draft=True), Kind(2, window=9, is_draft=True))
-# Its draft's blocks have left the window before they have a name.
 ALL = (Kind(4), Kind(2, window=11), Kind(8, is_state=True), Kind(4, is_draft=True))
 
 
@@ -157,14 +156,14 @@ def test_what_two_prompts_share_is_there_for_the_third(kinds):
 
 
 MIXES = {
-    "full": (Kind(4),),
-    "sliding": (Kind(4), Kind(2, window=7)),
+    "full": FULL,
+    "sliding": SLIDING,
     "chunked": (Kind(4), Kind(2, chunk=6)),
-    "hybrid": (Kind(4), Kind(8, is_state=True)),
-    "draft": (Kind(4), Kind(4, is_draft=True), Kind(2, window=9, is_draft=True)),
+    "hybrid": HYBRID,
+    "draft": DRAFT,
     # Its draft's blocks have left the window before they have a name.
     "narrow": (Kind(4), Kind(4, window=3, is_draft=True), Kind(8, window=2)),
-    "all": (Kind(4), Kind(2, window=11), Kind(8, is_state=True), Kind(4, is_draft=True)),
+    "all": ALL,
     "sizes": (Kind(8, row_bytes=128), Kind(2, window=5), Kind(8, is_state=True, row_bytes=256)),
 }
 
@@ -267,11 +266,6 @@ TestSchedulerMachine.settings = settings(
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-
-
-FULL = (Kind(4),)
-SLIDING = (Kind(4), Kind(2, window=7))
-HYBRID = (Kind(4), Kind(8, is_state=True))
 
 
 def stack_of(kinds=FULL, align=8, **settings):

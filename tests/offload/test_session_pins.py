@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -74,8 +73,8 @@ class PinMachine(RuleBasedStateMachine):
     def pressure(self, group, times):
         """Another part than what is pinned is stored, of three times all that there is."""
         rows = self.index.classes[PLAN.class_of[group]]
-        stay = rows.is_session_pinned[:-1] | (rows.state[:-1] == PENDING)
-        free = int(rows.num_rows - np.count_nonzero(stay))
+        stay = [pins or state == PENDING for pins, state in zip(rows.pins, rows.state, strict=True)]
+        free = rows.num_rows - sum(map(bool, stay))
         for _ in range(times):
             self.fresh += 1
             taken = self.store(group, names(self.fresh, 0, rows.num_rows))
@@ -155,8 +154,8 @@ class PinMachine(RuleBasedStateMachine):
             rows, place = self.index.classes[PLAN.class_of[group]], (HOST, group)
             pinned = set().union(*held.get(place, {}).values())
             assert ABSENT not in self.index.states(group, sorted(pinned))
-            marked = np.flatnonzero(rows.is_session_pinned[:-1] & (rows.group == group))
-            assert {rows.hash[row] for row in marked.tolist()} == pinned
+            marked = [rows.content[row] for row, pins in enumerate(rows.pins) if pins]
+            assert {name for own, name in marked if own == group} == pinned
         for tier, limits in ((HOST, PLAN.limits), (DISK, DISK_ROWS)):
             for group in GROUPS:
                 by_tenant = held.get((tier, group), {})
@@ -223,7 +222,7 @@ def test_what_was_dropped_is_pinned_no_more_and_may_be_pinned_again(plan):
     check_index(index)
     pins.release(pin)
     check_index(index)
-    assert len(index.classes[0].ages.rows()) == 100
+    assert len(index.classes[0].ages) == 100
 
 
 def test_what_tenants_share_counts_for_each_and_stays_for_the_last():

@@ -9,8 +9,8 @@ import pytest
 
 from kvconnect.engine.store_process import Verb
 from kvconnect.errors import EngineError
-from kvconnect.offload.store.store_tier import Announced, StoreTier, _Item
-from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
+from kvconnect.offload.store.store_tier import Announced, StoreTier
+from tests.offload.tier_suite import LowerTierSuite, TierDriver, blank_rows, lengths_of, rows_of, some_rows
 
 NAMESPACE = "ab" * 32
 
@@ -156,7 +156,12 @@ def test_closing_does_not_wait_for_a_start(store, make):
     rows = some_rows(5, 3)
     job = driver.new_job()
     tier.write(job, rows_of(rows))
-    threading.Timer(0.2, store.may_start.set).start()
+
+    def start_late():
+        until(lambda: tier.state()["link"] == "closed")
+        store.may_start.set()
+
+    threading.Thread(target=start_late).start()
     assert tier.close()
     assert set(driver.wait("write", job)) == set(rows)
     assert set(driver.write(rows)) == set(rows)
@@ -317,7 +322,7 @@ def test_what_is_announced_is_what_the_store_was_seen_to_have(store, make):
     assert driver.index == set(rows)
     store.values.update(
         {
-            tier._keys([_Item(0, 0, content)])[0]: tier._format.header(content, memoryview(row)) + row
+            tier._keys(blank_rows({content: 1}))[0]: tier._format.header(content, memoryview(row)) + row
             for content, row in others.items()
         }
     )
@@ -326,10 +331,10 @@ def test_what_is_announced_is_what_the_store_was_seen_to_have(store, make):
     assert driver.read(lengths_of(others)) == others
     assert driver.index == {*rows, *others}
     first, second, *_ = rows
-    del store.values[tier._keys([_Item(0, 0, first)])[0]]
+    del store.values[tier._keys(blank_rows({first: 1}))[0]]
     driver.seek(list(rows))
     assert driver.index == {*rows, *others} - {first}, "it was asked for and is gone"
-    key = tier._keys([_Item(0, 0, second)])[0]
+    key = tier._keys(blank_rows({second: 1}))[0]
     store.values[key] = store.values[key][:-1] + b"?"
     assert second not in driver.read(lengths_of(rows))
     assert driver.index == {*rows, *others} - {first, second}, "it is spoilt"
@@ -357,12 +362,12 @@ def test_what_is_announced_of_a_store_has_a_bound():
     announced.most = 3
     contents = [(0, bytes([at])) for at in range(5)]
     announced.there(contents[:3])
-    assert announced.take().added == tuple(contents[:3])
+    assert announced.take().changed(True) == contents[:3]
     announced.there(contents[:1])
-    assert announced.take().added == tuple(contents[:1]), "another rank may have missed it since"
+    assert announced.take().changed(True) == contents[:1], "another rank may have missed it since"
     announced.there(contents[3:])
     update = announced.take()
-    assert update.added == tuple(contents[3:])
-    assert set(update.removed) == set(contents[1:3])
+    assert update.changed(True) == contents[3:]
+    assert set(update.changed(False)) == set(contents[1:3])
     announced.gone(contents)
-    assert set(announced.take().removed) == {contents[0], *contents[3:]}
+    assert set(announced.take().changed(False)) == {contents[0], *contents[3:]}

@@ -16,11 +16,11 @@ from kvconnect.engine.store_process import Order, Settings, StoreMemory, StorePr
 from kvconnect.errors import EngineError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
-from kvconnect.offload.store.store_tier import _Item, open_store_tier
+from kvconnect.offload.store.store_tier import open_store_tier
 from tests.node.node_harness import make_prompt
 from tests.offload.node_kit import make_keeper
 from tests.offload.store_master import StoreMaster, master_binary
-from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, some_rows
+from tests.offload.tier_suite import LowerTierSuite, TierDriver, blank_rows, lengths_of, some_rows
 
 pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")
 SEGMENT_BYTES = 64 << 20
@@ -146,7 +146,7 @@ def test_bytes_that_are_not_ours_are_never_given_out(own_master):
     )
     stranger = StoreProcess(settings, memory, 1)
     contents = list(rows)
-    keys = tier._keys([_Item(0, 0, content) for content in contents])
+    keys = tier._keys(blank_rows(dict.fromkeys(contents, 1)))
     length = HEADER_BYTES + 4000
     assert stranger.ask(0, Order(Verb.GET, keys[:4], tuple(range(0, 40000, 10000)), (length,) * 4), 10) == (
         (length,) * 4
@@ -178,7 +178,7 @@ def test_a_process_that_dies_loses_only_what_it_was_doing(own_master):
     driver, rows = TierDriver(tier), some_rows(10, 9)
     assert TierDriver(keeper).write(rows) == ()
     assert driver.read(lengths_of(rows)) == rows
-    tier._link._process._process.kill()
+    tier._link.process._process.kill()
     assert driver.read(lengths_of(rows)) == {}
     assert driver.failures == {"store_unreachable": 1}
     until(lambda: driver.read(lengths_of(rows)) == rows)
@@ -193,7 +193,7 @@ def test_a_store_that_cannot_be_cleared_is_not_read(own_master):
     driver, rows = TierDriver(tier), some_rows(10, 10)
     assert TierDriver(keeper).write(rows) == ()
     assert driver.seek(list(rows)) == set(rows)
-    process = tier._link._process
+    process = tier._link.process
     ask = process.ask
 
     def no_clear(lane, order, timeout_s):
@@ -236,7 +236,7 @@ def test_the_process_does_not_outlive_a_parent_that_is_killed(own_master):
         "from tests.offload.test_store_tier import *\n"
         "tier = open_tier(sys.argv[1])\n"
         "assert TierDriver(tier).write(some_rows(1, 1)) == ()\n"
-        "print(tier._link._process._process.pid, flush=True)\n"
+        "print(tier._link.process._process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     parent = subprocess.Popen(

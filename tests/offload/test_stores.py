@@ -1,4 +1,4 @@
-"""Requests of one step are seen to together, and get what they would get one after the other."""
+"""Rows go to the first blocks of the first requests of a step, and what is long is stored part by part."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
-from kvconnect.transfer.orders import OffloadReport, Results
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.half_kit import check_index
 
 BLOCK_TOKENS = 4
 ROW_BYTES = 64
 WHOLE = KVCacheGroup(("a",), FullAttentionSpec(BLOCK_TOKENS, 1, 1, torch.int8))
-WINDOW = KVCacheGroup(("w",), SlidingWindowSpec(BLOCK_TOKENS, 1, 1, torch.int8, sliding_window=6))
 
 
 @dataclass
@@ -34,22 +32,21 @@ class Request:
 
 
 class Node:
-    """A scheduler half whose requests are seen to together, or one after the other."""
+    """A scheduler half of one cache group."""
 
-    def __init__(self, groups, num_rows, together):
-        self.num_groups, self.together, self.failures = len(groups), together, Counter()
-        shares = (1 / len(groups),) * len(groups)
+    def __init__(self, num_rows):
+        self.failures = Counter()
         self.half = OffloadScheduler(
-            OffloadConfig(cpu_bytes=num_rows * ROW_BYTES * len(groups), shares=shares),
-            groups,
-            HitRequirements.of(groups, range(len(groups)), BLOCK_TOKENS),
+            OffloadConfig(cpu_bytes=num_rows * ROW_BYTES, shares=(1.0,)),
+            (WHOLE,),
+            HitRequirements.of((WHOLE,), range(1), BLOCK_TOKENS),
             hashes=lambda request, block_tokens: request.names,
-            row_bytes=dict.fromkeys(range(len(groups)), ROW_BYTES),
+            row_bytes={0: ROW_BYTES},
             clock=lambda: 0.0,
         )
 
-    def step(self, prompts, number, report):
-        """Admit prompts, compute half of each and then the rest. What was stored, and when each is due."""
+    def step(self, prompts, number):
+        """Admit prompts, compute half of each and then the rest; the names that are stored then."""
         requests = [
             Request(
                 f"{number}.{at}",
@@ -61,28 +58,19 @@ class Node:
         seen = []
         for request in requests:
             self.half.new_request(request, reads=False)
-            self.half.update_after_alloc(request, ([],) * self.num_groups, 0)
+            self.half.update_after_alloc(request, ([],), 0)
         for part in (2, 1):
             computed = []
             for at, request in enumerate(requests):
                 count = len(request.names)
                 first, end = (0, count // 2) if part == 2 else (count // 2, count)
                 ids = list(range(100 * at + first + 1, 100 * at + end + 1))
-                computed.append(Computed(request.request_id, end * BLOCK_TOKENS, (ids,) * self.num_groups))
-            for step in (computed,) if self.together else [(one,) for one in computed]:
-                self.half.launched(Step(step))
+                computed.append(Computed(request.request_id, end * BLOCK_TOKENS, (ids,)))
+            self.half.launched(Step(computed))
             stores = self.half.build_orders().stores
             self.failures.update(self.half.host.take_failures())
-            seen.append(
-                (
-                    {(store.copies.group, name) for store in stores for name in store.hashes},
-                    dict(self.half.due),
-                )
-            )
+            seen.append({name for store in stores for name in store.hashes})
             assert all(len(set(store.copies.rows)) == len(store.hashes) for store in stores)
-            if report and stores:
-                stored = {store.job: () for store in stores}
-                self.half.update_results(Results(offload=(OffloadReport(0, stored=stored),)))
         check_index(self.half.host.index)
         return seen
 
@@ -90,25 +78,11 @@ class Node:
 prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple), max_size=4)
 
 
-@given(
-    st.sampled_from([(WHOLE,), (WHOLE, WINDOW), (WHOLE, WHOLE)]),
-    st.integers(3, 12) | st.just(200),
-    st.lists(prompts, min_size=1, max_size=3),
-)
-def test_together_is_as_one_after_the_other(groups, num_rows, steps):
-    nodes = [Node(groups, num_rows, together) for together in (True, False)]
-    for number, prompts in enumerate(steps):
-        # While rows are short nothing is ready, so that nothing makes room: that is not told apart here.
-        one, other = (node.step(prompts, number, report=num_rows == 200) for node in nodes)
-        assert one == other
-    assert nodes[0].failures == nodes[1].failures
-
-
 @given(st.integers(1, 12), st.lists(prompts, min_size=1, max_size=3))
 def test_rows_go_to_the_first_blocks_of_the_first_requests(num_rows, steps):
-    node, there, num_short = Node((WHOLE,), num_rows, together=True), set(), 0
+    node, there, num_short = Node(num_rows), set(), 0
     for number, prompts in enumerate(steps):
-        for stored, part in zip(node.step(prompts, number, report=False), (2, 1), strict=True):
+        for stored, part in zip(node.step(prompts, number), (2, 1), strict=True):
             before = set(there)
             for prompt in prompts:
                 names = [b"%r" % (prompt[: end + 1],) for end in range(len(prompt) // part)]
@@ -118,12 +92,12 @@ def test_rows_go_to_the_first_blocks_of_the_first_requests(num_rows, steps):
                         num_short += 1
                         break
                     there.add(name)
-            assert stored[0] == {(0, name) for name in there - before}
+            assert stored == there - before
     assert node.failures == Counter({"offload_rows_short": num_short} if num_short else {})
 
 
 def test_of_what_is_long_a_part_is_seen_to_in_each_step():
-    half = Node((WHOLE,), 3000, together=True).half
+    half = Node(3000).half
     request = Request("long", 2500 * BLOCK_TOKENS, [b"%d" % at for at in range(2500)])
     half.new_request(request, reads=False)
     half.update_after_alloc(request, ([],), 0)

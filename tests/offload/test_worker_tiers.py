@@ -252,7 +252,7 @@ def test_a_report_that_names_others_contents_is_not_believed(make):
     rig = make(disk)
     rig.order(stores=(store(1, [(1, 0)], 1),))
     rig.until(lambda: rig.kept == {1})
-    disk.tracker._done["read"][999] = ()
+    disk.tracker._update.done["read"][999] = ()
     rig.order(stores=(store(2, [(1, 0)], 1),))
     rig.until(lambda: 2 in rig.kept)
 

@@ -43,13 +43,12 @@ class TierDriver:
     def poll(self) -> TierUpdate:
         """Take what is new, and note it."""
         update = self.tier.poll()
-        assert not set(update.added) & set(update.removed)
         for kind, jobs in self._ended.items():
             ended = update.done.get(kind, {})
             assert not jobs.keys() & ended.keys(), f"{kind} was reported twice"
             jobs.update(ended)
-        self.index |= set(update.added)
-        self.index -= set(update.removed)
+        self.index |= set(update.changed(True))
+        self.index -= set(update.changed(False))
         for reason, times in update.failures.items():
             self.failures[reason] = self.failures.get(reason, 0) + times
         return update

@@ -60,9 +60,9 @@ class Rig:
             config,
             sizes,
             identity=named(weights=weights),
-            label=label,
             registry=self.registry,
         )
+        self.worker.label = label
         if tiers:
             self.worker._make_tiers = lambda namespace, plan: tiers
         if register:

@@ -102,30 +102,6 @@ def test_tables_match_plain_lists(kernels):
     any_steps()
 
 
-@settings(max_examples=500)
-@given(st.data())
-def test_a_batch_of_appends_is_the_appends_one_by_one(data):
-    ratio = data.draw(st.integers(1, 3))
-    one, many = tables(ratio=ratio), tables(ratio=ratio)
-    for _ in range(data.draw(st.integers(1, 3))):
-        rows = data.draw(st.permutations(range(ROWS)))[: data.draw(st.integers(0, ROWS))]
-        lists = [(data.draw(ids), data.draw(ids)) for _ in rows]
-        counts = np.array([[len(a), len(b)] for a, b in lists], dtype=np.int64).reshape(-1, 2)
-        flat = np.array([block for pair in lists for part in pair for block in part], dtype=np.int64)
-        before = [one.num_blocks(group, row) for group in (0, 2) for row in range(ROWS)]
-        try:
-            many.append_batch(np.array(rows, dtype=np.int64), counts, flat)
-        except LocalError:
-            assert before == [many.num_blocks(group, row) for group in (0, 2) for row in range(ROWS)]
-            break
-        for row, (first, second) in zip(rows, lists, strict=True):
-            one.append_block_ids(row, (first, [], second))
-    one.apply()
-    many.apply()
-    for group in (0, 2):
-        assert torch.equal(one.table(group), many.table(group))
-
-
 def plain_slots(made, group, requests, starts, positions, num_tokens):
     size = made.kernel_block_sizes[group]
     slots = [PAD_SLOT] * num_tokens
@@ -179,8 +155,6 @@ def test_capacity_is_in_kernel_blocks_and_an_overflow_stages_nothing():
     made.append_block_ids(0, ([1, 2, 3], [], [1, 2, 3]))
     with pytest.raises(LocalError, match="10 kernel blocks in cache group 0, whose rows hold 8"):
         made.append_block_ids(0, ([4, 5], [], [4]))
-    with pytest.raises(LocalError, match="10 kernel blocks in cache group 0, whose rows hold 8"):
-        made.append_batch(np.array([0]), np.array([[2, 0]]), np.array([4, 5]))
     made.apply()
     assert made.row(0, 0).tolist() == [2, 3, 4, 5, 6, 7]
     assert made.row(2, 0).tolist() == [1, 2, 3]
@@ -194,16 +168,6 @@ def test_what_cannot_be_is_an_error_and_changes_nothing():
         ("request index 3", lambda: made.clear_row(3)),
         ("cache group 1 has no block table", lambda: made.append_block_ids(0, ([1], [2], [1]))),
         ("block id -5", lambda: made.append_block_ids(0, ([-5], [], []))),
-        ("not in 0..2", lambda: made.append_batch(np.array([3]), np.array([[0, 0]]), np.array([]))),
-        (
-            "must be different",
-            lambda: made.append_batch(np.array([1, 1]), np.array([[0, 0], [0, 0]]), np.array([])),
-        ),
-        (
-            "1 blocks and 2 ids",
-            lambda: made.append_batch(np.array([1]), np.array([[1, 0]]), np.array([1, 2])),
-        ),
-        ("must be different", lambda: made.append_batch(np.array([1]), np.array([[-1, 1]]), np.array([]))),
         ("request index 9", lambda: made.gather([9], 1)),
         ("request index -1", lambda: made.compute_slots([-1], [0, 1], [0], 1)),
         ("num_rows is 1, accepted: 2", lambda: made.gather([0, 1], 1)),
@@ -232,13 +196,6 @@ def test_writes_that_may_meet_keep_their_order_and_others_need_none():
         (False, lambda t: (t.append_block_ids(0, ([1], [], [])), t.append_block_ids(1, ([2], [], [])))),
         (True, lambda t: (t.append_block_ids(0, ([1], [], [])), t.append_block_ids(0, ([2], [], []), True))),
         (True, lambda t: (t.clear_row(2), t.append_block_ids(2, ([2], [], [])))),
-        (
-            True,
-            lambda t: (
-                t.append_block_ids(1, ([1], [], [])),
-                t.append_batch(np.array([1]), np.array([[1, 0]]), np.array([5])),
-            ),
-        ),
         (False, lambda t: t.append_block_ids(0, ([3], [], []))),
     ):
         made = tables()

@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvconnect.offload.index.session_pins import MOST_PINNED, Pin
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.sessions import MOST_TTL_S
@@ -277,8 +275,9 @@ class Pledges:
             if count > self._running(session):
                 self._fail("pins_end", f"session {session} has {count} pins of requests that do not run")
         wanted = {(group, name) for group, names in held.items() for name in names}
-        if wanted != self._pinned_rows():
-            odd = sorted(wanted ^ self._pinned_rows())
+        ledgers = self._half.host.pins._ledgers.items()
+        counted = {(group, name) for (tier, group), one in ledgers if tier == HOST for name in one.all}
+        if odd := sorted((wanted ^ counted) | (wanted - self._pinned_rows())):
             self._fail("pins_end", f"rows are pinned, or are not, for no reason: {odd}")
 
     def _quotas_hold(self, pins: Sequence[Pin]) -> None:
@@ -308,10 +307,10 @@ class Pledges:
 
     def _pinned_rows(self) -> set[Content]:
         return {
-            (group, rows.hash[row])
+            rows.content[row]
             for rows in self._half.host.index.classes
-            for row in np.flatnonzero(rows.is_session_pinned[:-1] & (rows.state[:-1] > 0)).tolist()
-            for group in (int(rows.group[row]),)
+            for row, pins in enumerate(rows.pins)
+            if pins
         }
 
     def _live(self, now: float) -> list[Pledge]:

@@ -17,10 +17,10 @@ from kvconnect.decode.loads import RankFetch, RankFetchState
 from kvconnect.decode.pulls import PullRequests
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.offload.index.session_pins import Ledger, SessionPins
-from kvconnect.offload.index.tier_index import READY, ClassRows
 from kvconnect.offload.scheduler.host import LowerIndex
 from kvconnect.offload.scheduler.parking_lot import ParkingLot
 from kvconnect.offload.scheduler.sessions import Sessions
+from kvconnect.offload.tier import DISK
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 from kvconnect.outcome import Cause
@@ -443,10 +443,13 @@ def keeps_blocks_that_are_not_full(patch):
 def evicts_what_is_pinned(patch):
     """What a session pinned makes room like anything else."""
 
-    def may_go(self, rows):
-        return (self.state[rows] == READY) & (self.pins[rows] == 0)
+    apply = SessionPins._apply
 
-    patch.setattr(ClassRows, "may_go", may_go)
+    def only_on_disk(self, place, names, is_pinned):
+        if place[0] == DISK:
+            apply(self, place, names, is_pinned)
+
+    patch.setattr(SessionPins, "_apply", only_on_disk)
 
 
 def knows_no_quota(patch):

@@ -221,8 +221,11 @@ def row_table(table: RegionTable, arena: RowArena) -> tuple[RegionTable, dict[in
     stride divides both pages and rows; blocks overlap where the stride is less than a page. Block 0 lies in
     the row before the first, and is never read.
 
-    Raises ``LayoutError``: a group is split into kernel blocks, and its regions' pages differ in length.
+    Raises ``LayoutError``: the device does not reach rows at their host addresses, or a group is split into
+    kernel blocks, and its regions' pages differ in length. Raises ``EngineError`` as ``RowArena.is_mapped``.
     """
+    if not arena.is_mapped:
+        raise LayoutError("the device does not reach host memory at its own addresses")
     regions, groups, pages = [], [], {}
     for geometry in table.groups:
         group, ratio = geometry.group, geometry.blocks_per_kv_block

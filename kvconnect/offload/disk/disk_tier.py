@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -25,58 +24,11 @@ from kvconnect.offload.disk.row_files import (
     RowFiles,
     reason_of,
 )
+from kvconnect.offload.io_threads import IoThreads
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.tier import CompletionTracker, Content, LowerTier, TierRow
 
 logger = logging.getLogger(__name__)
-
-
-class IoThreads:
-    """A few daemon threads for disk I/O, which take work in the order of its submission.
-
-    An executor of the standard library would keep the process from exiting while a disk hangs.
-    """
-
-    def __init__(self, name: str, count: int, on_error: Callable[[Exception], object]) -> None:
-        self._on_error = on_error
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run work on one of the threads, or on the calling thread once they were closed."""
-        with self._lock:
-            if not self._is_closed:
-                self._queue.put(work)
-                return
-        self._do(work)
-
-    def close(self, deadline_s: float) -> bool:
-        """Let the threads finish until ``deadline_s`` (``time.monotonic``); returns whether all ended."""
-        with self._lock:
-            self._is_closed = True
-            for _ in self._threads:
-                self._queue.put(None)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            self._do(work)
-            # Work may hold the memory of rows, and the next piece may be long in coming.
-            del work
-
-    def _do(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._on_error(error)
 
 
 READ_THREADS = 8
@@ -241,7 +193,7 @@ class DiskTier(LowerTier):
         contents = [row.content for row in rows]
         # Mark contents that are there as used: they must not be evicted for the rest.
         self._catalog.has(contents, is_use=True)
-        self._catalog.confirm(contents)
+        self._catalog.report(contents, {})
         # The end of a sequence is written first, so that it is evicted first, also after a restart.
         for row in reversed(rows):
             if self._rows.is_closing or epoch != self._catalog.epoch:
@@ -283,7 +235,7 @@ class DiskTier(LowerTier):
     def _report_found(self) -> None:
         """Report recovered contents with their footers, if the tier reads footers."""
         while not self._rows.is_closing and (found := self._catalog.unreported(_FOOTERS_AT_ONCE)):
-            self._catalog.report({content: self._footer(content) for content in found})
+            self._catalog.report(found, {content: self._footer(content) for content in found})
         self.tracker.recovered()
 
     def _footer(self, content: Content) -> bytes:

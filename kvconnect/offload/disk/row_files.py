@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,15 +151,10 @@ class Catalog:
             del self._unreported[-most:]
         return taken[::-1]
 
-    def report(self, footers: Mapping[Content, bytes]) -> None:
-        """Report recovered contents with their footers, unless they are gone."""
+    def report(self, contents: Iterable[Content], footers: Mapping[Content, bytes]) -> None:
+        """Report contents that are there, maybe again: the scheduler half forgets what any rank missed."""
         with self._lock:
-            self._tracker.add([content for content in footers if content in self._rows], footers)
-
-    def confirm(self, contents: Sequence[Content]) -> None:
-        """Report contents that are there again: the scheduler half forgets those that any rank missed."""
-        with self._lock:
-            self._tracker.add([content for content in contents if content in self._rows])
+            self._tracker.add([content for content in contents if content in self._rows], footers)
 
     def forget(self, missing: Sequence[Content], wrong: Mapping[Content, KeptFile]) -> None:
         """Doom the rows in ``wrong``, and report ``missing`` contents as removed, unless written again."""
@@ -172,10 +167,8 @@ class Catalog:
     def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
         """Pin or unpin contents, there or not; pinned ones are not evicted."""
         with self._lock:
-            self._pinned.update((group, hash_) for group, hash_, is_pinned in pins if is_pinned)
-            self._pinned.difference_update(
-                (group, hash_) for group, hash_, is_pinned in pins if not is_pinned
-            )
+            for group, name, is_pinned in pins:
+                (self._pinned.add if is_pinned else self._pinned.discard)((group, name))
 
     def doom_oldest(self, length_bytes: int) -> bool:
         """Doom the least recently used rows, ``length_bytes`` in all. False: no row may be evicted."""

@@ -97,12 +97,8 @@ def plan_arena(
     Larger shares are scaled down. ``row_bytes``, those of a block, are aligned to ``ROW_ALIGN_BYTES``. The
     shortest hit needs ``least_rows``, by default 1. ``lent_share`` of each group's memory is lent rows.
 
-    Raises:
-        ConfigError: a group would get fewer than ``least_rows``; the message states the bytes that suffice.
-        LocalError: there is no group, or ``shares`` and ``row_bytes`` have different groups.
+    Raises ``ConfigError``: a group would get fewer than ``least_rows``; the text has the bytes that suffice.
     """
-    if not row_bytes or set(row_bytes) != set(shares):
-        raise LocalError(f"rows are given for cache groups {sorted(row_bytes)}, shares for {sorted(shares)}")
     whole = max(Fraction(1), sum((Fraction(share) for share in shares.values()), Fraction(0)))
     lengths = {group: aligned_row_bytes(row_bytes[group]) for group in sorted(row_bytes)}
     lent = Fraction(lent_share)

@@ -229,7 +229,7 @@ class SessionPins:
     def _apply(self, place: Place, names: Sequence[bytes], is_pinned: bool) -> None:
         tier, group = place
         if tier == HOST:
-            self._index.set_session_pins(group, names, is_pinned)
+            (self._index.pin if is_pinned else self._index.unpin)(group, names)
         else:
             self.disk_changes.update({(group, name): is_pinned for name in names})
 

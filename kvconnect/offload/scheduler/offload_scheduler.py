@@ -162,20 +162,13 @@ class OffloadScheduler:
             record, group = self._requests.get(state.request_id), self._state_groups.get(state.group)
             if record is not None and group is not None:
                 self._stores.collect_state(record, group, state)
-        # One call for many requests: the index is much faster with many contents at once.
-        grown: dict[str, OffloadRequest] = {}
         for request_id, num_tokens, new_block_ids in step.computed:
             record = self._requests.get(request_id)
             if record is None:
                 continue
-            if request_id in grown:
-                self._stores.collect(grown.values())
-                grown = {}
             record.computed(num_tokens, self.host.requirements.groups, new_block_ids)
             if num_tokens >= self._stores.due[request_id]:
-                grown[request_id] = record
-        if grown:
-            self._stores.collect(grown.values())
+                self._stores.collect(record)
 
     def preempted(self, request_id: str) -> None:
         # Workers may read the blocks of earlier steps until they carry out the next orders.

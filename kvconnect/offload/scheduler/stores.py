@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from kvconnect.cache.specs import div_ceil
 from kvconnect.offload.index.tier_index import ContentState
@@ -23,18 +22,6 @@ from kvconnect.transfer.stack import StateBlock
 
 MOST_AT_ONCE = 1024
 """The most blocks of one request and group that a call considers; later calls consider the rest."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Blocks of a request in one group, from position ``first`` on; useless without the names ``before``."""
-
-    request: OffloadRequest
-    hashes: Sequence[bytes]
-    first: int
-    before: list[bytes]
-    names: Sequence[bytes]
-    block_ids: list[int]
 
 
 class Stores:
@@ -59,12 +46,13 @@ class Stores:
     def __len__(self) -> int:
         return sum(map(len, self._batches.values()))
 
-    def collect(self, requests: Collection[OffloadRequest]) -> None:
-        each = [(request, request.valid_tokens()) for request in requests]
-        # If rows are short, one request gets rows in all groups, rather than all requests in one group.
-        at_once = len(each) if len(self._host.requirements.groups) == 1 else 1
-        for first in range(0, len(each), at_once):
-            self._collect(each[first : first + at_once], is_last=False)
+    def collect(self, request: OffloadRequest, *, is_last: bool = False) -> None:
+        tokens = self._limited(request, request.final_tokens() if is_last else request.valid_tokens())
+        whole = self._host.requirements.whole
+        is_behind = [self._collect_whole(request, group, tokens, is_last) for group in whole]
+        due = self._collect_partial(request, tokens, is_last)
+        if request.view.request_id in self.due:
+            self.due[request.view.request_id] = 0 if any(is_behind) else due
 
     def collect_last(self, request: OffloadRequest, block_ids: BlockIdsByGroup) -> None:
         request.block_ids = {
@@ -72,7 +60,7 @@ class Stores:
             for group in self._host.requirements.groups
             if not group.is_state
         }
-        self._collect([(request, request.final_tokens())], is_last=True)
+        self.collect(request, is_last=True)
         for group in self._host.requirements.whole:
             # So that the end of a prompt is evicted first: no hit can use it without the beginning.
             end = request.next_position.get(group.group, 0)
@@ -159,25 +147,41 @@ class Stores:
         most = min(request.most_tokens, self._most_tokens)
         return min(num_tokens, most if self._decoded else min(most, request.prompt_tokens))
 
-    def _collect(self, noted: Iterable[tuple[OffloadRequest, int]], *, is_last: bool) -> None:
-        valid = [(request, self._limited(request, tokens)) for request, tokens in noted]
-        behind: set[str] = set()
-        for group in self._host.requirements.whole:
-            parts = []
-            for request, tokens in valid:
-                end = self._host.requirements.last_boundary(tokens) // group.block_tokens
-                first = request.next_position.get(group.group, 0)
-                if end > first + MOST_AT_ONCE and not is_last:
-                    end = first + MOST_AT_ONCE
-                    behind.add(request.view.request_id)
-                if first < end:
-                    parts.append(self._part(request, group, first, end))
-            if parts:
-                self._collect_whole(group, parts)
-        for request, tokens in valid:
-            due = self._collect_partial(request, tokens, is_last)
-            if request.view.request_id in self.due:
-                self.due[request.view.request_id] = 0 if request.view.request_id in behind else due
+    def _collect_whole(self, request: OffloadRequest, group: HitGroup, tokens: int, is_last: bool) -> bool:
+        """Collect blocks up to the first one without a row: no hit can use blocks after it.
+
+        Returns whether later calls are to consider more.
+        """
+        index, number = self._host.index, group.group
+        first = request.next_position.get(number, 0)
+        end = self._host.requirements.last_boundary(tokens) // group.block_tokens
+        if is_behind := end > first + MOST_AT_ONCE and not is_last:
+            end = first + MOST_AT_ONCE
+        if first >= end:
+            return False
+        hashes = self._host.hashes(request.view, group.block_tokens)
+        names = group.names(hashes, first, end)
+        block_ids = request.block_ids.get(number, [])[first : first + len(names)]
+        if 0 in block_ids:
+            del block_ids[block_ids.index(0) :]
+        names = names[: len(block_ids)]
+        before = [*group.names(hashes, 0, 1), *group.names(hashes, first - 1, first)] if first else []
+        states = index.states(number, [*before, *names])
+        if ContentState.ABSENT in states[: len(before)]:
+            # Contents before these were evicted, so no hit can use these.
+            self._host.count("offload_rows_short")
+            return is_behind
+        end = first + len(names)
+        self._hold(request, group, names)
+        if ContentState.ABSENT in states:
+            taken = self._reserve(group, names, block_ids)
+            self._describe(group, [(request.view, hashes, first, end)])
+            self._hold(request, group, names)
+            if taken < states.count(ContentState.ABSENT):
+                self._host.count("offload_rows_short")
+                end = first + index.states(number, names).index(ContentState.ABSENT)
+        request.next_position[number] = end
+        return is_behind
 
     def _collect_partial(self, request: OffloadRequest, valid: int, is_last: bool) -> int:
         """Collect blocks of window groups; returns the token count from which there is more to collect."""
@@ -191,50 +195,6 @@ class Stores:
         if request.computed_tokens < request.known_tokens:
             return 0
         return NEVER if due > self._limited(request, NEVER) else due
-
-    def _part(self, request: OffloadRequest, group: HitGroup, first: int, end: int) -> _Part:
-        hashes = self._host.hashes(request.view, group.block_tokens)
-        names = group.names(hashes, first, end)
-        block_ids = request.block_ids.get(group.group, [])[first : first + len(names)]
-        if 0 in block_ids:
-            del block_ids[block_ids.index(0) :]
-        before = [*group.names(hashes, 0, 1), *group.names(hashes, first - 1, first)] if first else []
-        return _Part(request, hashes, first, before, names[: len(block_ids)], block_ids)
-
-    def _collect_whole(self, group: HitGroup, parts: Sequence[_Part]) -> None:
-        """Collect each request's part up to the first block without a row: no hit can use blocks after it."""
-        every = [name for part in parts for name in (*part.before, *part.names)]
-        states = self._host.index.states(group.group, every)
-        wanted: list[_Part] = []
-        num_absent = at = 0
-        for part in parts:
-            first, at = at + len(part.before), at + len(part.before) + len(part.names)
-            absent = states[first:at].count(ContentState.ABSENT)
-            if ContentState.ABSENT in states[first - len(part.before) : first]:
-                # Contents before the part were evicted, so no hit can use the part.
-                self._host.count("offload_rows_short")
-                part.request.next_position[group.group] = part.first
-                continue
-            part.request.next_position[group.group] = part.first + len(part.names)
-            self._hold(part.request, group, part.names)
-            if absent:
-                num_absent += absent
-                wanted.append(part)
-        if not wanted:
-            return
-        names = [name for part in wanted for name in part.names]
-        taken = self._reserve(group, names, [block_id for part in wanted for block_id in part.block_ids])
-        self._describe(
-            group,
-            ((part.request.view, part.hashes, part.first, part.first + len(part.names)) for part in wanted),
-        )
-        for part in wanted:
-            self._hold(part.request, group, part.names)
-        for part in wanted if taken < num_absent else ():
-            states = self._host.index.states(group.group, part.names)
-            if ContentState.ABSENT in states:
-                self._host.count("offload_rows_short")
-                part.request.next_position[group.group] = part.first + states.index(ContentState.ABSENT)
 
     def _collect_window(self, request: OffloadRequest, group: HitGroup, end: int, is_last: bool) -> None:
         # A draft group's window of at most one block is never kept: blocks leave it before they have a name.

@@ -43,7 +43,7 @@ class OffloadWorker:
     """Carries out orders on one rank; ``results`` reports each order exactly once, as done or failed.
 
     ``kernel_block_sizes`` are tokens, for the cache groups that are kept. ``identity`` has the serving
-    stack's facts for the namespace; ``label``, the model's name for operators, is no fact.
+    stack's facts for the namespace.
     """
 
     def __init__(
@@ -53,13 +53,12 @@ class OffloadWorker:
         kernel_block_sizes: Mapping[int, int],
         *,
         identity: Identity,
-        label: str = "",
         rank: int = 0,
         world_size: int = 1,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._config, self._cache_config = config, cache_config
-        self._rank, self._world_size, self._identity, self._label = rank, world_size, identity, label
+        self._rank, self._world_size, self._identity = rank, world_size, identity
         self._kernel_block_sizes = {
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
             for group, kernel in kernel_block_sizes.items()
@@ -70,6 +69,8 @@ class OffloadWorker:
         self._loop: TierLoop | None = None
         self.announces = False
         """Whether contents of lower tiers are published as events. Set it before caches are registered."""
+        self.label = ""
+        """The model's name for operators, which is no fact of the namespace. Set it as ``announces``."""
         self.load_rows: LoadRows | None = None
         """The rows as a target of loads; None if loads fill none."""
 
@@ -141,7 +142,7 @@ class OffloadWorker:
     def _name(self) -> Namespace:
         own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
         kept = {"cache": cache_facts(self._cache_config), "rows": row_facts(self._table)}
-        return Namespace.of({**kept, **own, "identity": self._identity.facts}, self._label)
+        return Namespace.of({**kept, **own, "identity": self._identity.facts}, self.label)
 
     @property
     def names(self) -> NamedRows | None:
@@ -152,8 +153,6 @@ class OffloadWorker:
         """Offer rows to peers by name, if rows of this cache can be sent. Call it before any orders."""
         _, loop = self._registered()
         try:
-            if not self._arena.is_mapped:
-                raise LayoutError("the device does not reach host memory at its own addresses")
             self._jobs.names = NamedRows(naming, requirements, self._table, self._arena, self._jobs, loop)
         except (LayoutError, EngineError) as error:
             logger.warning("peers that ask for KV by name get none of this node: %s", error)
@@ -166,8 +165,6 @@ class OffloadWorker:
     def open_for_loads(self) -> None:
         """Let loads fill rows, for requests that wait for blocks, if rows of this cache can be filled."""
         try:
-            if not self._arena.is_mapped:
-                raise LayoutError("the device does not reach host memory at its own addresses")
             self.load_rows = LoadRows(self._table, self._arena, self._jobs)
         except (LayoutError, EngineError) as error:
             self._metrics.failures.labels("park_refused").inc()

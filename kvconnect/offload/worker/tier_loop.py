@@ -360,7 +360,7 @@ class TierLoop:
         for reason, times in update.failures.items():
             self._metrics.failures.labels(reason).inc(times)
         # Changes before answers, which may end jobs: event origins of contents are dropped with their job.
-        if with_changes and (update.added or update.removed):
+        if with_changes and update.changes:
             self._jobs.change(_changes(tier.name, update))
         for verb, answers in update.done.items():
             for number, contents in answers.items():
@@ -494,9 +494,9 @@ class TierLoop:
 
 def _changes(name: str, update: TierUpdate) -> Iterator[TierChange]:
     """The contents that a tier lost and gained, by group, in pieces that fit in a report."""
-    for contents, is_added in ((update.removed, False), (update.added, True)):
+    for is_added in (False, True):
         by_group: dict[int, list[bytes]] = {}
-        for group, hash_ in contents:
+        for group, hash_ in update.changed(is_added):
             by_group.setdefault(group, []).append(hash_)
         for group, hashes in by_group.items():
             for first in range(0, len(hashes), CHANGES_AT_ONCE):
