@@ -35,7 +35,7 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
-from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders
+from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders, Results
 from kvconnect.transfer.parts import (
     AGAIN_S,
     Finished,
@@ -450,20 +450,26 @@ class DecodeSide(TransferPart):
         if load.order.wants_outcome:
             digest = load.digest() if load.error is None else ""
             outcome = msgspec.structs.replace(outcome, identities=self._identities(load.peer), digest=digest)
+        outcomes = (outcome,) if load.order.wants_outcome else ()
         try:
             self._count(outcome, load, label)
             self._metrics.loads.set(len(self.loads))
         finally:
-            if load.order.wants_outcome:
-                self._reports.outcome(outcome)
             # After the count, so that the receiver of the report finds the load counted; and also after an
             # error: a load without a report would leave its request waiting for ever.
             if load.order.parks and self._local.parked is not None:
+                self._reports.add(Results(outcomes=outcomes))
                 self._local.parked.end(load.order.parks, ok=load.error is None)
             else:
-                if load.is_ragged:
-                    self._reports.ragged(request_id)
-                self._reports.received(request_id, load.error, load.attachment)
+                self._reports.add(
+                    Results(
+                        received=(request_id,),
+                        failed={} if load.error is None else {request_id: load.error},
+                        ragged=(request_id,) if load.is_ragged else (),
+                        attachments={request_id: load.attachment} if load.attachment else {},
+                        outcomes=outcomes,
+                    )
+                )
             self._metrics.timeline.note(
                 Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
             )

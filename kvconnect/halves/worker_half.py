@@ -39,7 +39,7 @@ from kvconnect.prefill.prefill_side import ASLEEP, STOPPING
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.transfer.kept import KeptByName, ParkedRows
 from kvconnect.transfer.local import open_local
-from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results
+from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results, joined
 from kvconnect.transfer.parts import DeviceSteps, Finished, always
 
 if TYPE_CHECKING:
@@ -482,8 +482,7 @@ class WorkerHalf:
         if self.offload is None:
             return sent
         kept = self.offload.results()
-        received, failed = sent.received + kept.received, {**sent.failed, **kept.failed}
-        return msgspec.structs.replace(sent, received=received, failed=failed, offload=kept.offload)
+        return joined((sent, kept)) if kept else sent
 
     def on_results(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from any thread, when results are waiting."""

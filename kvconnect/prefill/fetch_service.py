@@ -36,6 +36,7 @@ from kvconnect.prefill.sender import Sender, Sending
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, decode_node, rank_name
 from kvconnect.transfer.link_reports import Transports, refusal
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
@@ -243,7 +244,7 @@ class FetchService:
             request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
             self._inbound_peers.send(pending.link, request)
         if self._reports.has_wanted and fetch.handle in self.pending.expected:
-            self._reports.wanted(fetch.handle, fetch.first_token)
+            self._reports.add(Results(wanted=((fetch.handle, fetch.first_token),)))
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
         """Claim a lease for one rank: a fetch covers all tokens of the lease, and a rank may fetch it once.

@@ -248,7 +248,8 @@ class RoomLedger:
         # Before the results are taken: others may be added meanwhile.
         self._has_results = False
         results = self._worker.results()
-        for handle, first_token in results.wanted.items():
+        # In ascending order, as a rank may release what another one fetches.
+        for handle, first_token in dict(sorted(results.wanted)).items():
             self._wanted(handle, first_token)
         for handle in results.sent:
             self._sent(handle, results.unsent.get(handle))
