@@ -6,7 +6,6 @@ A stack states its caches, its requests and what its KV depends on; it makes no 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,14 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvconnect.addresses import RankAddress, join_address
-from kvconnect.cache.identity import Identity, Naming
-from kvconnect.cache.region_table import CacheTensor, Scales
-from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.decode.decode_requests import DecodeRequests
 from kvconnect.decode.pulls import PullRequests
 from kvconnect.errors import LocalError
+from kvconnect.halves.rank_traits import KeptCache, RankTraits
 from kvconnect.halves.receipts import Receipts
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import TransferWorker, WorkerHalf
@@ -31,7 +28,6 @@ from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.peer.handles import Handles, PeerTrust, new_handle
 from kvconnect.peer.keyring import load_keyring
-from kvconnect.peer.messages import CacheMeaning
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import OrdersDraft
 from kvconnect.transfer.params import SOURCES_KEY
@@ -197,73 +193,6 @@ def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:
     return msgspec.json.encode({"0": {"engine_id": engine_id, "worker_addr": where}})
 
 
-@dataclass(frozen=True)
-class RankCache:
-    """The caches of one rank, ready to be registered.
-
-    ``kernel_block_sizes``: tokens by cache group. ``heads``: which of the model's heads a layer's tensor
-    holds on this rank. ``scales``: the factors of quantised values of K and of V.
-    """
-
-    config: KVCacheConfig
-    kernel_block_sizes: Mapping[int, int]
-    tensors: Mapping[str, CacheTensor]
-    heads: Mapping[str, HeadInterval] | None = None
-    scales: Mapping[str, Scales] | None = None
-
-
-@dataclass(frozen=True)
-class KeptCache:
-    """The caches of which a rank keeps blocks below the device's memory.
-
-    ``identity``: what their bytes depend on and only the stack knows; ``label``: the model's name for people.
-    ``naming``: how peers may name rows; None: they may not. ``announces``: report the contents of tiers.
-    """
-
-    cache: RankCache
-    identity: Identity
-    requirements: HitRequirements
-    label: str = ""
-    naming: Naming | None = None
-    announces: bool = False
-
-
-@dataclass(frozen=True)
-class SharedCache:
-    """How peers may name the blocks of a rank's prefix cache, and which of them a hit needs."""
-
-    naming: Naming
-    requirements: HitRequirements
-
-
-@dataclass(frozen=True)
-class SentCache:
-    """The caches of which a rank sends blocks to peers, and the meaning that peers must agree on.
-
-    ``shared``: None where peers fetch under handles only, or by name from the offload.
-    """
-
-    cache: RankCache
-    meaning: CacheMeaning
-    shared: SharedCache | None = None
-
-
-@dataclass(frozen=True)
-class RankTraits:
-    """The traits that a stack states of one rank; it will still allocate ``reserved_bytes`` of the device.
-
-    ``reports_fetches``: ``Results.wanted`` has the expected handles that a peer fetches, each with the first
-    token of the fetch, and those that a peer released, with -1; for a stack that prefills only then.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    reserved_bytes: int = 0
-    sent: SentCache | None = None
-    kept: KeptCache | None = None
-    reports_fetches: bool = False
-
-
 def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
     """Make the half beside the tensors of one rank: it registers the caches, and serves peers from then on.
 
@@ -277,27 +206,8 @@ def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
         # The offload first: the introduction to peers names its rows, and no part depends on it if it fails.
         if (kept := traits.kept) is not None and config.extra.offload is not None:
             offload = _open_offload(config, traits, kept, opened)
-        if (sent := traits.sent) is not None and config.extra.engine != "none":
-            cache = sent.cache
-            transfer = TransferWorker(
-                config,
-                cache.config,
-                cache.kernel_block_sizes,
-                sent.meaning,
-                rank=traits.rank,
-            )
-            if traits.reports_fetches:
-                transfer.report_fetches()
-            if offload is not None:
-                transfer.tiers, transfer.kept = offload.tiers, offload.names
-                transfer.parked = offload.load_rows
-            if (shared := sent.shared) is not None:
-                from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
-
-                transfer.share = functools.partial(PrefixBlocks, shared.naming, shared.requirements)
-            transfer.register_kv_caches(
-                cache.tensors, cache.heads, cache.scales, reserved_bytes=traits.reserved_bytes
-            )
+        if traits.sent is not None and config.extra.engine != "none":
+            transfer = TransferWorker(config, traits, offload)
         opened.pop_all()
     return WorkerHalf(transfer, offload)
 

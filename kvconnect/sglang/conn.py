@@ -26,8 +26,9 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
 from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.shard import layer_number
-from kvconnect.halves.building import RankTraits, SentCache, build_worker_half, configured_trust
+from kvconnect.halves.building import build_worker_half, configured_trust
 from kvconnect.halves.multiprocess_metrics import MultiprocessMetrics
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.outcome import Cause
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.sglang.environment import read_settings

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.building import RankTraits, SentCache, build_worker_half
+from kvconnect.halves.building import build_worker_half
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.sglang.rank_pools import RankShape, read_pools
 from kvconnect.sglang.room_ledger import (
