@@ -289,7 +289,7 @@ class FetchService:
         if coding is not None and not coding.is_on(path.found.bytes_per_s):
             coding = None
         digests = self._config.check_digest
-        return SlotOutbox(packer, supply, pool, digests, path.name, note, path.mapped, coding)
+        return SlotOutbox(supply, pool, digests, path.name, note, path.mapped, coding)
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Request credit up to ``due`` chunks and return the slots in ``spared``, if either has changed."""
@@ -300,7 +300,7 @@ class FetchService:
 
     def _arrived(self, sending: Sending, parcel: Parcel) -> None:
         what = parcel.chunk, parcel.grant.generation, parcel.length_bytes, parcel.ticket.digest
-        message = Landed(sending.key[1], *what, sending.epoch, parcel.is_coded)
+        message = Landed(sending.key[1], *what, sending.epoch, parcel.coded is not None)
         self._inbound_peers.send(sending.key[0], message)
 
     def look_at(self, inbound: InboundPeer, link: str, now: float) -> Reason | None:
