@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvconnect.addresses import join_address
 from kvconnect.cache.specs import KVCacheGroup, div_ceil
 from kvconnect.config import RELEASE_KEY, TransferConfig
 from kvconnect.errors import PeerError
@@ -24,6 +25,7 @@ from kvconnect.transfer.params import (
     BATCH_KEY,
     HANDLE_KEY,
     MOST_LATER_PROMPTS,
+    SOURCES_KEY,
     TRANSFER_KEY,
     is_release,
     read_release,
@@ -158,6 +160,8 @@ class PrefillRequests:
         self._draining: Reason | None = None
         self.bootstrap: Bootstrap | None = None
         """Serves routers that use Mooncake's protocol, until the node drains."""
+        self.keeps_named = False
+        """Peers may fetch what this node keeps by name."""
         # States are not streamed: they are sent last.
         tokens = {i: g.block_size for i, g in enumerate(groups) if g.has_cache and not g.is_state}
         self._streamed_groups = tokens if config.extra.stream_min_tokens else {}
@@ -318,9 +322,13 @@ class PrefillRequests:
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended. Returns whether its blocks are held, and the parameters for D."""
-        if not self._is_for_others(request):
-            return False, None
-        request_id = request.request_id
+        request_id, asked = request.request_id, transfer_params(request)
+        if not asked.get("do_remote_decode"):
+            if not (self.keeps_named and delivered and asked.get("do_remote_prefill")):
+                return False, None
+            # It was fetched here, and this node may prefill the next turn too.
+            rank0 = self._directory[0]
+            return False, {SOURCES_KEY: [join_address(rank0.host, rank0.port)]}
         prefill = self._requests.pop(request_id, None) or _Prefill()
         self.due.pop(request_id, None)
         if prefill.handle in self._draft.preempted:

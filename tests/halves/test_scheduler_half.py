@@ -47,8 +47,7 @@ def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, cl
         KVCacheConfig(100, tuple(groups)),
         StackTraits(parent_of=parent_of, clock=clock, **more),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
-        new_handle=lambda: next(handles),
-        trust=Trust(HANDLES, trust),
+        trust=Trust(HANDLES, trust, new_handle=lambda: next(handles)),
     )
 
 

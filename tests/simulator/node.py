@@ -212,11 +212,9 @@ class SimNode:
                 cache,
                 traits_of(self),
                 directory=directory,
-                trust=self._trust(),
+                trust=self._trust()._replace(new_handle=lambda: f"{self.name}-{next(handles)}"),
                 kept=kept_blocks(self),
                 shared=shared_blocks(self),
-                new_handle=lambda: f"{self.name}-{next(handles)}",
-                wall_clock=lambda: world.now,
             )
         tell_rate(self.connector, plan.keeps)
         if isinstance(self.connector.offload, WatchedOffload):
@@ -233,11 +231,11 @@ class SimNode:
         self._spoilt = 0
         self.wake()
 
-    def _trust(self) -> Trust | None:
-        """How it makes and reads handles, and whom it fetches from."""
+    def _trust(self) -> Trust:
+        """How it reads handles, and whom it fetches from."""
         handles, world = self.plan.handles, self.world
         if handles is None:
-            return None
+            return Trust(Handles())
         ahead_s = handles.skew_s[self.plan.host]
         made = Handles(handles.secret, lambda: world.now + ahead_s)
         if not handles.secret:
