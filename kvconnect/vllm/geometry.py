@@ -203,23 +203,16 @@ def worker_cache(
                 if parts:
                     continue
             owned = _owned_heads(head_counts.of(name, theirs), tensor, tensor_rank, num_ranks)
-            by_block = is_by_block(layer) and not is_state(theirs)
             if has_slots(theirs):
                 # Only the backend knows where K and V of several heads, or their scales, lie: whole pages.
-                tensor, owned, by_block = _whole_pages(name, tensor), None, False
-            divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)
-            quantised = None if layer is None or is_state(theirs) else read_quantised(layer, tensor)
-            if quantised is not None and (divided or quantised.is_even):
-                scales[name] = quantised.scales
-            else:
-                quantised = None
-            if convert_dtype and not is_state(theirs) and tensor.dtype in BYTES:
-                tensor = _as_values(tensor, quantised)
-            if by_block:
-                # One row for each head of a kernel block: rows that hold several tokens are not cut by token.
-                tensor = tensor.view(*tensor.shape[:2], 1, -1)
-            specs[name] = _spec(theirs, tensor, ratio, quantised, divisible=owned is not None)
+                tensor, owned = _whole_pages(name, tensor), None
+            is_divisible = owned is not None
+            specs[name], tensor, quantised = _described(
+                theirs, tensor, layer, ratio, divisible=is_divisible, convert_dtype=convert_dtype
+            )
             tensors[name] = CacheTensor(tensor, _AXES)
+            if quantised is not None:
+                scales[name] = quantised.scales
             if owned is not None and isinstance(specs[name], FullAttentionSpec):
                 heads[name] = owned
             elif num_ranks > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
@@ -239,6 +232,27 @@ def worker_cache(
         sections=sections,
         num_ranks=num_ranks,
     )
+
+
+def _described(
+    theirs: Any, tensor: torch.Tensor, layer: Any, ratio: int, *, divisible: bool, convert_dtype: bool
+) -> tuple[LayerSpec, torch.Tensor, Quantised | None]:
+    """A layer's spec, its tensor in the form that this describes, and scales, if its values are known."""
+    if is_state(theirs):
+        return _spec(theirs, tensor, ratio, None, divisible=divisible), tensor, None
+    by_block = is_by_block(layer) and not has_slots(theirs)
+    divided = divisible and not by_block and _is_divided(theirs, tensor, ratio)
+    quantised = None if layer is None else read_quantised(layer, tensor)
+    if quantised is not None and not (divided or quantised.is_even):
+        quantised = None
+    if convert_dtype and tensor.dtype in BYTES:
+        # Bytes without a known meaning are not values.
+        convertible = quantised is not None and quantised.convertible
+        tensor = tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
+    if by_block:
+        # One row for each head of a kernel block: rows that hold several tokens are not cut by token.
+        tensor = tensor.view(*tensor.shape[:2], 1, -1)
+    return _spec(theirs, tensor, ratio, quantised, divisible=divisible), tensor, quantised
 
 
 def has_slots(spec: Any) -> bool:
@@ -264,12 +278,6 @@ def _whole_pages(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _group_of(specs: Mapping[str, LayerSpec]) -> KVCacheGroup:
     alike = len(set(specs.values())) == 1
     return KVCacheGroup(tuple(specs), next(iter(specs.values())) if alike else UniformTypeSpec(specs))
-
-
-def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tensor:
-    # Bytes without a known meaning are not values.
-    convertible = quantised is not None and quantised.convertible
-    return tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
 
 
 def _owned_heads(count: int | None, tensor: torch.Tensor, rank: int, world_size: int) -> HeadInterval | None:

@@ -293,7 +293,7 @@ def test_ranks_of_another_number_exchange_their_heads(ranks, of_p, of_d, heads):
         made = [ranks(role, num_pages, rank=rank, **more) for rank in range(count)]
         every = [one.address for one in made]
         for one in made:
-            one.open_ledger(every, 30.0, 60.0, heads is None and count > 1)
+            one.know_ranks(every)
         return made
 
     prefill, decode = node("kv_producer", of_p, 12), node("kv_consumer", of_d, 17)
