@@ -42,8 +42,8 @@ from kvconnect.transfer.parts import (
     TransferContext,
     TransferPart,
     always,
+    carry_out_each,
     count_misuse,
-    each,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,18 +81,20 @@ class DecodeSide(TransferPart):
     # Orders of the scheduler
 
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
-        metrics, step = self._metrics, orders.step
-        each(metrics, "load", orders.loads, lambda order: self.load(order, finished[step], now))
-        each(metrics, "let go", orders.let_go, lambda order: self.let_go(order, now))
-        keep, ask = self.renewals.keep, self.finds.ask
-        each(metrics, "await", orders.awaited, lambda order: keep(order, self._peer_of(order), now))
-        each(metrics, "abort", orders.aborted, self.abort)
-        if self._local.introduction.rank == 0:
-            # Every rank gets the orders; events of the scheduler half are counted once, by rank 0.
-            each(metrics, "find", orders.finds, lambda order: ask(order, self._peer_of(order), now))
-            for outcome, num_tokens in orders.pulls:
-                metrics.pulls.labels(outcome).inc()
-                metrics.pulled_tokens.inc(num_tokens)
+        metrics, keep, ask = self._metrics, self.renewals.keep, self.finds.ask
+        # Every rank gets the orders: rank 0 looks prefixes up, and counts events of the scheduler half.
+        is_first = self._local.introduction.rank == 0
+        carry_out_each(
+            metrics,
+            ("load", orders.loads, lambda order: self.load(order, finished[orders.step], now)),
+            ("let go", orders.let_go, lambda order: self.let_go(order, now)),
+            ("await", orders.awaited, lambda order: keep(order, self._peer_of(order), now)),
+            ("abort", orders.aborted, self.abort),
+            ("find", orders.finds * is_first, lambda order: ask(order, self._peer_of(order), now)),
+        )
+        for outcome, num_tokens in orders.pulls * is_first:
+            metrics.pulls.labels(outcome).inc()
+            metrics.pulled_tokens.inc(num_tokens)
 
     def load(self, order: Load, is_unused: Callable[[], bool], now: float) -> None:
         """Begin the load of a request. A second load before the first has ended is dropped with an error.

@@ -212,12 +212,13 @@ class WorkerTransfers:
             except Exception as error:
                 count_error(self._metrics, error, part.name)
         # A command queued meanwhile: the channel's wake signal for it was already consumed with the arrivals.
-        is_called = bool(self._commands) or self._stopping.is_set() or self.timers.next_at() <= now
+        next_at = self.timers.next_at()
+        is_called = bool(self._commands) or self._stopping.is_set() or next_at <= now
         if arrivals is None or completions is None:
             return _AFTER_ERROR_S
         for part in self._parts:
             is_called = is_called or part.is_due
-        return 0.0 if is_called else self._sleep_s(progress, now)
+        return 0.0 if is_called else self._sleep_s(progress, next_at - now)
 
     def _run(self, release: Callable[[], None]) -> None:
         """Step and sleep until stopped. An internal error does not end the thread."""
@@ -263,13 +264,14 @@ class WorkerTransfers:
         for part in self._parts:
             part.receive(arrival, now)
 
-    def _sleep_s(self, progress: bool, now: float) -> float:
+    def _sleep_s(self, progress: bool, timer_s: float) -> float:
+        """The seconds to sleep; ``timer_s``: those until the first timer is due."""
         sends = receives = False
         for part in self._parts:
             sends, receives = sends or part.is_sending, receives or part.is_busy
         if not sends and not receives:
             self._polls_without_progress = 0
-            return min(max(_LONG_NAP_S, self.timers.next_at() - now), _LONGEST_SLEEP_S)
+            return min(max(_LONG_NAP_S, timer_s), _LONGEST_SLEEP_S)
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
         if progress:
             return 0.0

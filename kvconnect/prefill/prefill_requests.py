@@ -186,9 +186,8 @@ class PrefillRequests:
 
     def prefill_tokens(self, request: RequestView) -> int:
         """The prompt tokens that P computes: all but those that P has to leave to D."""
-        if self._is_for_others(request):
-            return max(1, request.num_tokens - self._stack.held_back)
-        return request.num_tokens
+        prefill = self._requests.get(request.request_id)
+        return request.num_tokens if prefill is None else prefill.num_tokens
 
     def new_request(self, request: RequestView) -> None:
         """Note a request to be held, and a router's transfer id, under which a peer may fetch early.
@@ -200,7 +199,7 @@ class PrefillRequests:
             if is_release(asked):
                 self._release(request)
             return
-        num_tokens, request_id = self.prefill_tokens(request), request.request_id
+        num_tokens, request_id = max(1, request.num_tokens - self._stack.held_back), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
         params, is_routers = self._named(request)
@@ -236,8 +235,7 @@ class PrefillRequests:
 
     def update_after_alloc(self, request: RequestView) -> None:
         """A request was given blocks, and begins anew with them."""
-        if self._is_for_others(request):
-            prefill = self._requests.setdefault(request.request_id, _Prefill())
+        if (prefill := self._requests.get(request.request_id)) is not None:
             prefill.has_blocks, prefill.is_stale = True, False
             self._draft.note(Moment.ADMITTED, prefill.handle, request.request_id)
             self.preempted(request.request_id)
@@ -393,9 +391,6 @@ class PrefillRequests:
         except PeerError as error:
             self._draft.warn("release", "%s; nothing is released by it", error)
             return ""
-
-    def _is_for_others(self, request: RequestView) -> bool:
-        return bool(transfer_params(request).get("do_remote_decode"))
 
     def _refuse_full(self) -> Reason:
         reason = Cause.BUSY(

@@ -34,7 +34,7 @@ from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
 from kvconnect.transfer.orders import Hold, Orders, Progress, Results, Withdraw
-from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, each
+from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, carry_out_each
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +74,17 @@ class PrefillSide(TransferPart, Service):
     # Orders of the scheduler
 
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
-        metrics, before = self._metrics, orders.step - 1
+        before = orders.step - 1
         # In this order: a handle may be withdrawn, expected anew and held in one step. Pending fetches of a
         # withdrawn handle are answered at the next advance.
-        each(metrics, "withdraw", orders.withdrawn, lambda one: self._withdraw(one, now))
-        each(metrics, "expect", orders.expected, self.expect)
-        each(metrics, "preempt", orders.preempted, self.preempted)
-        each(metrics, "report progress", orders.progress, lambda one: self.progress(one, finished[before]))
-        each(metrics, "hold", orders.holds, lambda one: self.hold(one, finished[one.step], now))
+        carry_out_each(
+            self._metrics,
+            ("withdraw", orders.withdrawn, lambda one: self._withdraw(one, now)),
+            ("expect", orders.expected, self.expect),
+            ("preempt", orders.preempted, self.preempted),
+            ("report progress", orders.progress, lambda one: self.progress(one, finished[before])),
+            ("hold", orders.holds, lambda one: self.hold(one, finished[one.step], now)),
+        )
 
     def expect(self, handle: str) -> None:
         """Note a prefill under way: its fetches wait."""

@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
@@ -24,7 +24,6 @@ from kvconnect.transfer.orders import Orders, Reports
 logger = logging.getLogger(__name__)
 
 Finished = Callable[[], bool]
-Order = TypeVar("Order")
 
 _KEPT = 8
 """Steps whose start is remembered: more than a serving stack runs ahead of its results."""
@@ -238,10 +237,11 @@ def count_misuse(metrics: Metrics, repeats: DuplicateFilter, who: str, what: str
         )
 
 
-def each(metrics: Metrics, what: str, orders: Iterable[Order], carry_out: Callable[[Order], None]) -> None:
-    """Carry out orders of one kind: an internal error in one of them ends no other."""
-    for order in orders:
-        try:
-            carry_out(order)
-        except Exception as error:
-            count_error(metrics, error, f"an order to {what}")
+def carry_out_each(metrics: Metrics, *kinds: tuple[str, Iterable[Any], Callable[[Any], None]]) -> None:
+    """Carry out orders kind by kind, named for people: an internal error in one of them ends no other."""
+    for what, orders, carry_out in kinds:
+        for order in orders:
+            try:
+                carry_out(order)
+            except Exception as error:
+                count_error(metrics, error, f"an order to {what}")
