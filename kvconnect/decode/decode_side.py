@@ -39,6 +39,7 @@ from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders, Results
 from kvconnect.transfer.parts import (
     AGAIN_S,
     Finished,
+    Pace,
     TransferContext,
     TransferPart,
     always,
@@ -210,11 +211,6 @@ class DecodeSide(TransferPart):
             "peers": len(self.peers),
         }
 
-    @property
-    def is_due(self) -> bool:
-        """A load was touched by an event, and not advanced since."""
-        return bool(self._due)
-
     def _touched(self, load: LoadRecord) -> None:
         self._due[load] = None
 
@@ -255,11 +251,12 @@ class DecodeSide(TransferPart):
         return bool(self._due) or self.bay.busy
 
     @property
-    def is_busy(self) -> bool:
-        """Landed chunks wait for the device, or a peer may be writing with an engine that must be polled."""
-        return self.bay.busy or (
-            self._local.engine.capabilities.target_must_poll and self.rank_fetches.num_owed > 0
-        )
+    def pace(self) -> Pace:
+        if self._due:
+            return Pace.DUE
+        # Landed chunks wait for the device, or a peer may be writing with an engine that must be polled.
+        must_poll = self._local.engine.capabilities.target_must_poll and self.rank_fetches.num_owed > 0
+        return Pace.BUSY if self.bay.busy or must_poll else Pace.IDLE
 
     # Peers
 

@@ -79,7 +79,6 @@ class TransferWorker:
         rank, sent = traits.rank, traits.sent
         assert sent is not None, "it has a cache to send or to fill"
         extra = config.extra.here(rank)
-        self._is_producer = config.is_producer
         self._config = config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
         # The tensors must outlive the registration, also where the serving stack drops its own.
         self._rank, self._meaning, self._cache = rank, sent.meaning, sent.cache
@@ -119,6 +118,8 @@ class TransferWorker:
             # ZeroMQ's context waits for ever if it is collected before its sockets.
             self._release()
             raise
+        self.marks_steps = self._shared is not None or (config.is_producer and self._steps is not None)
+        """Whether ``before_step`` has work."""
         self._transfers.start(self._release)
 
     def _open(self, sent: SentCache, reserved_bytes: int, offload: OffloadWorker | None) -> WorkerTransfers:
@@ -210,7 +211,7 @@ class TransferWorker:
         """
         if self._shared is not None:
             self._shared.begin(orders.step, orders.reused)
-        if self._is_producer and self._steps is not None:
+        if self._config.is_producer and self._steps is not None:
             self._steps.begin(orders.step)
 
     def start(self, orders: Orders) -> None:
@@ -392,13 +393,13 @@ class WorkerHalf:
 
         To be called for every step. Orders with ``zeroes_loads`` begin later. Never waits.
         """
-        if self.transfer is not None:
+        if self.transfer is not None and self.transfer.marks_steps:
             self.transfer.before_step(orders)
         if self.offload is not None and orders.offload != NO_OFFLOAD:
             self.offload.before_step(orders.offload)
         # After the snapshot: one step's orders may store a block, and give it to a load or a restore. Not
         # after the launch, which takes as long as a prefill where another one keeps the device's queue full.
-        if not orders.zeroes_loads:
+        if not orders.zeroes_loads and (orders.notes or orders):
             self._start(orders)
 
     def after_zeroing(self, orders: Orders) -> None:

@@ -85,11 +85,6 @@ class FetchService:
         if self._waiting:
             self._device_poll.by(now + _DEVICE_POLL_S)
 
-    @property
-    def busy(self) -> bool:
-        """The thread has to poll: for work whose end wakes no thread, or for a fetch's device or link."""
-        return self.sender.busy or self.pending.busy
-
     def went_on(self, lease: Lease | None, handle: str) -> None:
         """A prefill advanced, lost its blocks, or is held: look again at its fetches."""
         self.pending.touch(handle)

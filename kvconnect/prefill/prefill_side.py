@@ -34,7 +34,7 @@ from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
 from kvconnect.transfer.orders import Hold, Orders, Progress, Results, Withdraw
-from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, carry_out_each
+from kvconnect.transfer.parts import Finished, Pace, TransferContext, TransferPart, carry_out_each
 
 logger = logging.getLogger(__name__)
 
@@ -230,10 +230,12 @@ class PrefillSide(TransferPart, Service):
         return self.sender.take_progress()
 
     @property
-    def is_sending(self) -> bool:
-        return self.fetches.busy
+    def has_work(self) -> bool:
+        return bool(self.sender.active or self.pending.touched)
 
-    has_work = is_sending
+    @property
+    def pace(self) -> Pace:
+        return Pace.SENDING if self.sender.active or self.pending.touched else Pace.IDLE
 
     def _give_up(self, now: float) -> None:
         """The time to drain is over: end all leases, sendings and pending fetches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 import logging
@@ -183,6 +184,19 @@ class TransferContext:
     repeats: DuplicateFilter = field(default_factory=DuplicateFilter)
 
 
+class Pace(enum.IntEnum):
+    """How soon a part needs the next turn, in ascending order."""
+
+    IDLE = 0
+    """An event wakes the thread."""
+    BUSY = 1
+    """Work is under way whose end wakes no thread."""
+    SENDING = 2
+    """Sends are under way, which are slower the less often the engine is polled."""
+    DUE = 3
+    """An event has not been handled yet."""
+
+
 class TransferPart:
     """P's or D's part of the transfers, called only by the transfer thread.
 
@@ -205,24 +219,14 @@ class TransferPart:
         return False
 
     @property
-    def is_due(self) -> bool:
-        """An event has not been handled yet."""
-        return False
-
-    @property
     def has_work(self) -> bool:
         """``advance`` has work in a turn without an event."""
         return False
 
     @property
-    def is_busy(self) -> bool:
-        """Work is under way whose end wakes no thread."""
-        return False
-
-    @property
-    def is_sending(self) -> bool:
-        """Sends are under way, which are slower the less often the engine is polled."""
-        return False
+    def pace(self) -> Pace:
+        """How soon the thread has to turn again."""
+        return Pace.IDLE
 
 
 DROPPED = "a message to %s was dropped, and later ones are only counted (side_channel_send): it reads none"

@@ -266,7 +266,7 @@ class FakeWorker:
             assert not prefill.sender.sendings
             assert not prefill.sender._batches
             assert not prefill.sender._in_flight_bytes
-            assert not prefill.fetches.busy
+            assert not prefill.has_work
             assert not prefill.pending
             assert not prefill.pending.expected
             assert not prefill.book.streaming
