@@ -31,7 +31,7 @@ class Keeper:
 
     def __init__(self, worker, drafts=()) -> None:
         self.cache = worker.cache
-        groups = self.cache.described.config.groups
+        groups = self.cache.config.groups
         sizes = [group.block_size for group in groups if not group.is_state]
         needs = HitRequirements.of(groups, range(len(groups)), math.lcm(*sizes), drafts)
         self.naming, self.needs = Naming("test", math.gcd(*sizes)), needs
@@ -66,7 +66,7 @@ class Sharer:
 
     def __init__(self, keeper: Keeper, worker) -> None:
         self.keeper, self.step = keeper, 0
-        table, num_blocks = worker.cache.table, worker.cache.described.config.num_blocks
+        table, num_blocks = worker.cache.table, worker.cache.config.num_blocks
         self.blocks = PrefixBlocks(keeper.naming, keeper.needs, table, num_blocks, keeper.rows)
         worker.local.kept = self.blocks
 

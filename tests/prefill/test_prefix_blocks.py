@@ -125,7 +125,7 @@ BLOCKS, NAMES = 6, 8
 def test_a_block_is_found_under_the_name_of_its_content_alone(steps):
     """Names may reach the thread that serves peers after later steps have given away their blocks."""
     worker = sharing().prefill[0]
-    needs = HitRequirements.of(worker.cache.described.config.groups, (0,), 8)
+    needs = HitRequirements.of(worker.cache.config.groups, (0,), 8)
     shared = PrefixBlocks(Naming("test", 8), needs, worker.cache.table, BLOCKS)
     has, latest, late, step = {}, {}, [], 0
     for named, reused, event, is_late in steps:
