@@ -189,11 +189,9 @@ def worker_cache(
             groups.append(KVCacheGroup(tuple(group.layer_names) or (f"group{index}",), kind))
             continue
         specs: dict[str, LayerSpec] = {}
-        ratios = set()
+        ratio = _common_ratio(index, {name: kv_caches[name] for name in names}, kv_cache_config.num_blocks)
         for name in names:
             tensor, theirs, layer = kv_caches[name], group_spec(group, name), (layers or {}).get(name)
-            ratio = _kernel_blocks(name, tensor, kv_cache_config.num_blocks)
-            ratios.add(ratio)
             if is_state(theirs) and tensor.shape[:3] == (kv_cache_config.num_blocks, 1, 1):
                 sections[name] = parts = state_sections(theirs, layer, tensor_rank, num_ranks)
                 for part in parts:
@@ -217,13 +215,10 @@ def worker_cache(
                 heads[name] = owned
             elif num_ranks > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
                 bound.append(name)
-        if len(ratios) != 1:
-            raise LayoutError(f"cache group {index} mixes {listed(ratios)} kernel blocks to a block")
         groups.append(_group_of(specs))
-        kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
-    config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
+        kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratio)
     return VllmCache(
-        config=config,
+        config=KVCacheConfig(kv_cache_config.num_blocks, tuple(groups)),
         kernel_block_sizes=kernel_block_sizes,
         tensors=tensors,
         heads=heads,
@@ -294,6 +289,14 @@ def _owned_heads(count: int | None, tensor: torch.Tensor, rank: int, world_size:
 def _is_latent(spec: Any) -> bool:
     """Whether a token's row is one vector that every rank keeps."""
     return "MLA" in type(spec).__name__
+
+
+def _common_ratio(index: int, caches: Mapping[str, torch.Tensor], num_blocks: int) -> int:
+    """How many kernel blocks a block of a group has. Raises ``LayoutError``: its layers differ in that."""
+    ratios = {_kernel_blocks(name, tensor, num_blocks) for name, tensor in caches.items()}
+    if len(ratios) != 1:
+        raise LayoutError(f"cache group {index} mixes {listed(ratios)} kernel blocks to a block")
+    return ratios.pop()
 
 
 def _kernel_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
