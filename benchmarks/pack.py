@@ -61,14 +61,8 @@ class _Case:
     def stage(self, order: str, digest_sample: int) -> tuple[Packer, StagedChunk]:
         card = TableCard.of(self.table)
         wire = align_wire(card, card, order)
-        packer = Packer(
-            self.table,
-            wire,
-            side="source",
-            device=self.device,
-            digest_sample=max(1, digest_sample),
-            coder=self.coder,
-        )
+        sample = max(1, digest_sample)
+        packer = Packer(self.table, wire, side="source", device=self.device, digest_sample=sample)
         tokens = self.blocks * _TOKENS
         chunk = Chunk(0, len(wire.streams), (TokenSpan(0, 0, tokens),))
         (staged,) = packer.stage(list(self.cache.groups(0)), [chunk], tokens)
@@ -84,8 +78,8 @@ class _Case:
         # A CPU codes slowly, with any digest: once is enough.
         coded = {}
         if digest_sample == 1:
-            pack_coded_us = self.time_us(lambda: packer.pack_coded(slot, staged, seed))
-            unpack_coded_us = self.time_us(lambda: packer.unpack_coded(slot, staged, seed))
+            pack_coded_us = self.time_us(lambda: packer.pack(slot, staged, seed, self.coder))
+            unpack_coded_us = self.time_us(lambda: packer.unpack(slot, staged, seed, self.coder))
             coded["pack_coded_gb_per_s"] = self.total_bytes / pack_coded_us / 1e3
             coded["unpack_coded_gb_per_s"] = self.total_bytes / unpack_coded_us / 1e3
         return {

@@ -25,6 +25,7 @@ from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import Identity
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.config import parse_kv_transfer_config
+from kvconnect.halves.rank_traits import RankCache, RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.orders import Hold, Load, Orders, Results
@@ -175,18 +176,12 @@ class WorkerSide(Side):
         extra = {"load_timeout_s": timeout_s, "peer_timeout_s": min(10.0, 2 * timeout_s), **settings}
         config = parse_kv_transfer_config({**stated, "kv_connector_extra_config": extra})
         identity = Identity.of({"model": "python -m benchmarks transfer"})
-        connector = self.connector = TransferWorker(
-            config,
-            self.cache.config(),
-            {0: shape.layout.block_tokens},
-            CacheMeaning(identity, shape.heads * ranks, ranks),
-            rank=rank,
-            registry=CollectorRegistry(),
-        )
+        heads = dict.fromkeys(self.cache.tensors, HeadInterval(rank * shape.heads, (rank + 1) * shape.heads))
+        cache = RankCache(self.cache.config(), {0: shape.layout.block_tokens}, self.cache.tensors, heads)
+        traits = RankTraits(rank, sent=SentCache(cache, CacheMeaning(identity, shape.heads * ranks, ranks)))
+        connector = self.connector = TransferWorker(config, traits, registry=CollectorRegistry())
         self.ends.callback(connector.close)
         connector.on_results(self._wake)
-        heads = HeadInterval(rank * shape.heads, (rank + 1) * shape.heads)
-        connector.register_kv_caches(self.cache.tensors, dict.fromkeys(self.cache.tensors, heads))
         # As serving stacks do: else a collection of everything that was imported stops all threads for 90 ms.
         gc.collect()
         gc.freeze()

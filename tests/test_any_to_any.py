@@ -19,6 +19,7 @@ from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, UniformTypeSpec
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.registry import available_engines
+from kvconnect.halves.rank_traits import RankCache, RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.node.pair_demo import PROTOCOLS
 from kvconnect.peer.messages import CacheMeaning
@@ -54,17 +55,13 @@ class World:
             }
             latent = MLASpec(self.block, LATENT, torch.bfloat16)
             group = KVCacheGroup((*GQA, MLA), UniformTypeSpec({**specs, MLA: latent}))
-            worker = TransferWorker(
-                self.config(),
-                KVCacheConfig(NUM_BLOCKS, (group,)),
-                {0: self.block},
-                CacheMeaning(named(), HEADS, self.size),
-                rank=rank,
-                registry=CollectorRegistry(),
-            )
             tensors = {name: CacheTensor(cache[name], self.layout) for name in GQA}
             tensors[MLA] = CacheTensor(cache[MLA], "block token content")
-            worker.register_kv_caches(tensors, dict.fromkeys(GQA, heads))
+            described = RankCache(
+                KVCacheConfig(NUM_BLOCKS, (group,)), {0: self.block}, tensors, dict.fromkeys(GQA, heads)
+            )
+            traits = RankTraits(rank, sent=SentCache(described, CacheMeaning(named(), HEADS, self.size)))
+            worker = TransferWorker(self.config(), traits, registry=CollectorRegistry())
             self.workers.append(worker)
             self.caches.append(cache)
         self.workers[0].start(Orders(directory=tuple(worker.address() for worker in self.workers)))

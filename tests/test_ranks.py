@@ -15,13 +15,14 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine import nixl_library
 from kvconnect.engine.registry import available_engines, create_engine
 from kvconnect.errors import ConfigError, EngineError
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.peer.asking import describe
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import CacheMeaning
 from tests.identities import named
 from tests.ports import free_port
-from tests.transfer.pair import BLOCK_TOKENS, HEADS, PlainCache
+from tests.transfer.pair import HEADS, PlainCache
 
 FOUND = [
     (name, ipaddress.ip_address(address))
@@ -136,16 +137,9 @@ def test_what_another_machine_reaches_is_not_insecure_nor_without_a_key(given, m
 
 def serving(rank=0, **given):
     cache = PlainCache(8)
-    worker = TransferWorker(
-        parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given}),
-        cache.config,
-        {0: BLOCK_TOKENS},
-        CacheMeaning(named(), HEADS, 2),
-        rank=rank,
-        registry=CollectorRegistry(),
-    )
-    worker.register_kv_caches(cache.tensors, cache.by_layer)
-    return worker
+    sent = SentCache(cache.described, CacheMeaning(named(), HEADS, 2))
+    config = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given})
+    return TransferWorker(config, RankTraits(rank, sent=sent), registry=CollectorRegistry())
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,16 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
-from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders
+from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders, Results
 from kvconnect.transfer.parts import (
     AGAIN_S,
     Finished,
+    Pace,
     TransferContext,
     TransferPart,
     always,
+    carry_out_each,
     count_misuse,
-    each,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,18 +82,20 @@ class DecodeSide(TransferPart):
     # Orders of the scheduler
 
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
-        metrics, step = self._metrics, orders.step
-        each(metrics, "load", orders.loads, lambda order: self.load(order, finished[step], now))
-        each(metrics, "let go", orders.let_go, lambda order: self.let_go(order, now))
-        keep, ask = self.renewals.keep, self.finds.ask
-        each(metrics, "await", orders.awaited, lambda order: keep(order, self._peer_of(order), now))
-        each(metrics, "abort", orders.aborted, self.abort)
-        if self._local.introduction.rank == 0:
-            # Every rank gets the orders; events of the scheduler half are counted once, by rank 0.
-            each(metrics, "find", orders.finds, lambda order: ask(order, self._peer_of(order), now))
-            for outcome, num_tokens in orders.pulls:
-                metrics.pulls.labels(outcome).inc()
-                metrics.pulled_tokens.inc(num_tokens)
+        metrics, keep, ask = self._metrics, self.renewals.keep, self.finds.ask
+        # Every rank gets the orders: rank 0 looks prefixes up, and counts events of the scheduler half.
+        is_first = self._local.introduction.rank == 0
+        carry_out_each(
+            metrics,
+            ("load", orders.loads, lambda order: self.load(order, finished[orders.step], now)),
+            ("let go", orders.let_go, lambda order: self.let_go(order, now)),
+            ("await", orders.awaited, lambda order: keep(order, self._peer_of(order), now)),
+            ("abort", orders.aborted, self.abort),
+            ("find", orders.finds * is_first, lambda order: ask(order, self._peer_of(order), now)),
+        )
+        for outcome, num_tokens in orders.pulls * is_first:
+            metrics.pulls.labels(outcome).inc()
+            metrics.pulled_tokens.inc(num_tokens)
 
     def load(self, order: Load, is_unused: Callable[[], bool], now: float) -> None:
         """Begin the load of a request. A second load before the first has ended is dropped with an error.
@@ -208,11 +211,6 @@ class DecodeSide(TransferPart):
             "peers": len(self.peers),
         }
 
-    @property
-    def is_due(self) -> bool:
-        """A load was touched by an event, and not advanced since."""
-        return bool(self._due)
-
     def _touched(self, load: LoadRecord) -> None:
         self._due[load] = None
 
@@ -253,11 +251,12 @@ class DecodeSide(TransferPart):
         return bool(self._due) or self.bay.busy
 
     @property
-    def is_busy(self) -> bool:
-        """Landed chunks wait for the device, or a peer may be writing with an engine that must be polled."""
-        return self.bay.busy or (
-            self._local.engine.capabilities.target_must_poll and self.rank_fetches.num_owed > 0
-        )
+    def pace(self) -> Pace:
+        if self._due:
+            return Pace.DUE
+        # Landed chunks wait for the device, or a peer may be writing with an engine that must be polled.
+        must_poll = self._local.engine.capabilities.target_must_poll and self.rank_fetches.num_owed > 0
+        return Pace.BUSY if self.bay.busy or must_poll else Pace.IDLE
 
     # Peers
 
@@ -450,20 +449,26 @@ class DecodeSide(TransferPart):
         if load.order.wants_outcome:
             digest = load.digest() if load.error is None else ""
             outcome = msgspec.structs.replace(outcome, identities=self._identities(load.peer), digest=digest)
+        outcomes = (outcome,) if load.order.wants_outcome else ()
         try:
             self._count(outcome, load, label)
             self._metrics.loads.set(len(self.loads))
         finally:
-            if load.order.wants_outcome:
-                self._reports.outcome(outcome)
             # After the count, so that the receiver of the report finds the load counted; and also after an
             # error: a load without a report would leave its request waiting for ever.
             if load.order.parks and self._local.parked is not None:
+                self._reports.add(Results(outcomes=outcomes))
                 self._local.parked.end(load.order.parks, ok=load.error is None)
             else:
-                if load.is_ragged:
-                    self._reports.ragged(request_id)
-                self._reports.received(request_id, load.error, load.attachment)
+                self._reports.add(
+                    Results(
+                        received=(request_id,),
+                        failed={} if load.error is None else {request_id: load.error},
+                        ragged=(request_id,) if load.is_ragged else (),
+                        attachments={request_id: load.attachment} if load.attachment else {},
+                        outcomes=outcomes,
+                    )
+                )
             self._metrics.timeline.note(
                 Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
             )

@@ -17,7 +17,7 @@ from kvconnect.decode.loads import PeerKey
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import FindPrefix, PrefixFound
-from kvconnect.transfer.orders import Find, Found
+from kvconnect.transfer.orders import Find, Found, Results
 from kvconnect.transfer.parts import TransferContext, count_misuse
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Finds:
     def __init__(
         self, context: TransferContext, peers: Peers, path: Callable[[RankLink], FetchPath | str]
     ) -> None:
-        self._config, self._metrics, self._found = context.config, context.metrics, context.reports.found
+        self._config, self._metrics, self._reports = context.config, context.metrics, context.reports
         self._peers, self._path, self._repeats = peers, path, context.repeats
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
@@ -127,9 +127,7 @@ class Finds:
         elif peer.is_ready and (theirs := peer.links[0].session.peer) is not None:
             if theirs.naming != order.prefix.naming:
                 # A peer without a naming keeps nothing for others: that is a result, too.
-                report = Found(order.request_id, naming=theirs.naming)
-                del self._asked[number]
-                self._found(report)
+                self._report(number, Found(order.request_id, naming=theirs.naming))
                 return
             path = self._path(peer.links[0])
             if isinstance(path, str):
@@ -163,7 +161,12 @@ class Finds:
         *,
         is_busy: bool = False,
     ) -> None:
-        self._found(Found(self._asked.pop(number).order.request_id, *found, error=error, is_busy=is_busy))
+        request_id = self._asked[number].order.request_id
+        self._report(number, Found(request_id, *found, error=error, is_busy=is_busy))
+
+    def _report(self, number: int, found: Found) -> None:
+        del self._asked[number]
+        self._reports.add(Results(found=(found,)))
 
 
 def _problem(found: PrefixFound, prefix: Prefix, max_tokens: int) -> str:

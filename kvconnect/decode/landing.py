@@ -111,7 +111,7 @@ class LandingBay:
         self._metrics, self._timers, self._pool = context.metrics, context.timers, context.local.landing
         # Whether a chunk must have the digest that its sender reports.
         self._check_digest = context.config.check_digest
-        self._decodes = context.local.introduction.decodes
+        self._coder = context.local.coder
         self._send = send
         self._landings: dict[int, Landing] = {}
         # Landings with chunks to unpack; and those that want slots, in turn.
@@ -191,7 +191,7 @@ class LandingBay:
             return f"generation {message.generation} was not granted to it, or was used already"
         if message.chunk >= len(landing.staged) or message.chunk in landing.arrived:
             return f"chunk {message.chunk} of {len(landing.staged)} is not awaited"
-        if message.coded and not self._decodes:
+        if message.coded and self._coder is None:
             return f"chunk {message.chunk} is coded, which this node has not offered to decode"
         length_bytes = landing.staged[message.chunk].total_bytes
         length_bytes = coded_bytes(length_bytes) if message.coded else length_bytes
@@ -215,9 +215,9 @@ class LandingBay:
         while landing.packed and landing.is_unused():
             slot, message = landing.packed.popleft()
             seed = slot.generation if self._check_digest else None
-            unpack = landing.packer.unpack_coded if message.coded else landing.packer.unpack
+            coder = self._coder if message.coded else None
             try:
-                ticket = unpack(slot.address, landing.staged[message.chunk], seed)
+                ticket = landing.packer.unpack(slot.address, landing.staged[message.chunk], seed, coder)
             except Exception as error:
                 # Any error, a device out of memory included, fails only this request.
                 logger.debug("a chunk could not be unpacked", exc_info=True)

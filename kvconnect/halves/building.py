@@ -6,7 +6,6 @@ A stack states its caches, its requests and what its KV depends on; it makes no 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,14 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvconnect.addresses import RankAddress, join_address
-from kvconnect.cache.identity import Identity, Naming
-from kvconnect.cache.region_table import CacheTensor, Scales
-from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.decode.decode_requests import DecodeRequests
 from kvconnect.decode.pulls import PullRequests
 from kvconnect.errors import LocalError
+from kvconnect.halves.rank_traits import KeptCache, RankTraits
 from kvconnect.halves.receipts import Receipts
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import TransferWorker, WorkerHalf
@@ -31,15 +28,14 @@ from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.peer.handles import Handles, PeerTrust, new_handle
 from kvconnect.peer.keyring import load_keyring
-from kvconnect.peer.messages import CacheMeaning
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import OrdersDraft
-from kvconnect.transfer.params import SOURCES_KEY
 from kvconnect.transfer.stack import Names, PrefixPool, StackTraits
 
 # The tiers are a fifth of the package: a node without offload does not load them.
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+    from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
     from kvconnect.offload.tier_events import TierEvents
     from kvconnect.offload.worker.offload_worker import OffloadWorker
 
@@ -48,11 +44,13 @@ class Trust(NamedTuple):
     """How handles are made and read, the peers that D may fetch from, and the secret that signs receipts.
 
     ``peers`` None: any that a request names. ``receipt_secret`` empty: receipts are not signed.
+    ``new_handle`` returns a random handle.
     """
 
     handles: Handles
     peers: PeerTrust | None = None
     receipt_secret: bytes = b""
+    new_handle: Callable[[], str] = new_handle
 
 
 def configured_trust(config: TransferConfig, environ: Mapping[str, str], clock: Callable[[], float]) -> Trust:
@@ -106,8 +104,6 @@ def build_scheduler_half(
     trust: Trust | None = None,
     kept: KeptBlocks | None = None,
     shared: SharedBlocks | None = None,
-    new_handle: Callable[[], str] = new_handle,
-    wall_clock: Callable[[], float] = time.time,
 ) -> SchedulerHalf:
     """Make the half beside the request scheduler.
 
@@ -115,76 +111,76 @@ def build_scheduler_half(
         cache_config: only its block sizes, counts and kinds are read.
         directory: the addresses of the worker ranks; empty without an engine.
         trust: None for handles of one process, and any peer that a request names; unsigned receipts.
-        new_handle: returns a random handle.
-        wall_clock: seconds since 1970, for receipts.
 
     Raises:
         ConfigError: engine id and host are too long for a handle, or ``kept`` does not fit into memory.
         LocalError: the directory is empty, and the configuration names an engine.
     """
-    traits, groups, offload = traits or StackTraits(), cache_config.groups, None
-    if kept is not None and config.extra.offload is not None:
-        from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
-
-        offload = OffloadScheduler(
-            config.extra.offload,
-            kept.groups,
-            kept.requirements,
-            hashes=kept.hashes,
-            row_bytes=kept.row_bytes,
-            num_ranks=kept.num_ranks,
-            clock=kept.clock,
-        )
-        if kept.events is not None:
-            offload.announce(kept.events)
-    handles, peers, secret = trust or Trust(Handles())
+    traits, trust = traits or StackTraits(), trust or Trust(Handles(clock=time.time))
+    offload = None if kept is None else _make_offload(config, kept)
     draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
     rank0 = draft.directory[0] if draft.directory else None
     receipts = Receipts(
         config.engine_id,
-        None if rank0 is None else (rank0.host, rank0.port),
+        "" if rank0 is None else join_address(rank0.host, rank0.port),
         traits,
-        secret,
+        trust.receipt_secret,
         is_for_all=config.extra.receipts,
-        wall_clock=wall_clock,
+        wall_clock=trust.handles.clock,
         warn=draft.warn,
     )
     if config.extra.engine == "none":
-        return SchedulerHalf(offload=offload, receipts=receipts, zeroes_loads=traits.zeroes_loads)
+        half = SchedulerHalf(offload=offload, receipts=receipts)
+        half.zeroes_loads = traits.zeroes_loads
+        return half
     if rank0 is None:
         raise LocalError("the scheduler half needs the address of rank 0 at least")
+    groups = cache_config.groups
     # A recurrent state cannot be rolled back by the token that D computes itself.
     has_states = any(group.is_state for group in groups)
     traits = dataclasses.replace(traits, held_back=max(traits.held_back, int(has_states)))
-    prefill = decode = pulls = None
-    offered = prefixes = None
+    prefill = decode = pulls = prefixes = None
     if shared is not None:
         from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
 
         prefixes = SharedPrefixes(shared.requirements.groups, shared.hashes, shared.pool, draft)
     if config.is_producer:
-        prefill = PrefillRequests(config, groups, traits, handles, new_handle, draft)
-        if (config.extra.offload is not None or prefixes is not None) and traits.naming is not None:
-            offered = {SOURCES_KEY: [join_address(rank0.host, rank0.port)]}
+        prefill = PrefillRequests(config, groups, traits, trust.handles, trust.new_handle, draft)
+        prefill.keeps_named = traits.naming is not None and bool(config.extra.offload or prefixes)
         if config.extra.bootstrap_port:
             listens_at = config.extra.here(0).listens_at
-            answer = bootstrap_answer(rank0, handles)
+            answer = bootstrap_answer(rank0, trust.handles)
             prefill.bootstrap = Bootstrap(listens_at, config.extra.bootstrap_port, answer)
     if config.is_consumer:
         parking = None
         if offload is not None and kept is not None and kept.parks and traits.clock is not None:
             groups_moved = {index for index, group in enumerate(groups) if group.has_cache}
             parking = offload.parking if groups_moved <= set(offload.plan.groups) else None
-        decode = DecodeRequests(config, cache_config, traits, handles, peers, draft, parking)
+        decode = DecodeRequests(config, cache_config, traits, trust.handles, trust.peers, draft, parking)
         if traits.names and traits.naming and traits.clock:
-            pulls = PullRequests(config, groups, traits, peers, new_handle, draft)
-    return SchedulerHalf(
-        *(draft, prefill, decode, pulls, offload),
-        shared=prefixes,
-        receipts=receipts,
-        offered=offered,
-        zeroes_loads=traits.zeroes_loads,
+            pulls = PullRequests(config, groups, traits, trust.peers, trust.new_handle, draft)
+    half = SchedulerHalf(draft, prefill, decode, pulls, offload, shared=prefixes, receipts=receipts)
+    half.zeroes_loads = traits.zeroes_loads
+    return half
+
+
+def _make_offload(config: TransferConfig, kept: KeptBlocks) -> OffloadScheduler | None:
+    if config.extra.offload is None:
+        return None
+    from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+
+    offload = OffloadScheduler(
+        config.extra.offload,
+        kept.groups,
+        kept.requirements,
+        hashes=kept.hashes,
+        row_bytes=kept.row_bytes,
+        num_ranks=kept.num_ranks,
+        clock=kept.clock,
     )
+    if kept.events is not None:
+        offload.announce(kept.events)
+    return offload
 
 
 def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:
@@ -195,73 +191,6 @@ def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:
     engine_id = handles.introduce(rank0.host, rank0.port)
     where = {"0": {"0": f"tcp://{rank0.host}:{rank0.port}"}}
     return msgspec.json.encode({"0": {"engine_id": engine_id, "worker_addr": where}})
-
-
-@dataclass(frozen=True)
-class RankCache:
-    """The caches of one rank, ready to be registered.
-
-    ``kernel_block_sizes``: tokens by cache group. ``heads``: which of the model's heads a layer's tensor
-    holds on this rank. ``scales``: the factors of quantised values of K and of V.
-    """
-
-    config: KVCacheConfig
-    kernel_block_sizes: Mapping[int, int]
-    tensors: Mapping[str, CacheTensor]
-    heads: Mapping[str, HeadInterval] | None = None
-    scales: Mapping[str, Scales] | None = None
-
-
-@dataclass(frozen=True)
-class KeptCache:
-    """The caches of which a rank keeps blocks below the device's memory.
-
-    ``identity``: what their bytes depend on and only the stack knows; ``label``: the model's name for people.
-    ``naming``: how peers may name rows; None: they may not. ``announces``: report the contents of tiers.
-    """
-
-    cache: RankCache
-    identity: Identity
-    requirements: HitRequirements
-    label: str = ""
-    naming: Naming | None = None
-    announces: bool = False
-
-
-@dataclass(frozen=True)
-class SharedCache:
-    """How peers may name the blocks of a rank's prefix cache, and which of them a hit needs."""
-
-    naming: Naming
-    requirements: HitRequirements
-
-
-@dataclass(frozen=True)
-class SentCache:
-    """The caches of which a rank sends blocks to peers, and the meaning that peers must agree on.
-
-    ``shared``: None where peers fetch under handles only, or by name from the offload.
-    """
-
-    cache: RankCache
-    meaning: CacheMeaning
-    shared: SharedCache | None = None
-
-
-@dataclass(frozen=True)
-class RankTraits:
-    """The traits that a stack states of one rank; it will still allocate ``reserved_bytes`` of the device.
-
-    ``reports_fetches``: ``Results.wanted`` has the expected handles that a peer fetches, each with the first
-    token of the fetch, and those that a peer released, with -1; for a stack that prefills only then.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    reserved_bytes: int = 0
-    sent: SentCache | None = None
-    kept: KeptCache | None = None
-    reports_fetches: bool = False
 
 
 def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
@@ -277,27 +206,8 @@ def build_worker_half(config: TransferConfig, traits: RankTraits) -> WorkerHalf:
         # The offload first: the introduction to peers names its rows, and no part depends on it if it fails.
         if (kept := traits.kept) is not None and config.extra.offload is not None:
             offload = _open_offload(config, traits, kept, opened)
-        if (sent := traits.sent) is not None and config.extra.engine != "none":
-            cache = sent.cache
-            transfer = TransferWorker(
-                config,
-                cache.config,
-                cache.kernel_block_sizes,
-                sent.meaning,
-                rank=traits.rank,
-            )
-            if traits.reports_fetches:
-                transfer.report_fetches()
-            if offload is not None:
-                transfer.tiers, transfer.kept = offload.tiers, offload.names
-                transfer.parked = offload.load_rows
-            if (shared := sent.shared) is not None:
-                from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
-
-                transfer.share = functools.partial(PrefixBlocks, shared.naming, shared.requirements)
-            transfer.register_kv_caches(
-                cache.tensors, cache.heads, cache.scales, reserved_bytes=traits.reserved_bytes
-            )
+        if traits.sent is not None and config.extra.engine != "none":
+            transfer = TransferWorker(config, traits, offload)
         opened.pop_all()
     return WorkerHalf(transfer, offload)
 

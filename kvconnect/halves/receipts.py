@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from kvconnect.addresses import join_address
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Outcome
 from kvconnect.peer.timeline_page import digest
@@ -79,7 +78,7 @@ class Receipts:
     def __init__(
         self,
         engine_id: str,
-        address: tuple[str, int] | None,
+        address: str,
         traits: StackTraits,
         secret: bytes,
         *,
@@ -87,7 +86,7 @@ class Receipts:
         wall_clock: Callable[[], float],
         warn: Callable[..., None],
     ) -> None:
-        self._engine_id, self._address = engine_id, join_address(*address) if address else ""
+        self._engine_id, self._address = engine_id, address
         self._traits, self._secret, self.is_for_all = traits, secret, is_for_all
         self._clock, self._wall_clock, self._warn = traits.clock or wall_clock, wall_clock, warn
         self.records: dict[str, _Record] = {}

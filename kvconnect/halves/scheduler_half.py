@@ -43,9 +43,7 @@ _ROLES: Mapping[str, tuple[str, str]] = {
 class SchedulerHalf:
     """The parts that a configuration needs; without any, every hook answers that there is nothing to do.
 
-    ``draft``: collects the orders of prefill, decode and pulls; None without transfers. ``offered``:
-    parameters for the router of a request that was fetched here, as this node may prefill the next turn too.
-    ``zeroes_loads``: the stack zeroes blocks to be loaded after ``before_step`` of the load's step. See
+    ``draft``: collects the orders of prefill, decode and pulls; None without transfers. See
     ``building.build_scheduler_half``.
     """
 
@@ -59,12 +57,11 @@ class SchedulerHalf:
         *,
         shared: SharedPrefixes | None = None,
         receipts: Receipts | None = None,
-        offered: Mapping[str, Any] | None = None,
-        zeroes_loads: bool = False,
     ) -> None:
         self.draft, self.prefill, self.decode = draft, prefill, decode
         self.pulls, self.offload, self._shared = pulls, offload, shared
-        self._offered, self._zeroes_loads = offered, zeroes_loads
+        self.zeroes_loads = False
+        """The stack zeroes blocks to be loaded after ``before_step`` of the load's step."""
         self.notices: Mapping[str, object] = {} if offload is None else offload.notices
         """The requests that only announce their prompt: see ``settle_notice``."""
         # Most requests want none: it is called only while one that does exists.
@@ -252,7 +249,7 @@ class SchedulerHalf:
         if self.receipts is not None and self.receipts.records and self.draft is not None:
             self._note_parking(self.receipts, self.draft)
         orders = Orders() if self.draft is None else self.draft.take()
-        if self._zeroes_loads:
+        if self.zeroes_loads:
             orders = msgspec.structs.replace(orders, zeroes_loads=True)
         if self.offload is None:
             return orders
@@ -280,8 +277,6 @@ class SchedulerHalf:
             is_held, params = self.prefill.request_finished(
                 request, block_ids, delivered=delivered and not is_loading
             )
-        if self._offered and params is None and delivered and asked.get("do_remote_prefill"):
-            params = dict(self._offered)
         if isinstance(reported := asked.get(RESULTS_KEY), dict):
             # The results of the hints at the prefill node, which a router passes on.
             done = {**(done or {}), "prefill": reported}

@@ -17,14 +17,13 @@ import torch
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvconnect.addresses import RankAddress, join_address
-from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
-from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.cache.region_table import RegionTable
 from kvconnect.config import TransferConfig, place_of
 from kvconnect.engine.base import Engine
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
 from kvconnect.halves.inspection_page import write_inspection
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Changes, Metrics, merge_changes
 from kvconnect.outcome import Reason
@@ -32,14 +31,14 @@ from kvconnect.packages import package_versions
 from kvconnect.peer import description, inspection, timeline_page
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.keyring import load_keyring
-from kvconnect.peer.messages import CacheMeaning, Introduction
+from kvconnect.peer.messages import Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import ASLEEP, STOPPING
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
-from kvconnect.transfer.kept import KeptByName, ParkedRows
+from kvconnect.transfer.kept import KeptByName
 from kvconnect.transfer.local import open_local
-from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results
+from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results, joined
 from kvconnect.transfer.parts import DeviceSteps, Finished, always
 
 if TYPE_CHECKING:
@@ -52,44 +51,37 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class TransferWorker:
-    """Holds, sends and fetches the KV of one worker.
+    """Holds, sends and fetches the KV of one worker, and serves peers from its construction on.
 
     Args:
-        config: the parsed ``kv_transfer_config``.
-        cache_config: this worker's own cache configuration.
-        kernel_block_sizes: tokens of a kernel block, by group index.
-        meaning: the properties of KV that peers must agree on.
-        rank: number of this worker in its node; its settings in ``ranks`` apply.
+        config: the parsed ``kv_transfer_config``; its settings in ``ranks`` apply to the worker of that rank.
+        traits: of this rank, with the caches that are ``sent``.
+        offload: has rows that peers may look up by name, and rows that loads may fill.
         registry: the registry that exports the metrics.
         engine: an engine to use in place of the configured one.
+
     Raises ``ConfigError``: the kernel block is larger than a group's block, the side channel has no address
-    or keys, or cannot listen; ``EngineError``: the engine is not usable on this machine.
+    or keys, or cannot listen, or the device has no room for the fewest slots; ``EngineError``: the engine is
+    not usable on this machine, or refuses the memory; ``LayoutError``: a cache cannot be expressed.
     """
 
     def __init__(
         self,
         config: TransferConfig,
-        cache_config: KVCacheConfig,
-        kernel_block_sizes: Mapping[int, int],
-        meaning: CacheMeaning,
+        traits: RankTraits,
+        offload: OffloadWorker | None = None,
         *,
-        rank: int = 0,
         registry: CollectorRegistry = REGISTRY,
         engine: Engine | None = None,
     ) -> None:
         # Before engine and channel are opened: errors in keys, and in addresses of this machine, come first.
         keyring, allowed = load_keyring(config.extra, os.environ), AllowList(config.extra.allow_peers)
+        rank, sent = traits.rank, traits.sent
+        assert sent is not None, "it has a cache to send or to fill"
         extra = config.extra.here(rank)
-        self._is_producer = config.is_producer
-        self._config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
-        self._cache_config = cache_config
-        self._rank = rank
-        self._meaning = meaning
-        # Everything built from here on, the region table first, is in kernel blocks.
-        self.kernel_block_sizes = {
-            group: sync_block_size(cache_config.groups[group].block_size, kernel)
-            for group, kernel in kernel_block_sizes.items()
-        }
+        self._config = config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
+        # The tensors must outlive the registration, also where the serving stack drops its own.
+        self._rank, self._meaning, self._cache = rank, sent.meaning, sent.cache
         self._engine = engine or create_engine(
             extra.engine,
             host=extra.host,
@@ -105,18 +97,11 @@ class TransferWorker:
         )
         self._metrics = Metrics(registry)
         self._reports = Reports(rank)
-        self._transfers: WorkerTransfers | None = None
+        self._reports.has_wanted = traits.reports_fetches
+        self._tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict if offload is None else offload.tiers
+        self._shared: PrefixBlocks | None = None
         self._steps: DeviceSteps | None = None
         self._is_closed = False
-        self.tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict
-        """Returns the state of each tier, for the inspection. Quick, and callable from any thread."""
-        self.kept: KeptByName | None = None
-        """The rows that peers may look up by name. To be set before caches are registered."""
-        self.share: Callable[[RegionTable, int, KeptByName | None], PrefixBlocks] | None = None
-        """Makes the named blocks of the prefix cache, of a table and a count. To be set likewise."""
-        self._shared: PrefixBlocks | None = None
-        self.parked: ParkedRows | None = None
-        """The rows that loads may fill for requests that wait for blocks. To be set before that, too."""
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s, port %d",
             config.kv_role,
@@ -127,6 +112,59 @@ class TransferWorker:
             self._channel.port,
         )
         logger.info("side channel: %s", keyring.describe() if keyring else "insecure, as configured")
+        try:
+            self._transfers = self._open(sent, traits.reserved_bytes, offload)
+        except BaseException:
+            # ZeroMQ's context waits for ever if it is collected before its sockets.
+            self._release()
+            raise
+        self.marks_steps = self._shared is not None or (config.is_producer and self._steps is not None)
+        """Whether ``before_step`` has work."""
+        self._transfers.start(self._release)
+
+    def _open(self, sent: SentCache, reserved_bytes: int, offload: OffloadWorker | None) -> WorkerTransfers:
+        """Describe the caches, and register slots with the engine in one call."""
+        cache, config, extra = sent.cache, self._config, self._config.extra
+        # Everything built from here on, the region table first, is in kernel blocks.
+        kernel_block_sizes = {
+            group: sync_block_size(cache.config.groups[group].block_size, kernel)
+            for group, kernel in cache.kernel_block_sizes.items()
+        }
+        table = RegionTable.build(cache.config, kernel_block_sizes, cache.tensors, cache.heads, cache.scales)
+        introduction = Introduction(
+            engine_id=config.engine_id,
+            incarnation=uuid.uuid4().hex,
+            rank=self._rank,
+            meaning=self._meaning,
+            engine=self.engine_name,
+            engine_card=b"",
+            table=TableCard.of(table),
+        )
+        device = next(iter(cache.tensors.values())).tensor.device
+        local = open_local(config, self._engine, introduction, table, device, reserved_bytes, self._metrics)
+        if local.stream is not None:
+            self._steps = DeviceSteps(self._record)
+        kept: KeptByName | None = None if offload is None else offload.names
+        if (shared := sent.shared) is not None:
+            from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
+
+            named = shared.naming, shared.requirements
+            kept = self._shared = PrefixBlocks(*named, table, cache.config.num_blocks, kept)
+        if kept is not None:
+            local.keep(kept)
+        if offload is not None and offload.load_rows is not None:
+            local.park(offload.load_rows)
+        transfers = WorkerTransfers(config, self._channel, local, self._reports, self._metrics)
+        topics, timeline = transfers.inbound_peers.topics, self._metrics.timeline
+        # Here, not on the transfer thread: reading the versions of packages takes milliseconds, and files.
+        topics.add(description.TOPIC, functools.partial(self._describe, package_versions()))
+        topics.add(
+            timeline_page.TOPIC,
+            functools.partial(timeline_page.write_page, timeline, config.engine_id, self._rank),
+        )
+        topics.add(inspection.TOPIC, self._inspect)
+        self._metrics.side_channel.labels(join_address(extra.host, self._channel.port)).set(1)
+        return transfers
 
     @property
     def engine_name(self) -> str:
@@ -135,9 +173,7 @@ class TransferWorker:
 
     @property
     def table(self) -> RegionTable:
-        """The registered regions. Raises ``LocalError``: no cache was registered."""
-        if self._transfers is None:
-            raise LocalError("register_kv_caches was not called")
+        """The registered regions."""
         return self._transfers.local.table
 
     @property
@@ -154,77 +190,6 @@ class TransferWorker:
         """Where this worker listens for peers."""
         return RankAddress(self._rank, self._config.extra.host, self._channel.port)
 
-    def register_kv_caches(
-        self,
-        tensors: Mapping[str, CacheTensor],
-        heads: Mapping[str, HeadInterval] | None = None,
-        scales: Mapping[str, Scales] | None = None,
-        *,
-        reserved_bytes: int = 0,
-    ) -> None:
-        """Describe the caches, register slots with the engine in one call, and begin to serve peers.
-
-        ``heads``: which of the model's heads a layer's tensor holds on this rank. ``scales``: the factors of
-        quantised values of K and of V, 1 by default. ``reserved_bytes``: free device memory that the serving
-        stack will still allocate, not to be used for slots. Any error except that of a second call closes
-        this worker: a stack may drop what it could not set up, and ZeroMQ's context waits for ever if it is
-        collected before its sockets.
-        Raises ``LayoutError``: a cache cannot be expressed; ``ConfigError``: the device has no room for the
-        fewest slots; ``EngineError``: the engine refuses the memory; ``LocalError``: it was called before.
-        """
-        if self._transfers is not None:
-            raise LocalError("register_kv_caches was called twice")
-        try:
-            self._register(tensors, heads, scales, reserved_bytes)
-        except BaseException:
-            self.close()
-            raise
-
-    def _register(
-        self,
-        tensors: Mapping[str, CacheTensor],
-        heads: Mapping[str, HeadInterval] | None,
-        scales: Mapping[str, Scales] | None,
-        reserved_bytes: int,
-    ) -> None:
-        table = RegionTable.build(self._cache_config, self.kernel_block_sizes, tensors, heads, scales)
-        # The tensors must outlive the registration, also where the serving stack drops its own.
-        self._tensors = dict(tensors)
-        introduction = Introduction(
-            engine_id=self._config.engine_id,
-            incarnation=uuid.uuid4().hex,
-            rank=self._rank,
-            meaning=self._meaning,
-            engine=self.engine_name,
-            engine_card=b"",
-            table=TableCard.of(table),
-        )
-        device = next(iter(tensors.values())).tensor.device
-        config, extra = self._config, self._config.extra
-        local = open_local(
-            self._config, self._engine, introduction, table, device, reserved_bytes, self._metrics
-        )
-        if local.stream is not None:
-            self._steps = DeviceSteps(self._record)
-        kept = self.kept
-        if self.share is not None:
-            kept = self._shared = self.share(table, self._cache_config.num_blocks, kept)
-        if kept is not None:
-            local.keep(kept)
-        if self.parked is not None:
-            local.park(self.parked)
-        self._transfers = WorkerTransfers(config, self._channel, local, self._reports, self._metrics)
-        topics, timeline = self._transfers.inbound_peers.topics, self._metrics.timeline
-        # Here, not on the transfer thread: reading the versions of packages takes milliseconds, and files.
-        topics.add(description.TOPIC, functools.partial(self._describe, package_versions()))
-        topics.add(
-            timeline_page.TOPIC,
-            functools.partial(timeline_page.write_page, timeline, self._config.engine_id, self._rank),
-        )
-        topics.add(inspection.TOPIC, self._inspect)
-        self._metrics.side_channel.labels(join_address(extra.host, self._channel.port)).set(1)
-        self._transfers.start(self._release)
-
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         """The model runs with other weights from now on: end all leases and loads.
 
@@ -234,16 +199,10 @@ class TransferWorker:
         if self._shared is not None:
             self._shared.forget()
         self._meaning = self._meaning.with_weights(weights)
-        if self._transfers is not None:
-            self._transfers.replace_weights(weights)
-
-    def report_fetches(self) -> None:
-        """See ``RankTraits.reports_fetches``. To be called before the first orders."""
-        self._reports.has_wanted = True
+        self._transfers.replace_weights(weights)
 
     def revoke(self, handle: str, reason: Reason) -> None:
-        if self._transfers is not None:
-            self._transfers.revoke(handle, reason)
+        self._transfers.revoke(handle, reason)
 
     def before_step(self, orders: Orders) -> None:
         """Mark the start of this step on the device, before its kernels are launched.
@@ -252,7 +211,7 @@ class TransferWorker:
         """
         if self._shared is not None:
             self._shared.begin(orders.step, orders.reused)
-        if self._is_producer and self._steps is not None:
+        if self._config.is_producer and self._steps is not None:
             self._steps.begin(orders.step)
 
     def start(self, orders: Orders) -> None:
@@ -262,12 +221,10 @@ class TransferWorker:
         """
         if orders.notes and self._rank == 0:
             self._metrics.timeline.take(orders.notes)
-        if orders.receipts and self._rank == 0 and self._transfers is not None:
+        if orders.receipts and self._rank == 0:
             self._transfers.receipts.extend(orders.receipts)
         if not orders:
             return
-        if self._transfers is None:
-            raise LocalError("orders came before register_kv_caches was called")
         finished = self._finished if self._steps is None else self._steps.finished
         if orders.named and self._shared is not None:
             name, number, is_computed = self._shared.name, self._shared.number, finished(orders.step - 1)
@@ -284,13 +241,10 @@ class TransferWorker:
         self._reports.wake = wake
 
     def state(self) -> dict[str, Any]:
-        if self._transfers is None:
-            return {"engine": self.engine_name}
         return {"engine": self.engine_name, **self._transfers.state()}
 
     def _describe(self, versions: dict[str, str], argument: str) -> bytes:
         """On the transfer thread."""
-        assert self._transfers is not None, "it is asked once peers are served"
         extra, local = self._config.extra, self._transfers.local
         return msgspec.msgpack.encode(
             description.Description(
@@ -306,15 +260,13 @@ class TransferWorker:
 
     def _inspect(self, argument: str) -> bytes:
         """On the transfer thread."""
-        assert self._transfers is not None, "it is asked once peers are served"
         counts = {name: count for name, count in self.state().items() if name != "engine"}
         extra, timeline = self._config.extra, self._metrics.timeline
-        return write_inspection(self._transfers, extra, timeline, counts, self.tiers(), argument)
+        return write_inspection(self._transfers, extra, timeline, counts, self._tiers(), argument)
 
     def know_ranks(self, directory: Iterable[RankAddress]) -> None:
         """Set the addresses of all ranks of this node; without this call the first orders bring them."""
-        if self._transfers is not None:
-            self._transfers.know_ranks(directory)
+        self._transfers.know_ranks(directory)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Begin no further lease, and wait until all held requests were fetched or given up.
@@ -323,8 +275,6 @@ class TransferWorker:
         informed. Waits for a little more than ``drain_s`` unless ``timeout_s`` is given, so it is not for a
         hook; results are to be taken meanwhile. False: requests are still held after that time.
         """
-        if self._transfers is None:
-            return True
         drained, drain_s = threading.Event(), self._config.extra.drain_s
         if held := self._transfers.state().get("leases"):
             most_s = drain_s if timeout_s is None else min(drain_s, timeout_s)
@@ -338,8 +288,6 @@ class TransferWorker:
         Peers stay connected, and are refused with the reason. Raises ``LocalError``, with transfers
         continuing as before: a load is under way, or pages are still read after 5 s.
         """
-        if self._transfers is None:
-            return
         if self._shared is not None:
             self._shared.forget()
         asleep = threading.Event()
@@ -351,8 +299,7 @@ class TransferWorker:
 
     def wake(self) -> None:
         """Resume transfers: pages are back at their addresses, with any content."""
-        if self._transfers is not None:
-            self._transfers.wake()
+        self._transfers.wake()
 
     def close(self) -> None:
         """Stop the thread, which releases the engine and the side channel when it ends. Idempotent.
@@ -363,9 +310,7 @@ class TransferWorker:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._transfers is None:
-            self._release()
-        elif not self._transfers.stop(_CLOSE_TIMEOUT_S):
+        if not self._transfers.stop(_CLOSE_TIMEOUT_S):
             self._metrics.failures.labels("close_timeout").inc()
             logger.error(
                 "the transfer thread did not stop within %s s. Open until it does: the registered memory of "
@@ -448,13 +393,13 @@ class WorkerHalf:
 
         To be called for every step. Orders with ``zeroes_loads`` begin later. Never waits.
         """
-        if self.transfer is not None:
+        if self.transfer is not None and self.transfer.marks_steps:
             self.transfer.before_step(orders)
         if self.offload is not None and orders.offload != NO_OFFLOAD:
             self.offload.before_step(orders.offload)
         # After the snapshot: one step's orders may store a block, and give it to a load or a restore. Not
         # after the launch, which takes as long as a prefill where another one keeps the device's queue full.
-        if not orders.zeroes_loads:
+        if not orders.zeroes_loads and (orders.notes or orders):
             self._start(orders)
 
     def after_zeroing(self, orders: Orders) -> None:
@@ -482,8 +427,7 @@ class WorkerHalf:
         if self.offload is None:
             return sent
         kept = self.offload.results()
-        received, failed = sent.received + kept.received, {**sent.failed, **kept.failed}
-        return msgspec.structs.replace(sent, received=received, failed=failed, offload=kept.offload)
+        return joined((sent, kept)) if kept else sent
 
     def on_results(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from any thread, when results are waiting."""

@@ -29,7 +29,7 @@ from kvconnect.timeline import Turns
 from kvconnect.transfer.inbound_peers import InboundPeers
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.orders import Orders, Reports
-from kvconnect.transfer.parts import Finished, Timers, TransferContext, TransferPart
+from kvconnect.transfer.parts import Finished, Pace, Timers, TransferContext, TransferPart
 
 _OTHER_WEIGHTS = Cause.OTHER_WEIGHTS(
     "the prefill node's weights are no longer those that it was computed with"
@@ -212,12 +212,12 @@ class WorkerTransfers:
             except Exception as error:
                 count_error(self._metrics, error, part.name)
         # A command queued meanwhile: the channel's wake signal for it was already consumed with the arrivals.
-        is_called = bool(self._commands) or self._stopping.is_set() or self.timers.next_at() <= now
+        next_at = self.timers.next_at()
+        is_called = bool(self._commands) or self._stopping.is_set() or next_at <= now
         if arrivals is None or completions is None:
             return _AFTER_ERROR_S
-        for part in self._parts:
-            is_called = is_called or part.is_due
-        return 0.0 if is_called else self._sleep_s(progress, now)
+        pace = max([part.pace for part in self._parts])
+        return 0.0 if is_called or pace is Pace.DUE else self._sleep_s(progress, pace, next_at - now)
 
     def _run(self, release: Callable[[], None]) -> None:
         """Step and sleep until stopped. An internal error does not end the thread."""
@@ -263,18 +263,16 @@ class WorkerTransfers:
         for part in self._parts:
             part.receive(arrival, now)
 
-    def _sleep_s(self, progress: bool, now: float) -> float:
-        sends = receives = False
-        for part in self._parts:
-            sends, receives = sends or part.is_sending, receives or part.is_busy
-        if not sends and not receives:
+    def _sleep_s(self, progress: bool, pace: Pace, timer_s: float) -> float:
+        """The seconds to sleep; ``timer_s``: those until the first timer is due."""
+        if pace is Pace.IDLE:
             self._polls_without_progress = 0
-            return min(max(_LONG_NAP_S, self.timers.next_at() - now), _LONGEST_SLEEP_S)
+            return min(max(_LONG_NAP_S, timer_s), _LONGEST_SLEEP_S)
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
         if progress:
             return 0.0
         # Sends, and all transfers between CPUs, are slower the less often this thread polls.
-        must_poll = sends or self.local.stream is None
+        must_poll = pace is Pace.SENDING or self.local.stream is None
         if not must_poll and self._polls_without_progress >= _FEW_POLLS:
             # A message ends this sleep, and the model's threads need the interpreter more.
             return _LONG_NAP_S

@@ -15,16 +15,12 @@ from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import OffloadConfig, parse_kv_transfer_config
 from kvconnect.halves.building import (
     KeptBlocks,
-    KeptCache,
-    RankCache,
-    RankTraits,
-    SentCache,
     SharedBlocks,
-    SharedCache,
     build_scheduler_half,
     build_worker_half,
     configured_trust,
 )
+from kvconnect.halves.rank_traits import KeptCache, RankCache, RankTraits, SentCache, SharedCache
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.node.block_manager import HASH_SCHEME, BlockPool

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -40,17 +39,21 @@ def coded_bytes(length_bytes: int) -> int:
 
 
 class CodedTicket(PackTicket):
-    """A submitted pack whose bytes are then coded; ``digest`` is of the bytes before that."""
+    """A submitted pack whose bytes are then coded; ``digest`` is of the bytes before that.
+
+    ``failed``: a number that is not 0 once a tile could not be coded. ``event``: of a GPU, recorded after
+    all work.
+    """
 
     def __init__(
-        self, packed: PackTicket, is_done: Callable[[], bool], has_failed: Callable[[], bool]
+        self, packed: PackTicket, failed: NDArray[np.int32], event: torch.cuda.Event | None = None
     ) -> None:
         super().__init__(None)
-        self._packed, self._is_done, self._has_failed = packed, is_done, has_failed
+        self._packed, self._failed, self._event = packed, failed, event
 
     @property
     def done(self) -> bool:
-        return self._is_done()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     @property
     def digest(self) -> int | None:
@@ -58,11 +61,11 @@ class CodedTicket(PackTicket):
 
     @property
     def has_failed(self) -> bool:
-        return self._has_failed()
+        return bool(self._failed.any())
 
     def wait(self) -> None:
-        while not self.done:
-            self._packed.wait()
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class ExponentCoder:
@@ -106,7 +109,7 @@ class ExponentCoder:
         for first in range(0, len(tiles), _TILES_AT_ONCE):
             at_once = slice(first, first + _TILES_AT_ONCE)
             fits &= _encode(tiles[at_once], coded[at_once])
-        return CodedTicket(packed, lambda: True, lambda: not fits)
+        return CodedTicket(packed, np.array([not fits], np.int32))
 
     def decode(self, slot: int, length_bytes: int) -> None:
         """Restore a chunk of ``length_bytes`` bytes from its code in a slot, into ``plain``.

@@ -48,7 +48,6 @@ class Packer:
             torch where that is not installed.
         cuda_stream: the stream of all work; None for the current stream of the constructor's call.
         digest_sample: digests cover one line of 64 bytes in so many; only numpy accepts more than 1.
-        coder: codes what is packed, and decodes what is unpacked, on the same stream; None for neither.
 
     Raises:
         LayoutError: the wire does not fit this table.
@@ -65,7 +64,6 @@ class Packer:
         kernels: str = "auto",
         cuda_stream: torch.cuda.Stream | None = None,
         digest_sample: int = 1,
-        coder: ExponentCoder | None = None,
     ) -> None:
         if side not in SIDES:
             raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
@@ -73,7 +71,7 @@ class Packer:
             raise ConfigError(f"digest_sample is {digest_sample}; accepted: 1 for all words, or more")
         card = TableCard.of(table)
         self.chunker = Chunker(wire)
-        self._side, self._coder = side, coder
+        self._side = side
         self._groups = card.geometry()
         self._lanes = make_lanes(wire, card, side)
         if any(lanes.walk.extent_bytes >= 2**31 for lanes in self._lanes):
@@ -149,33 +147,42 @@ class Packer:
             check_held(ids, pages.first, geometry, num_tokens)
         return ids
 
-    def pack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> PackTicket:
-        """Fill a slot, a tensor on the device or an address, with a chunk's pages.
+    def pack(
+        self,
+        slot: torch.Tensor | int,
+        staged: StagedChunk,
+        seed: int | None,
+        coder: ExponentCoder | None = None,
+    ) -> PackTicket:
+        """Fill a slot, a tensor on the device or an address, with a chunk's pages, or with their code.
 
-        ``seed``, 64 bits, is the generation of the slot, which the digest includes; None for no digest.
+        ``seed``, 64 bits, is the generation of the slot, which the digest includes; None for no digest. That
+        of a code is of the bytes before. A ``coder`` works on the same stream, and takes an address.
         Raises ``LocalError``: the slot is too small or not aligned.
         """
-        return self._mover.move(_slot_address(slot, staged), staged, seed, pack=True)
+        if coder is None:
+            return self._mover.move(_slot_address(slot, staged), staged, seed, pack=True)
+        assert isinstance(slot, int)
+        packed = self._mover.move(coder.plain, staged, seed, pack=True)
+        return coder.encode(slot, staged.total_bytes, packed)
 
-    def unpack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> PackTicket:
-        """Write a slot's bytes to a chunk's pages; see ``pack``.
+    def unpack(
+        self,
+        slot: torch.Tensor | int,
+        staged: StagedChunk,
+        seed: int | None,
+        coder: ExponentCoder | None = None,
+    ) -> PackTicket:
+        """Write a slot's bytes, or those that they are the code of, to a chunk's pages; see ``pack``.
 
         The digest is known only after the pages were written: the caller must compare it before any use of
         these blocks.
         """
-        return self._mover.move(_slot_address(slot, staged), staged, seed, pack=False)
-
-    def pack_coded(self, slot: int, staged: StagedChunk, seed: int | None) -> PackTicket:
-        """Fill the slot at this address with a chunk's pages, coded; the digest is of the bytes before."""
-        assert self._coder is not None, "nothing is coded without a coder"
-        packed = self._mover.move(self._coder.plain, staged, seed, pack=True)
-        return self._coder.encode(slot, staged.total_bytes, packed)
-
-    def unpack_coded(self, slot: int, staged: StagedChunk, seed: int | None) -> PackTicket:
-        """Write a slot's bytes, which ``pack_coded`` wrote, to a chunk's pages; see ``unpack``."""
-        assert self._coder is not None, "nothing is decoded without a coder"
-        self._coder.decode(slot, staged.total_bytes)
-        return self._mover.move(self._coder.plain, staged, seed, pack=False)
+        if coder is None:
+            return self._mover.move(_slot_address(slot, staged), staged, seed, pack=False)
+        assert isinstance(slot, int)
+        coder.decode(slot, staged.total_bytes)
+        return self._mover.move(coder.plain, staged, seed, pack=False)
 
 
 def chosen_kernels(kernels: str, device: torch.device) -> str:

@@ -43,8 +43,7 @@ class TritonExponentCoder(ExponentCoder):
             if self._on_cuda:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
-        is_done = (lambda: True) if event is None else event.query
-        return CodedTicket(packed, is_done, lambda: bool(self._failed[place]))
+        return CodedTicket(packed, self._failed[place : place + 1], event)
 
     def decode(self, slot: int, length_bytes: int) -> None:
         with self._on_stream():

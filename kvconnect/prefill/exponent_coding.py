@@ -22,13 +22,13 @@ class ExponentCoding:
     """
 
     def __init__(self, coder: ExponentCoder, always: bool, who: str, metrics: Metrics) -> None:
-        self._coder, self._always, self._who, self._metrics = coder, always, who, metrics
+        self.coder, self._always, self._who, self._metrics = coder, always, who, metrics
         self._failures = 0
         self._is_logged = False
 
     def is_on(self, bytes_per_s: float) -> bool:
         """Whether chunks are to be coded over a link of this rate, 0 if that is unknown."""
-        pays = self._always or (bytes_per_s > 0 and self._coder.pays_below(bytes_per_s))
+        pays = self._always or (bytes_per_s > 0 and self.coder.pays_below(bytes_per_s))
         is_on = pays and not self.has_given_up
         if is_on and not self._is_logged:
             self._is_logged = True
@@ -36,7 +36,7 @@ class ExponentCoding:
                 "KV to %s travels with coded exponents: the link moves %.1f GB/s, coding and decoding %.1f",
                 self._who,
                 bytes_per_s / 1e9,
-                self._coder.bytes_per_s / 1e9,
+                self.coder.bytes_per_s / 1e9,
             )
         return is_on
 

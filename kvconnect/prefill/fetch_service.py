@@ -36,6 +36,7 @@ from kvconnect.prefill.sender import Sender, Sending
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, decode_node, rank_name
 from kvconnect.transfer.link_reports import Transports, refusal
+from kvconnect.transfer.orders import Results
 from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
@@ -83,11 +84,6 @@ class FetchService:
                 self._wait_for_device(sending.lease, sending.key)
         if self._waiting:
             self._device_poll.by(now + _DEVICE_POLL_S)
-
-    @property
-    def busy(self) -> bool:
-        """The thread has to poll: for work whose end wakes no thread, or for a fetch's device or link."""
-        return self.sender.busy or self.pending.busy
 
     def went_on(self, lease: Lease | None, handle: str) -> None:
         """A prefill advanced, lost its blocks, or is held: look again at its fetches."""
@@ -243,7 +239,7 @@ class FetchService:
             request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
             self._inbound_peers.send(pending.link, request)
         if self._reports.has_wanted and fetch.handle in self.pending.expected:
-            self._reports.wanted(fetch.handle, fetch.first_token)
+            self._reports.add(Results(wanted=((fetch.handle, fetch.first_token),)))
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
         """Claim a lease for one rank: a fetch covers all tokens of the lease, and a rank may fetch it once.
@@ -288,7 +284,7 @@ class FetchService:
         if coding is not None and not coding.is_on(path.found.bytes_per_s):
             coding = None
         digests = self._config.check_digest
-        return SlotOutbox(packer, supply, pool, digests, path.name, note, path.mapped, coding)
+        return SlotOutbox(supply, pool, digests, path.name, note, path.mapped, coding)
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Request credit up to ``due`` chunks and return the slots in ``spared``, if either has changed."""
@@ -299,7 +295,7 @@ class FetchService:
 
     def _arrived(self, sending: Sending, parcel: Parcel) -> None:
         what = parcel.chunk, parcel.grant.generation, parcel.length_bytes, parcel.ticket.digest
-        message = Landed(sending.key[1], *what, sending.epoch, parcel.is_coded)
+        message = Landed(sending.key[1], *what, sending.epoch, parcel.coded is not None)
         self._inbound_peers.send(sending.key[0], message)
 
     def look_at(self, inbound: InboundPeer, link: str, now: float) -> Reason | None:

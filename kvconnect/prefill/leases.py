@@ -128,8 +128,9 @@ class Lease:
     @property
     def satisfied(self) -> bool:
         """Every rank of the owner was served or has released the lease."""
-        ranks = {rank for _, _, rank in self.served | self.released}
-        return self.consumers is not None and len(ranks) >= self.consumers
+        if self.consumers is None or not (self.served or self.released):
+            return False
+        return len({rank for _, _, rank in self.served | self.released}) >= self.consumers
 
     @property
     def is_whole(self) -> bool:

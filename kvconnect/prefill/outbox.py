@@ -16,7 +16,7 @@ from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
 from kvconnect.pack.batches import PackTicket, StagedChunk
-from kvconnect.pack.exponent_code import coded_bytes
+from kvconnect.pack.exponent_code import ExponentCoder, coded_bytes
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import MappedMemory
 from kvconnect.peer.messages import Grant
@@ -51,7 +51,7 @@ class ChunkSupply:
         self.count = len(chunks)
         # A packer assumes that D computes one token again.
         self._lease, self._ahead = lease, 1 - lease.replay
-        self._packer = packer
+        self.packer = packer
         self._geometry = geometry
         self._chunks = chunks
         self._staged: Sequence[StagedChunk] = ()
@@ -118,7 +118,7 @@ class ChunkSupply:
         first = min((span.start for span in tokens), default=0)
         stop = max((span.stop for span in tokens), default=0)
         blocks = self._lease.blocks_of(self._geometry, first, stop)
-        (staged,) = self._packer.stage(blocks, [chunk], self._lease.num_tokens + self._ahead)
+        (staged,) = self.packer.stage(blocks, [chunk], self._lease.num_tokens + self._ahead)
         return index, staged
 
 
@@ -133,7 +133,7 @@ Columns = tuple[int, int, int]
 class Parcel:
     """A chunk packed into a send slot for a landing slot, or in ``seconds`` directly into a landing slot.
 
-    ``length_bytes`` travel. ``staged`` is kept of a chunk that is coded, which may have to be packed again.
+    ``length_bytes`` travel. ``coded``: the chunk, if the slot gets its code: it may have to be packed again.
     """
 
     chunk: int
@@ -142,12 +142,7 @@ class Parcel:
     ticket: PackTicket
     length_bytes: int
     seconds: float = 0.0
-    staged: StagedChunk | None = None
-
-    @property
-    def is_coded(self) -> bool:
-        """The slot has the code of the chunk."""
-        return self.staged is not None
+    coded: StagedChunk | None = None
 
     def columns(self) -> Columns:
         """The batch that copies the send slot to the landing slot."""
@@ -169,7 +164,6 @@ class SlotOutbox:
 
     def __init__(
         self,
-        packer: Packer,
         supply: ChunkSupply,
         pool: SlotPool,
         with_digest: bool,
@@ -179,7 +173,7 @@ class SlotOutbox:
         coding: ExponentCoding | None = None,
     ) -> None:
         self.copies = supply.count
-        self._packer = packer
+        self._packer = supply.packer
         self._supply = supply
         self._grants: list[Grant] = []
         self._pool = pool
@@ -247,10 +241,10 @@ class SlotOutbox:
     def _take_packed(self, stopping: bool = False) -> Iterator[Parcel]:
         while self._kernels and self._kernels[0].ticket.done:
             parcel = self._kernels.popleft()
-            if parcel.staged is not None and self._coding is not None and parcel.slot is not None:
+            if parcel.coded is not None and self._coding is not None and parcel.slot is not None:
                 self._coding.ended(has_failed := parcel.ticket.has_failed)
                 if has_failed and not stopping:
-                    self._pack(parcel.slot, parcel.chunk, parcel.staged, parcel.grant, coded=False)
+                    self._pack(parcel.slot, parcel.chunk, parcel.coded, parcel.grant)
                     continue
             self._note(Moment.PACKED, parcel.chunk)
             if parcel.slot is None:
@@ -285,20 +279,24 @@ class SlotOutbox:
             self._kernels.append(Parcel(chunk, None, grant, ticket, length_bytes, seconds))
             return
         slot = self._pool.take(SlotEvent.PACK, self._holder)
-        is_coding = self._coding is not None and not self._coding.has_given_up
-        self._pack(slot, chunk, staged, grant, coded=is_coding and coded_bytes(length_bytes) < length_bytes)
+        coder = None
+        if self._coding is not None and not self._coding.has_given_up:
+            coder = self._coding.coder if coded_bytes(length_bytes) < length_bytes else None
+        self._pack(slot, chunk, staged, grant, coder)
 
-    def _pack(self, slot: Slot, chunk: int, staged: StagedChunk, grant: Grant, coded: bool) -> None:
+    def _pack(
+        self, slot: Slot, chunk: int, staged: StagedChunk, grant: Grant, coder: ExponentCoder | None = None
+    ) -> None:
         seed = grant.generation if self._with_digest else None
-        pack = self._packer.pack_coded if coded else self._packer.pack
         try:
-            ticket = pack(slot.address, staged, seed)
+            ticket = self._packer.pack(slot.address, staged, seed, coder)
         except Exception:
             self._pool.move(slot, SlotEvent.RETURN)
             raise
-        length_bytes = coded_bytes(staged.total_bytes) if coded else staged.total_bytes
-        kept = staged if coded else None
-        self._kernels.append(Parcel(chunk, slot, grant, ticket, length_bytes, staged=kept))
+        parcel = Parcel(chunk, slot, grant, ticket, staged.total_bytes)
+        if coder is not None:
+            parcel.length_bytes, parcel.coded = coded_bytes(staged.total_bytes), staged
+        self._kernels.append(parcel)
 
     def peek(self) -> Columns | None:
         """The batch that can be submitted next; None while there is none."""

@@ -128,8 +128,8 @@ class PendingFetches:
         self._held = held
         self._timers = timers
         self._by_handle: dict[str, dict[TransferKey, None]] = {}
-        # Fetches to look at in the next turn: an event touched them, or a device or disk has to be polled.
-        self._touched: dict[TransferKey, None] = {}
+        self.touched: dict[TransferKey, None] = {}
+        """Fetches to look at in the next turn: an event touched them, or a device or disk is polled."""
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
         self.over: OrderedDict[str, Reason] = OrderedDict()
         """By ended handle: why P holds nothing under it. The oldest are dropped beyond ``max_leases``."""
@@ -141,31 +141,26 @@ class PendingFetches:
     def __len__(self) -> int:
         return len(self.fetches) + len(self.let_go)
 
-    @property
-    def busy(self) -> bool:
-        """A fetch has to be looked at in the next turn, for which no event wakes this thread."""
-        return bool(self._touched)
-
     def touch(self, handle: str) -> None:
         """Look again at the fetches of a handle, whose state has changed."""
         for key in self._by_handle.get(handle, ()):
-            self._touched[key] = None
+            self.touched[key] = None
 
     def touch_link(self, link: str) -> None:
         """Look again at the fetches of a connection: its link is measured now, or is a new one."""
         for key in self.fetches:
             if key[0] == link:
-                self._touched[key] = None
+                self.touched[key] = None
 
     def touch_fetch(self, key: TransferKey) -> None:
         """Look again at one fetch."""
         if key in self.fetches:
-            self._touched[key] = None
+            self.touched[key] = None
 
     def remove(self, early: PendingFetch) -> None:
         """Remove a fetch, which no longer waits."""
         del self.fetches[early.key]
-        self._touched.pop(early.key, None)
+        self.touched.pop(early.key, None)
         of_handle = self._by_handle[early.handle]
         del of_handle[early.key]
         if not of_handle:
@@ -255,7 +250,7 @@ class PendingFetches:
         timer = self._timers.timer(lambda now: self.touch_fetch(key))
         self.fetches[key] = replace(early, fetch=fetch, has_waited=True, timer=timer)
         self._by_handle.setdefault(handle, {})[key] = None
-        self._touched[key] = None
+        self.touched[key] = None
         return None
 
     def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
@@ -285,7 +280,7 @@ class PendingFetches:
         The others are looked at after their next event or, if ``is_polled``, in the next call.
         """
         due: list[PendingFetch] = []
-        touched, self._touched = self._touched, {}
+        touched, self.touched = self.touched, {}
         for key in touched:
             early = self.fetches[key]
             until = self._deadline(early)
@@ -295,7 +290,7 @@ class PendingFetches:
             if early.timer is not None:
                 early.timer.at(until)
             if is_polled(early):
-                self._touched[key] = None
+                self.touched[key] = None
         for early in due:
             self.remove(early)
         return due

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvconnect.addresses import join_address
 from kvconnect.cache.specs import KVCacheGroup, div_ceil
 from kvconnect.config import RELEASE_KEY, TransferConfig
 from kvconnect.errors import PeerError
@@ -24,6 +25,7 @@ from kvconnect.transfer.params import (
     BATCH_KEY,
     HANDLE_KEY,
     MOST_LATER_PROMPTS,
+    SOURCES_KEY,
     TRANSFER_KEY,
     is_release,
     read_release,
@@ -158,6 +160,8 @@ class PrefillRequests:
         self._draining: Reason | None = None
         self.bootstrap: Bootstrap | None = None
         """Serves routers that use Mooncake's protocol, until the node drains."""
+        self.keeps_named = False
+        """Peers may fetch what this node keeps by name."""
         # States are not streamed: they are sent last.
         tokens = {i: g.block_size for i, g in enumerate(groups) if g.has_cache and not g.is_state}
         self._streamed_groups = tokens if config.extra.stream_min_tokens else {}
@@ -182,9 +186,8 @@ class PrefillRequests:
 
     def prefill_tokens(self, request: RequestView) -> int:
         """The prompt tokens that P computes: all but those that P has to leave to D."""
-        if self._is_for_others(request):
-            return max(1, request.num_tokens - self._stack.held_back)
-        return request.num_tokens
+        prefill = self._requests.get(request.request_id)
+        return request.num_tokens if prefill is None else prefill.num_tokens
 
     def new_request(self, request: RequestView) -> None:
         """Note a request to be held, and a router's transfer id, under which a peer may fetch early.
@@ -196,7 +199,7 @@ class PrefillRequests:
             if is_release(asked):
                 self._release(request)
             return
-        num_tokens, request_id = self.prefill_tokens(request), request.request_id
+        num_tokens, request_id = max(1, request.num_tokens - self._stack.held_back), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
         params, is_routers = self._named(request)
@@ -232,8 +235,7 @@ class PrefillRequests:
 
     def update_after_alloc(self, request: RequestView) -> None:
         """A request was given blocks, and begins anew with them."""
-        if self._is_for_others(request):
-            prefill = self._requests.setdefault(request.request_id, _Prefill())
+        if (prefill := self._requests.get(request.request_id)) is not None:
             prefill.has_blocks, prefill.is_stale = True, False
             self._draft.note(Moment.ADMITTED, prefill.handle, request.request_id)
             self.preempted(request.request_id)
@@ -318,9 +320,13 @@ class PrefillRequests:
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended. Returns whether its blocks are held, and the parameters for D."""
-        if not self._is_for_others(request):
-            return False, None
-        request_id = request.request_id
+        request_id, asked = request.request_id, transfer_params(request)
+        if not asked.get("do_remote_decode"):
+            if not (self.keeps_named and delivered and asked.get("do_remote_prefill")):
+                return False, None
+            # It was fetched here, and this node may prefill the next turn too.
+            rank0 = self._directory[0]
+            return False, {SOURCES_KEY: [join_address(rank0.host, rank0.port)]}
         prefill = self._requests.pop(request_id, None) or _Prefill()
         self.due.pop(request_id, None)
         if prefill.handle in self._draft.preempted:
@@ -385,9 +391,6 @@ class PrefillRequests:
         except PeerError as error:
             self._draft.warn("release", "%s; nothing is released by it", error)
             return ""
-
-    def _is_for_others(self, request: RequestView) -> bool:
-        return bool(transfer_params(request).get("do_remote_decode"))
 
     def _refuse_full(self) -> Reason:
         reason = Cause.BUSY(

@@ -33,8 +33,8 @@ from kvconnect.prefill.leases import SERVED, Lease, LeaseBook
 from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
-from kvconnect.transfer.orders import Hold, Orders, Progress, Withdraw
-from kvconnect.transfer.parts import Finished, TransferContext, TransferPart, each
+from kvconnect.transfer.orders import Hold, Orders, Progress, Results, Withdraw
+from kvconnect.transfer.parts import Finished, Pace, TransferContext, TransferPart, carry_out_each
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +74,17 @@ class PrefillSide(TransferPart, Service):
     # Orders of the scheduler
 
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
-        metrics, before = self._metrics, orders.step - 1
+        before = orders.step - 1
         # In this order: a handle may be withdrawn, expected anew and held in one step. Pending fetches of a
         # withdrawn handle are answered at the next advance.
-        each(metrics, "withdraw", orders.withdrawn, lambda one: self._withdraw(one, now))
-        each(metrics, "expect", orders.expected, self.expect)
-        each(metrics, "preempt", orders.preempted, self.preempted)
-        each(metrics, "report progress", orders.progress, lambda one: self.progress(one, finished[before]))
-        each(metrics, "hold", orders.holds, lambda one: self.hold(one, finished[one.step], now))
+        carry_out_each(
+            self._metrics,
+            ("withdraw", orders.withdrawn, lambda one: self._withdraw(one, now)),
+            ("expect", orders.expected, self.expect),
+            ("preempt", orders.preempted, self.preempted),
+            ("report progress", orders.progress, lambda one: self.progress(one, finished[before])),
+            ("hold", orders.holds, lambda one: self.hold(one, finished[one.step], now)),
+        )
 
     def expect(self, handle: str) -> None:
         """Note a prefill under way: its fetches wait."""
@@ -91,8 +94,8 @@ class PrefillSide(TransferPart, Service):
         if not self.pending.expect(handle):
             self._metrics.failures.labels("max_leases").inc()
         if self._reports.has_wanted:
-            for first_token in self.pending.first_tokens(handle):
-                self._reports.wanted(handle, first_token)
+            found = self.pending.first_tokens(handle)
+            self._reports.add(Results(wanted=tuple((handle, first_token) for first_token in found)))
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
         """Take a streaming prefill's progress: chunks of its computed tokens can be sent."""
@@ -116,12 +119,12 @@ class PrefillSide(TransferPart, Service):
         # A sending under way may finish: it reads the blocks until then.
         if self._draining and not (streamed is not None and streamed.sending):
             self._void(order.handle, self._draining)
-            self._reports.sent(order.request_id)
+            self._reports.add(Results(sent=(order.request_id,)))
             return
         lease, difference = self.book.hold(order, is_computed, now)
         if lease is None:
             # The request that has the handle stays held; this one's blocks are free.
-            self._reports.sent(order.request_id)
+            self._reports.add(Results(sent=(order.request_id,)))
             return
         self._metrics.timeline.note(Moment.HELD, handle=order.handle, request_id=order.request_id)
         self._metrics.streamed_bytes.inc(sum(self.sender.sendings[key].total_bytes for key in lease.sending))
@@ -227,10 +230,12 @@ class PrefillSide(TransferPart, Service):
         return self.sender.take_progress()
 
     @property
-    def is_sending(self) -> bool:
-        return self.fetches.busy
+    def has_work(self) -> bool:
+        return bool(self.sender.active or self.pending.touched)
 
-    has_work = is_sending
+    @property
+    def pace(self) -> Pace:
+        return Pace.SENDING if self.sender.active or self.pending.touched else Pace.IDLE
 
     def _give_up(self, now: float) -> None:
         """The time to drain is over: end all leases, sendings and pending fetches."""
@@ -261,7 +266,7 @@ class PrefillSide(TransferPart, Service):
         if lease is None:
             self.pending.refuse(message.handle, consumer, message.consumers, now)
             if self._reports.has_wanted and message.handle in self.pending.expected:
-                self._reports.wanted(message.handle, -1)
+                self._reports.add(Results(wanted=((message.handle, -1),)))
             return
         self.book.release(lease, consumer, message.consumers, now)
 
@@ -291,7 +296,8 @@ class PrefillSide(TransferPart, Service):
         self.pending.end(lease.handle, over)
         if lease.held is not None and lease.held.kept is None:
             request_id = lease.held.order.request_id
-            self._reports.sent(request_id, None if reason is SERVED else reason)
+            unsent = {} if reason is SERVED else {request_id: reason}
+            self._reports.add(Results(sent=(request_id,), unsent=unsent))
             self._metrics.timeline.note(Moment.LEASE_ENDED, handle=lease.handle, request_id=request_id)
         if reason is not SERVED:
             self._report_over(lease.handle, over, lease.renewers)

@@ -138,11 +138,6 @@ class Sender:
         # The last time at which the engine was polled for completions before the present turn.
         self._polled_at = 0.0
 
-    @property
-    def busy(self) -> bool:
-        """A sending needs another turn that no event will cause."""
-        return bool(self.active)
-
     def touch(self, key: TransferKey) -> None:
         """Look again at a sending, whose state has changed."""
         if key in self.sendings:

@@ -26,8 +26,9 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
 from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.shard import layer_number
-from kvconnect.halves.building import RankTraits, SentCache, build_worker_half, configured_trust
+from kvconnect.halves.building import build_worker_half, configured_trust
 from kvconnect.halves.multiprocess_metrics import MultiprocessMetrics
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.outcome import Cause
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.sglang.environment import read_settings
@@ -78,13 +79,16 @@ class KVConnectManager(BaseKVManager):
         self.worker = build_worker_half(config, traits)
         address = self.worker.address()
         assert address is not None, "a rank with an engine listens"
+        assert self.worker.transfer is not None
         trust = configured_trust(config, os.environ, time.time)
         addresses = _all_ranks((group, number, address.host, address.port))
-        ranks = [RankAddress(*where) for of, *where in addresses if of == group]
+        ranks = sorted(where for of, *where in addresses if of == group)
+        # Before any peer asks, which may be before the first orders.
+        self.worker.transfer.know_ranks(RankAddress(*where) for where in ranks)
         times: dict[str, Any] = {"lease_s": config.extra.lease_s, "clock": time.monotonic}
         times["bootstrap_timeout_s"] = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
         is_same = is_latent and tensor > 1
-        self.ledger = RoomLedger(self.worker, pools, aux, ranks, **times, replicated=is_same)
+        self.ledger = RoomLedger(self.worker, pools, aux, **times, replicated=is_same)
         self.page_bytes = pools.page_bytes
         self.directory = PrefillDirectory(trust, config.extra.handshake_timeout_s)
         if getattr(server_args, "enable_metrics", False):

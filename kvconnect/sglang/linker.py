@@ -23,8 +23,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
 from kvconnect.errors import ConfigError
-from kvconnect.halves.building import KeptCache, RankTraits
 from kvconnect.halves.multiprocess_metrics import MultiprocessMetrics
+from kvconnect.halves.rank_traits import KeptCache, RankTraits
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.sglang.environment import read_offload_settings
 from kvconnect.sglang.page_tiers import PageTiers

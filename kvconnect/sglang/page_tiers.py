@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from kvconnect.config import TransferConfig
-from kvconnect.halves.building import KeptBlocks, RankTraits, build_scheduler_half, build_worker_half
+from kvconnect.halves.building import KeptBlocks, build_scheduler_half, build_worker_half
+from kvconnect.halves.rank_traits import RankTraits
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.transfer.stack import Computed, Step
 

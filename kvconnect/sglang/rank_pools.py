@@ -26,7 +26,7 @@ from kvconnect.cache.specs import (
     UniformTypeSpec,
 )
 from kvconnect.errors import ConfigError, LayoutError
-from kvconnect.halves.building import RankCache
+from kvconnect.halves.rank_traits import RankCache
 from kvconnect.plan.blocks import GroupBlocks
 
 _PAGED = ("swa", "dsa")

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.addresses import RankAddress
 from kvconnect.errors import LayoutError
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.outcome import Cause, Reason
@@ -80,7 +79,6 @@ class RoomLedger:
     """All rooms of a rank, by handle.
 
     Args:
-        directory: the addresses of this node's ranks.
         replicated: ranks keep the same KV, so that D may fetch it from another one.
         bootstrap_timeout_s: how long P waits for D to ask for a request.
     """
@@ -90,7 +88,6 @@ class RoomLedger:
         worker: WorkerHalf,
         pools: RankPools,
         aux: AttachedRows,
-        directory: Sequence[RankAddress],
         *,
         lease_s: float,
         bootstrap_timeout_s: float,
@@ -100,9 +97,6 @@ class RoomLedger:
         self._worker, self._pools, self._aux, self._clock = worker, pools, aux, clock
         self._lease_s, self._bootstrap_timeout_s, self._replicated = lease_s, bootstrap_timeout_s, replicated
         self._draft = OrdersDraft([], clock)
-        if worker.transfer is not None:
-            # Before any peer asks, which may be before the first orders.
-            worker.transfer.know_ranks(sorted(directory, key=lambda address: address.rank))
         self._prefill: dict[str, PrefillRoom] = {}
         self._decode: dict[str, DecodeRoom] = {}
         self._has_results = False
@@ -248,7 +242,8 @@ class RoomLedger:
         # Before the results are taken: others may be added meanwhile.
         self._has_results = False
         results = self._worker.results()
-        for handle, first_token in results.wanted.items():
+        # In ascending order, as a rank may release what another one fetches.
+        for handle, first_token in dict(sorted(results.wanted)).items():
             self._wanted(handle, first_token)
         for handle in results.sent:
             self._sent(handle, results.unsent.get(handle))

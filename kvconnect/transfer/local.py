@@ -126,7 +126,6 @@ class Local:
             device=self.device,
             cuda_stream=self.stream,
             digest_sample=digest_sample,
-            coder=self.coder,
         )
 
     def warm_up(self) -> None:

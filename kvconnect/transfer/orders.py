@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple
+from msgspec.structs import asdict, astuple
 
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import Naming, Prefix
@@ -328,14 +328,15 @@ class Orders(_Parts, frozen=True):
 class Results(_Parts, frozen=True):
     """The requests and handles that ended since the last call; every ordered request comes back exactly once.
 
-    No peer or copy touches the blocks of ``received`` requests any more; ``failed`` has those without valid
-    KV, with the reason. ``offload``: at most one report per rank. ``settled``: awaited handles that the peer
-    holds, or never will. ``ragged``: received requests whose windows may begin with a partly filled block, as
-    the peer's blocks end elsewhere. ``unsent``: sent requests that no peer was served, with the reason.
+    No peer reads the blocks of ``sent`` requests any more, and no peer or copy touches those of ``received``
+    ones; ``failed`` has those without valid KV, with the reason. ``offload``: at most one report per rank.
+    ``settled``: awaited handles that the peer holds, or never will. ``ragged``: received requests whose
+    windows may begin with a partly filled block, as the peer's blocks end elsewhere; a pipeline rank knows
+    the windows of its own layers only. ``unsent``: sent requests that no peer was served, with the reason.
     ``attachments``: what came with received requests. ``wanted``: see ``RankTraits.reports_fetches``.
     ``read``: blocks of the prefix cache that peers read by name, to be reused after all others. ``outcomes``:
-    of received requests, by rank, where the order wants them. Rank 0 reports ``settled``, ``found`` and
-    ``read``.
+    of received and parked requests, by rank, where the order wants them. Rank 0 reports ``settled``,
+    ``found`` and ``read``.
     """
 
     sent: tuple[str, ...] = ()
@@ -347,7 +348,7 @@ class Results(_Parts, frozen=True):
     ragged: tuple[str, ...] = ()
     unsent: Mapping[str, Reason] = {}
     attachments: Mapping[str, bytes] = {}
-    wanted: Mapping[str, int] = {}
+    wanted: tuple[tuple[str, int], ...] = ()
     read: tuple[int, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
 
@@ -434,96 +435,52 @@ def blocks_of(
 
 
 class Reports:
-    """Collects ended requests and handles until they are taken; calls ``wake`` for each."""
+    """Collects results until they are taken; calls ``wake`` for each."""
 
     def __init__(self, rank: int) -> None:
         self.wake: Callable[[], None] = lambda: None
         self.has_wanted = False
         """Whether fetches that wait for their prefill are reported."""
         self._rank = rank
-        self._ended: deque[tuple[str, str, Reason | None, Any]] = deque()
-        self._found: deque[Found] = deque()
-        # As keys: an idle stack takes no reports, and peers may read the same blocks many times.
+        self._new: deque[Results] = deque()
+        # As keys: an idle stack takes no results, and peers may read the same blocks many times.
         self._read: dict[int, None] = {}
-        self._outcomes: deque[Outcome] = deque()
 
-    def sent(self, request_id: str, error: Reason | None = None) -> None:
-        """No peer reads the blocks of a held request any more; ``error`` states why no peer was served."""
-        self._add("sent", request_id, error)
-
-    def received(self, request_id: str, error: Reason | None, attachment: bytes = b"") -> None:
-        """No peer writes to the blocks of a loaded request any more; ``error`` states why it failed."""
-        self._add("received", request_id, error, attachment)
+    def add(self, results: Results) -> None:
+        """Add results, which are taken together."""
+        self._new.append(results)
+        self.wake()
 
     def settled(self, handle: str) -> None:
         """The peer holds an awaited handle's request, or never will: rank 0 reports it for all ranks."""
         if self._rank == 0:
-            self._add("settled", handle)
-
-    def ragged(self, request_id: str) -> None:
-        """A request, received next, may have partly filled blocks at the beginning of its windows.
-
-        Every rank reports it: a pipeline rank knows the windows of its own layers only.
-        """
-        self._add("ragged", request_id)
-
-    def wanted(self, handle: str, first_token: int) -> None:
-        """A peer fetches an expected handle from ``first_token`` on, or with -1 will not fetch it."""
-        self._add("wanted", handle, more=first_token)
-
-    def found(self, found: Found) -> None:
-        """Add the result of a prefix lookup at a peer."""
-        self._found.append(found)
-        self.wake()
+            self.add(Results(settled=(handle,)))
 
     def read(self, block_ids: Iterable[int]) -> None:
         """A peer reads these blocks of the prefix cache: rank 0 reports it for all ranks."""
         if self._rank == 0:
             self._read.update(dict.fromkeys(block_ids))
 
-    def outcome(self, outcome: Outcome) -> None:
-        """Add the outcome of a request that is received next."""
-        self._outcomes.append(outcome)
-
     def take(self) -> Results:
         """The results since the last call."""
-        if not self._ended and not self._found and not self._read:
+        if not self._new and not self._read:
             return Results()
-        named: dict[str, list[str]] = {"sent": [], "received": [], "settled": [], "ragged": []}
-        wanted: dict[str, int] = {}
-        errors: dict[str, dict[str, Reason]] = {"received": {}, "sent": {}}
-        attachments: dict[str, bytes] = {}
-        found: list[Found] = []
-        # No lock: the transfer thread appends meanwhile, which a deque allows.
-        while self._ended:
-            what, name, error, more = self._ended.popleft()
-            if what == "wanted":
-                # A rank may release what another one fetches.
-                wanted[name] = max(more, wanted.get(name, more))
-                continue
-            named[what].append(name)
-            if error is not None:
-                errors[what][name] = error
-            elif more:
-                attachments[name] = more
-        while self._found:
-            found.append(self._found.popleft())
-        outcomes: list[Outcome] = []
-        while self._outcomes:
-            outcomes.append(self._outcomes.popleft())
-        lists: dict[str, Any] = {what: tuple(names) for what, names in named.items()}
         read, self._read = self._read, {}
-        return Results(
-            failed=errors["received"],
-            found=tuple(found),
-            unsent=errors["sent"],
-            attachments=attachments,
-            wanted=wanted,
-            read=tuple(read),
-            outcomes=tuple(outcomes),
-            **lists,
-        )
+        found = [Results(read=tuple(read))]
+        # No lock: the transfer thread appends meanwhile, which a deque allows.
+        while self._new:
+            found.append(self._new.popleft())
+        return joined(found)
 
-    def _add(self, what: str, name: str, error: Reason | None = None, more: Any = None) -> None:
-        self._ended.append((what, name, error, more))
-        self.wake()
+
+def joined(parts: Iterable[Results]) -> Results:
+    """Results of one rank or of several as one; of two reasons for one request the later counts."""
+    made: dict[str, Any] = {}
+    for part in parts:
+        for name, own in asdict(part).items():
+            if isinstance(own, tuple):
+                made.setdefault(name, []).extend(own)
+            else:
+                made.setdefault(name, {}).update(own)
+    made = {name: tuple(own) if isinstance(own, list) else own for name, own in made.items()}
+    return Results(**made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 import logging
@@ -10,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
@@ -24,7 +25,6 @@ from kvconnect.transfer.orders import Orders, Reports
 logger = logging.getLogger(__name__)
 
 Finished = Callable[[], bool]
-Order = TypeVar("Order")
 
 _KEPT = 8
 """Steps whose start is remembered: more than a serving stack runs ahead of its results."""
@@ -184,6 +184,19 @@ class TransferContext:
     repeats: DuplicateFilter = field(default_factory=DuplicateFilter)
 
 
+class Pace(enum.IntEnum):
+    """How soon a part needs the next turn, in ascending order."""
+
+    IDLE = 0
+    """An event wakes the thread."""
+    BUSY = 1
+    """Work is under way whose end wakes no thread."""
+    SENDING = 2
+    """Sends are under way, which are slower the less often the engine is polled."""
+    DUE = 3
+    """An event has not been handled yet."""
+
+
 class TransferPart:
     """P's or D's part of the transfers, called only by the transfer thread.
 
@@ -206,24 +219,14 @@ class TransferPart:
         return False
 
     @property
-    def is_due(self) -> bool:
-        """An event has not been handled yet."""
-        return False
-
-    @property
     def has_work(self) -> bool:
         """``advance`` has work in a turn without an event."""
         return False
 
     @property
-    def is_busy(self) -> bool:
-        """Work is under way whose end wakes no thread."""
-        return False
-
-    @property
-    def is_sending(self) -> bool:
-        """Sends are under way, which are slower the less often the engine is polled."""
-        return False
+    def pace(self) -> Pace:
+        """How soon the thread has to turn again."""
+        return Pace.IDLE
 
 
 DROPPED = "a message to %s was dropped, and later ones are only counted (side_channel_send): it reads none"
@@ -238,10 +241,11 @@ def count_misuse(metrics: Metrics, repeats: DuplicateFilter, who: str, what: str
         )
 
 
-def each(metrics: Metrics, what: str, orders: Iterable[Order], carry_out: Callable[[Order], None]) -> None:
-    """Carry out orders of one kind: an internal error in one of them ends no other."""
-    for order in orders:
-        try:
-            carry_out(order)
-        except Exception as error:
-            count_error(metrics, error, f"an order to {what}")
+def carry_out_each(metrics: Metrics, *kinds: tuple[str, Iterable[Any], Callable[[Any], None]]) -> None:
+    """Carry out orders kind by kind, named for people: an internal error in one of them ends no other."""
+    for what, orders, carry_out in kinds:
+        for order in orders:
+            try:
+                carry_out(order)
+            except Exception as error:
+                count_error(metrics, error, f"an order to {what}")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -20,7 +21,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.outcome import Cause, Reason
-from kvconnect.transfer.orders import Results
+from kvconnect.transfer.orders import joined
 from kvconnect.vllm import settings
 from kvconnect.vllm.geometry import running_states, scheduler_config, transferred_groups
 from kvconnect.vllm.metadata import (
@@ -94,7 +95,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerHalf()
         self._own: AddressMetadata | None = None
         self._weights: LoadedWeights | None = None
-        self._report = ReportMetadata(())
+        self._report = ReportMetadata()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -228,28 +229,23 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Pass the reports of all workers to the scheduler half."""
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if not isinstance(report, ReportMetadata):
-            report = ReportMetadata(())
+            report = ReportMetadata()
         for address in report.addresses:
             self._add_worker(address)
         if not self._awaits_workers:
-            self._recovery.reported(report.reports)
-        self._steps.windows.reported(report.ragged)
+            self._recovery.reported(report.results.offload)
+        self._steps.windows.reported(report.results.ragged)
         # A rank may report its reason some steps before the last rank reports that request.
-        self._reasons.update(report.failed)
+        self._reasons.update(report.results.failed)
         failed = {one: self._reasons.get(one, _UNKNOWN) for one in connector_output.failed_recving or ()}
         for request_id in (*(connector_output.finished_recving or ()), *failed):
             self._reasons.pop(request_id, None)
         self._half.update_results(
-            Results(
+            msgspec.structs.replace(
+                report.results,
                 sent=tuple(connector_output.finished_sending or ()),
                 received=tuple(connector_output.finished_recving or ()),
                 failed=failed,
-                offload=report.reports,
-                settled=report.settled,
-                found=report.found,
-                ragged=report.ragged,
-                read=report.read,
-                outcomes=report.outcomes,
             )
         )
 
@@ -369,12 +365,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """The requests sent, received and failed since the last call."""
         results = self._worker.results()
-        failed = tuple(results.failed.items())
-        report = ReportMetadata(
-            *(results.offload, (), results.settled, results.found, results.ragged, failed, results.read)
-        )
-        report.outcomes = results.outcomes
-        self._report = self._report.aggregate(report)
+        if results:
+            own = msgspec.structs.replace(results, sent=(), received=())
+            self._report.results = joined((self._report.results, own))
         return base.KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
@@ -383,7 +376,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         """This worker's reports for the scheduler half since the last call, or None."""
-        report, self._report = self._report, ReportMetadata(())
+        report, self._report = self._report, ReportMetadata()
         return report if report else None
 
     def get_kv_connector_stats(self) -> TransferStats | None:

@@ -30,7 +30,7 @@ from kvconnect.cache.specs import (
     div_exact,
 )
 from kvconnect.errors import ConfigError, LayoutError, listed
-from kvconnect.halves.building import RankCache
+from kvconnect.halves.rank_traits import RankCache
 from kvconnect.vllm.states import Section, state_sections
 from kvconnect.vllm.values import BYTES, Quantised, is_by_block, read_quantised
 from kvconnect.vllm.weights import all_ranks, draft_model
@@ -189,11 +189,9 @@ def worker_cache(
             groups.append(KVCacheGroup(tuple(group.layer_names) or (f"group{index}",), kind))
             continue
         specs: dict[str, LayerSpec] = {}
-        ratios = set()
+        ratio = _common_ratio(index, {name: kv_caches[name] for name in names}, kv_cache_config.num_blocks)
         for name in names:
             tensor, theirs, layer = kv_caches[name], group_spec(group, name), (layers or {}).get(name)
-            ratio = _kernel_blocks(name, tensor, kv_cache_config.num_blocks)
-            ratios.add(ratio)
             if is_state(theirs) and tensor.shape[:3] == (kv_cache_config.num_blocks, 1, 1):
                 sections[name] = parts = state_sections(theirs, layer, tensor_rank, num_ranks)
                 for part in parts:
@@ -203,34 +201,24 @@ def worker_cache(
                 if parts:
                     continue
             owned = _owned_heads(head_counts.of(name, theirs), tensor, tensor_rank, num_ranks)
-            by_block = is_by_block(layer) and not is_state(theirs)
             if has_slots(theirs):
                 # Only the backend knows where K and V of several heads, or their scales, lie: whole pages.
-                tensor, owned, by_block = _whole_pages(name, tensor), None, False
-            divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)
-            quantised = None if layer is None or is_state(theirs) else read_quantised(layer, tensor)
-            if quantised is not None and (divided or quantised.is_even):
-                scales[name] = quantised.scales
-            else:
-                quantised = None
-            if convert_dtype and not is_state(theirs) and tensor.dtype in BYTES:
-                tensor = _as_values(tensor, quantised)
-            if by_block:
-                # One row for each head of a kernel block: rows that hold several tokens are not cut by token.
-                tensor = tensor.view(*tensor.shape[:2], 1, -1)
-            specs[name] = _spec(theirs, tensor, ratio, quantised, divisible=owned is not None)
+                tensor, owned = _whole_pages(name, tensor), None
+            is_divisible = owned is not None
+            specs[name], tensor, quantised = _described(
+                theirs, tensor, layer, ratio, divisible=is_divisible, convert_dtype=convert_dtype
+            )
             tensors[name] = CacheTensor(tensor, _AXES)
+            if quantised is not None:
+                scales[name] = quantised.scales
             if owned is not None and isinstance(specs[name], FullAttentionSpec):
                 heads[name] = owned
             elif num_ranks > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
                 bound.append(name)
-        if len(ratios) != 1:
-            raise LayoutError(f"cache group {index} mixes {listed(ratios)} kernel blocks to a block")
         groups.append(_group_of(specs))
-        kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
-    config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
+        kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratio)
     return VllmCache(
-        config=config,
+        config=KVCacheConfig(kv_cache_config.num_blocks, tuple(groups)),
         kernel_block_sizes=kernel_block_sizes,
         tensors=tensors,
         heads=heads,
@@ -239,6 +227,27 @@ def worker_cache(
         sections=sections,
         num_ranks=num_ranks,
     )
+
+
+def _described(
+    theirs: Any, tensor: torch.Tensor, layer: Any, ratio: int, *, divisible: bool, convert_dtype: bool
+) -> tuple[LayerSpec, torch.Tensor, Quantised | None]:
+    """A layer's spec, its tensor in the form that this describes, and scales, if its values are known."""
+    if is_state(theirs):
+        return _spec(theirs, tensor, ratio, None, divisible=divisible), tensor, None
+    by_block = is_by_block(layer) and not has_slots(theirs)
+    divided = divisible and not by_block and _is_divided(theirs, tensor, ratio)
+    quantised = None if layer is None else read_quantised(layer, tensor)
+    if quantised is not None and not (divided or quantised.is_even):
+        quantised = None
+    if convert_dtype and tensor.dtype in BYTES:
+        # Bytes without a known meaning are not values.
+        convertible = quantised is not None and quantised.convertible
+        tensor = tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
+    if by_block:
+        # One row for each head of a kernel block: rows that hold several tokens are not cut by token.
+        tensor = tensor.view(*tensor.shape[:2], 1, -1)
+    return _spec(theirs, tensor, ratio, quantised, divisible=divisible), tensor, quantised
 
 
 def has_slots(spec: Any) -> bool:
@@ -266,12 +275,6 @@ def _group_of(specs: Mapping[str, LayerSpec]) -> KVCacheGroup:
     return KVCacheGroup(tuple(specs), next(iter(specs.values())) if alike else UniformTypeSpec(specs))
 
 
-def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tensor:
-    # Bytes without a known meaning are not values.
-    convertible = quantised is not None and quantised.convertible
-    return tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
-
-
 def _owned_heads(count: int | None, tensor: torch.Tensor, rank: int, world_size: int) -> HeadInterval | None:
     """The interval of its model's heads that a layer's cache has; None where it is not known."""
     owned = None if count is None else shard_heads(count, rank, world_size)
@@ -286,6 +289,14 @@ def _owned_heads(count: int | None, tensor: torch.Tensor, rank: int, world_size:
 def _is_latent(spec: Any) -> bool:
     """Whether a token's row is one vector that every rank keeps."""
     return "MLA" in type(spec).__name__
+
+
+def _common_ratio(index: int, caches: Mapping[str, torch.Tensor], num_blocks: int) -> int:
+    """How many kernel blocks a block of a group has. Raises ``LayoutError``: its layers differ in that."""
+    ratios = {_kernel_blocks(name, tensor, num_blocks) for name, tensor in caches.items()}
+    if len(ratios) != 1:
+        raise LayoutError(f"cache group {index} mixes {listed(ratios)} kernel blocks to a block")
+    return ratios.pop()
 
 
 def _kernel_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> int:

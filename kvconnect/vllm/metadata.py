@@ -14,9 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvconnect.addresses import RankAddress
 from kvconnect.offload.tier import DISK, HOST, STORE
-from kvconnect.outcome import Outcome, Reason
 from kvconnect.receipt import PEER
-from kvconnect.transfer.orders import Found, OffloadReport, Orders
+from kvconnect.transfer.orders import Orders, Results, joined
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -68,28 +67,19 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Reports of ranks: tiers, addresses where asked, KV that peers found or settled, how loads ended.
+    """The results of ranks, without the requests that vLLM reports itself, and addresses where asked."""
 
-    ``read``: blocks of the prefix cache that peers read.
-    """
-
-    reports: tuple[OffloadReport, ...]
+    results: Results = field(default_factory=Results)
     addresses: tuple[AddressMetadata, ...] = ()
-    settled: tuple[str, ...] = ()
-    found: tuple[Found, ...] = ()
-    ragged: tuple[str, ...] = ()
-    failed: tuple[tuple[str, Reason], ...] = ()
-    read: tuple[int, ...] = ()
-    outcomes: tuple[Outcome, ...] = ()
 
     def __bool__(self) -> bool:
-        return any(vars(self).values())
+        return bool(self.results or self.addresses)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """This report joined with another rank's. A report of another connector is ignored."""
         if not isinstance(other, ReportMetadata):
             return self
-        return ReportMetadata(**{name: own + vars(other)[name] for name, own in vars(self).items()})
+        return ReportMetadata(joined((self.results, other.results)), self.addresses + other.addresses)
 
 
 def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:

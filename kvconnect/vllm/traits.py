@@ -17,15 +17,12 @@ from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import (
     KeptBlocks,
-    KeptCache,
-    RankTraits,
-    SentCache,
     SharedBlocks,
-    SharedCache,
     build_scheduler_half,
     build_worker_half,
     configured_trust,
 )
+from kvconnect.halves.rank_traits import KeptCache, RankTraits, SentCache, SharedCache
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.peer.keyring import names_key

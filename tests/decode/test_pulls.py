@@ -43,8 +43,11 @@ class Node:
             KVCacheConfig(100, (ATTENTION,)),
             StackTraits(clock=lambda: self.now, naming=NAMING, names=self._names),
             directory=(RankAddress(0, "10.0.0.1", 5600),),
-            new_handle=lambda: next(self.handles),
-            trust=Trust(Handles(b"what this cluster signs with"), PeerTrust(AllowList(allow), 10)),
+            trust=Trust(
+                Handles(b"what this cluster signs with"),
+                PeerTrust(AllowList(allow), 10),
+                new_handle=lambda: next(self.handles),
+            ),
         )
         self.hooks.build_orders()
 

@@ -10,7 +10,7 @@ import torch
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
-from kvconnect.halves.building import build_scheduler_half
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.outcome import Cause
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.handles import Claims, Handles
@@ -37,6 +37,7 @@ class Queue:
                 50, (KVCacheGroup(("layer0",), FullAttentionSpec(BLOCK_TOKENS, 2, 4, torch.float16)),)
             ),
             directory=[RankAddress(0, "h", 1)],
+            trust=Trust(Handles()),
         )
 
     def _note(self, message: Message) -> tuple[Message]:

@@ -37,6 +37,7 @@ def fetched_by(decode, **prefill):
     """What D orders for a request that P has computed."""
     half = configured("kv_producer", **prefill)
     request = Request("p", 47, {"do_remote_decode": True})
+    half.new_request(request)
     assert half.prefill_tokens(request) == 40
     request.num_tokens = 41
     _, params = half.request_finished(request, ([1, 2, 3],), delivered=True)

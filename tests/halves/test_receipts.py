@@ -23,7 +23,7 @@ ASKED = {"kvconnect_receipt": True}
 def receipts(secret=SECRET, is_for_all=False, warn=lambda *texts: None, **traits):
     return Receipts(
         "D",
-        ("10.0.0.1", 5600),
+        "10.0.0.1:5600",
         StackTraits(clock=lambda: 0.0, **traits),
         secret,
         is_for_all=is_for_all,

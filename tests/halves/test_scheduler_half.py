@@ -47,8 +47,7 @@ def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, cl
         KVCacheConfig(100, tuple(groups)),
         StackTraits(parent_of=parent_of, clock=clock, **more),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
-        new_handle=lambda: next(handles),
-        trust=Trust(HANDLES, trust),
+        trust=Trust(HANDLES, trust, new_handle=lambda: next(handles)),
     )
 
 
@@ -227,13 +226,16 @@ def test_what_this_node_prefilled_for_itself_is_let_go_and_not_fetched():
     assert connector("kv_consumer").matched_tokens(elsewhere, 16) == (24, True)
 
 
+HELD = {"do_remote_decode": True}
+
+
 def test_models_with_state_stop_one_token_earlier():
     groups = (STATE, ATTENTION)
     prefill = connector("kv_producer", groups)
-    asked = Request("p", 40, {"do_remote_decode": True})
-    assert prefill.prefill_tokens(asked) == 39
-    assert prefill.prefill_tokens(Request("p", 1, {"do_remote_decode": True})) == 1
-    assert prefill.prefill_tokens(Request("local", 40)) == 40
+    for num_tokens, params, computed in ((40, HELD, 39), (1, HELD, 1), (40, None, 40)):
+        asked = Request(f"{num_tokens} {params}", num_tokens, params)
+        prefill.new_request(asked)
+        assert prefill.prefill_tokens(asked) == computed
     _, _, params = prefilled(groups, num_tokens=39, blocks=([5], [1, 2, 3]))
     load = load_of(params, 40, 39, blocks=([9], [7, 8, 6]), decode=connector("kv_consumer", groups))
     assert load.groups == (GroupBlocks(0, 0, (9,)), GroupBlocks(1, 0, (7, 8, 6)))

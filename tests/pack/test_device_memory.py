@@ -15,6 +15,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
+from kvconnect.halves.rank_traits import RankCache, RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.offload.copies.copier import fitted_staging
 from kvconnect.pack.arena import (
@@ -90,33 +91,22 @@ class Recording(MemoryEngine):
         super().register(spans)
 
 
-def made(role, engine):
-    config = parse_kv_transfer_config(
-        {"kv_role": role, "kv_connector_extra_config": {"slot_bytes": 32 * MIB, "num_slots": 6}}
-    )
-    spec = FullAttentionSpec(16, 2, 8, torch.float16)
-    worker = TransferWorker(
-        config,
-        KVCacheConfig(8, (KVCacheGroup(("a",), spec),)),
-        {0: 16},
-        CacheMeaning(named(), None, 1),
-        registry=CollectorRegistry(),
-        engine=engine,
-    )
-    cache = torch.zeros(8, 2, 16, 2, 8, dtype=torch.float16)
-    return worker, {"a": CacheTensor(cache, "block plane token head content")}
-
-
 @pytest.mark.parametrize(
     ("spare", "expected"), [(GIB, (32, 6)), (352 * MIB + 8192, (32, 5)), (171 * MIB, (18, 4)), (0, (16, 4))]
 )
 def test_slots_shrink_and_peers_are_told_their_size(monkeypatch, caplog, spare, expected):
     reserved = []
     monkeypatch.setattr(local, "spare_bytes", lambda device, some: reserved.append(some) or spare)
-    engine = Recording("127.0.0.1")
-    worker, tensors = made("kv_both", engine)
+    engine, memory = Recording("127.0.0.1"), torch.zeros(8, 2, 16, 2, 8, dtype=torch.float16)
+    spec = FullAttentionSpec(16, 2, 8, torch.float16)
+    tensors = {"a": CacheTensor(memory, "block plane token head content")}
+    cache = RankCache(KVCacheConfig(8, (KVCacheGroup(("a",), spec),)), {0: 16}, tensors)
+    sent = SentCache(cache, CacheMeaning(named(), None, 1))
+    slots = {"slot_bytes": 32 * MIB, "num_slots": 6}
+    config = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": slots})
     with caplog.at_level(logging.INFO):
-        worker.register_kv_caches(tensors, reserved_bytes=77)
+        traits = RankTraits(reserved_bytes=77, sent=sent)
+        worker = TransferWorker(config, traits, registry=CollectorRegistry(), engine=engine)
     try:
         assert reserved == [77]
         size, number = (

@@ -108,12 +108,12 @@ def test_waiting_for_a_prefill_does_not_keep_the_prefill_node_awake(pair):
     expect(pair)
     pair.load("a", D_IDS)
     pair.settle()
-    assert not pair.prefill.transfers.prefill.fetches.busy
+    assert not pair.prefill.transfers.prefill.has_work
     assert pair.prefill.transfers.step(pair.clock.now) > 1
     done = []
     pair.hold("a", P_IDS, ready=lambda: bool(done))
     pair.settle()
-    assert pair.prefill.transfers.prefill.fetches.busy, "nobody wakes it when the device is done"
+    assert pair.prefill.transfers.prefill.has_work, "nobody wakes it when the device is done"
     assert not pair.prefill.transfers.prefill.pending.expected
     done.append(True)
     pair.settle()

@@ -26,7 +26,7 @@ def waiting():
     fetch = Fetch(1, HANDLE, num_tokens=20, consumers=1, timeout_s=30.0)
     assert pending.admit(PendingFetch("link", fetch, 0.0), 0.0) is None
     assert take(pending, is_ready=False) == []
-    assert not pending.busy
+    assert not pending.touched
     return pending
 
 
@@ -48,9 +48,9 @@ def take(pending, *, is_ready=True):
 def test_an_event_has_the_fetch_looked_at_in_the_next_turn(event):
     pending = waiting()
     event(pending)
-    assert pending.busy
+    assert pending.touched
     assert take(pending) == [("link", 1)]
-    assert (len(pending), pending.busy) == (0, False)
+    assert (len(pending), pending.touched) == (0, {})
 
 
 def test_events_of_others_do_not():
@@ -58,7 +58,7 @@ def test_events_of_others_do_not():
     for event in (pending.hold, pending.touch, pending.touch_link):
         event("another")
     pending.touch_fetch(("link", 2))
-    assert not pending.busy
+    assert not pending.touched
 
 
 def test_a_fetch_that_is_polled_is_looked_at_in_every_turn():
@@ -66,5 +66,5 @@ def test_a_fetch_that_is_polled_is_looked_at_in_every_turn():
     pending.touch(HANDLE)
     for _ in range(3):
         assert pending.take_due(lambda _: False, lambda _: True, 0.0) == []
-        assert pending.busy
+        assert pending.touched
     assert math.isfinite(pending.fetches["link", 1].deadline)

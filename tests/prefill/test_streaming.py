@@ -99,20 +99,20 @@ def test_what_the_device_has_not_computed_is_not_packed(pair):
     prefill.order(lambda: len(done) > 1, progress=(prefill.news(30),))
     pair.settle()
     assert not chunks_landed(pair)
-    assert not pair.prefill.transfers.prefill.fetches.busy
+    assert not pair.prefill.transfers.prefill.has_work
     assert pair.prefill.transfers.step(pair.clock.now) < 0.01, "nobody wakes it when the device is done"
     prefill.compute(20)
     done.append("first")
     pair.run(0.01)
     assert chunks_landed(pair) == [0, 1]
-    assert not pair.prefill.transfers.prefill.fetches.busy
+    assert not pair.prefill.transfers.prefill.has_work
     prefill.compute(30)
     done.append("second")
     pair.run(0.01)
     assert chunks_landed(pair) == [0, 1, 2]
     prefill.hold(ready=lambda: len(done) > 2)
     pair.settle()
-    assert pair.prefill.transfers.prefill.fetches.busy, "the rest goes on as soon as the device is done"
+    assert pair.prefill.transfers.prefill.has_work, "the rest goes on as soon as the device is done"
     assert not pair.decode.received
     done.append("third")
     pair.settle()

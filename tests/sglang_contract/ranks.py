@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.building import RankTraits, SentCache, build_worker_half
+from kvconnect.halves.building import build_worker_half
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.sglang.rank_pools import RankShape, read_pools
 from kvconnect.sglang.room_ledger import (
@@ -104,21 +105,19 @@ class Rank:
         address = self.worker.address()
         assert address is not None
         self.address = address
-        self.open_ledger((address, *directory), config.extra.lease_s, timeout_s, heads is None and size > 1)
-
-    def open_ledger(
-        self, directory: Sequence[Any], lease_s: float, timeout_s: float, replicated: bool
-    ) -> None:
+        self.know_ranks((address, *directory))
         self.ledger = RoomLedger(
             self.worker,
             self.pools,
             AttachedRows(self.args.aux_data_ptrs, self.args.aux_item_lens),
-            directory,
-            lease_s=lease_s,
+            lease_s=config.extra.lease_s,
             bootstrap_timeout_s=timeout_s,
             clock=time.monotonic,
-            replicated=replicated,
+            replicated=heads is None and size > 1,
         )
+
+    def know_ranks(self, directory: Sequence[Any]) -> None:
+        self.worker.transfer.know_ranks(sorted(directory, key=lambda address: address.rank))
 
     def fill(self, seed: int) -> None:
         """Give every page, slot and row its own content."""

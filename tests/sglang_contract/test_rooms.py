@@ -7,6 +7,7 @@ import pytest
 
 from kvconnect.outcome import Cause
 from kvconnect.sglang.room_ledger import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING_FOR_INPUT
+from kvconnect.transfer.orders import Results
 from tests.sglang_contract.ranks import Rank, asked, ended, pages, until
 
 P_PAGES, D_PAGES = (5, 9, 2, 7), (3, 11, 6, 1)
@@ -292,7 +293,7 @@ def test_ranks_of_another_number_exchange_their_heads(ranks, of_p, of_d, heads):
         made = [ranks(role, num_pages, rank=rank, **more) for rank in range(count)]
         every = [one.address for one in made]
         for one in made:
-            one.open_ledger(every, 30.0, 60.0, heads is None and count > 1)
+            one.know_ranks(every)
         return made
 
     prefill, decode = node("kv_producer", of_p, 12), node("kv_consumer", of_d, 17)
@@ -325,3 +326,12 @@ def test_ranks_of_another_number_exchange_their_heads(ranks, of_p, of_d, heads):
         assert (whole(decode, layer, D_PAGES) == expected).all()
         if heads is None:
             assert all((one.kv[layer][list(D_PAGES)].numpy() == expected).all() for one in decode)
+
+
+def test_a_fetch_counts_more_than_a_release_of_another_rank(ranks):
+    prefill = ranks("kv_producer", 12)
+    room = prefill.ledger.open_prefill(77)
+    for first_token in (-1, 8, -1):
+        prefill.worker.transfer._reports.add(Results(wanted=((room.handle, first_token),)))
+    assert prefill.ledger.poll_prefill(room) == WAITING_FOR_INPUT
+    assert room.first_token == 8

@@ -104,13 +104,13 @@ class SimPacker:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._packer, name)
 
-    def pack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
+    def pack(self, slot: int, staged: StagedChunk, seed: int | None, *coder: None) -> SimTicket:
         self._fills(slot)
-        return self._launch(self._source, staged, lambda: self._packer.pack(slot, staged, seed))
+        return self._launch(self._source, staged, lambda: self._packer.pack(slot, staged, seed, *coder))
 
-    def unpack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
+    def unpack(self, slot: int, staged: StagedChunk, seed: int | None, *coder: None) -> SimTicket:
         self._takes(slot)
-        return self._launch(self._target, staged, lambda: self._packer.unpack(slot, staged, seed))
+        return self._launch(self._target, staged, lambda: self._packer.unpack(slot, staged, seed, *coder))
 
     def _launch(self, side: str, staged: StagedChunk, kernel: Callable[[], PackTicket]) -> SimTicket:
         ticket, what = SimTicket(), (side, staged)

@@ -25,7 +25,7 @@ from kvconnect.offload.scheduler import offload_scheduler
 from kvconnect.outcome import Reason
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
-from kvconnect.transfer.orders import Results
+from kvconnect.transfer.orders import Results, joined
 from kvconnect.transfer.parts import DeviceSteps
 from tests.simulator.device import Stream
 from tests.simulator.pledges import WatchedOffload
@@ -53,16 +53,12 @@ class RankReports:
 
     def take(self, reports: Sequence[Results]) -> Results:
         """Add what was reported. What is over at every rank by now; failed, if it failed at one."""
-        over: dict[str, Any] = {
-            what: tuple(name for one in reports for name in getattr(one, what) if self._is_over(what, name))
-            for what in ("sent", "received")
-        }
-        for one in reports:
-            self._failed = {**one.failed, **self._failed}
-        over["failed"] = {name: self._failed.pop(name) for name in over["received"] if name in self._failed}
-        for what in ("offload", "settled", "found", "ragged", "outcomes"):
-            over[what] = tuple(each for one in reports for each in getattr(one, what))
-        return Results(**over)
+        every = joined(reports)
+        sent = tuple(name for name in every.sent if self._is_over("sent", name))
+        received = tuple(name for name in every.received if self._is_over("received", name))
+        self._failed = {**every.failed, **self._failed}
+        failed = {name: self._failed.pop(name) for name in received if name in self._failed}
+        return msgspec.structs.replace(every, sent=sent, received=received, failed=failed)
 
     def _is_over(self, what: str, name: str) -> bool:
         self._said[what, name] += 1
@@ -215,11 +211,9 @@ class SimNode:
                 cache,
                 traits_of(self),
                 directory=directory,
-                trust=self._trust(),
+                trust=self._trust()._replace(new_handle=lambda: f"{self.name}-{next(handles)}"),
                 kept=kept_blocks(self),
                 shared=shared_blocks(self),
-                new_handle=lambda: f"{self.name}-{next(handles)}",
-                wall_clock=lambda: world.now,
             )
         tell_rate(self.connector, plan.keeps)
         if isinstance(self.connector.offload, WatchedOffload):
@@ -236,11 +230,11 @@ class SimNode:
         self._spoilt = 0
         self.wake()
 
-    def _trust(self) -> Trust | None:
-        """How it makes and reads handles, and whom it fetches from."""
+    def _trust(self) -> Trust:
+        """How it reads handles, and whom it fetches from."""
         handles, world = self.plan.handles, self.world
         if handles is None:
-            return None
+            return Trust(Handles())
         ahead_s = handles.skew_s[self.plan.host]
         made = Handles(handles.secret, lambda: world.now + ahead_s)
         if not handles.secret:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from kvconnect.cli import app
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.pack.arena import Arena
 from kvconnect.peer import messages
@@ -27,7 +28,7 @@ from kvconnect.vllm.configuration import read_configuration
 from tests.identities import named
 from tests.ports import free_port
 from tests.tools.kit import QUICK, configured, failures, found
-from tests.transfer.pair import BLOCK_TOKENS, HEADS, PlainCache
+from tests.transfer.pair import HEADS, PlainCache
 
 MEMORY = dataclasses.replace(QUICK, engines=lambda: {"memory": ""})
 
@@ -42,16 +43,9 @@ class Node:
         config = read_configuration(self.given)
         for rank in range(ranks):
             cache = PlainCache(8, rank, ranks)
-            worker = TransferWorker(
-                config,
-                cache.config,
-                {0: BLOCK_TOKENS},
-                CacheMeaning(named(model, weights), HEADS, ranks),
-                rank=rank,
-                registry=CollectorRegistry(),
-            )
-            self.workers.append(worker)
-            worker.register_kv_caches(cache.tensors, cache.by_layer)
+            sent = SentCache(cache.described, CacheMeaning(named(model, weights), HEADS, ranks))
+            traits = RankTraits(rank, sent=sent)
+            self.workers.append(TransferWorker(config, traits, registry=CollectorRegistry()))
         for worker in self.workers:
             worker.start(Orders(step=0, directory=tuple(one.address() for one in self.workers)))
 
@@ -116,7 +110,7 @@ def test_a_good_pair_over_nixl_passes_whole(node):
 def test_what_measures_a_link_gets_nothing_of_the_cache_and_leaves_nothing(node, monkeypatch):
     prefill = node("kv_producer")
     (worker,) = prefill.workers
-    for cache in worker._tensors.values():
+    for cache in worker._cache.tensors.values():
         cache.tensor.view(torch.int16).fill_(0x5A5A)
     made = []
     monkeypatch.setattr(link_check, "Arena", lambda *a: made.append(Arena(*a)) or made[0])

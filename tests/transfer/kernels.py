@@ -5,7 +5,6 @@ from __future__ import annotations
 from unittest import mock
 
 from kvconnect.errors import LocalError
-from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.packer import Packer
 
 
@@ -50,10 +49,10 @@ class SlowKernels:
         self._patches: list = []
 
     def _slowed(self, launch):
-        def launch_later(packer: Packer, slot: int, staged: StagedChunk, seed: int | None):
+        def launch_later(packer: Packer, *given):
             if not self.slow or packer._side not in self._sides:
-                return launch(packer, slot, staged, seed)
-            ticket = SlowTicket(lambda: launch(packer, slot, staged, seed))
+                return launch(packer, *given)
+            ticket = SlowTicket(lambda: launch(packer, *given))
             self.pending.append(ticket)
             return ticket
 
@@ -68,7 +67,7 @@ class SlowKernels:
         return len(done)
 
     def __enter__(self) -> SlowKernels:
-        for name in ("pack", "unpack", "pack_coded", "unpack_coded"):
+        for name in ("pack", "unpack"):
             self._patches.append(mock.patch.object(Packer, name, self._slowed(getattr(Packer, name))))
             self._patches[-1].start()
         return self

@@ -19,6 +19,7 @@ from kvconnect.cache.shard import shard_heads
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.engine.base import Span
+from kvconnect.halves.rank_traits import RankCache
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
 from kvconnect.pack.arena import Arena
@@ -99,9 +100,10 @@ class PlainCache:
             f"layer{i}": CacheTensor(self.storage[i], "block token head content") for i in range(LAYERS)
         }
         spec = FullAttentionSpec(BLOCK_TOKENS, len(self.heads), 4, torch.float16)
-        self.config, self.tensors = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),)), tensors
-        self.by_layer = dict.fromkeys(tensors, self.heads)
-        self.table = RegionTable.build(self.config, {0: BLOCK_TOKENS}, tensors, self.by_layer)
+        config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),))
+        by_layer = dict.fromkeys(tensors, self.heads)
+        self.described = RankCache(config, {0: BLOCK_TOKENS}, tensors, by_layer)
+        self.table = RegionTable.build(config, {0: BLOCK_TOKENS}, tensors, by_layer)
 
 
 class FakeWorker:
@@ -264,7 +266,7 @@ class FakeWorker:
             assert not prefill.sender.sendings
             assert not prefill.sender._batches
             assert not prefill.sender._in_flight_bytes
-            assert not prefill.fetches.busy
+            assert not prefill.has_work
             assert not prefill.pending
             assert not prefill.pending.expected
             assert not prefill.book.streaming

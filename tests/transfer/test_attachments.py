@@ -1,36 +1,11 @@
-"""What a serving stack sends along with the KV, fetches that are reported, and blocks that are revoked."""
+"""The wire format of what a serving stack sends along with the KV."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvconnect.errors import PeerError
-from kvconnect.outcome import Cause
 from kvconnect.peer.messages import MAX_ATTACHMENT_BYTES, Fetch, Side, Written, decode, encode
-from kvconnect.transfer.orders import Reports
-
-
-def test_what_comes_with_a_request_and_why_one_was_not_sent_is_reported_once():
-    reports = Reports(0)
-    reports.received("a", None, b"rows")
-    reports.received("b", Cause.LOST("gone"), b"void")
-    reports.sent("c")
-    reports.sent("d", Cause.LEASE_OVER("late"))
-    found = reports.take()
-    assert found.received == ("a", "b")
-    assert found.attachments == {"a": b"rows"}
-    assert set(found.failed) == {"b"}
-    assert found.sent == ("c", "d")
-    assert set(found.unsent) == {"d"}
-    assert not reports.take()
-
-
-def test_a_fetch_counts_more_than_a_release_of_another_rank():
-    reports = Reports(0)
-    for first_token in (-1, 8, -1):
-        reports.wanted("h", first_token)
-    reports.wanted("i", -1)
-    assert reports.take().wanted == {"h": 8, "i": -1}
 
 
 def test_messages_of_before_attachments_are_read():

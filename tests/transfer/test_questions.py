@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import PeerError
 from kvconnect.halves import worker_half as connector
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.peer.asking import ask
 from kvconnect.peer.description import TOPIC, Description, read_answer
@@ -27,7 +28,7 @@ from kvconnect.transfer.parts import Timers
 from kvconnect.transfer.topics import Topics
 from tests.identities import named
 from tests.ports import free_port
-from tests.transfer.pair import BLOCK_TOKENS, HEADS, PlainCache
+from tests.transfer.pair import HEADS, PlainCache
 
 SECRET = secrets.token_urlsafe(32)
 
@@ -39,14 +40,8 @@ def worker(monkeypatch):
     given = {"engine": "memory", "port": free_port(), "num_slots": 2, "slot_bytes": 1 << 16}
     config = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given})
     cache = PlainCache(8)
-    made = TransferWorker(
-        config,
-        cache.config,
-        {0: BLOCK_TOKENS},
-        CacheMeaning(named(weights="1f"), HEADS, 1),
-        registry=CollectorRegistry(),
-    )
-    made.register_kv_caches(cache.tensors, cache.by_layer)
+    sent = SentCache(cache.described, CacheMeaning(named(weights="1f"), HEADS, 1))
+    made = TransferWorker(config, RankTraits(sent=sent), registry=CollectorRegistry())
     yield made
     made.close()
 
@@ -155,7 +150,7 @@ def test_what_a_worker_holds_is_read_over_the_side_channel(worker, capsys):
     groups = (GroupBlocks(0, 0, (1, 2)),)
     holds = tuple(Hold(f"r{number}", f"h{number}", 2, groups, 60.0, 0) for number in range(600))
     worker.start(Orders(step=0, holds=holds))
-    worker.tiers = lambda: {"host": {"records": 3}}
+    worker._tiers = lambda: {"host": {"records": 3}}
     address = ("127.0.0.1", worker.address().port)
     extra, keyring = worker._config.extra, SharedKeys(SECRET, "here")
     described, found = look(extra, keyring, address, whole=True)

@@ -15,6 +15,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import LocalError
+from kvconnect.halves.rank_traits import RankCache, RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import CacheMeaning
@@ -33,17 +34,11 @@ class Recording(MemoryEngine):
 def start(engine, role, **extra):
     """A worker that serves peers, and its cache."""
     config = parse_kv_transfer_config({"kv_role": role, "kv_connector_extra_config": extra})
-    worker = TransferWorker(
-        config,
-        KVCacheConfig(8, (KVCacheGroup(("a",), SPEC),)),
-        {0: 16},
-        CacheMeaning(named(), None, 1),
-        registry=CollectorRegistry(),
-        engine=engine,
-    )
     cache = torch.zeros(8, 2, 16, 2, 8, dtype=torch.float16)
-    worker.register_kv_caches({"a": CacheTensor(cache, "block plane token head content")})
-    return worker, cache
+    tensors = {"a": CacheTensor(cache, "block plane token head content")}
+    described = RankCache(KVCacheConfig(8, (KVCacheGroup(("a",), SPEC),)), {0: 16}, tensors)
+    traits = RankTraits(sent=SentCache(described, CacheMeaning(named(), None, 1)))
+    return TransferWorker(config, traits, registry=CollectorRegistry(), engine=engine), cache
 
 
 def registered(role, **extra):

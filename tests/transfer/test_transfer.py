@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Fetch, Hello, Landed
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.local import without_slots
-from kvconnect.transfer.orders import Reports
+from kvconnect.transfer.orders import Park, Reports, Results
 from tests.transfer.pair import D_IDS, P_IDS, PAGE_BYTES, Pair
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, same_blocks
@@ -297,12 +298,39 @@ def test_a_request_of_which_nothing_is_wanted_arrives(pair, groups):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_every_rank_reports_the_windows_that_are_not_full(rank):
-    """A pipeline rank knows of its own layers alone, and windows may be on a later one."""
-    reports = Reports(rank)
-    reports.ragged("a")
-    reports.received("a", "")
+def test_results_are_taken_once_and_those_that_all_ranks_have_alike_from_rank_0(rank):
+    reports, woken = Reports(rank), []
+    reports.wake = lambda: woken.append(rank)
+    reports.add(Results(received=("a",), ragged=("a",), attachments={"a": b"rows"}))
+    reports.add(Results(received=("b",), failed={"b": Cause.LOST("gone")}))
+    reports.add(Results(sent=("c", "d"), unsent={"d": Cause.LEASE_OVER("late")}))
     reports.settled("h")
+    for _ in range(2):
+        reports.read([7, 8])
     taken = reports.take()
-    assert (taken.ragged, taken.received) == (("a",), ("a",))
-    assert taken.settled == (("h",) if rank == 0 else ()), "what all ranks know alike is reported once"
+    assert (taken.received, taken.ragged, taken.attachments) == (("a", "b"), ("a",), {"a": b"rows"})
+    assert (taken.sent, set(taken.failed), set(taken.unsent)) == (("c", "d"), {"b"}, {"d"})
+    known_to_all = (taken.settled, taken.read)
+    assert known_to_all == ((("h",), (7, 8)) if rank == 0 else ((), ())), "it is reported once"
+    assert len(woken) == 3 + (rank == 0)
+    assert not reports.take()
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_the_outcome_of_a_load_into_rows_is_there_before_these_are_reported(pair, ok):
+    """Its request is not received, which comes with a restore."""
+    worker, ended = pair.decode, []
+    worker.local.parked = SimpleNamespace(
+        table=worker.local.table,
+        pages=lambda groups: groups,
+        refusal=lambda parks: "" if ok else "no row is there",
+        end=lambda parks, ok: ended.append((parks, ok, [*worker.reports.take().outcomes])),
+    )
+    park = Park(7, 0, (b"n",) * len(D_IDS), D_IDS)
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS, parks=(park,), wants_outcome=True)
+    pair.run()
+    ((parks, is_whole, (outcome,)),) = ended
+    assert (parks, is_whole) == ((park,), ok)
+    assert (outcome.request_id, outcome.reason is None) == ("a", ok)
+    assert not worker.received

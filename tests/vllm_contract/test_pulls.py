@@ -137,7 +137,7 @@ def test_vllm_asks_again_until_the_source_has_answered_and_then_loads():
     (find,) = ordered(made).finds
     assert find.prefix.names == tuple(request.block_hashes)
     assert made.get_num_new_matched_tokens(request, 0) == (None, False)
-    meta = ReportMetadata((), found=(Found("a", 64),))
+    meta = ReportMetadata(Results(found=(Found("a", 64),)))
     made.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
     assert made.get_num_new_matched_tokens(request, 0) == (64, True)
     assert made.get_loaded_kv_cache_group_ids(request) == hooks_kit.MOVED
@@ -165,7 +165,7 @@ def test_a_failed_load_is_not_tried_again_when_vllm_computes_the_request():
     request = hashed("a", 100)
     made.on_new_request(request)
     made.get_num_new_matched_tokens(request, 0)
-    meta = ReportMetadata((), found=(Found("a", 64),))
+    meta = ReportMetadata(Results(found=(Found("a", 64),)))
     made.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
     assert made.get_num_new_matched_tokens(request, 0) == (64, True)
     blocks = SimpleNamespace(get_block_ids=lambda: ([*range(1, 8)],))
@@ -181,9 +181,9 @@ def test_what_a_worker_found_is_reported_with_the_step_and_joined_with_other_ran
     made._worker = SimpleNamespace(results=lambda: Results(found=found))
     made.get_transfer_results(set())
     report = made.build_connector_worker_meta()
-    assert report.found == found
+    assert report.results == Results(found=found)
     assert made.build_connector_worker_meta() is None
-    assert ReportMetadata(()).aggregate(report).found == found
+    assert ReportMetadata().aggregate(report) == report
 
 
 def test_why_a_load_failed_reaches_the_scheduler_half_with_the_step_in_which_vllm_reports_it():
@@ -192,7 +192,7 @@ def test_why_a_load_failed_reaches_the_scheduler_half_with_the_step_in_which_vll
     made._worker = SimpleNamespace(results=lambda: Results(received=("a",), failed={"a": why}))
     made.get_transfer_results(set())
     report = made.build_connector_worker_meta()
-    assert report.failed == (("a", why),)
+    assert report.results == Results(failed={"a": why})
     reported = []
     made._half.update_results = reported.append
     # Another rank has not reported the request yet.

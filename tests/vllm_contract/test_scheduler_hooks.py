@@ -42,7 +42,7 @@ def connector(half: SchedulerHalf | None = None, engine: str = "none") -> KVConn
         cache_config=SimpleNamespace(enable_prefix_caching=True), scheduler_config=SimpleNamespace()
     )
     made._workers, made._early, made._reasons = {}, {}, {}
-    made._report, made._own, made._worker = ReportMetadata(()), None, None
+    made._report, made._own, made._worker = ReportMetadata(), None, None
     made._scheduler, made._kept, made._spans = half, KEPT, Spans(float, int)
     made._cache = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())], transfer_group_ids=MOVED

@@ -41,7 +41,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvconnect.errors import ConfigError
 from kvconnect.metrics import FAMILIES, Metrics, OffloadMetrics, merge_changes
-from kvconnect.transfer.orders import OffloadReport, TierChange
+from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import PEER_SOURCE, AddressMetadata, ReportMetadata, hit_sources
 from kvconnect.vllm.plugin import vllm_version
@@ -390,7 +390,8 @@ def test_reports_of_all_ranks_arrive_together():
     def output(rank: int) -> ModelRunnerOutput:
         report = OffloadReport(rank, stored={7: ()}, changes=(TierChange("disk", 0, (b"h",)),))
         # Rank 0 reports for all ranks what peers have settled.
-        meta = ReportMetadata((report,), settled=() if rank else ("a handle",)) if rank != 1 else None
+        results = Results(offload=(report,), settled=() if rank else ("a handle",))
+        meta = ReportMetadata(results) if rank != 1 else None
         made = ModelRunnerOutput(req_ids=[], req_id_to_index={})
         made.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=meta)
         # Workers are processes of their own.
@@ -399,14 +400,14 @@ def test_reports_of_all_ranks_arrive_together():
     assert not output(0).kv_connector_output.is_empty()
     assert output(1).kv_connector_output.is_empty()
     merged = KVOutputAggregator(3).aggregate([output(rank) for rank in range(3)])
-    told = merged.kv_connector_output.kv_connector_worker_meta
-    assert [report.rank for report in told.reports] == [0, 2]
-    assert told.reports[0].stored == {7: ()}
+    told = merged.kv_connector_output.kv_connector_worker_meta.results
+    assert [report.rank for report in told.offload] == [0, 2]
+    assert told.offload[0].stored == {7: ()}
     assert told.settled == ("a handle",)
 
 
 def test_somebody_else_s_worker_metadata_is_left_alone():
-    ours = ReportMetadata((OffloadReport(0),))
+    ours = ReportMetadata(Results(offload=(OffloadReport(0),)))
     assert ours.aggregate(SimpleNamespace()) is ours
 
 

@@ -1,0 +1,83 @@
+"""What a serving stack states of one rank: its caches, and which are sent to peers or kept in tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvconnect.cache.identity import Identity, Naming
+from kvconnect.cache.region_table import CacheTensor, Scales
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.peer.messages import CacheMeaning
+
+if TYPE_CHECKING:
+    from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+
+
+@dataclass(frozen=True)
+class RankCache:
+    """The caches of one rank, ready to be registered.
+
+    ``kernel_block_sizes``: tokens by cache group. ``heads``: which of the model's heads a layer's tensor
+    holds on this rank. ``scales``: the factors of quantised values of K and of V.
+    """
+
+    config: KVCacheConfig
+    kernel_block_sizes: Mapping[int, int]
+    tensors: Mapping[str, CacheTensor]
+    heads: Mapping[str, HeadInterval] | None = None
+    scales: Mapping[str, Scales] | None = None
+
+
+@dataclass(frozen=True)
+class KeptCache:
+    """The caches of which a rank keeps blocks below the device's memory.
+
+    ``identity``: what their bytes depend on and only the stack knows; ``label``: the model's name for people.
+    ``naming``: how peers may name rows; None: they may not. ``announces``: report the contents of tiers.
+    """
+
+    cache: RankCache
+    identity: Identity
+    requirements: HitRequirements
+    label: str = ""
+    naming: Naming | None = None
+    announces: bool = False
+
+
+@dataclass(frozen=True)
+class SharedCache:
+    """How peers may name the blocks of a rank's prefix cache, and which of them a hit needs."""
+
+    naming: Naming
+    requirements: HitRequirements
+
+
+@dataclass(frozen=True)
+class SentCache:
+    """The caches of which a rank sends blocks to peers, and the meaning that peers must agree on.
+
+    ``shared``: None where peers fetch under handles only, or by name from the offload.
+    """
+
+    cache: RankCache
+    meaning: CacheMeaning
+    shared: SharedCache | None = None
+
+
+@dataclass(frozen=True)
+class RankTraits:
+    """The traits that a stack states of one rank; it will still allocate ``reserved_bytes`` of the device.
+
+    ``reports_fetches``: ``Results.wanted`` has the expected handles that a peer fetches, each with the first
+    token of the fetch, and those that a peer released, with -1; for a stack that prefills only then.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    reserved_bytes: int = 0
+    sent: SentCache | None = None
+    kept: KeptCache | None = None
+    reports_fetches: bool = False
