@@ -14,7 +14,7 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -42,6 +42,7 @@ _NO_KV = (500, 502)
 _NO_KV_IN_A_STREAM = (b'data: {"error"', b"event: error")
 
 _REPORTED = ("kv_hint_results", "kvconnect_receipt")
+_CUT_OFF = "the answer to request %s was cut off: %s"
 _COUNT_WAIT_S = 1.0
 """How long a finished answer waits for P's counts: for P's answer to a prompt whose KV D has got."""
 
@@ -57,8 +58,9 @@ class Exchange:
     ``endpoint`` and ``body`` are set where the router reads the body. ``takes_first``: the first token may be
     P's. ``asked`` is the prefill node that may hold the prompt under ``release_name``; empty once it refused.
     ``is_taken``: a decode node has answered that was given P's parameters, and fetched or will release by
-    itself. ``prefill`` is P's answer to the request where D's answer is to have P's counts, and ``response``
-    the client's answer once that has begun.
+    itself. ``broken`` are nodes that broke off before the client had got anything. ``prefill`` is P's answer
+    to the request where D's answer is to have P's counts, and ``response`` the client's answer once that has
+    begun.
     """
 
     request: web.Request
@@ -71,6 +73,7 @@ class Exchange:
     release_name: str = field(default_factory=lambda: uuid.uuid4().hex)
     asked: list[str] = field(default_factory=list)
     is_taken: bool = False
+    broken: list[str] = field(default_factory=list)
     prefill: asyncio.Future[PrefillResult] | None = None
     response: web.StreamResponse | None = None
 
@@ -81,6 +84,12 @@ class Exchange:
     def is_stream(self) -> bool:
         """Whether the client wants a streamed answer."""
         return self.body.get("stream") is True
+
+    def again(self) -> Exchange:
+        """The same request, to be run once more: nothing is left of what nodes hold of it."""
+        made = replace(self, release_name=uuid.uuid4().hex, asked=[], is_taken=False, prefill=None)
+        made.headers = self.headers
+        return made
 
     async def passed_body(self) -> Mapping[str, Any] | bytes | None:
         """The body to pass on: a form as it is, another one without what a client must not name.
@@ -145,7 +154,7 @@ class Flow:
         # Each prefill node's side channel, as named in its last answer.
         self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
-        self._cut_offs_logged: set[str] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     async def run(self, endpoint: Endpoint, exchange: Exchange) -> web.StreamResponse:
         """Serve a request that generates.
@@ -163,19 +172,42 @@ class Flow:
             body.setdefault("seed", uuid.uuid4().int >> 65)
         if takes_first:
             exchange.headers = bodies.identity_encoding(exchange.headers)
+        if body.get("previous_response_id") is not None:
+            reason = None if self._prefill is None else endpoint.direct_reason(body)
+            if reason is not None:
+                self._count_fallback(*reason)
+            return await self._run_at_holder(exchange, body)
+        try:
+            return await self._run(exchange)
+        except UpstreamError as error:
+            if not self._may_repeat(exchange, error):
+                raise
+            self._repeated(exchange, error)
+            return await self._run(exchange.again())
+
+    def _may_repeat(self, exchange: Exchange, error: UpstreamError) -> bool:
+        """Whether a request is repeated, since a node broke off of whose answer the client has got nothing.
+
+        Once, and by other nodes: a request of which nodes die must not go through all of them.
+        """
+        pools = (self._decode,) if self._prefill is None else (self._prefill, self._decode)
+        others = [[node for node in pool.in_rotation() if node.url not in exchange.broken] for pool in pools]
+        return error.reason == "broken" and len(exchange.broken) == 1 and all(others)
+
+    def _repeated(self, exchange: Exchange, error: UpstreamError) -> None:
+        self._metrics.repeats.inc()
+        self._log_first("request %s is run again by other nodes: %s", exchange.request_id, str(error))
+
+    async def _run(self, exchange: Exchange) -> web.StreamResponse:
+        endpoint, body = exchange.endpoint, exchange.body
         if self._prefill is None:
-            if body.get("previous_response_id") is not None:
-                return await self._run_at_holder(exchange, body)
             return await self._run_whole(exchange, self._decode)
         if (reason := endpoint.direct_reason(body)) is not None:
-            if reason[0] != "previous_response":
-                return await self._run_alone(exchange, *reason)
-            self._count_fallback(*reason)
-            return await self._run_at_holder(exchange, body)
+            return await self._run_alone(exchange, *reason)
         if endpoint.is_notice(body):
             # The prefill node brings what is kept of the announced prompt.
             return await self._run_whole(exchange, self._prefill)
-        if takes_first and first_answer.is_one_token(endpoint, body):
+        if exchange.takes_first and first_answer.is_one_token(endpoint, body):
             return await self._run_one_token(exchange, self._prefill)
         return await self._run_both(exchange, self._prefill)
 
@@ -236,9 +268,9 @@ class Flow:
     async def _take(self, exchange: Exchange, pool: Pool) -> tuple[NodeUse | None, Mapping[str, Any]]:
         """The first node to ask, and parameters that name to it a peer with more of the prompt."""
         if self.placing is None:
-            return pool.take(), {}
+            return pool.take(avoid=exchange.broken), {}
         placement = await self.placing.place(pool, exchange.headers, exchange.body)
-        lease = pool.take(work=placement.work, prefers=placement.last)
+        lease = pool.take(exchange.broken, placement.work, placement.last)
         if lease is None:
             return None, {}
         self.placing.keep(placement.session, lease.url)
@@ -372,8 +404,8 @@ class Flow:
             raise UpstreamError(status, "refused", f"the prefill node answered {status}")
 
     async def _without_prefill(self, exchange: Exchange, error: UpstreamError) -> web.StreamResponse:
-        """Raises ``error`` where no decode node may compute the prompt instead."""
-        if not self._decode_fallback:
+        """Raises ``error`` where no decode node may compute the prompt instead, or another P can."""
+        if not self._decode_fallback or self._may_repeat(exchange, error):
             raise error
         return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
 
@@ -395,12 +427,11 @@ class Flow:
                 why,
             )
 
-    def _log_cut_off(self, request_id: str, why: str) -> None:
-        """Log an answer that its node did not complete; of each reason the first as an error."""
-        level = logging.INFO if why in self._cut_offs_logged else logging.ERROR
-        self._cut_offs_logged.add(why)
-        text = "the answer to request %s was cut off: %s (further ones are logged at level INFO)"
-        logger.log(level, text, request_id, why)
+    def _log_first(self, text: str, request_id: str, why: str) -> None:
+        """Log what became of a request; of each reason the first as an error."""
+        level = logging.INFO if (text, why) in self._logged else logging.ERROR
+        self._logged.add((text, why))
+        logger.log(level, f"{text} (further ones are logged at level INFO)", request_id, why)
 
     async def _run_prefill(
         self,
@@ -424,7 +455,9 @@ class Flow:
             if isinstance(least, int) and least > 0:
                 body["min_tokens"] = 1
         request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
-        sent = self._upstream.send(self._prefill, request, lease, retry=retry, asked=exchange.asked)
+        sent = self._upstream.send(
+            self._prefill, request, lease, retry=retry, asked=exchange.asked, broken=exchange.broken
+        )
         async with sent as (leased, answer):
             raw = await self._read_whole(answer)
             if answer.status != 200:
@@ -507,7 +540,8 @@ class Flow:
         client = exchange.request
         request = UpstreamRequest(client.method, client.path_qs, exchange.headers, body)
         pool = pool or self._decode
-        async with self._upstream.send(pool, request, lease, retry=retry) as (leased, answer):
+        sent = self._upstream.send(pool, request, lease, retry=retry, broken=exchange.broken)
+        async with sent as (leased, answer):
             with self._upstream.translated(pool.role):
                 first = await answer.content.readany()
             if not first and answer.status == 200:
@@ -604,12 +638,16 @@ class Flow:
                     read = await begun.answer.content.readany()
                 kept += rest.take(read)
         except UpstreamError as error:
+            if self._decode_fallback and self._may_repeat(exchange, error):
+                self._repeated(exchange, error)
+                # The KV was the broken node's, so another one computes the prompt.
+                return await self._run_behind(exchange, first, {})
             return await self._end_with(exchange, str(error))
         return await self._go_on_passing(exchange, begun, kept, rest.take)
 
     async def _end_with(self, exchange: Exchange, why: str) -> web.StreamResponse:
         """End a stream that has only its first token with an error, as a server does."""
-        self._log_cut_off(exchange.request_id, f"it has no more than its first token: {why}")
+        self._log_first(_CUT_OFF, exchange.request_id, f"it has no more than its first token: {why}")
         response = exchange.response
         assert response is not None, "the first token was sent"
         await response.write(first_answer.error_end(why))
@@ -654,7 +692,7 @@ class Flow:
                     read = await begun.answer.content.readany()
                 is_open, chunk = bool(read), kept_of(read)
             except Exception as error:
-                self._log_cut_off(exchange.request_id, str(error) or type(error).__name__)
+                self._log_first(_CUT_OFF, exchange.request_id, str(error) or type(error).__name__)
                 if exchange.request.transport is not None:
                     # An orderly end would make the answer look complete to the client.
                     exchange.request.transport.abort()

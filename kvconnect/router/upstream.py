@@ -112,12 +112,14 @@ class Upstream:
         *,
         retry: bool = True,
         asked: list[str] | None = None,
+        broken: list[str] | None = None,
     ) -> AsyncIterator[tuple[NodeUse, aiohttp.ClientResponse]]:
         """The lease of a node of ``pool``, and its answer with the headers read and the body not.
 
         ``lease`` is the node to try first, and is released like any other; ``asked`` gets the node that may
-        have the request. Leaving the block closes the connection: a node whose answer was not read to its end
-        sees its client leave. The block may raise the HTTP client's errors: wrap reads in ``translated``.
+        have the request. Nodes in ``broken`` are not asked, and one that breaks its answer off is added.
+        Leaving the block closes the connection: a node whose answer was not read to its end sees its client
+        leave. The block may raise the HTTP client's errors: wrap reads in ``translated``.
 
         Raises:
             UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
@@ -125,26 +127,34 @@ class Upstream:
         """
         started = self._clock()
         retries = self.limits.retries if retry else 0
-        lease, response = await self._reach(pool, request, lease, retries, [] if asked is None else asked)
+        asked, broken = ([] if given is None else given for given in (asked, broken))
+        lease, response = await self._reach(pool, request, lease, retries, asked, broken)
         try:
-            yield lease, response
+            with _noted(broken, lease):
+                yield lease, response
         finally:
             response.close()
             pool.release(lease)
             self.metrics.node_request_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
-        self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None, retries: int, asked: list[str]
+        self,
+        pool: Pool,
+        request: UpstreamRequest,
+        lease: NodeUse | None,
+        retries: int,
+        asked: list[str],
+        broken: list[str],
     ) -> tuple[NodeUse, aiohttp.ClientResponse]:
         tried: list[str] = []
         last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
         while len(tried) <= retries:
             if lease is None or tried:
-                lease = pool.take(avoid=tried)
+                lease = pool.take(avoid=[*tried, *broken])
             if lease is None and not tried and (unseen := pool.unseen()):
                 # A node that is being started may have come up since the last check.
                 await asyncio.gather(*(self.check(pool, url) for url in unseen))
-                lease = pool.take()
+                lease = pool.take(avoid=broken)
             if lease is None:
                 break
             if tried:
@@ -156,7 +166,7 @@ class Upstream:
                 base, rank = split_rank(lease.url)
                 headers = [pair for pair in request.headers if not rank or pair[0].lower() != _RANK]
                 try:
-                    with self.translated(pool.role):
+                    with _noted(broken, lease), self.translated(pool.role):
                         response = await self._session.request(
                             request.method,
                             base + request.path,
@@ -257,3 +267,14 @@ class Upstream:
             self._note_unreachable(pool, url, problem)
         else:
             self._note_answer(pool, url)
+
+
+@contextlib.contextmanager
+def _noted(broken: list[str], lease: NodeUse) -> Iterator[None]:
+    """Add the node of a lease to ``broken`` if it breaks off within this block."""
+    try:
+        yield
+    except UpstreamError as error:
+        if error.reason == "broken":
+            broken.append(lease.url)
+        raise

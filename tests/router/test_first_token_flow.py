@@ -50,10 +50,10 @@ def taking_first(script):
 
 
 @contextlib.asynccontextmanager
-async def nodes(prefill, decode, *, tried=True, **options):
-    """A client, and the nodes behind its router, the decode node after its trial."""
-    p, d = Node(prefill), Node(decode)
-    async with p.serving(), d.serving(), routed([p.url], [d.url], first_token="prefill", **options) as client:
+async def nodes(prefill, decode, *, tried=True, more=(), **options):
+    """A client, and the nodes behind its router, the decode nodes after their trials."""
+    p, d, options = Node(prefill), Node(decode), {"first_token": "prefill", **options}
+    async with p.serving(), d.serving(), routed([p.url], [d.url, *more], **options) as client:
         await until(lambda: client.router.flow.trials.take_first_tokens or not tried)
         d.seen.clear()
         yield client, p, d
@@ -106,6 +106,46 @@ async def test_a_d_that_does_not_go_on_ends_the_stream_with_an_error(decode, nam
         assert first == " a"
         assert names in error
         assert await client.metric(COUNTED % "differs") == ("differs" in names)
+
+
+@pytest.mark.parametrize("flow", ["sequential", "parallel"])
+@pytest.mark.parametrize("decode_fallback", [True, False])
+@in_loop
+async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks_off(flow, decode_fallback):
+    left = []
+
+    async def decode(request):
+        # In the parallel flow P's token is sent first.
+        await asyncio.sleep(0.1)
+        return await (left.pop() if left else streams(*events(" a", " b", " c"), END))(request)
+
+    other = Node(taking_first(decode))
+    async with (
+        other.serving(),
+        nodes(
+            answers(body=prefilled()),
+            taking_first(decode),
+            more=[other.url],
+            flow=flow,
+            decode_fallback=decode_fallback,
+        ) as (client, p, d),
+    ):
+        # The first request is sequential in either flow.
+        assert await client.status(BODY) == 200
+        left.append(streams(end="abort"))
+        asked = len(p.seen)
+        first, *rest = texts((await client.post(BODY))[2])
+        assert first == " a"
+        if decode_fallback:
+            assert rest == [" b", " c"]
+            params = [one.body["kv_transfer_params"] for one in d.seen + other.seen if one.body]
+            assert {"first_token": 5} in params, "the KV was the broken node's"
+        else:
+            assert "broke off" in rest[0]
+        assert await client.metric("kvconnect_router_repeats_total") == decode_fallback
+        assert len(p.seen) == asked + 1
+        in_parallel = await client.metric('kvconnect_router_flows_total{flow="parallel"}')
+        assert in_parallel == (flow == "parallel")
 
 
 @in_loop

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import random
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -379,6 +381,94 @@ async def test_without_the_option_a_prefill_leg_that_fails_is_the_answer(flow) -
         # One that broke off is learnt anew.
         assert flow == "sequential" or await flows(client) == (2, 2, 2)
     assert not decode.seen
+
+
+# --- nodes that break off ---
+
+BREAKS = {"unanswered": FAILS["broken"], "no_byte": after(0.05, streams(end="abort"))}
+
+
+async def repeats(client) -> float:
+    return await client.metric("kvconnect_router_repeats_total")
+
+
+@contextlib.asynccontextmanager
+async def several(prefill, decode, **options):
+    """A router before a node for each script, each learnt; the first of each role gets the next request."""
+    nodes = [[Node(script) for script in scripts] for scripts in (prefill, decode)]
+    async with contextlib.AsyncExitStack() as stack:
+        for node in itertools.chain(*nodes):
+            await stack.enter_async_context(node.serving())
+        urls = [[node.url for node in role] for role in nodes]
+        yield await stack.enter_async_context(routed(*urls, **options)), *nodes
+
+
+def of_two(first, then):
+    """A script of a first request, and of all that follow."""
+    left = [first]
+
+    async def script(request):
+        return await (left.pop() if left else then)(request)
+
+    return script
+
+
+@FLOWS
+@pytest.mark.parametrize("breaks", BREAKS)
+@pytest.mark.parametrize("stream", [False, True])
+@in_loop
+async def test_a_decode_node_that_breaks_off_is_replaced_with_the_prompt_prefilled_again(
+    flow, breaks, stream, caplog
+) -> None:
+    whole = streams(*CHUNKS) if stream else DONE
+    ps, ds = [hands_out()], [of_two(whole, BREAKS[breaks]), of_two(whole, whole)]
+    async with several(ps, ds, flow=flow) as (client, (p,), (one, two)):
+        body = {**ASK, "stream": stream}
+        for _ in range(2):
+            assert await client.status(body) == 200
+        status, _, raw = await client.post(body)
+        assert (status, raw) == (200, b"".join(CHUNKS) if stream else b'{"token_ids": [5, 6]}')
+        assert await repeats(client) == 1
+        assert (len(p.seen), len(one.seen), len(two.seen)) == (4, 2, 2)
+        named = [seen.body["kv_transfer_params"].get("kvconnect_release") for seen in p.seen]
+        assert len(set(named)) == 4, "what P holds for the broken request is not the repeat's"
+    assert sum("is run again by other nodes" in one.getMessage() for one in caplog.records) == 1
+
+
+@FLOWS
+@in_loop
+async def test_a_prefill_node_that_breaks_off_is_replaced_before_the_decode_node_computes(flow) -> None:
+    ps = [of_two(hands_out(), FAILS["broken"]), hands_out()]
+    async with several(ps, [after(0.2, DONE)], flow=flow) as (client, (one, two), _):
+        for _ in range(3):
+            assert await client.status(ASK) == 200
+        assert (await repeats(client), await fallbacks(client, "prefill_broken")) == (1, 0)
+        assert (len(one.seen), len(two.seen)) == (2, 2)
+
+
+@FLOWS
+@in_loop
+async def test_a_request_of_which_two_nodes_die_gets_no_third(flow) -> None:
+    async with several([hands_out()], [FAILS["broken"]] * 4, flow=flow) as (client, _, ds):
+        assert await client.status(ASK) == 502
+        assert sum(len(d.seen) for d in ds) == 2
+        assert await repeats(client) == 1
+
+
+@in_loop
+async def test_a_plain_server_that_breaks_off_is_replaced() -> None:
+    async with several([], [of_two(DONE, FAILS["broken"]), DONE]) as (client, _, _):
+        for _ in range(3):
+            assert await client.status(ASK) == 200
+        assert await repeats(client) == 1
+
+
+@in_loop
+async def test_what_the_client_has_begun_to_get_is_not_repeated() -> None:
+    async with several([hands_out()], [streams(CHUNKS[0], pause_s=0.05, end="abort"), DONE]) as (client, *_):
+        with pytest.raises(aiohttp.ClientError):
+            await client.post({**ASK, "stream": True})
+        assert await repeats(client) == 0
 
 
 # --- several answers, and several prompts ---
