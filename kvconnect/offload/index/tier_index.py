@@ -7,7 +7,7 @@ not to the size of the index.
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -42,7 +42,8 @@ class ClassRows:
         self.row_of: dict[int, dict[bytes, int]] = {group: {} for group in groups}
         # A stack: the rows freed last are taken first.
         self.free = list(range(num_rows - 1, -1, -1))
-        self.ages: dict[int, None] = {}
+        # Not a plain dictionary: that is searched from its front past everything that was taken from there.
+        self.ages = OrderedDict[int, None]()
         self.state = [ABSENT] * (num_rows + 1)
         self.pins = [0] * (num_rows + 1)
         self.content: list[Content] = [(0, b"")] * num_rows
