@@ -26,23 +26,28 @@ from tests.vllm.servers import Server, router, running
 _FIRST = ("prefill", "decode")
 
 
-def moments(url: str, prompt: list[int], max_tokens: int) -> list[float]:
-    """Seconds from asking to each token, which is a letter."""
+def lettered(url: str, prompt: list[int], max_tokens: int) -> list[tuple[float, int]]:
+    """Seconds from asking to each token, and the token, which is a letter."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "allowed_token_ids": LETTERS}
     where = urlsplit(url)
     client = http.client.HTTPConnection(str(where.hostname), where.port, timeout=120)
-    found: list[float] = []
+    found: list[tuple[float, int]] = []
     try:
         began = time.perf_counter()
         client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         for line in client.getresponse():
-            letters = sum(len(choice["text"]) for choice in streamed(line).get("choices") or ())
-            found += [time.perf_counter() - began] * letters
+            for choice in streamed(line).get("choices") or ():
+                found += [(time.perf_counter() - began, ord(letter)) for letter in choice["text"]]
     finally:
         client.close()
     assert len(found) == max_tokens, f"{url} answered with {len(found)} of {max_tokens} tokens"
     return found
+
+
+def moments(url: str, prompt: list[int], max_tokens: int) -> list[float]:
+    """Seconds from asking to each token."""
+    return [seconds for seconds, _ in lettered(url, prompt, max_tokens)]
 
 
 def compared(

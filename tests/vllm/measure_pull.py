@@ -3,8 +3,10 @@
 Two servers that are each other's sources, and a third without a connector, take turns. A prompt is computed
 by one server, then asked of the other, which has not seen it, of the third, and of the first again, which has
 it on its device. Then a conversation: each turn is prefilled by one server and decoded by the other, where
-the answer's KV is; the prompt of the next turn has both. First with servers that share their prefix cache,
-then with servers that keep KV in host memory. Every finding is a JSON line; nothing here asserts a time.
+the answer's KV is; the prompt of the next turn has both. In turns with it another one is asked through
+``kvconnect router``, whose client has the prefill server's token. First with servers that share their prefix
+cache, then with servers that keep KV in host memory. Every finding is a JSON line; nothing here asserts a
+time.
 
     python -m tests.vllm.measure_pull --tokens 8192 --tokens 32768
     python -m tests.vllm.measure_pull --cpu --place device
@@ -13,6 +15,7 @@ then with servers that keep KV in host memory. Every finding is a JSON line; not
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.vllm import dense_model
+from tests.vllm.load_client import LETTERS
+from tests.vllm.measure_first_token import lettered
 from tests.vllm.pairs import (
     Lines,
     ask,
@@ -32,10 +37,10 @@ from tests.vllm.pairs import (
     pulling_pair,
     pulls,
 )
-from tests.vllm.servers import Server, random_prompt
+from tests.vllm.servers import Server, random_prompt, router
 from tests.vllm.tiny_models import Recipe
 
-_KEPT_WITHIN_S = 20.0
+_KEPT_WITHIN_S, _TRIED_S = 20.0, 5.0
 _STORED = "vllm:kvconnect_offload_rows_total"
 
 
@@ -99,8 +104,25 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
 
 
 def conversation(servers: Servers, given: argparse.Namespace, lines: Lines) -> None:
-    """Turns over a pair, P then D, and the same by the plain server."""
+    """Turns over a pair, P then D, the same by the plain server, and others through a router."""
     prefill, decode, plain = servers.servers
+    with router("--prefill", prefill.url, "--decode", decode.url) as url:
+        # The router tries whether the decode server takes a first token.
+        time.sleep(_TRIED_S)
+        _conversation(servers.name, prefill, decode, plain, url, given, lines)
+
+
+def _conversation(
+    name: str,
+    prefill: Server,
+    decode: Server,
+    plain: Server,
+    url: str,
+    given: argparse.Namespace,
+    lines: Lines,
+) -> None:
+    rng = random.Random(8)
+    routed = rng.choices(LETTERS, k=given.tokens[0])
     history = random_prompt(given.tokens[0], seed=7)
     other = list(history)
     for turn in range(given.turns):
@@ -111,21 +133,24 @@ def conversation(servers: Servers, given: argparse.Namespace, lines: Lines) -> N
         answer = ask(decode.url, history, kv_transfer_params=handed, max_tokens=given.out)
         computed = computed_tokens(prefill) - before
         alone = ask(plain.url, other, max_tokens=given.out)
+        answered = lettered(url, routed, given.out)
         _is_kept(decode)
         lines.write(
             "turn",
-            place=servers.name,
+            place=name,
             turn=turn,
             prompt_tokens=len(history),
             computed_tokens_by_prefill=computed,
             prefill_ms=round(1000 * prefilled_s, 1),
             first_token_ms=round(1000 * (prefilled_s + answer.first_token_s), 1),
+            routed_first_token_ms=round(1000 * answered[0][0], 1),
             plain_first_token_ms=round(1000 * alone.first_token_s, 1),
             same_tokens=answer.tokens == alone.tokens if history == other else None,
         )
         question = random_prompt(given.new, seed=100 + turn)
         history = history + answer.tokens + question
         other = other + alone.tokens + question
+        routed += [token for _, token in answered] + rng.choices(LETTERS, k=given.new)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
