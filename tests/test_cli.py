@@ -248,8 +248,8 @@ from kvconnect.pack.packer import Packer
 
 unpack, flipped = Packer.unpack, []
 
-def unpack_and_flip(self, slot, staged, seed):
-    ticket = unpack(self, slot, staged, seed)
+def unpack_and_flip(self, slot, staged, seed, coder):
+    ticket = unpack(self, slot, staged, seed, coder)
     # A page of a long prompt: of a short one, what lies behind its last token is never read, and the
     # last token itself is computed anew. The digest is of what came.
     if not flipped and staged.total_bytes > 200_000:
@@ -270,8 +270,8 @@ from kvconnect.transfer import local
 local.CPU_DIGEST_SAMPLE = 1
 pack, flipped = Packer.pack, []
 
-def pack_and_flip(self, slot, staged, seed):
-    ticket = pack(self, slot, staged, seed)
+def pack_and_flip(self, slot, staged, seed, coder):
+    ticket = pack(self, slot, staged, seed, coder)
     if not flipped and staged.total_bytes > 20_000:
         flipped.append(True)
         ctypes.c_uint8.from_address(slot + staged.total_bytes // 2).value ^= 1

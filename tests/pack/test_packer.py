@@ -124,11 +124,8 @@ def check(kernels, case):
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.timeout(900)
 def test_exactly_the_rows_are_moved(kernels, is_long):
-    """Between any layouts, types and worlds. An example takes Triton's interpreter a third of a second.
-
-    Faults planted in its kernel were found within 24 examples; one of 32, a wrong end of K, fails test_casts.
-    """
-    examples = {"numpy": 300, "torch": 100, "triton": 25 if DEVICE == "cpu" else 300}[kernels]
+    """Between any layouts, types and worlds. An example takes Triton's interpreter a third of a second."""
+    examples = {"numpy": 300, "torch": 100, "triton": 40 if DEVICE == "cpu" else 300}[kernels]
 
     @settings(max_examples=10 * examples if is_long else examples)
     @given(exchanges())

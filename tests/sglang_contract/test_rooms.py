@@ -182,7 +182,6 @@ def test_an_aborted_load_has_failed_only_once_its_pages_are_quiescent(pair):
     of_p, of_d = begin(prefill, decode)
     prefill.ledger.send(of_p, pages(*P_PAGES[:2]), None, 2)
     decode.ledger.abort(of_d)
-    assert of_d.is_loading == decode.ledger.is_loading(77)
     assert ended(decode, of_d) == FAILED
     assert not decode.ledger.is_loading(77)
     before = [pool.clone() for pool in decode.kv]

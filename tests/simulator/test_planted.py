@@ -185,25 +185,24 @@ def reads_forged_handles(patch):
 
 def loses_a_report(patch):
     """One load in three is forgotten."""
-    report, count = Reports.received, itertools.count()
+    add, count = Reports.add, itertools.count()
 
-    def lose(self, *what):
-        if next(count) % 3:
-            report(self, *what)
+    def lose(self, results):
+        if not results.received or next(count) % 3:
+            add(self, results)
 
-    patch.setattr(Reports, "received", lose)
+    patch.setattr(Reports, "add", lose)
 
 
 def reports_twice(patch):
     """A load that failed is reported once more."""
-    report = Reports.received
+    add = Reports.add
 
-    def repeat(self, request_id, error, *more):
-        report(self, request_id, error, *more)
-        if error:
-            report(self, request_id, error, *more)
+    def repeat(self, results):
+        for _ in range(2 if results.received and results.failed else 1):
+            add(self, results)
 
-    patch.setattr(Reports, "received", repeat)
+    patch.setattr(Reports, "add", repeat)
 
 
 def sends_before_it_is_computed(patch):
