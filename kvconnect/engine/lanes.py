@@ -358,11 +358,7 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
                     pynvml.nvmlDeviceGetName(gpu),
                     numa_node(device),
                     {other: count for other, count in links.items() if count},
-                    tuple(
-                        other
-                        for other in others
-                        if pynvml.nvmlDeviceGetP2PStatus(gpu, gpus[other], _P2P_READ) == _P2P_OK
-                    ),
+                    tuple(other for other in others if _reads(gpu, gpus[other])),
                 )
             )
         return tuple(found)
@@ -371,6 +367,16 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
         return ()
     finally:
         pynvml.nvmlShutdown()
+
+
+def _reads(gpu: Any, other: Any) -> bool:
+    """Whether a GPU can read another one's memory, where the driver knows."""
+    import pynvml
+
+    try:
+        return bool(pynvml.nvmlDeviceGetP2PStatus(gpu, other, _P2P_READ) == _P2P_OK)
+    except pynvml.NVMLError:
+        return False
 
 
 def _link_ends(gpu: Any) -> list[Any]:

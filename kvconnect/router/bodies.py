@@ -125,17 +125,12 @@ def to_bytes(body: Mapping[str, Any]) -> bytes:
         raise BadRequest("the request body is nested too deeply") from None
 
 
-def is_form(content_type: str) -> bool:
-    """Whether a body is a form, which the router passes on as it is. Others are JSON."""
-    return content_type.startswith("multipart/")
-
-
-def request_headers(pairs: Iterable[tuple[str, str]], request_id: str) -> list[tuple[str, str]]:
+def request_headers(
+    pairs: Iterable[tuple[str, str]], request_id: str, content_type: str = "application/json"
+) -> list[tuple[str, str]]:
     """The headers for a node: the client's, without those of one connection or one body."""
-    pairs = list(pairs)
     kept = [(k, v) for k, v in _end_to_end(pairs) if k.lower() not in _OF_THE_BODY | _ROUTING]
-    forms = [v for k, v in pairs if k.lower() == "content-type" and is_form(v)]
-    return [*kept, ("Content-Type", forms[0] if forms else "application/json"), (REQUEST_ID, request_id)]
+    return [*kept, ("Content-Type", content_type), (REQUEST_ID, request_id)]
 
 
 def of_the_client(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

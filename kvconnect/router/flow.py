@@ -31,7 +31,7 @@ from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.releases import Releases
 from kvconnect.router.router_options import RouterOptions
-from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
+from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest, noted
 from kvconnect.router.usage import CountedByPrefill, PromptCounts
 
 logger = logging.getLogger("kvconnect.router")
@@ -97,8 +97,12 @@ class Exchange:
         Raises:
             BadRequest: it is neither a form nor a JSON object.
         """
-        raw = await self.request.read()
-        return _PASSED.parse(raw) if raw and not bodies.is_form(self.request.content_type) else raw or None
+        raw, request = await self.request.read(), self.request
+        if not request.content_type.startswith("multipart/"):
+            return _PASSED.parse(raw) if raw else None
+        form = request.headers["Content-Type"]
+        self.headers = bodies.request_headers(request.headers.items(), self.request_id, form)
+        return raw or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +120,10 @@ PrefillResult = Prefilled | web.Response
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The answer of a node of ``role`` up to its ``first`` bytes, of which the client has got none."""
+    """The answer of the node at ``url`` up to its ``first`` bytes, of which the client has got none."""
 
     role: str
+    url: str
     answer: aiohttp.ClientResponse
     first: bytes
 
@@ -227,12 +232,16 @@ class Flow:
         return await self._relay(exchange, body)
 
     async def pass_to_holder(self, exchange: Exchange) -> web.StreamResponse:
-        """Serve a request about a stored response from the decode node that stores it; raises likewise."""
-        return await self._run_at_holder(exchange, await exchange.passed_body())
+        """Serve a request about a stored response from the decode node that stores it.
 
-    async def _run_at_holder(
-        self, exchange: Exchange, body: Mapping[str, Any] | bytes | None
-    ) -> web.StreamResponse:
+        Raises:
+            BadRequest: there is a body, and it is not a JSON object.
+            UpstreamError: no node answered.
+        """
+        raw = await exchange.request.read()
+        return await self._run_at_holder(exchange, _PASSED.parse(raw) if raw else None)
+
+    async def _run_at_holder(self, exchange: Exchange, body: Mapping[str, Any] | None) -> web.StreamResponse:
         """Ask the decode nodes one after the other, until one does not answer 404: it stores the response."""
         asked: list[str] = []
         while True:
@@ -274,7 +283,7 @@ class Flow:
         if lease is None:
             return None, {}
         self.placing.keep(placement.session, lease.url)
-        return lease, placement.params(lease.url)
+        return lease, placement.params(lease.url, exchange.broken)
 
     async def _run_both(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
         """Serve a request split between two nodes. P holds nothing longer than until this ends."""
@@ -361,6 +370,8 @@ class Flow:
         except Differs:
             self._metrics.first_tokens.labels("repeated").inc()
             return await self._run_behind(exchange, first, {})
+        except UpstreamError as error:
+            return await self._without_decode(exchange, first, error)
 
     async def _go_on(self, exchange: Exchange, prefill: Awaitable[PrefillResult]) -> web.StreamResponse:
         """Continue after prefill: decode, or the reason why not.
@@ -550,7 +561,7 @@ class Flow:
             params = body.get(bodies.PARAMS) if isinstance(body, Mapping) else None
             if answer.status == 200 and params and params.get("do_remote_prefill"):
                 exchange.is_taken = True
-            yield Begun(pool.role, answer, first)
+            yield Begun(pool.role, leased.url, answer, first)
 
     def _reuses_tokens(self, exchange: Exchange) -> bool:
         """Whether D gets the tokens of a text that P tokenised."""
@@ -614,8 +625,20 @@ class Flow:
             except Differs as error:
                 self._metrics.first_tokens.labels("differs").inc()
                 return await self._end_with(exchange, f"the decode node's answer differs: {error}")
+            except UpstreamError as error:
+                broke = error
             finally:
                 await _end(decode)
+        return await self._without_decode(exchange, first, broke)
+
+    async def _without_decode(
+        self, exchange: Exchange, first: FirstAnswer, error: UpstreamError
+    ) -> web.StreamResponse:
+        """Go on behind P's token after D gave nothing: by another D, which computes the prompt, or not."""
+        if self._decode_fallback and self._may_repeat(exchange, error):
+            self._repeated(exchange, error)
+            return await self._run_behind(exchange, first, {})
+        return await self._end_with(exchange, str(error))
 
     async def _go_behind(
         self, exchange: Exchange, first: FirstAnswer, decode: asyncio.Task[Begun]
@@ -623,26 +646,20 @@ class Flow:
         """Continue the client's stream with D's answer behind P's token.
 
         Raises:
+            UpstreamError: D's answer ended before anything of it was sent.
             Differs: D's answer begins with another token; none of it was sent.
         """
         logprobs = exchange.body.get("logprobs")
         rest = RestOfStream(first, has_logprobs=logprobs is not None and logprobs is not False)
-        try:
-            begun = await decode
-            if begun.answer.status != 200:
-                text = f"the decode node answered {begun.answer.status}"
-                raise self._upstream.failed("decode", "refused", text)
-            kept, read = rest.take(begun.first), begun.first
-            while read and not rest.is_over:
-                with self._upstream.translated("decode"):
-                    read = await begun.answer.content.readany()
-                kept += rest.take(read)
-        except UpstreamError as error:
-            if self._decode_fallback and self._may_repeat(exchange, error):
-                self._repeated(exchange, error)
-                # The KV was the broken node's, so another one computes the prompt.
-                return await self._run_behind(exchange, first, {})
-            return await self._end_with(exchange, str(error))
+        begun = await decode
+        if begun.answer.status != 200:
+            text = f"the decode node answered {begun.answer.status}"
+            raise self._upstream.failed("decode", "refused", text)
+        kept, read = rest.take(begun.first), begun.first
+        while read and not rest.is_over:
+            with noted(exchange.broken, begun.url), self._upstream.translated("decode"):
+                read = await begun.answer.content.readany()
+            kept += rest.take(read)
         return await self._go_on_passing(exchange, begun, kept, rest.take)
 
     async def _end_with(self, exchange: Exchange, why: str) -> web.StreamResponse:

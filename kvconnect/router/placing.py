@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,10 +57,11 @@ class NodeChoice:
         restored = hit.num_tokens - hit.device_tokens
         return self.num_tokens - hit.num_tokens - pulled + _RESTORED * restored + _PULLED * pulled
 
-    def params(self, chosen: str) -> dict[str, Any]:
-        """Parameters that name to the chosen node a peer with more of the prompt; empty without one."""
+    def params(self, chosen: str, broken: Collection[str] = ()) -> dict[str, Any]:
+        """Parameters that name to the chosen node a peer with more of the prompt, and not a broken one."""
         own = self.hits.get(chosen, Hit()).num_tokens
-        others = {node: self.hits[node].num_tokens for node in self.sources if node in self.hits}
+        known = [node for node in self.sources if node in self.hits and node not in broken]
+        others = {node: self.hits[node].num_tokens for node in known}
         best = max(others, key=others.__getitem__, default=chosen)
         if best == chosen or others[best] - own < _LEAST_PULLED:
             return {}

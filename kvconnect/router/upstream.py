@@ -117,7 +117,7 @@ class Upstream:
         """The lease of a node of ``pool``, and its answer with the headers read and the body not.
 
         ``lease`` is the node to try first, and is released like any other; ``asked`` gets the node that may
-        have the request. Nodes in ``broken`` are not asked, and one that breaks its answer off is added.
+        have the request. Nodes in ``broken`` are asked last, and one that breaks its answer off is added.
         Leaving the block closes the connection: a node whose answer was not read to its end sees its client
         leave. The block may raise the HTTP client's errors: wrap reads in ``translated``.
 
@@ -130,7 +130,7 @@ class Upstream:
         asked, broken = ([] if given is None else given for given in (asked, broken))
         lease, response = await self._reach(pool, request, lease, retries, asked, broken)
         try:
-            with _noted(broken, lease):
+            with noted(broken, lease.url):
                 yield lease, response
         finally:
             response.close()
@@ -150,11 +150,11 @@ class Upstream:
         last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
         while len(tried) <= retries:
             if lease is None or tried:
-                lease = pool.take(avoid=[*tried, *broken])
+                lease = pool.take(avoid=[*tried, *broken]) or pool.take(avoid=tried)
             if lease is None and not tried and (unseen := pool.unseen()):
                 # A node that is being started may have come up since the last check.
                 await asyncio.gather(*(self.check(pool, url) for url in unseen))
-                lease = pool.take(avoid=broken)
+                lease = pool.take()
             if lease is None:
                 break
             if tried:
@@ -166,7 +166,7 @@ class Upstream:
                 base, rank = split_rank(lease.url)
                 headers = [pair for pair in request.headers if not rank or pair[0].lower() != _RANK]
                 try:
-                    with _noted(broken, lease), self.translated(pool.role):
+                    with noted(broken, lease.url), self.translated(pool.role):
                         response = await self._session.request(
                             request.method,
                             base + request.path,
@@ -270,11 +270,11 @@ class Upstream:
 
 
 @contextlib.contextmanager
-def _noted(broken: list[str], lease: NodeUse) -> Iterator[None]:
-    """Add the node of a lease to ``broken`` if it breaks off within this block."""
+def noted(broken: list[str], url: str) -> Iterator[None]:
+    """Add the node at ``url`` to ``broken`` if it breaks off within this block."""
     try:
         yield
     except UpstreamError as error:
         if error.reason == "broken":
-            broken.append(lease.url)
+            broken.append(url)
         raise

@@ -270,5 +270,8 @@ def _unusable(params: Mapping[str, Any], key: str, why: str) -> PeerError:
 
 
 def _shown(params: Mapping[str, Any], key: str) -> str:
-    text = repr(params.get(key))
+    try:
+        text = repr(params.get(key))
+    except RecursionError:
+        return "nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."

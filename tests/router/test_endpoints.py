@@ -211,6 +211,24 @@ async def test_a_form_is_passed_as_it_is() -> None:
         assert kind.partition("boundary=")[2].encode() in d.seen[0].body
 
 
+@pytest.mark.parametrize("kind", ["Multipart/x", "MULTIPART/form-data", " multipart/x"])
+@in_loop
+async def test_no_client_names_a_peer_in_json_that_is_called_a_form(kind) -> None:
+    body = json.dumps(
+        {"model": "m", "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
+    )
+    async with pair(decode=answers(body={})) as (client, _, d):
+        for path in ("/invocations", "/pooling", "/v1/completions"):
+            await client.post(body.encode(), path, {"Content-Type": kind})
+        passed = [
+            seen for seen in d.seen if not seen.headers["Content-Type"].strip().startswith("application")
+        ]
+        assert all(seen.headers["Content-Type"].lower().startswith("multipart/") for seen in passed)
+        read = [seen.body for seen in d.seen if seen not in passed]
+        assert not any("evil" in str(one) for one in read), "a node reads these as JSON"
+        assert passed or read
+
+
 @in_loop
 async def test_a_stored_response_is_found_at_the_node_that_has_it() -> None:
     p, *nodes = (Node(answers(404, {"error": "no such"})) for _ in range(4))

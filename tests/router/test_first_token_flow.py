@@ -110,8 +110,11 @@ async def test_a_d_that_does_not_go_on_ends_the_stream_with_an_error(decode, nam
 
 @pytest.mark.parametrize("flow", ["sequential", "parallel"])
 @pytest.mark.parametrize("decode_fallback", [True, False])
+@pytest.mark.parametrize("sent", [(), events("")], ids=["nothing", "a chunk without text"])
 @in_loop
-async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks_off(flow, decode_fallback):
+async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks_off(
+    flow, decode_fallback, sent
+):
     left = []
 
     async def decode(request):
@@ -132,7 +135,7 @@ async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks
     ):
         # The first request is sequential in either flow.
         assert await client.status(BODY) == 200
-        left.append(streams(end="abort"))
+        left.append(streams(*sent, pause_s=0.05, end="abort"))
         asked = len(p.seen)
         first, *rest = texts((await client.post(BODY))[2])
         assert first == " a"
@@ -146,6 +149,20 @@ async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks
         assert len(p.seen) == asked + 1
         in_parallel = await client.metric('kvconnect_router_flows_total{flow="parallel"}')
         assert in_parallel == (flow == "parallel")
+
+
+@in_loop
+async def test_behind_ps_token_no_third_node_is_asked():
+    breaks = taking_first(streams(*events(""), pause_s=0.02, end="abort"))
+    more = [Node(breaks), Node(breaks)]
+    async with more[0].serving(), more[1].serving():
+        others = [node.url for node in more]
+        async with nodes(answers(body=prefilled()), breaks, more=others) as (client, _, d):
+            first, error = texts((await client.post(BODY))[2])
+            assert (first, "broke off" in error) == (" a", True)
+            assert await client.metric("kvconnect_router_repeats_total") == 1
+            seen = [one.body or {} for one in (*d.seen, *more[0].seen, *more[1].seen)]
+            assert sum(body.get("max_tokens") == 9 for body in seen) == 2
 
 
 @in_loop

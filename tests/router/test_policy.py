@@ -352,6 +352,7 @@ def test_what_a_node_has_to_pull_costs_less_than_what_it_computes():
     told = NodeChoice(1600, hits, {"a": "h:1"})
     assert told.work == {"a": 600, "b": 800, "c": 750}
     assert told.params("b") == {"kv_sources": ["h:1"]}
+    assert told.params("b", broken=["a"]) == {}
     assert told.params("a") == told.params("c") == alone.params("b") == {}
 
 

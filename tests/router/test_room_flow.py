@@ -67,6 +67,18 @@ async def test_a_failed_request_is_sent_again_in_another_room_to_another_prefill
         assert rooms(decode) == [[*rooms(failing)[0], *rooms(good)[0]]]
 
 
+@in_loop
+async def test_a_decode_node_that_breaks_off_is_asked_again_where_it_is_the_only_one() -> None:
+    left = [streams(end="abort")]
+
+    async def decoding(request):
+        return await (left.pop() if left else DONE)(request)
+
+    async with pair(DONE, decoding, **PORT) as (client, _, decode):
+        assert await client.status(ASK) == 200
+        assert len(decode.seen) == 2
+
+
 @pytest.mark.parametrize("script", [FAILED, streams(b'data: {"error": {"message": "no KV"}}\n\n')])
 @in_loop
 async def test_an_error_that_lasts_is_the_clients_answer(script) -> None:
