@@ -88,14 +88,19 @@ class TransferWorker:
             protocol=extra.protocol,
             options=extra.all_engine_options,
         )
-        self._channel = ZmqChannel(
-            extra,
-            extra.port + rank if extra.port else 0,
-            keyring,
-            allowed,
-            lambda reason: self._metrics.failures.labels(reason).inc(),
-        )
         self._metrics = Metrics(registry)
+        try:
+            self._channel = ZmqChannel(
+                extra,
+                extra.port + rank if extra.port else 0,
+                keyring,
+                allowed,
+                lambda reason: self._metrics.failures.labels(reason).inc(),
+            )
+        except BaseException:
+            self._metrics.retire()
+            self._engine.close()
+            raise
         self._reports = Reports(rank)
         self._reports.has_wanted = traits.reports_fetches
         self._tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict if offload is None else offload.tiers
@@ -114,13 +119,13 @@ class TransferWorker:
         logger.info("side channel: %s", keyring.describe() if keyring else "insecure, as configured")
         try:
             self._transfers = self._open(sent, traits.reserved_bytes, offload)
+            self.marks_steps = self._shared is not None or (config.is_producer and self._steps is not None)
+            """Whether ``before_step`` has work."""
+            self._transfers.start(self._release)
         except BaseException:
             # ZeroMQ's context waits for ever if it is collected before its sockets.
             self._release()
             raise
-        self.marks_steps = self._shared is not None or (config.is_producer and self._steps is not None)
-        """Whether ``before_step`` has work."""
-        self._transfers.start(self._release)
 
     def _open(self, sent: SentCache, reserved_bytes: int, offload: OffloadWorker | None) -> WorkerTransfers:
         """Describe the caches, and register slots with the engine in one call."""

@@ -9,6 +9,7 @@ import pytest
 
 from kvconnect.engine.store_process import Verb
 from kvconnect.errors import EngineError
+from kvconnect.offload.record import RecordFormat
 from kvconnect.offload.store.store_tier import Announced, StoreTier
 from tests.offload.tier_suite import LowerTierSuite, TierDriver, blank_rows, lengths_of, rows_of, some_rows
 
@@ -233,6 +234,46 @@ def test_a_clear_is_done_before_anything_that_was_ordered_later(store, make):
     assert driver.seek(list(rows)) == set()
     assert store.processes[1].orders[0] is Verb.CLEAR
     assert not store.values
+
+
+def test_a_clear_reaches_a_store_that_returns_though_no_job_comes(store, make):
+    tier, driver = make()
+    assert driver.write(some_rows(5, 11)) == ()
+    store.processes[0].trouble[Verb.CLEAR] = EngineError("broken")
+    store.refuses_to_start = 2
+    tier.clear()
+    until(lambda: not store.values)
+    assert store.processes[1].orders == [Verb.CLEAR]
+
+
+def test_rows_that_are_being_copied_when_the_store_is_cleared_are_not_kept(store, make, monkeypatch):
+    tier, driver = make()
+    rows, header, cleared = some_rows(3, 12), RecordFormat.header, []
+
+    def while_copying(self, *what):
+        if not cleared:
+            cleared.append(True)
+            tier.clear()
+        return header(self, *what)
+
+    monkeypatch.setattr(RecordFormat, "header", while_copying)
+    driver.write(rows)
+    assert driver.seek(list(rows)) == set()
+    assert not store.values
+    orders = store.processes[0].orders
+    assert Verb.PUT not in orders[orders.index(Verb.CLEAR) :]
+
+
+def test_rows_for_a_store_that_is_down_are_not_copied(store, make, monkeypatch):
+    tier, driver = make(retry_s=(60.0, 60.0))
+    store.refuses_to_start = 1
+    until(lambda: tier.state()["link"] == "down" or store.processes)
+    tier._link.lose("a test")
+    copied = []
+    monkeypatch.setattr(RecordFormat, "header", lambda *_: copied.append(True))
+    rows = some_rows(3, 13)
+    assert set(driver.write(rows)) == set(rows)
+    assert not copied
 
 
 def test_what_waits_to_be_written_at_a_clear_is_not_written(store, make):

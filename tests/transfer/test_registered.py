@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import weakref
 
@@ -14,9 +15,10 @@ from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
-from kvconnect.errors import LocalError
+from kvconnect.errors import ConfigError, LocalError
 from kvconnect.halves.rank_traits import RankCache, RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
+from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import CacheMeaning
 from tests.identities import named
@@ -64,6 +66,18 @@ class Stuck(MemoryEngine):
     def close(self):
         super().close()
         self.closed.set()
+
+
+@pytest.mark.parametrize("fails", ["port", "thread"])
+def test_a_worker_that_cannot_start_leaves_nothing_open(monkeypatch, fails):
+    engine = Stuck("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if fails == "port" else 0
+        if fails == "thread":
+            monkeypatch.setattr(WorkerTransfers, "start", lambda *_: 1 / 0)
+        with pytest.raises(ConfigError if fails == "port" else ZeroDivisionError):
+            start(engine, "kv_both", slot_bytes=1 << 16, port=port)
+    assert engine.closed.is_set()
 
 
 def test_a_thread_that_does_not_stop_is_reported_and_releases_all_when_it_does(monkeypatch, caplog):

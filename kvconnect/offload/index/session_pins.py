@@ -172,7 +172,7 @@ class SessionPins:
         own, (tier, group) = pin.held.setdefault(place, {}), place
         if tier == HOST and not all(kept := self._index.has(group, names)):
             names = names[: kept.index(False)]
-        new = [name for name in names if name not in own]
+        new = [name for name in dict.fromkeys(names) if name not in own]
         count, fresh = self._ledgers[place].add(pin.tenant, new)
         own.update(dict.fromkeys(new[:count]))
         self._apply(place, fresh, True)

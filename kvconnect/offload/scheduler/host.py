@@ -111,7 +111,7 @@ class Lookup:
         is_settled: the lookup waits for nothing more, and looks in host memory alone.
         pins: contents pinned in host memory: those promised, or those already here while it waits.
         is_answered: ``length`` tokens beyond ``start_tokens`` are promised, for a request of ``num_tokens``.
-        version: that of host memory when the answer was found.
+        looked_at, version: when the answer was found, and the version of host memory then.
     """
 
     deadline: float
@@ -127,6 +127,7 @@ class Lookup:
     start_tokens: int = 0
     num_tokens: int = 0
     length: int = 0
+    looked_at: float = 0.0
     version: int = 0
 
     @property

@@ -19,6 +19,10 @@ from kvconnect.transfer.orders import Restore, RowCopies, Seek, TierFetch
 _REST_WAITS = 10
 """A tier that does not answer within ``wait_s`` is not asked for so many ``wait_s``, unless it answers."""
 
+_NEGATIVE_TTL_S = 0.05
+"""How long a lookup without a hit is not repeated, although other requests store contents meanwhile: nearly
+each step stores some, and a search over a long prompt's windows takes milliseconds."""
+
 
 class PrefixLookup:
     """Finds hits, and orders fetches of their missing contents from lower tiers to host memory."""
@@ -50,7 +54,7 @@ class PrefixLookup:
         if (
             lookup.is_answered
             and (lookup.start_tokens, lookup.num_tokens) == (start_tokens, num_tokens)
-            and (lookup.length or lookup.version == self._version)
+            and (lookup.length or lookup.version == self._version or now < lookup.looked_at + _NEGATIVE_TTL_S)
         ):
             return lookup.length
         if lookup.is_waiting:
@@ -67,7 +71,7 @@ class PrefixLookup:
         length = boundary - start_tokens
         lookup.length = length = length if length >= self._min_tokens else 0
         lookup.start_tokens, lookup.num_tokens, lookup.is_answered = start_tokens, num_tokens, True
-        lookup.version = self._version
+        lookup.looked_at, lookup.version = now, self._version
         former, lookup.pins = lookup.pins, {}
         if length:
             needed = self._needed(request, start_tokens, boundary)

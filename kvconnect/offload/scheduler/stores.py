@@ -177,9 +177,10 @@ class Stores:
             taken = self._reserve(group, names, block_ids)
             self._describe(group, [(request.view, hashes, first, end)])
             self._hold(request, group, names)
-            if taken < states.count(ContentState.ABSENT):
+            states = index.states(number, names) if taken < states.count(ContentState.ABSENT) else []
+            if ContentState.ABSENT in states:
                 self._host.count("offload_rows_short")
-                end = first + index.states(number, names).index(ContentState.ABSENT)
+                end = first + states.index(ContentState.ABSENT)
         request.next_position[number] = end
         return is_behind
 

@@ -76,11 +76,12 @@ _GOODBYE_S = 3.0
 
 
 class StoreLink:
-    """Starts the store's process, and restarts it when an order comes some time after a failure.
+    """Starts the store's process, and restarts it some time after a failure: for an order, or by ``restart``.
 
     Args:
         start: makes a process; called on the link's thread, which outlives it. Raises ``EngineError``.
         on_failure: called with a reason when the process was lost, on any thread.
+        on_start: called on the link's thread after each attempt to start a process.
         call_timeout_s, retry_s, says_goodbye: see ``StoreTier``.
 
     Attributes:
@@ -91,13 +92,14 @@ class StoreLink:
         self,
         start: Callable[[], StoreProcess],
         on_failure: Callable[[str], None],
+        on_start: Callable[[], None],
         *,
         call_timeout_s: float,
         retry_s: tuple[float, float],
         says_goodbye: bool = True,
     ) -> None:
         self.changed = threading.Condition()
-        self._start, self._on_failure = start, on_failure
+        self._start, self._on_failure, self._on_start = start, on_failure, on_start
         self._call_timeout_s, self._retry_s, self._says_goodbye = call_timeout_s, retry_s, says_goodbye
         self.process: StoreProcess | None = None
         self._lost: StoreProcess | None = None
@@ -105,6 +107,7 @@ class StoreLink:
         self._pause_s, self._retry_at = retry_s[0], 0.0
         self._is_logged = False
         self._num_asking = 0
+        self._timer: threading.Timer | None = None
         self._thread = IoThreads("kvconnect-store", 1, self._log_bug)
         self._thread.submit(self._start_once)
 
@@ -114,6 +117,28 @@ class StoreLink:
         if self._is_closed:
             return "closed"
         return "up" if self.process is not None else "starting" if self._is_starting else "down"
+
+    @property
+    def is_down(self) -> bool:
+        """An order now would be lost, and start nothing."""
+        is_due = time.monotonic() >= self._retry_at and not self._is_starting
+        return self._has_started and self.process is None and not is_due
+
+    def restart(self) -> None:
+        """Start the process as soon as the pause after its failure is over, though no order comes."""
+        with self.changed:
+            if self.process is not None or self._is_starting or self._is_closed or self._timer is not None:
+                return
+            self._timer = threading.Timer(max(0.0, self._retry_at - time.monotonic()), self._retry)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _retry(self) -> None:
+        with self.changed:
+            self._timer = None
+            if self.process is None and not self._is_starting and not self._is_closed:
+                self._is_starting = True
+                self._thread.submit(self._start_once)
 
     def ask(self, lane: int, order: Order) -> Sequence[int] | None:
         """Send the process an order and wait for its codes; None: process and order are lost.
@@ -160,6 +185,8 @@ class StoreLink:
         """End the process; returns whether it has ended, so that its shared memory is quiescent."""
         with self.changed:
             self._is_closed = True
+            if self._timer is not None:
+                self._timer.cancel()
             self.changed.notify_all()
             is_idle = self.changed.wait_for(lambda: not self._num_asking, _GOODBYE_S)
         self._thread.submit(partial(self._end, is_idle))
@@ -201,6 +228,7 @@ class StoreLink:
             elif self._is_logged:
                 self._is_logged = False
                 logger.info("the store can be used again")
+        self._on_start()
 
     def _end(self, is_idle: bool) -> None:
         if self.process is not None and self._says_goodbye and is_idle:
@@ -269,14 +297,15 @@ class StoreTier(LowerTier):
         self._epoch = self._cleared = 0
         # Held by a write and by a clear: what is written was ordered after the clear, or is cleared by it.
         self._writing = threading.RLock()
+        self._lanes = {kind: IoThreads(f"kvconnect-store-{kind}", 1, self._note) for kind in LANES}
         self._link = StoreLink(
             lambda: start(memory),
             self.tracker.lost,
+            self._clear_if_due,
             call_timeout_s=call_timeout_s,
             retry_s=retry_s,
             says_goodbye=says_goodbye,
         )
-        self._lanes = {kind: IoThreads(f"kvconnect-store-{kind}", 1, self._note) for kind in LANES}
 
     # ---- for the owner's thread
 
@@ -323,7 +352,7 @@ class StoreTier(LowerTier):
         with self._link.changed:
             self._epoch += 1
             self.tracker.forget_changes()
-        self._lanes["seek"].submit(partial(self._is_cleared, LANES.index("seek")))
+        self._clear_if_due()
 
     def close(self) -> bool:
         """Stop. Written records stay in the store, except those in memory that this rank gave to it."""
@@ -392,6 +421,15 @@ class StoreTier(LowerTier):
             return ()
         return self._link.ask(lane, Order(verb, self._keys(rows), *places)) or ()
 
+    def _clear_if_due(self) -> None:
+        """On any thread. Other nodes would find what is to be cleared, though this one has no more jobs."""
+        if self._cleared != self._epoch:
+            self._lanes["seek"].submit(self._clear)
+
+    def _clear(self) -> None:
+        if not self._is_cleared(LANES.index("seek")):
+            self._link.restart()
+
     def _is_cleared(self, lane: int) -> bool:
         """Clear the store if that is due; False: it could not be cleared, and no job may use it."""
         if self._cleared == self._epoch:
@@ -411,10 +449,13 @@ class StoreTier(LowerTier):
         return True
 
     def _write(self, rows: Sequence[TierRow], epoch: int) -> list[bool]:
-        places = _places(rows, 0)
+        places, lane = _places(rows, 0), LANES.index("write")
         view = self._memory.view
+        if self._link.is_down:
+            return []
         with self._writing:
-            if epoch < self._epoch:
+            # First: a clear that is ordered while the rows are copied must come after them in the store.
+            if not self._is_cleared(lane) or epoch < self._epoch:
                 return []
             for row, offset in zip(rows, places[0], strict=True):
                 start = offset + HEADER_BYTES
@@ -422,7 +463,7 @@ class StoreTier(LowerTier):
                 copied[:] = row.memory
                 # The checksum is of the copied bytes: the record stays whole if the row changes meanwhile.
                 view[offset:start] = self._format.header(row.content, copied)
-            codes = self._ask("write", Verb.PUT, rows, places)
+            codes = self._link.ask(lane, Order(Verb.PUT, self._keys(rows), *places)) or ()
         for code in codes:
             if code < 0:
                 self._fail_code(code)
