@@ -62,16 +62,20 @@ def test_requests_with_aborts_on_servers_that_must_preempt(tmp_path, count):
 
     answered: dict[int, tuple[list[int], list[int]]] = {}
     with pair(recipe, tmp_path, "nixl", options=options, lease_s=5) as (prefill, decode):
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(one, range(count)))
+        asked = preempted = 0
+        # How many come together, and so whether one is preempted, depends on the machine.
+        while not preempted and asked < 4 * count:
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(one, range(asked, asked + count)))
+            asked += count
+            preempted = decode.metrics()["vllm:num_preemptions_total"]
         assert prefill.process.poll() is None
         assert decode.process.poll() is None
         prefill.wait_idle()
         decode.wait_idle()
-        preempted = decode.metrics()["vllm:num_preemptions_total"]
         assert preempted > 0, "the test has to make the decode server preempt"
         # A request whose lease was over before it could be loaded fails; the others must not.
-        assert outcomes["answered"] > count / 2, outcomes
+        assert outcomes["answered"] > asked / 2, outcomes
         # A preempted request computes its own output again in one chunk.
         for prompt, got in list(answered.values())[:20]:
             assert prefill.local_tokens(prompt, max_tokens=len(got)) == got
