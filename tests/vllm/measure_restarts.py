@@ -41,7 +41,7 @@ from tests.vllm.pairs import (
     named_variant,
     prepared,
 )
-from tests.vllm.servers import EXACT, Server, forked, random_prompt, router, running
+from tests.vllm.servers import EXACT, Server, forked, members, random_prompt, router, running
 from tests.vllm.tiny_models import Recipe
 
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
@@ -131,6 +131,8 @@ def restart(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
     with suppress(subprocess.TimeoutExpired):
         server.process.wait(_END_S)
     server.kill()
+    # Processes that the first one had started hold its port until they are gone too.
+    until(lambda: not members(server), _END_S)
     server.start()
     server.wait_ready()
 
