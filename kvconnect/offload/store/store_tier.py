@@ -135,10 +135,18 @@ class StoreLink:
 
     def _retry(self) -> None:
         with self.changed:
+            # A new process shares the memory of an order that is under way at the lost one.
+            self.changed.wait_for(lambda: not self._num_asking or self._is_closed)
             self._timer = None
-            if self.process is None and not self._is_starting and not self._is_closed:
-                self._is_starting = True
-                self._thread.submit(self._start_once)
+            self._start_if_due()
+            # It may have been started, and lost again, meanwhile.
+            self.restart()
+
+    def _start_if_due(self) -> None:
+        is_free = not (self._num_asking or self._is_starting or self._is_closed)
+        if self.process is None and is_free and time.monotonic() >= self._retry_at:
+            self._is_starting = True
+            self._thread.submit(self._start_once)
 
     def ask(self, lane: int, order: Order) -> Sequence[int] | None:
         """Send the process an order and wait for its codes; None: process and order are lost.
@@ -146,10 +154,7 @@ class StoreLink:
         Orders wait for the first start. While the process is down they are lost at once.
         """
         with self.changed:
-            is_due = self.process is None and not self._num_asking and time.monotonic() >= self._retry_at
-            if is_due and not self._is_starting and not self._is_closed:
-                self._is_starting = True
-                self._thread.submit(self._start_once)
+            self._start_if_due()
             self.changed.wait_for(lambda: self._has_started or self._is_closed)
             process = self.process
             if process is None or self._is_closed:
