@@ -37,9 +37,9 @@ from kvconnect.router.usage import CountedByPrefill, PromptCounts
 logger = logging.getLogger("kvconnect.router")
 
 
-_NO_KV = (500, 502)
-"""Statuses with which a decode node answers if it did not get the KV."""
-_NO_KV_IN_A_STREAM = (b'data: {"error"', b"event: error")
+_OWN_ERRORS = (500, 502)
+"""Statuses of a node's own errors: it did not get the KV, or its engine ended."""
+_ERROR_IN_A_STREAM = (b'data: {"error"', b"event: error")
 
 _REPORTED = ("kv_hint_results", "kvconnect_receipt")
 _CUT_OFF = "the answer to request %s was cut off: %s"
@@ -58,7 +58,8 @@ class Exchange:
     ``endpoint`` and ``body`` are set where the router reads the body. ``takes_first``: the first token may be
     P's. ``asked`` is the prefill node that may hold the prompt under ``release_name``; empty once it refused.
     ``is_taken``: a decode node has answered that was given P's parameters, and fetched or will release by
-    itself. ``broken`` are nodes that broke off before the client had got anything. ``prefill`` is P's answer
+    itself. ``broken`` are nodes that broke off before the client had got anything; ``may_repeat`` while the
+    request was run once. ``prefill`` is P's answer
     to the request where D's answer is to have P's counts, and ``response`` the client's answer once that has
     begun.
     """
@@ -74,6 +75,7 @@ class Exchange:
     asked: list[str] = field(default_factory=list)
     is_taken: bool = False
     broken: list[str] = field(default_factory=list)
+    may_repeat: bool = False
     prefill: asyncio.Future[PrefillResult] | None = None
     response: web.StreamResponse | None = None
 
@@ -126,6 +128,11 @@ class Begun:
     url: str
     answer: aiohttp.ClientResponse
     first: bytes
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the node had an error of its own before it had any token."""
+        return self.answer.status in _OWN_ERRORS or self.first.startswith(_ERROR_IN_A_STREAM)
 
 
 class Flow:
@@ -182,6 +189,7 @@ class Flow:
             if reason is not None:
                 self._count_fallback(*reason)
             return await self._run_at_holder(exchange, body)
+        exchange.may_repeat = True
         try:
             return await self._run(exchange)
         except UpstreamError as error:
@@ -197,9 +205,18 @@ class Flow:
         """
         pools = (self._decode,) if self._prefill is None else (self._prefill, self._decode)
         others = [[node for node in pool.in_rotation() if node.url not in exchange.broken] for pool in pools]
-        return error.reason == "broken" and len(exchange.broken) == 1 and all(others)
+        return exchange.may_repeat and error.reason == "broken" and all(others)
+
+    def _leave_to_others(self, exchange: Exchange, begun: Begun) -> None:
+        """Raise ``UpstreamError`` if a request that ended with an error of this node's is to be repeated."""
+        exchange.broken.append(begun.url)
+        error = UpstreamError(502, "broken", f"the {begun.role} node answered with an error")
+        if self._may_repeat(exchange, error):
+            self._metrics.node_request_failures.labels(begun.role, "error").inc()
+            raise error
 
     def _repeated(self, exchange: Exchange, error: UpstreamError) -> None:
+        exchange.may_repeat = False
         self._metrics.repeats.inc()
         self._log_first("request %s is run again by other nodes: %s", exchange.request_id, str(error))
 
@@ -652,6 +669,8 @@ class Flow:
         logprobs = exchange.body.get("logprobs")
         rest = RestOfStream(first, has_logprobs=logprobs is not None and logprobs is not False)
         begun = await decode
+        if begun.is_error:
+            self._leave_to_others(exchange, begun)
         if begun.answer.status != 200:
             text = f"the decode node answered {begun.answer.status}"
             raise self._upstream.failed("decode", "refused", text)
@@ -660,6 +679,8 @@ class Flow:
             with noted(exchange.broken, begun.url), self._upstream.translated("decode"):
                 read = await begun.answer.content.readany()
             kept += rest.take(read)
+        if kept.startswith(_ERROR_IN_A_STREAM):
+            self._leave_to_others(exchange, begun)
         return await self._go_on_passing(exchange, begun, kept, rest.take)
 
     async def _end_with(self, exchange: Exchange, why: str) -> web.StreamResponse:
@@ -676,7 +697,10 @@ class Flow:
 
         Raises:
             ConnectionError: the client left.
+            UpstreamError: the answer is an error of the node's, and another node may do better.
         """
+        if begun.is_error:
+            self._leave_to_others(exchange, begun)
         answer = begun.answer
         response = web.StreamResponse(status=answer.status, reason=answer.reason)
         for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
@@ -732,8 +756,7 @@ def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
     """Whether D answered that it has no KV; only P knows why."""
     if decode.cancelled() or decode.exception() is not None:
         return False
-    begun = decode.result()
-    return begun.answer.status in _NO_KV or begun.first.startswith(_NO_KV_IN_A_STREAM)
+    return decode.result().is_error
 
 
 def _prefilled(prefill: asyncio.Future[PrefillResult]) -> Prefilled | None:

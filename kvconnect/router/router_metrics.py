@@ -32,7 +32,7 @@ class RouterMetrics:
         text = "Requests to nodes that gave no whole answer."
         self.node_request_failures = counter("node_request_failures", text, "role", "reason")
         self.retries = counter("retries", "Requests tried again on another node.", "role")
-        text = "Requests run again, once, since a node broke off before the client had got anything."
+        text = "Requests run again, once, since a node failed before the client had got anything."
         self.repeats = counter("repeats", text)
         text = "Requests that a decode node served alone; prefill_* where prefill failed."
         self.fallbacks = counter("fallbacks", text, "reason")

@@ -9,6 +9,7 @@ import json
 import pytest
 from aiohttp import web
 
+from kvconnect.router.first_answer import error_end
 from tests.router.router_doubles import PARAMS, Node, answers, dead_url, in_loop, routed, streams, until
 
 COUNTED = 'kvconnect_router_first_tokens_total{outcome="%s"}'
@@ -110,10 +111,20 @@ async def test_a_d_that_does_not_go_on_ends_the_stream_with_an_error(decode, nam
 
 @pytest.mark.parametrize("flow", ["sequential", "parallel"])
 @pytest.mark.parametrize("decode_fallback", [True, False])
-@pytest.mark.parametrize("sent", [(), events("")], ids=["nothing", "a chunk without text"])
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        (streams(pause_s=0.05, end="abort"), "broke off"),
+        (streams(*events(""), pause_s=0.05, end="abort"), "broke off"),
+        (answers(500), "answered with an error"),
+        (streams(error_end("the engine ended")), "answered with an error"),
+        (streams(*events(""), error_end("the engine ended"), pause_s=0.05), "answered with an error"),
+    ],
+    ids=["nothing", "a chunk without text", "refused", "an error", "an error after a chunk"],
+)
 @in_loop
 async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks_off(
-    flow, decode_fallback, sent
+    flow, decode_fallback, breaks, says
 ):
     left = []
 
@@ -135,7 +146,7 @@ async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks
     ):
         # The first request is sequential in either flow.
         assert await client.status(BODY) == 200
-        left.append(streams(*sent, pause_s=0.05, end="abort"))
+        left.append(breaks)
         asked = len(p.seen)
         first, *rest = texts((await client.post(BODY))[2])
         assert first == " a"
@@ -144,7 +155,7 @@ async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks
             params = [one.body["kv_transfer_params"] for one in d.seen + other.seen if one.body]
             assert {"first_token": 5} in params, "the KV was the broken node's"
         else:
-            assert "broke off" in rest[0]
+            assert says in rest[0]
         assert await client.metric("kvconnect_router_repeats_total") == decode_fallback
         assert len(p.seen) == asked + 1
         in_parallel = await client.metric('kvconnect_router_flows_total{flow="parallel"}')

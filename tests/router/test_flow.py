@@ -385,7 +385,14 @@ async def test_without_the_option_a_prefill_leg_that_fails_is_the_answer(flow) -
 
 # --- nodes that break off ---
 
-BREAKS = {"unanswered": FAILS["broken"], "no_byte": after(0.05, streams(end="abort"))}
+ERROR = b'data: {"error": {"message": "EngineCore encountered an issue", "code": 500}}\n\n'
+BREAKS = {
+    "unanswered": FAILS["broken"],
+    "no_byte": after(0.05, streams(end="abort")),
+    # What vLLM answers as its engine ends.
+    "refused": FAILS["refused"],
+    "error_in_a_stream": after(0.05, streams(ERROR, b"data: [DONE]\n\n")),
+}
 
 
 async def repeats(client) -> float:
