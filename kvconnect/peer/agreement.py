@@ -109,8 +109,8 @@ def _unlike_turns(prefill: Introduction, decode: Introduction) -> str | None:
             if tokens not in units or group.is_state or not group.rule.sees_all:
                 return (
                     f"{differ}, and cache group {group.group} of the {name} node has blocks of {tokens} "
-                    f"tokens ({group.retention}); accepted: blocks of one turn (--block-size), of layers "
-                    "that see all tokens"
+                    f"tokens ({group.retention}); accepted: blocks of one turn (on the other node "
+                    f"--cp-kv-cache-interleave-size {tokens}), of layers that see all tokens"
                 )
     return None
 

@@ -38,6 +38,8 @@ from tests.vllm.tiny_models import Recipe
 
 _TP2 = ("--tensor-parallel-size", "2", "--disable-custom-all-reduce")
 _PP2 = ("--pipeline-parallel-size", "2")
+# Turns as long as blocks, without which the sides may not differ in context parallelism.
+_DCP2 = (*_TP2, "--decode-context-parallel-size", "2", "--cp-kv-cache-interleave-size", "16")
 _DP2 = ("--data-parallel-size", "2", "--enable-expert-parallel")
 _FP8 = ("--kv-cache-dtype", "fp8")
 _LENGTHS = (17, 300, 1025, 2048, 3333, 4096, 4097, 700)
@@ -64,7 +66,7 @@ CASES: Mapping[str, Case] = {
     "tp1-tp2": Case((), _TP2, ("0", "01")),
     "pp2-tp2": Case(_PP2, _TP2),
     "pp2-tp1": Case(_PP2, (), ("01", "1")),
-    "dcp2-tp2": Case((*_TP2, "--decode-context-parallel-size", "2"), _TP2, model="narrow"),
+    "dcp2-tp2": Case(_DCP2, _TP2, model="narrow"),
     "dp2": Case(_DP2, _DP2, model="moe"),
     "fp8": Case(_FP8, _FP8, ("0", "1")),
     "mooncake": Case((), (), ("0", "1"), engine="mooncake"),
