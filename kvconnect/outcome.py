@@ -152,15 +152,16 @@ def duration(seconds: float) -> str:
 
 
 def prefill_name(engine_id: str, host: str, port: int) -> str:
-    """A prefill node, for people; ``engine_id`` may be empty."""
-    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return " ".join(filter(None, ("prefill node", engine_id, "at", at)))
+    """A prefill node, for people; ``engine_id`` may be empty, and ``host`` where no address is known."""
+    at = f"at [{host}]:{port}" if ":" in host else f"at {host}:{port}" if host else ""
+    return " ".join(filter(None, ("prefill node", engine_id, at)))
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """The outcome of one load of this rank from a peer; ``reason`` is None if the KV was loaded.
 
-    ``engine_id`` is the peer's, "" where any at the side channel ``channel`` would do. ``source``:
+    A request that the scheduler half refuses to load has an outcome of 0 seconds. ``engine_id`` is the
+    peer's, "" where any at the side channel ``channel`` would do, and both are empty if unknown. ``source``:
     ``lease``, a request that the peer held, or ``name``, rows that it keeps. ``seconds``: from the order to
     the end. ``lane``: what carried the bytes. ``identities``: the digests of this node's KV and of the
     peer's, and ``digest`` that of what was committed; both only where a receipt is wanted. ``on_device``: the
@@ -186,13 +187,13 @@ class Outcome(msgspec.Struct, frozen=True):
         return prefill_name(self.engine_id, *self.channel)
 
     def __str__(self) -> str:
-        took = f"after {duration(self.seconds)}"
+        took = f" after {duration(self.seconds)}" if self.seconds else ""
         if self.reason is None:
             return (
                 f"request {self.request_id}: {self.num_tokens} tokens, {self.total_bytes} bytes, were loaded "
-                f"from {self.peer} by {self.source} {took}"
+                f"from {self.peer} by {self.source}{took}"
             )
         return (
-            f"request {self.request_id} was not loaded from {self.peer} by {self.source} {took}: "
+            f"request {self.request_id} was not loaded from {self.peer} by {self.source}{took}: "
             f"{self.reason.text} {self.reason.label}"
         )

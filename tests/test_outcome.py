@@ -8,6 +8,7 @@ import pytest
 from kvconnect.halves.inspection_page import write_inspection
 from kvconnect.outcome import Actor, Cause, Outcome, Reason
 from kvconnect.peer.inspection import Inspection
+from kvconnect.transfer.orders import OrdersDraft
 from tests.transfer.pair import D_IDS, Pair
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, same_blocks
@@ -80,6 +81,21 @@ def test_the_line_of_a_failure_that_nobody_can_end_asks_nobody_to_act():
     outcome = Outcome("r", "P", ("h", 1), "name", 16, 0, 0.5, "", Cause.EVICTED("it was evicted"))
     lost = "request r was not loaded from prefill node P at h:1 by name after 500.0 ms"
     assert str(outcome) == f"{lost}: it was evicted [evicted]"
+
+
+def test_a_request_that_the_scheduler_refuses_to_load_is_found_by_its_id():
+    pair = Pair()
+    draft = OrdersDraft([])
+    draft.computed("cmpl-3", ("P", "h", 1), Cause.PARAMETERS("the handle is not signed"))
+    pair.decode.transfers.order(draft.take(), lambda: True)
+    pair.run(1)
+    worker = pair.decode
+    page = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "request mpl-3")
+    (outcome,) = msgspec.msgpack.decode(page, type=Inspection).ended
+    assert str(outcome).startswith(
+        "request cmpl-3 was not loaded from prefill node P at h:1 by lease: the handle"
+    )
+    assert worker.count("failures", reason="parameters_refused") == 1
 
 
 def test_what_became_of_one_request_is_asked_by_a_part_of_its_id():

@@ -209,7 +209,7 @@ class DecodeRequests:
         remote = read_remote_prefill(params, self._handles, prompt, is_later_prompt=is_later)
         if remote is None:
             return None
-        remote = self._checked(remote)
+        remote = self._checked(remote, request.request_id)
         if remote.duplicate:
             self._draft.let_go.append(LetGo(request.request_id, remote.duplicate, *remote.peer))
         share = self._by_handle.get(remote.handle)
@@ -267,11 +267,8 @@ class DecodeRequests:
             if share.is_cancelled and not share.failure:
                 # The cancelled load left nothing in the prefix cache: its siblings compute their prompts.
                 self._outcomes.missed()
-                text = (
-                    "a request is computed here: the load under its handle ended with another request, whose "
-                    "client left"
-                )
-                self._draft.warn(Cause.FETCHED_BEFORE.value, text)
+                text = "the load under its handle ended with another request, whose client left"
+                self._draft.computed(request_id, share.remote.peer, Cause.FETCHED_BEFORE(text))
             self._let_go_if_unwanted(request_id, share)
             return
         remote, wanted = share.remote, self._wanted_tokens(request)
@@ -382,8 +379,9 @@ class DecodeRequests:
         for share in list(self._by_handle.values()):
             if share.parked is not None:
                 self._outcomes.missed()
-                text = "a request is computed here: its KV was in host memory when the caches were reset"
-                self._draft.warn(Cause.REPLACED.value, text)
+                reason = Cause.REPLACED("its KV was in host memory when the caches were reset")
+                for request_id in share.undecided or (share.parker,):
+                    self._draft.computed(request_id, share.remote.peer, reason)
                 self._unpark(share)
 
     def _ordered_load(self, request: RequestView, handle: str, num_external_tokens: int) -> None:
@@ -506,35 +504,25 @@ class DecodeRequests:
     def _wanted_tokens(self, request: RequestView) -> int:
         return request.num_tokens - self._stack.held_back
 
-    def _checked(self, remote: RemotePrefill) -> RemotePrefill:
-        """The same parameters, with a refusal, which is counted, if they cannot be trusted or used."""
+    def _checked(self, remote: RemotePrefill, request_id: str) -> RemotePrefill:
+        """The same parameters, with a refusal if they cannot be trusted or used; what is computed is told."""
+        peer, why = remote.peer, None
         if remote.is_of_other_prompt:
-            self._outcomes.missed()
             # Nodes that count tokens differently leave another number of them to D.
             if differ := marks_differ(self._stack.identity_marks, remote.identity):
-                self._draft.warn(
-                    "other_identity",
-                    "KV means something else there: %s differ between the prefill node that made a "
-                    "request's handle and this decode node, which computes it; `kvconnect doctor --peer` has "
-                    "the values of both",
-                    ", ".join(differ),
-                )
+                why = Cause.OTHER_IDENTITY(f"KV means something else there: {', '.join(differ)} differ")
             else:
-                self._draft.warn(
-                    "prompt_differs",
-                    "a request has the handle of another prompt, and is computed here: the router has to "
-                    "send both nodes the prompt unchanged",
-                )
+                why = Cause.OTHER_PROMPT("the handle is of another prompt")
         elif not remote.refusal and self._trust is not None:
             refusal = self._trust.refusal(remote.host, remote.port, vouched=remote.vouched)
             if refusal is not None:
                 remote = RemotePrefill(refusal=refusal)
         if remote.refusal is not None and self._recomputes:
             # Nothing is offered: vLLM would count the offered tokens as a hit, and nothing is fetched.
+            why = remote.refusal
+        if why is not None:
             self._outcomes.missed()
-            cause = remote.refusal.cause.value
-            text = "a request is computed here: %s %s"
-            self._draft.warn(cause, text, remote.refusal, remote.refusal.label)
+            self._draft.computed(request_id, peer, why)
         return remote
 
     def _refusal(self, remote: RemotePrefill, wanted: int, taken: int, offered: int) -> Reason | None:

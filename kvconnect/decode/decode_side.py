@@ -96,6 +96,7 @@ class DecodeSide(TransferPart):
         for outcome, num_tokens in orders.pulls * is_first:
             metrics.pulls.labels(outcome).inc()
             metrics.pulled_tokens.inc(num_tokens)
+        self.outcomes.extend(orders.refused * is_first)
 
     def load(self, order: Load, is_unused: Callable[[], bool], now: float) -> None:
         """Begin the load of a request. A second load before the first has ended is dropped with an error.

@@ -297,7 +297,8 @@ class Orders(_Parts, frozen=True):
     ``pulls``: outcomes of pulls and loaded tokens, for the metrics. ``named``: blocks that peers may fetch by
     name from now on; ``reused``: named blocks that this step, or a load or restore of it, may overwrite, also
     of those in ``named``. A worker takes ``reused`` before the step's kernels are launched. ``receipts``:
-    those of requests that ended, for the inspection of rank 0.
+    those of requests that ended, and ``refused``: outcomes of requests for which nothing was ordered, both
+    for the inspection of rank 0.
     """
 
     step: int = 0
@@ -319,6 +320,7 @@ class Orders(_Parts, frozen=True):
     pulls: tuple[tuple[str, int], ...] = ()
     named: tuple[NamedBlocks, ...] = ()
     receipts: tuple[dict[str, Any], ...] = ()
+    refused: tuple[Outcome, ...] = ()
     offload: OffloadOrders = NO_OFFLOAD
 
     def __bool__(self) -> bool:
@@ -378,6 +380,7 @@ class OrdersDraft:
     named: list[NamedBlocks] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
     receipts: list[dict[str, Any]] = field(default_factory=list)
+    refused: list[Outcome] = field(default_factory=list)
 
     def __post_init__(self, clock: Callable[[], float] | None) -> None:
         self._parts = dict(vars(self))
@@ -403,6 +406,13 @@ class OrdersDraft:
         if reason not in self._logged:
             self._logged.add(reason)
             logger.warning(text + " (further ones are only counted, as %s)", *values, reason)
+
+    def computed(self, request_id: str, peer: tuple[str, str, int], reason: Reason) -> None:
+        """Count and report a request that is computed here, as nothing of ``peer`` is loaded for it."""
+        engine_id, host, port = peer
+        outcome = Outcome(request_id, engine_id, (host, port), "lease", 0, 0, 0.0, reason=reason)
+        self.refused.append(outcome)
+        self.warn(reason.cause.value, "%s; it is computed here", outcome)
 
     def take(self) -> Orders:
         """The orders since the last call."""

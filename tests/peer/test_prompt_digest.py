@@ -14,6 +14,7 @@ from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.halves.building import Trust, build_scheduler_half
+from kvconnect.outcome import Cause
 from kvconnect.peer.handles import PROMPT_BYTES, digest_prompt
 from kvconnect.transfer.orders import Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
@@ -152,6 +153,13 @@ def test_what_has_another_prompts_handle_is_counted_and_not_let_go():
     decode.update_after_alloc(b, ([4, 5, 6],), 0)
     orders = decode.build_orders()
     assert (orders.failures, orders.let_go, orders.loads) == (("prompt_differs",), (), ())
+    (refused,) = orders.refused
+    assert (refused.request_id, refused.reason.cause, refused.seconds) == ("b", Cause.OTHER_PROMPT, 0)
+    assert str(refused) == (
+        "request b was not loaded from prefill node by lease: the handle is of another prompt "
+        "[prompt_differs; the client, or the router that named the transfer must act: send both nodes the "
+        "prompt unchanged]"
+    )
 
 
 def test_with_states_the_last_token_is_not_part_of_what_is_handed_over():
