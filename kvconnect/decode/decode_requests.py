@@ -505,7 +505,7 @@ class DecodeRequests:
         return request.num_tokens - self._stack.held_back
 
     def _checked(self, remote: RemotePrefill, request_id: str) -> RemotePrefill:
-        """The same parameters, with a refusal if they cannot be trusted or used; what is computed is told."""
+        """The same parameters, with a refusal if they cannot be trusted or used, which is then reported."""
         peer, why = remote.peer, None
         if remote.is_of_other_prompt:
             # Nodes that count tokens differently leave another number of them to D.
