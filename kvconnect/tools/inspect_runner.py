@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from kvconnect.peer.timeline_page import TimelinePage
 from kvconnect.timeline import Record
 from kvconnect.tools.server_client import side_channels
 from kvconnect.tools.showing import printable
-from kvconnect.tools.timelines import TraceSpan, Worker, align, join
+from kvconnect.tools.timelines import Worker, align, join
 from kvconnect.tools.trace_file import slowest, trace
 from kvconnect.tools.worker_tables import WIDTH, tables
 
@@ -151,14 +152,14 @@ def read_workers(extra: ExtraConfig, keyring: Keyring | None, given: Sequence[st
 def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: Address) -> Worker:
     """All records of a worker. Raises ``PeerError`` if it does not answer."""
     records: list[Record] = []
-    ahead, argument = TraceSpan(), ""
+    low, high, argument = -math.inf, math.inf, ""
     # Bounded: a busy worker records more while it is read.
     for _ in range(_MOST_TIMELINE_PAGES):
         reply = ask(extra, keyring, address, TIMELINE, TimelinePage, argument)
         page = reply.value
         records += page.records()
-        ahead = TraceSpan(page.clock_s - reply.answered_at, page.clock_s - reply.asked_at).also(ahead)
+        low, high = max(low, page.clock_s - reply.answered_at), min(high, page.clock_s - reply.asked_at)
         if page.is_last or not records:
             break
         argument = repr(records[-1][0])
-    return Worker(f"{page.engine_id} rank {page.rank}", page.rank, records, ahead, page.clock_s)
+    return Worker(f"{page.engine_id} rank {page.rank}", page.rank, records, (low, high), page.clock_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from kvconnect.timeline import Moment, Record
 
@@ -23,37 +22,17 @@ engine has written the last chunk. ``notify``: until D has the message of that. 
 """
 
 
-class TraceSpan(NamedTuple):
-    """An interval, ``low`` to ``high``, in which a number is known to lie."""
-
-    low: float = -math.inf
-    high: float = math.inf
-
-    @property
-    def guess(self) -> float:
-        """An estimate of the number: 0 if the interval contains 0."""
-        if self.low <= 0 <= self.high:
-            # Workers of one machine share a clock; clocks of two machines are far apart.
-            return 0.0
-        return (self.low + self.high) / 2 if math.isfinite(self.high - self.low) else 0.0
-
-    def also(self, other: TraceSpan) -> TraceSpan:
-        """The intersection of both intervals; this one if they do not overlap."""
-        both = TraceSpan(max(self.low, other.low), min(self.high, other.high))
-        return both if both.low <= both.high else self
-
-
 @dataclass
 class Worker:
     """The records of one worker, until ``read_at`` of its clock, in seconds.
 
-    ``ahead``: by how many seconds its clock is ahead of the asking process's clock.
+    ``ahead``: between how many seconds its clock is ahead of the asking process's clock.
     """
 
     name: str
     rank: int
     records: Sequence[Record]
-    ahead: TraceSpan = field(default_factory=TraceSpan)
+    ahead: tuple[float, float] = (0.0, 0.0)
     read_at: float = math.inf
 
 
@@ -102,82 +81,28 @@ class TracedRequest:
 
 
 def align(workers: Sequence[Worker]) -> list[Worker]:
-    """The same workers on the first one's clock, as far as messages and the asking process determine it.
+    """The same workers on the first one's clock.
 
+    Clocks that may be one are one: workers of a machine share it, and clocks of two machines are far apart.
     Records made after the earliest read of any worker are dropped: that worker has no matching records.
     """
-    if not workers:
-        return []
-    messages = [_Messages(worker) for worker in workers]
-    offsets = {0: 0.0}
-    while len(offsets) < len(workers):
-        spans = {
-            (known, other): _ahead(messages[known], messages[other]).also(
-                _asked(workers[known].ahead, workers[other].ahead)
-            )
-            for known in offsets
-            for other in range(len(workers))
-            if other not in offsets
-        }
-        # The best-known clock comes next: each worker may have exchanged messages with few others.
-        known, other = min(spans, key=lambda pair: (spans[pair].high - spans[pair].low, pair))
-        offsets[other] = offsets[known] + spans[known, other].guess
-    read_at = min(worker.read_at - offsets[place] for place, worker in enumerate(workers))
-    return [
-        replace(
-            worker,
-            records=[
-                (record[0] - offset, *record[1:])
-                for record in worker.records
-                if record[0] - offset <= read_at
-            ],
-            read_at=read_at,
-        )
-        for worker, offset in ((worker, offsets[place]) for place, worker in enumerate(workers))
-    ]
+    offsets = []
+    for worker in workers:
+        alike = next((other for other in workers if _overlap(other.ahead, worker.ahead)), worker)
+        # The low is the better estimate: the high also contains the way of the question and a handshake.
+        offsets.append(alike.ahead[0] - workers[0].ahead[0])
+    placed = list(zip(workers, offsets, strict=True))
+    read_at = min((worker.read_at - offset for worker, offset in placed), default=math.inf)
+    aligned = []
+    for worker, offset in placed:
+        moved = ((record[0] - offset, *record[1:]) for record in worker.records)
+        kept = [record for record in moved if record[0] <= read_at]
+        aligned.append(replace(worker, records=kept, read_at=read_at))
+    return aligned
 
 
-_RECEIVED_AS = {Moment.WRITTEN: Moment.LANDED, Moment.ANSWER_SENT: Moment.ANSWER_RECEIVED}
-"""The moment P records before it sends D a message: the moment D records when it receives the message."""
-
-
-class _Messages:
-    """Times of a worker's messages, by moment, handle, D's number for the fetch, chunk, and D's rank.
-
-    Each rank of D numbers its own fetches.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self.sent: dict[tuple[str, str, int, int, int], float] = {}
-        self.received: dict[tuple[str, str, int, int, int], float] = {}
-        asking: dict[tuple[str, int], set[int]] = {}
-        for at, moment, handle, _, transfer_id, number in worker.records:
-            if moment == Moment.FETCH_SENT:
-                self.sent[Moment.FETCH_RECEIVED, handle, transfer_id, 0, worker.rank] = at
-            elif moment == Moment.FETCH_RECEIVED:
-                self.received[moment, handle, transfer_id, 0, number] = at
-                asking.setdefault((handle, transfer_id), set()).add(number)
-            elif moment in _RECEIVED_AS.values():
-                self.received[moment, handle, transfer_id, number, worker.rank] = at
-        for at, moment, handle, _, transfer_id, number in worker.records:
-            ranks = asking.get((handle, transfer_id), set())
-            # If several ranks have fetches of one number, the receiver of a message is not known.
-            if moment in _RECEIVED_AS and len(ranks) == 1:
-                self.sent[_RECEIVED_AS[moment], handle, transfer_id, number, min(ranks)] = at
-
-
-def _asked(first: TraceSpan, second: TraceSpan) -> TraceSpan:
-    """How far the second clock is ahead of the first, by what the asking process knows of both."""
-    return TraceSpan(second.low - first.high, second.high - first.low)
-
-
-def _ahead(first: _Messages, second: _Messages) -> TraceSpan:
-    """How far the second clock is ahead of the first, since no message arrives before it is sent."""
-    there = (second.received[key] - at for key, at in first.sent.items() if key in second.received)
-    back = (at - first.received[key] for key, at in second.sent.items() if key in first.received)
-    low, high = max(back, default=-math.inf), min(there, default=math.inf)
-    # Drifting clocks contradict themselves a little over minutes.
-    return TraceSpan(low, high) if low <= high else TraceSpan((low + high) / 2, (low + high) / 2)
+def _overlap(first: tuple[float, float], second: tuple[float, float]) -> bool:
+    return max(first[0], second[0]) <= min(first[1], second[1])
 
 
 def join(workers: Sequence[Worker]) -> list[TracedRequest]:
@@ -201,18 +126,3 @@ def late_s(workers: Sequence[Worker], began_at: float, ended_at: float) -> float
         for record in worker.records
         if record[1] in (Moment.LATE, Moment.SLOW)
     )
-
-
-def lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
-    """A lane number for each interval: intervals of a lane do not overlap, with as few lanes as possible."""
-    given = list(intervals)
-    made = [0] * len(given)
-    free_at: list[float] = []
-    for place in sorted(range(len(given)), key=lambda one: given[one]):
-        began_at, ended_at = given[place]
-        lane = next((number for number, free in enumerate(free_at) if free <= began_at), len(free_at))
-        if lane == len(free_at):
-            free_at.append(ended_at)
-        free_at[lane] = max(free_at[lane], ended_at)
-        made[place] = lane
-    return made

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvconnect.timeline import Moment, Record
-from kvconnect.tools.timelines import PHASES, TracedRequest, Worker, lanes, late_s
+from kvconnect.tools.timelines import PHASES, TracedRequest, Worker, late_s
 
 _CHUNK_SLICES = {
     (Moment.PACKING, Moment.PACKED): "pack",
@@ -23,7 +22,7 @@ Event = dict[str, Any]
 
 
 def trace(workers: Sequence[Worker], requests: Sequence[TracedRequest]) -> dict[str, Any]:
-    """The trace: one process per worker, with tracks of its thread and its requests, and lanes of chunks."""
+    """The trace: one process per worker, with tracks of its thread, its requests and their chunks."""
     began_at = min((request.interval[0] for request in requests), default=0.0)
     ended_at = max((request.interval[1] for request in requests), default=0.0)
     events: list[Event] = []
@@ -38,7 +37,7 @@ def trace(workers: Sequence[Worker], requests: Sequence[TracedRequest]) -> dict[
         for number, request in enumerate(ours, 1):
             events.append(_named("thread_name", request.name, place, number))
             events += _request_slices(request, place, number)
-        events += _chunk_lanes(ours, place, len(ours) + 1)
+            events += _chunk_slices(request, place)
     for event in events:
         if "ts" in event:
             event["ts"] = round((event["ts"] - began_at) * 1e6, 3)
@@ -53,23 +52,22 @@ def _request_slices(request: TracedRequest, place: int, track: int) -> Iterator[
         yield _slice(f"to {record[1]}", before[0], record[0], place, track, arguments)
 
 
-def _chunk_lanes(requests: Sequence[TracedRequest], place: int, first_track: int) -> Iterator[Event]:
-    chunks: list[tuple[TracedRequest, list[Record]]] = []
-    for request in requests:
-        found: dict[tuple[int, int], list[Record]] = {}
-        for record in request.records[place]:
-            if record[1] in _OF_CHUNKS:
-                found.setdefault((record[4], record[5]), []).append(record)
-        chunks += [(request, records) for records in found.values()]
-    placed = lanes((records[0][0], records[-1][0]) for _, records in chunks)
-    for lane in sorted(set(placed)):
-        yield _named("thread_name", f"chunks {lane}", place, first_track + lane)
-    for lane, (request, records) in zip(placed, chunks, strict=True):
-        for before, after in itertools.pairwise(records):
-            name = _CHUNK_SLICES.get((before[1], after[1]))
-            if name is not None:
-                arguments = {"request": request.name, "handle": request.handle, "chunk": after[5]}
-                yield _slice(name, before[0], after[0], place, first_track + lane, arguments)
+def _chunk_slices(request: TracedRequest, place: int) -> Iterator[Event]:
+    """The steps of each chunk as async events: a viewer puts those that overlap on tracks of their own."""
+    last: dict[tuple[int, int], Record] = {}
+    for record in request.records[place]:
+        if record[1] not in _OF_CHUNKS:
+            continue
+        transfer, chunk = record[4:]
+        before = last.get((transfer, chunk), record)
+        last[transfer, chunk] = record
+        if name := _CHUNK_SLICES.get((before[1], record[1])):
+            # A local id belongs to the process. P and D, and ranks of one side, use the same numbers.
+            one = {"cat": "chunk", "id2": {"local": f"{request.handle}/{transfer}/{chunk}"}}
+            arguments = {"request": request.name, "handle": request.handle, "chunk": chunk}
+            for phase, at in (("b", before[0]), ("e", record[0])):
+                event = {"ph": phase, "name": name, "pid": place, "tid": _THREAD, "ts": at}
+                yield {**event, **one, "args": arguments}
 
 
 def _named(what: str, name: str, process: int, track: int = _THREAD) -> Event:
