@@ -10,8 +10,6 @@ hold it, and restored from there once the request has blocks. If that fails, the
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvconnect.cache.identity import marks_differ
@@ -31,45 +29,8 @@ from kvconnect.transfer.params import (
 )
 from kvconnect.transfer.stack import LongestRequest, RequestView, StackTraits
 
-logger = logging.getLogger(__name__)
-
-WINDOW_S = 60.0
 _MOST_PARKED_AT_ONCE = 4
 """Requests whose KV is on its way into host memory: they take slots from loads of requests with blocks."""
-
-
-class FetchOutcomes:
-    """Counts the requests of the current minute that named KV: those that got it, and the others."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._began_at = clock()
-        self._got = self._missed = 0
-        self._is_dry = False
-
-    def got(self) -> None:
-        """Count a request whose KV arrived."""
-        self._judge()
-        self._got += 1
-
-    def missed(self) -> None:
-        """Count a request that named KV, and is computed here or fails."""
-        self._judge()
-        self._missed += 1
-
-    def _judge(self) -> None:
-        now = self._clock()
-        if now - self._began_at < WINDOW_S:
-            return
-        if self._missed and not self._got:
-            logger.log(
-                logging.DEBUG if self._is_dry else logging.WARNING,
-                "none of the %d requests that asked for KV within a minute got it: their prompts were "
-                "computed here, or they failed; kvconnect_failures_total counts the reasons",
-                self._missed,
-            )
-        self._is_dry = not self._got and (self._is_dry or self._missed > 0)
-        self._began_at, self._got, self._missed = now, 0, 0
 
 
 @dataclass(eq=False)
@@ -172,7 +133,6 @@ class DecodeRequests:
         self._stack, self._handles, self._trust, self._draft = stack, handles, trust, draft
         rank0 = draft.directory[0]
         self._own = (rank0.host, rank0.port) if config.is_producer else None
-        self._outcomes = FetchOutcomes(handles.clock)
         self._early = EarlyLoads(cache_config, stack.longest, config.extra.max_loads)
         self._shares: dict[str, _Share] = {}
         self._by_handle: dict[str, _Share] = {}
@@ -266,7 +226,6 @@ class DecodeRequests:
         if num_external_tokens <= 0:
             if share.is_cancelled and not share.failure:
                 # The cancelled load left nothing in the prefix cache: its siblings compute their prompts.
-                self._outcomes.missed()
                 text = "the load under its handle ended with another request, whose client left"
                 self._draft.computed(request_id, share.remote.peer, Cause.FETCHED_BEFORE(text))
             self._let_go_if_unwanted(request_id, share)
@@ -344,10 +303,7 @@ class DecodeRequests:
             self._draft.note(Moment.LOADED, share.remote.handle, request_id, request_id not in results.failed)
             share.loader = ""
             failure = results.failed.get(request_id)
-            if failure is None:
-                self._outcomes.got()
-            elif not share.is_cancelled:
-                self._outcomes.missed()
+            if failure is not None and not share.is_cancelled:
                 share.failure = failure.after("the request that fetched for this one failed: ")
             self._forget_if_over(share)
         for handle in results.settled:
@@ -378,7 +334,6 @@ class DecodeRequests:
         """The weights may have changed: what is parked was of the old ones, and is computed here."""
         for share in list(self._by_handle.values()):
             if share.parked is not None:
-                self._outcomes.missed()
                 reason = Cause.REPLACED("its KV was in host memory when the caches were reset")
                 for request_id in share.undecided or (share.parker,):
                     self._draft.computed(request_id, share.remote.peer, reason)
@@ -521,7 +476,6 @@ class DecodeRequests:
             # Nothing is offered: vLLM would count the offered tokens as a hit, and nothing is fetched.
             why = remote.refusal
         if why is not None:
-            self._outcomes.missed()
             self._draft.computed(request_id, peer, why)
         return remote
 
