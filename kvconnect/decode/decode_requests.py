@@ -31,6 +31,7 @@ from kvconnect.transfer.stack import LongestRequest, RequestView, StackTraits
 
 _MOST_PARKED_AT_ONCE = 4
 """Requests whose KV is on its way into host memory: they take slots from loads of requests with blocks."""
+_OF_OTHER_PROMPT = Cause.OTHER_PROMPT("the handle is of another prompt")
 
 
 @dataclass(eq=False)
@@ -317,7 +318,7 @@ class DecodeRequests:
         if share is None or share.remote.peer[1:] == self._own:
             return None
         if share.remote.is_of_other_prompt:
-            return Cause.OTHER_PROMPT("the handle is of another prompt")
+            return _OF_OTHER_PROMPT
         fetched = Cause.FETCHED_BEFORE("another request has fetched under its handle")
         return share.remote.refusal or share.failure or (fetched if share.is_cancelled else None)
 
@@ -467,7 +468,7 @@ class DecodeRequests:
             if differ := marks_differ(self._stack.identity_marks, remote.identity):
                 why = Cause.OTHER_IDENTITY(f"KV means something else there: {', '.join(differ)} differ")
             else:
-                why = Cause.OTHER_PROMPT("the handle is of another prompt")
+                why = _OF_OTHER_PROMPT
         elif not remote.refusal and self._trust is not None:
             refusal = self._trust.refusal(remote.host, remote.port, vouched=remote.vouched)
             if refusal is not None:

@@ -64,7 +64,7 @@ class DecodeSide(TransferPart):
         self._reports, self._metrics = context.reports, context.metrics
         self.loads: dict[str, LoadRecord] = {}
         self.outcomes: deque[Outcome] = deque(maxlen=_MOST_OUTCOMES)
-        """The outcomes of the last loads."""
+        """The outcomes of the last loads, and on rank 0 of the last requests without a load."""
         self.peers = Peers(context, self._handle)
         self.renewals = Renewals(context, self.peers)
         self.rank_fetches = RankFetches(context, self.peers)

@@ -58,10 +58,9 @@ class Exchange:
     ``endpoint`` and ``body`` are set where the router reads the body. ``takes_first``: the first token may be
     P's. ``asked`` is the prefill node that may hold the prompt under ``release_name``; empty once it refused.
     ``is_taken``: a decode node has answered that was given P's parameters, and fetched or will release by
-    itself. ``broken`` are nodes that broke off before the client had got anything; ``may_repeat`` while the
-    request was run once. ``prefill`` is P's answer
-    to the request where D's answer is to have P's counts, and ``response`` the client's answer once that has
-    begun.
+    itself. ``broken`` are nodes that broke off, or had an error, before the client had got anything.
+    ``may_repeat``: the request generates, and was not run again. ``prefill`` is P's answer to the request
+    where D's answer is to have P's counts, and ``response`` the client's answer once that has begun.
     """
 
     request: web.Request

@@ -23,7 +23,6 @@ from kvconnect.router.router_options import RouterOptions, clean_url, split_rank
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 
 _FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-_ERROR_IN_A_STREAM = b'data: {"error"'
 _ROOM_BITS = 62
 """SGLang reads signed integers of 64 bits, and gives the prompts of a batch rooms that follow each other."""
 
@@ -111,7 +110,7 @@ def _ports(options: RouterOptions) -> dict[str, int]:
 
 
 def _is_error(begun: Begun) -> bool:
-    return begun.answer.status != 200 or begun.first.startswith(_ERROR_IN_A_STREAM)
+    return begun.answer.status != 200 or begun.is_error
 
 
 def _is_worth_another(begun: Begun) -> bool:

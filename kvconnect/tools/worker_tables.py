@@ -72,7 +72,7 @@ def _text(one: msgspec.Struct | Mapping[str, Any]) -> str:
         one = {field.name: value for field in fields if (value := getattr(one, field.name)) != field.default}
     texts = []
     for name, value in one.items():
-        # A count of 0 says something: no slot is free, a load failed.
+        # A count of 0 is information: no slot is free, a load failed.
         if name in _IN_NAMES or value is False or value in (None, "", ()):
             continue
         if isinstance(value, tuple):
