@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvconnect.cache.identity import marks_differ
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
@@ -31,7 +33,6 @@ from kvconnect.transfer.stack import LongestRequest, RequestView, StackTraits
 
 _MOST_PARKED_AT_ONCE = 4
 """Requests whose KV is on its way into host memory: they take slots from loads of requests with blocks."""
-_OF_OTHER_PROMPT = Cause.OTHER_PROMPT("the handle is of another prompt")
 
 
 @dataclass(eq=False)
@@ -317,8 +318,6 @@ class DecodeRequests:
         share = self._shares.get(request_id)
         if share is None or share.remote.peer[1:] == self._own:
             return None
-        if share.remote.is_of_other_prompt:
-            return _OF_OTHER_PROMPT
         fetched = Cause.FETCHED_BEFORE("another request has fetched under its handle")
         return share.remote.refusal or share.failure or (fetched if share.is_cancelled else None)
 
@@ -468,7 +467,8 @@ class DecodeRequests:
             if differ := marks_differ(self._stack.identity_marks, remote.identity):
                 why = Cause.OTHER_IDENTITY(f"KV means something else there: {', '.join(differ)} differ")
             else:
-                why = _OF_OTHER_PROMPT
+                why = Cause.OTHER_PROMPT("the handle is of another prompt")
+            remote = msgspec.structs.replace(remote, refusal=why)
         elif not remote.refusal and self._trust is not None:
             refusal = self._trust.refusal(remote.host, remote.port, vouched=remote.vouched)
             if refusal is not None:

@@ -44,19 +44,19 @@ class Request:
         return len(self.token_ids)
 
 
-def connector(role, groups=(ATTENTION,)):
+def connector(role, groups=(ATTENTION,), **traits):
     return build_scheduler_half(
         parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": {}}),
         KVCacheConfig(100, tuple(groups)),
-        StackTraits(prompt_digest=lambda request, count: digest_prompt(request.token_ids[:count])),
+        StackTraits(prompt_digest=lambda request, count: digest_prompt(request.token_ids[:count]), **traits),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         trust=Trust(HANDLES),
     )
 
 
-def prefilled(prompt, groups=(ATTENTION,), **more):
+def prefilled(prompt, groups=(ATTENTION,), traits=None, **more):
     """What P answers to a prompt, and its order to hold."""
-    prefill = connector("kv_producer", groups)
+    prefill = connector("kv_producer", groups, **(traits or {}))
     request = Request("p", list(prompt), {**ON_P, **more})
     prefill.new_request(request)
     del request.token_ids[prefill.prefill_tokens(request) :]
@@ -160,6 +160,20 @@ def test_what_has_another_prompts_handle_is_counted_and_not_let_go():
         "[prompt_differs; the client, or the router that named the transfer must act: send both nodes the "
         "prompt unchanged]"
     )
+
+
+@pytest.mark.parametrize(
+    ("marks", "cause"), [(b"p" * 8, Cause.OTHER_PROMPT), (b"d" * 8, Cause.OTHER_IDENTITY)]
+)
+def test_outcome_counter_and_receipt_name_one_cause_for_a_handle_of_another_prompt(marks, cause):
+    """Servers whose KV differs may count a prompt's tokens differently: then that is the cause."""
+    params, _ = prefilled(A, traits={"identity_marks": b"p" * 8})
+    decode = connector("kv_consumer", identity_marks=marks)
+    decode.new_request(Request("b", B, params))
+    orders = decode.build_orders()
+    assert orders.failures == (cause.value,)
+    assert [refused.reason for refused in orders.refused] == [decode.decode.refusal_of("b")]
+    assert orders.refused[0].reason.cause is cause
 
 
 def test_with_states_the_last_token_is_not_part_of_what_is_handed_over():
