@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,43 +17,48 @@ _CHUNK_SLICES = {
     (Moment.UNPACKING, Moment.UNPACKED): "unpack",
 }
 _OF_CHUNKS = {moment for pair in _CHUNK_SLICES for moment in pair}
-_THREAD = 0
-
 Event = dict[str, Any]
 
 
 def trace(workers: Sequence[Worker], requests: Sequence[TracedRequest]) -> dict[str, Any]:
-    """The trace: one process per worker, with tracks of its thread, its requests and their chunks."""
+    """The trace: one process per worker, with tracks of its thread, its requests and their chunks.
+
+    A process has the number of its transfer thread, which viewers then take for its main thread, and no two
+    tracks have one number: to viewers, 0 is the idle thread, and a thread's number is the machine's.
+    """
     began_at = min((request.interval[0] for request in requests), default=0.0)
     ended_at = max((request.interval[1] for request in requests), default=0.0)
     events: list[Event] = []
+    tracks = itertools.count(len(workers) + 1)
     for place, worker in enumerate(workers):
-        events.append(_named("process_name", worker.name, place))
-        events.append(_named("thread_name", "transfer thread", place, _THREAD))
+        process = place + 1
+        events.append(_named("process_name", worker.name, process, process))
+        events.append(_named("thread_name", "transfer thread", process, process))
         for record in worker.records:
             if record[1] in (Moment.LATE, Moment.SLOW) and began_at <= record[0] <= ended_at:
                 start = max(began_at, record[0] - record[5] * 1e-6)
-                events.append(_slice(record[1], start, record[0], place, _THREAD))
-        ours = [request for request in requests if place in request.records]
-        for number, request in enumerate(ours, 1):
-            events.append(_named("thread_name", request.name, place, number))
-            events += _request_slices(request, place, number)
-            events += _chunk_slices(request, place)
+                events.append(_slice(record[1], start, record[0], process, process))
+        for request in requests:
+            if place in request.records:
+                track = next(tracks)
+                events.append(_named("thread_name", request.name, process, track))
+                events += _request_slices(request, place, process, track)
+                events += _chunk_slices(request, place, process)
     for event in events:
         if "ts" in event:
             event["ts"] = round((event["ts"] - began_at) * 1e6, 3)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _request_slices(request: TracedRequest, place: int, track: int) -> Iterator[Event]:
+def _request_slices(request: TracedRequest, place: int, process: int, track: int) -> Iterator[Event]:
     """Slices between two moments of a request, named by the moment that ends each."""
     records = [record for record in request.records[place] if record[1] not in _OF_CHUNKS]
     for before, record in zip(records[:1] + records, records, strict=False):
         arguments = {"handle": request.handle, "number": record[5]}
-        yield _slice(f"to {record[1]}", before[0], record[0], place, track, arguments)
+        yield _slice(f"to {record[1]}", before[0], record[0], process, track, arguments)
 
 
-def _chunk_slices(request: TracedRequest, place: int) -> Iterator[Event]:
+def _chunk_slices(request: TracedRequest, place: int, process: int) -> Iterator[Event]:
     """The steps of each chunk as async events: a viewer puts those that overlap on tracks of their own."""
     last: dict[tuple[int, int], Record] = {}
     for record in request.records[place]:
@@ -66,11 +72,11 @@ def _chunk_slices(request: TracedRequest, place: int) -> Iterator[Event]:
             one = {"cat": "chunk", "id2": {"local": f"{request.handle}/{transfer}/{chunk}"}}
             arguments = {"request": request.name, "handle": request.handle, "chunk": chunk}
             for phase, at in (("b", before[0]), ("e", record[0])):
-                event = {"ph": phase, "name": name, "pid": place, "tid": _THREAD, "ts": at}
+                event = {"ph": phase, "name": name, "pid": process, "tid": process, "ts": at}
                 yield {**event, **one, "args": arguments}
 
 
-def _named(what: str, name: str, process: int, track: int = _THREAD) -> Event:
+def _named(what: str, name: str, process: int, track: int) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
 
 

@@ -122,6 +122,8 @@ def test_a_trace_has_every_moment_and_no_two_slices_of_a_track_overlap_in_part(g
             assert after >= before - 0.01
     named = {event["args"]["name"] for event in made["traceEvents"] if event["ph"] == "M"}
     assert {"P", "D", "transfer thread", "d-h0"} <= named
+    threads = [event["tid"] for event in made["traceEvents"] if event["name"] == "thread_name"]
+    assert len({0, *threads}) == 1 + len(threads), "to viewers, a thread's number is the machine's"
     json.dumps(made)
 
 
