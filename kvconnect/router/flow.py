@@ -40,6 +40,8 @@ logger = logging.getLogger("kvconnect.router")
 _OWN_ERRORS = (500, 502)
 """Statuses of a node's own errors: it did not get the KV, or its engine ended."""
 _ERROR_IN_A_STREAM = (b'data: {"error"', b"event: error")
+_ABORTED = b'"finish_reason":"abort"'
+"""In the end of an answer whose server stops without draining, or is paused. Text has its quotes escaped."""
 
 _REPORTED = ("kv_hint_results", "kvconnect_receipt")
 _CUT_OFF = "the answer to request %s was cut off: %s"
@@ -130,8 +132,10 @@ class Begun:
 
     @property
     def is_error(self) -> bool:
-        """Whether the node had an error of its own before it had any token."""
-        return self.answer.status in _OWN_ERRORS or self.first.startswith(_ERROR_IN_A_STREAM)
+        """Whether the node had an error of its own, or aborted the request, before the client got a byte."""
+        if self.answer.status in _OWN_ERRORS or self.first.startswith(_ERROR_IN_A_STREAM):
+            return True
+        return _ABORTED in self.first
 
 
 class Flow:

@@ -386,12 +386,15 @@ async def test_without_the_option_a_prefill_leg_that_fails_is_the_answer(flow) -
 # --- nodes that break off ---
 
 ERROR = b'data: {"error": {"message": "EngineCore encountered an issue", "code": 500}}\n\n'
+ABORTED = b'data: {"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"abort"}]}\n\n'
 BREAKS = {
     "unanswered": FAILS["broken"],
     "no_byte": after(0.05, streams(end="abort")),
     # What vLLM answers as its engine ends.
     "refused": FAILS["refused"],
     "error_in_a_stream": after(0.05, streams(ERROR, b"data: [DONE]\n\n")),
+    # What vLLM sends for each of its requests if it is stopped at once, with status 200.
+    "aborted": after(0.05, streams(ABORTED, b"data: [DONE]\n\n")),
 }
 
 
