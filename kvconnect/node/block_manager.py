@@ -16,7 +16,6 @@ import numpy as np
 
 from kvconnect.cache.specs import KVCacheConfig, div_ceil
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.offload.tier_events import DEVICE, TierEvents
 
 if TYPE_CHECKING:
     from kvconnect.node.request import Request
@@ -73,8 +72,6 @@ class BlockPool:
         self._first = 1 + reserved
         # Least recently freed first. Blocks without content go to the front: reusing them loses nothing.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self._first, num_blocks))
-        self.events: TierEvents | None = None
-        """Records the contents of the device's blocks; None where KV events are off."""
         self.reused: list[int] = []
         """Watched blocks that were allocated again, until ``take_reused``."""
         self._watched: set[int] = set()
@@ -112,18 +109,13 @@ class BlockPool:
         if count > len(self._free):
             raise LocalError(f"{count} blocks wanted, {len(self._free)} of {self.total} are free")
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
-        gone: dict[int, list[bytes]] = {}
         for block_id in taken:
             if key := self._key_of.pop(block_id, None):
                 del self._block_of[key]
-                gone.setdefault(key[0], []).append(key[1])
                 if block_id in self._watched:
                     self._watched.remove(block_id)
                     self.reused.append(block_id)
             self._references[block_id] = 1
-        if self.events is not None:
-            for group, names in gone.items():
-                self.events.removed(DEVICE, group, names)
         return taken
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -149,13 +141,11 @@ class BlockPool:
                 if block_id not in self._key_of:
                     self._free.move_to_end(block_id, last=False)
 
-    def remember(self, key: ContentKey, block_id: int) -> bool:
-        """Record a held block's content if the content is new. Returns whether it was recorded."""
-        is_new = key not in self._block_of and block_id not in self._key_of
-        if is_new:
+    def remember(self, key: ContentKey, block_id: int) -> None:
+        """Record a held block's content if the content is new."""
+        if key not in self._block_of and block_id not in self._key_of:
             self._block_of[key] = block_id
             self._key_of[block_id] = key
-        return is_new
 
     def watch(self, group: int, hashes: Sequence[bytes]) -> Sequence[int]:
         """See ``PrefixPool``."""
@@ -366,16 +356,9 @@ class BlockManager:
         for index, group in enumerate(self._groups):
             hashes, ids = blocks.content_hashes(request.token_ids, group.block_size), blocks.ids[index]
             full = min(num_computed // group.block_size, len(ids))
-            new = [
-                position
-                for position in range(blocks.remembered[index], full)
-                if ids[position] != NULL_BLOCK
-                and self.pool.remember((index, hashes[position]), ids[position])
-            ]
-            if new and self.pool.events is not None:
-                names = [hashes[at] for at in new]
-                origins = [(at, request, hashes[at - 1] if at else None, group.block_size) for at in new]
-                self.pool.events.gained(DEVICE, index, names, origins)
+            for position in range(blocks.remembered[index], full):
+                if ids[position] != NULL_BLOCK:
+                    self.pool.remember((index, hashes[position]), ids[position])
             blocks.remembered[index] = max(full, blocks.remembered[index])
 
     def leave_out_windows(self, blocks: RequestBlocks, num_loaded: int) -> None:

@@ -19,7 +19,6 @@ import torch
 from kvconnect.errors import LocalError
 from kvconnect.node.attention import Segment, segment_step
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.kv_events import Publisher
 from kvconnect.node.models import Model, ModelOutput
 from kvconnect.node.node_connector import Connector
 from kvconnect.node.request import EngineStep, Failure, Output, Request
@@ -94,20 +93,13 @@ def by_request(names: Sequence[str], output: ModelOutput) -> dict[str, tuple[int
 class NodeEngine:
     """Runs ``scheduler`` and ``runner`` in a thread, with the worker half of ``connector``."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        connector: Connector,
-        publisher: Publisher | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, connector: Connector) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.options = scheduler.options
         self.vocab_size = runner.model.vocab_size
         self.worker = connector.worker
         self.offload_state = connector.offload_state
-        self._publisher = publisher
         self.snapshot = self._take_snapshot(steps=0)
         # A request that arrived, the id of an aborted one, or None to wake the loop.
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
@@ -136,8 +128,6 @@ class NodeEngine:
             if self._thread.is_alive():
                 logger.error("the engine loop did not end within %g s, and is left behind", STOP_TIMEOUT_S)
         self.worker.close()
-        if self._publisher is not None:
-            self._publisher.close()
 
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
         """Why a request of this size can never run here, or None. For any thread."""
@@ -233,10 +223,8 @@ class NodeEngine:
         scheduler.update(step, sampled)
         self._send_orders()
         self.snapshot = self._take_snapshot(self.snapshot["steps"] + 1)
-        if self._publisher is not None:
-            self._publisher.publish()
         self._deliver()
-        if step.chunks or scheduler.running or (self._publisher is not None and self._publisher.events):
+        if step.chunks or scheduler.running:
             return 0.0
         if step.deferred:
             return DEFERRED_WAIT_S

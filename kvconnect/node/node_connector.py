@@ -81,7 +81,7 @@ def naming(config: KVCacheConfig, offload: OffloadConfig | None) -> Naming:
 def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, pool: BlockPool) -> Connector:
     """Both halves as ``kv_transfer_config`` defines them, with the cache registered; without it, empty ones.
 
-    ``pool`` has the blocks of the prefix cache; changes of the tiers are recorded in its ``events``.
+    ``pool`` has the blocks of the prefix cache.
 
     Raises:
         ConfigError: the configuration is not valid, or not possible with this cache.
@@ -104,7 +104,6 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
             requirements,
             label=options.model,
             naming=named,
-            announces=pool.events is not None,
         )
     # A state group turns prefix reuse off.
     shares = config.extra.share_prefix_cache and not any(group.is_state for group in cache.config.groups)
@@ -123,7 +122,6 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
                 row_bytes=worker.offload.row_bytes,
                 num_ranks=1,
                 clock=time.monotonic,
-                events=pool.events,
                 parks=worker.offload.load_rows is not None,
             )
         scheduler = build_scheduler_half(

@@ -29,7 +29,6 @@ class NodeOptions:
         "What makes this node transfer KV caches, or keep them in host memory and on disk: a JSON object, "
         "spelled as vLLM does. Left out, the node serves alone and keeps nothing.",
     ] = None
-    kv_events_config: Annotated[str | None, "A JSON object, as vLLM's."] = None
     enable_prefix_caching: Annotated[
         bool, "Take the beginning of a prompt from blocks that hold it already."
     ] = True

@@ -16,7 +16,6 @@ from kvconnect.node.block_manager import BlockManager, BlockPool
 from kvconnect.node.engine import NodeEngine, Runner
 from kvconnect.node.http_server import on_stop_signals
 from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
-from kvconnect.node.kv_events import configured_publisher
 from kvconnect.node.models import CacheSizing, Model, build_model
 from kvconnect.node.node_connector import Connector, configured_connector
 from kvconnect.node.node_options import NodeOptions
@@ -49,8 +48,6 @@ def build_engine(
         device=device,
     )
     runner = Runner(model, cache)
-    publisher = configured_publisher(options.kv_events_config, cache.config)
-    pool.events = None if publisher is None else publisher.events
     connector = connector or configured_connector(options, model, cache, pool)
     transfers = Transfers(
         connector.scheduler, cache.config, recompute_failed_loads=connector.recompute_failed_loads
@@ -61,7 +58,7 @@ def build_engine(
         options.max_num_batched_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
     )
-    return NodeEngine(Scheduler(options, manager, transfers), runner, connector, publisher)
+    return NodeEngine(Scheduler(options, manager, transfers), runner, connector)
 
 
 async def _drain(engine: NodeEngine, over: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""KV cache events of all tiers: blocks stored and removed, with their tokens, for the index of a router.
+"""KV cache events of the tiers: blocks stored and removed, with their tokens, for the index of a router.
 
 Before a block is kept, ``TierEvents`` notes the request that it belongs to, and copies the tokens from that
 request only when it makes an event of the block. A block that is stored and removed between two calls of
@@ -20,11 +20,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.tier import DISK, HOST, STORE
 from kvconnect.transfer.orders import CHANGES_AT_ONCE
 
-DEVICE = "device"
-"""The name of device memory, the tier above host memory."""
-
 _PLACES: dict[str, dict[str, Any]] = {
-    DEVICE: {"medium": "GPU"},
     HOST: {"medium": "CPU"},
     DISK: {"medium": "STORAGE", "locality": "LOCAL", "ownership": DISK},
     STORE: {"medium": "STORAGE", "locality": "REMOTE", "ownership": STORE},
@@ -122,7 +118,7 @@ class TierEvents:
             if footer.extra_keys:
                 described["extra_keys"] = [footer.extra_keys]
             origins.append((0, described, footer.parent, len(tokens)))
-        self.gained(tier, group, hashes, origins)
+        self.stored(tier, group, hashes, origins)
 
     def forget(self, group: int, hashes: Iterable[bytes]) -> None:
         """Drop the origins of contents that no tier will store any more."""
@@ -130,14 +126,16 @@ class TierEvents:
         for name in hashes:
             origins.pop(name, None)
 
-    def stored(self, tier: str, group: int, hashes: Collection[bytes]) -> None:
-        """A tier stored contents. Their event has tokens only if ``describe`` noted their origins."""
-        self.gained(tier, group, hashes, map(self._origins[group].get, hashes))
-
-    def gained(
-        self, tier: str, group: int, hashes: Collection[bytes], origins: Iterable[Origin | None]
+    def stored(
+        self,
+        tier: str,
+        group: int,
+        hashes: Collection[bytes],
+        origins: Iterable[Origin | None] | None = None,
     ) -> None:
-        """A tier stored contents that have these origins."""
+        """A tier stored contents. Events have tokens of those whose origin is given, or else was noted."""
+        if origins is None:
+            origins = map(self._origins[group].get, hashes)
         gained, lost = self._changes[tier][group]
         if not lost or lost.keys().isdisjoint(hashes):
             gained.update(zip(hashes, origins, strict=True))
@@ -162,7 +160,7 @@ class TierEvents:
                     came = _oldest(gained, left)
                     left -= len(came)
                     # A disk stores the end of a sequence first.
-                    each = came.items() if tier in (DEVICE, HOST) else sorted(came.items(), key=_place)
+                    each = came.items() if tier == HOST else sorted(came.items(), key=_place)
                     taken += self._maker.stored(tier, group, _runs(each))
                 if lost and left > 0:
                     went = _oldest(lost, left)
@@ -201,18 +199,13 @@ def _runs(came: Iterable[tuple[bytes, Origin | None]]) -> list[Run]:
     return [*runs, (_NOT_KNOWN, unknown)] if unknown else runs
 
 
-def last_64_bits(name: bytes) -> int:
-    """A hash in vLLM's default published form."""
-    return int.from_bytes(name[-8:], "big")
-
-
 def _place(one: tuple[bytes, Origin | None]) -> tuple[int, int]:
     """A sort key that puts the blocks of one request together, in their order there."""
     return (0, 0) if one[1] is None else (id(one[1][1]), one[1][0])
 
 
 class EventMaker:
-    """Makes events of vLLM's classes, or of similar ones, and fills the fields that a class has.
+    """Makes events of vLLM's classes, and fills the fields that a class has.
 
     ``groups`` has, by cache group, the fields that are equal for all its blocks. ``name`` converts a hash to
     its published form. Raises ``LocalError``: a class does not begin with the expected fields.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import AsyncGenerator, Collection
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from kvconnect.addresses import split_address
 from kvconnect.errors import ConfigError
-from kvconnect.peer.feed import FeedReader
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import Node, Pool
 from kvconnect.router.prefix_index import Event, PrefixIndex
@@ -26,6 +27,8 @@ from kvconnect.router.upstream import Upstream
 logger = logging.getLogger("kvconnect.router")
 
 _LOOK_S = 1.0
+_LAST = (-1).to_bytes(8, "big", signed=True)
+_REPLAY_MS = 5000
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -59,6 +62,48 @@ class ReadBatch(msgspec.Struct, array_like=True):
 
 
 _decoder = msgspec.msgpack.Decoder(ReadBatch)
+
+
+class FeedReader:
+    """Reads one publisher's messages, in an event loop, within a ``with`` block.
+
+    With a ``replay_endpoint``, missed messages can be requested.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str = "") -> None:
+        self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
+
+    def __enter__(self) -> FeedReader:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        # Unbounded: without a replay endpoint a slow reader could not get dropped messages again.
+        self._socket.set_hwm(0)
+        self._socket.connect(self._endpoint)
+        self._socket.subscribe(b"")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    async def receive(self) -> tuple[int, bytes]:
+        """The number and the payload of the next message."""
+        while len(frames := await self._socket.recv_multipart()) < 2:
+            pass
+        return int.from_bytes(frames[-2], "big"), frames[-1]
+
+    async def missed(self, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
+        """The messages from number ``first`` on that the publisher still keeps."""
+        if not self._replay_endpoint:
+            return
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(self._replay_endpoint)
+            await socket.send_multipart((b"", first.to_bytes(8, "big")))
+            while await socket.poll(_REPLAY_MS):
+                frames = await socket.recv_multipart()
+                if len(frames) < 2 or frames[-2] == _LAST:
+                    return
+                yield int.from_bytes(frames[-2], "big"), frames[-1]
 
 
 class KVEvents:
@@ -116,7 +161,7 @@ class KVEvents:
                 self._is_unread = True
                 logger.warning(
                     "KV events of %s cannot be read, and requests are placed without them: the node has to "
-                    "publish those of vLLM or kvconnect (further ones are only counted, in "
+                    "publish those of vLLM (further ones are only counted, in "
                     "kvconnect_router_kv_events_unread_total): %s",
                     self._node,
                     error,

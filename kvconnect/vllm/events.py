@@ -13,7 +13,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvconnect.offload.tier_events import Described, EventMaker, TierEvents, last_64_bits
+from kvconnect.offload.tier_events import Described, EventMaker, TierEvents
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -39,10 +39,15 @@ def _name() -> Callable[[bytes], Any]:
     """The form in which vLLM publishes a hash. Tested once: vLLM reads its setting per hash, for 4 us."""
     example = bytes(range(32))
     published = maybe_convert_block_hash(BlockHash(example))
-    for name in (bytes, last_64_bits):
+    for name in (bytes, _last_64_bits):
         if published == name(example):
             return name
     return lambda name: maybe_convert_block_hash(BlockHash(name))
+
+
+def _last_64_bits(name: bytes) -> int:
+    """A hash in vLLM's default published form."""
+    return int.from_bytes(name[-8:], "big")
 
 
 def describe(request: Request, first: int, count: int, block_tokens: int) -> Described:

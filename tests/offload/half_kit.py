@@ -29,7 +29,7 @@ from kvconnect.offload.index.tier_index import READY, TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
-from kvconnect.offload.tier_events import DEVICE, TierEvents
+from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, StateBlock, Step
 
@@ -118,8 +118,7 @@ class Replay:
         for (tier, group), ranks in lower._ranks.items():
             there[tier, group] = {name for name, bits in ranks.items() if bits & 1}
         for key in {*there, *self.held}:
-            if key[0] != DEVICE:
-                assert self.held.get(key, set()) == there.get(key, set()), key
+            assert self.held.get(key, set()) == there.get(key, set()), key
 
 
 def check_index(index: TierIndex) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import aiohttp
+import zmq
+import zmq.asyncio
 from aiohttp import web
 
 from kvconnect.node.http_server import app_runner
@@ -96,6 +98,35 @@ class Node:
             yield self
         finally:
             await runner.cleanup()
+
+
+class Feed:
+    """Publishes numbered messages as vLLM does, and repeats them for who asks."""
+
+    def __init__(self, events: str, replay: str) -> None:
+        self.count = 0
+        self.last: list[tuple[bytes, bytes]] = []
+        self._context = zmq.asyncio.Context()
+        self._events, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._events.bind(events)
+        self._replay.bind(replay)
+        self._task = asyncio.create_task(self._answer())
+
+    def publish(self, payload: bytes) -> None:
+        self.last.append((self.count.to_bytes(8, "big"), payload))
+        self.count += 1
+        self._events.send_multipart((b"", *self.last[-1]))
+
+    async def _answer(self) -> None:
+        while True:
+            asking, _, first = await self._replay.recv_multipart()
+            for message in [*self.last, (b"\xff" * 8, b"")]:
+                if message[0] >= first:
+                    await self._replay.send_multipart((asking, b"", *message))
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._context.destroy(linger=0)
 
 
 def answers(status: int = 200, body: Any = None, **headers: str) -> Script:

@@ -12,14 +12,13 @@ import pytest
 from aiohttp import web
 
 from kvconnect.errors import ConfigError
-from kvconnect.peer.feed import Feed
 from kvconnect.router.app import ROUTER, create_router_app
 from kvconnect.router.placing import NodeChoice
 from kvconnect.router.policy import Published
 from kvconnect.router.prefix_index import Hit
 from kvconnect.router.router_options import RouterOptions
 from tests.ports import free_port
-from tests.router.router_doubles import Node, in_loop, routed, until
+from tests.router.router_doubles import Feed, Node, in_loop, routed, until
 
 SIZE = 16
 
@@ -39,8 +38,8 @@ class Server(Node):
     events: str = field(default_factory=lambda: f"tcp://127.0.0.1:{free_port()}")
     replay: str = field(default_factory=lambda: f"tcp://127.0.0.1:{free_port()}")
 
-    def open(self, stack, kept=1000):
-        self.feed = Feed(self.events.replace("127.0.0.1", "*"), self.replay, "", most=1000, kept=kept)
+    def open(self, stack):
+        self.feed = Feed(self.events, self.replay)
         stack.callback(self.feed.close)
 
     def publish(self, *events):
@@ -67,13 +66,13 @@ def by_prefix(events, replays=None, sources=None):
 
 
 @contextlib.asynccontextmanager
-async def servers(count=2, is_pair=False, sources=(), **options):
+async def servers(count=2, is_pair=False, sources=()):
     """A router that follows so many servers; plain ones, or prefill nodes before a decode node."""
     async with contextlib.AsyncExitStack() as stack:
         found = [Server() for _ in range(count)]
         for server in found:
             await stack.enter_async_context(server.serving())
-            server.open(stack, **options)
+            server.open(stack)
         urls = [server.url for server in found]
         policy = by_prefix(
             {server.url: server.events for server in found},
@@ -168,14 +167,9 @@ async def test_what_was_published_before_and_what_was_missed_is_asked_for():
         client = await stack.enter_async_context(routed([], [server.url], **policy))
         await settled(client, server, PROMPT, Hit(len(PROMPT), len(PROMPT)))
         # Its socket loses a message; the number of the next shows it.
-        server.feed._count += 1
-        lost = server.feed._last
-        lost.append(
-            (
-                (1).to_bytes(8, "big"),
-                msgspec.msgpack.encode([1.0, [stored_event([5], [5] * SIZE)], 0]),
-            )
-        )
+        lost = msgspec.msgpack.encode([1.0, [stored_event([5], [5] * SIZE)], 0])
+        server.feed.last.append((server.feed.count.to_bytes(8, "big"), lost))
+        server.feed.count += 1
         await asyncio.sleep(0.3)
         server.store([6] * SIZE)
         await settled(client, server, [5] * SIZE, Hit(SIZE, SIZE))
@@ -188,8 +182,8 @@ async def test_a_publisher_that_begins_anew_has_nothing_of_what_it_had():
     async with servers(1) as (client, (server,)):
         server.store(PROMPT)
         await settled(client, server, PROMPT, Hit(len(PROMPT), len(PROMPT)))
-        server.feed._count = 0
-        server.feed._last.clear()
+        server.feed.count = 0
+        server.feed.last.clear()
         server.store([3] * SIZE)
         await settled(client, server, PROMPT, Hit())
         await settled(client, server, [3] * SIZE, Hit(SIZE, SIZE))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +11,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 import msgspec
 import torch
-import zmq
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
     BlockRemoved,
@@ -26,11 +25,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tok
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvconnect.config import OffloadConfig
-from kvconnect.node import kv_events as node_events
-from kvconnect.node.kv_events import EventBatch
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
-from kvconnect.offload.tier_events import DEVICE, EventMaker, TierEvents
+from kvconnect.offload.tier_events import EventMaker, TierEvents
+from kvconnect.router.policy import FeedReader
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, Step
 from kvconnect.vllm.events import describe, tier_events
@@ -168,49 +166,44 @@ def test_a_session_is_named_where_vllm_has_it():
     assert {event.session_id for event in decoded(keep(half_of(), made))} == {"talk 7"}
 
 
-def test_vllm_s_publisher_and_decoder_carry_them():
-    port = free_port()
+def test_vllm_s_publisher_carries_them_to_our_router_s_reader():
+    """At once, and again for a reader that asks for what it missed."""
+    published, replayed = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     config = KVEventsConfig(
-        enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}", topic="kv-events"
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=published.replace("127.0.0.1", "*"),
+        replay_endpoint=replayed,
+        topic="kv-events",
     )
+    batch = KVEventBatch(ts=1.0, events=list(keep(half_of(), with_extras(4))))
     publisher = EventPublisherFactory.create(config)
-    with zmq.Context() as context, context.socket(zmq.SUB) as heard:
-        heard.connect(f"tcp://127.0.0.1:{port}")
-        heard.setsockopt(zmq.SUBSCRIBE, b"kv-events")
-        heard.setsockopt(zmq.RCVTIMEO, 200)
-        events = keep(half_of(), with_extras(4))
-        try:
-            for _ in range(50):
-                # A subscriber hears from when it has joined.
-                publisher.publish(KVEventBatch(ts=1.0, events=list(events)))
-                try:
-                    topic, _, payload = heard.recv_multipart()
-                    break
-                except zmq.Again:
-                    continue
-            else:
-                raise AssertionError("nothing was heard")
-        finally:
-            publisher.shutdown()
-    assert topic == b"kv-events"
-    assert msgspec.msgpack.decode(payload, type=KVEventBatch).events == decoded(events)
+
+    async def heard():
+        with FeedReader(published, replayed) as reader:
+            waiting, sent = asyncio.create_task(reader.receive()), 0
+            # A subscriber hears from when it has joined.
+            while not waiting.done():
+                publisher.publish(batch)
+                sent += 1
+                await asyncio.sleep(0.2)
+            return await waiting, sent, [message async for message in reader.missed(0)]
+
+    try:
+        (number, payload), sent, missed = asyncio.run(asyncio.wait_for(heard(), 60))
+    finally:
+        publisher.shutdown()
+    assert [number for number, _ in missed] == [*range(sent)]
+    assert missed[number] == (number, payload)
+    assert msgspec.msgpack.decode(payload, type=KVEventBatch).events == decoded(batch.events)
 
 
-def test_a_node_s_events_are_decoded_by_vllm_too():
-    events = node_events.tier_events(scheduler_config(kept_config(CACHE)))
-    view, hashes = SimpleNamespace(token_ids=[*range(4, 16)], cache_salt=None), [b"h" * 16, b"i" * 16]
-    origins = [(0, view, b"g" * 16, 4), (1, view, hashes[0], 4)]
-    events.gained(DEVICE, 1, hashes, origins)
-    events.removed(HOST, 0, hashes[:1])
-    payload = msgspec.msgpack.encode(EventBatch(1.0, events.take()))
-    stored, removed = msgspec.msgpack.decode(payload, type=KVEventBatch).events
-    names = [int.from_bytes(letter * 8, "big") for letter in (b"g", b"h", b"i")]
-    assert isinstance(stored, BlockStored)
-    assert (stored.parent_block_hash, stored.block_hashes) == (names[0], names[1:])
-    assert (stored.token_ids, stored.block_size, stored.medium) == ([*range(4, 12)], 4, "GPU")
-    assert (stored.kv_cache_spec_kind, stored.kv_cache_spec_sliding_window) == ("sliding_window", 12)
+def test_what_a_tier_removed_is_decoded_by_vllm():
+    events = tier_events(CACHE)
+    events.removed(HOST, 1, [b"h" * 16])
+    (removed,) = decoded(events.take())
     assert isinstance(removed, BlockRemoved)
-    assert (removed.block_hashes, removed.medium, removed.group_idx) == ([names[1]], "CPU", 0)
+    assert (removed.block_hashes, removed.medium, removed.group_idx) == ([b"h" * 16], "CPU", 1)
 
 
 def test_random_prompts_are_described_from_the_tier_that_they_come_back_from():
