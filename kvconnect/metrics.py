@@ -397,7 +397,6 @@ class OffloadMetrics(MetricSet):
         "host": _gauge("offload_host_pinned_bytes", "Bytes of host memory that sessions pin"),
         "disk": _gauge("offload_disk_pinned_bytes", "Bytes that sessions pin on disk or on the way there"),
     }
-    held_rows: Number = _gauge("offload_held_rows", "Rows of host memory that a tier did not release in time")
 
     def moved(self, move: str, tier: str, rows: int, length_bytes: int, seconds: float | None = None) -> None:
         """Count moved rows and their bytes; with ``seconds``, also the job that moved them."""

@@ -123,19 +123,12 @@ class DecodeSide(TransferPart):
         self._by_peer.setdefault(key, {})[load] = None
         self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
         self.renewals.load(load, now)
-        reason = load.error or order.refusal or self._no_rows(order) or self.peers.refusal(key, now)
+        reason = load.error or order.refusal or self.peers.refusal(key, now)
         if reason:
             load.fail(reason)
         else:
             # Also for a load that waits for its turn: its lease is renewed meanwhile.
             self.peers.reach(key, now)
-
-    def _no_rows(self, order: Load) -> Reason | None:
-        """Why a parked load cannot fill its rows, or None."""
-        if not order.parks or self._local.parked is None:
-            return None
-        refusal = self._local.parked.refusal(order.parks)
-        return Cause.BLOCKS(refusal) if refusal else None
 
     def abort(self, request_id: str) -> None:
         """The client left: end the load, which is no failure. Reported once its blocks are quiescent."""

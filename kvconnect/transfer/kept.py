@@ -111,11 +111,7 @@ class ParkedRows(Protocol):
         ...
 
     def begin(self, parks: Sequence[Park]) -> None:
-        """Note that a load takes these rows. Called by the thread that launches steps, before ``refusal``."""
-        ...
-
-    def refusal(self, parks: Sequence[Park]) -> str:
-        """Why the rows cannot be written now, or nothing."""
+        """Note that a load takes these rows. Called by the thread that launches steps, before the load."""
         ...
 
     def end(self, parks: Sequence[Park], *, ok: bool) -> None:

@@ -152,7 +152,7 @@ def test_what_is_in_host_memory_is_not_read_again(split, tmp_path, monkeypatch):
     source = restarted(tmp_path, prompt)
     target = asking(source)
     read, fetch = [], TierLoop.fetch
-    monkeypatch.setattr(TierLoop, "fetch", lambda *given: (read.append(len(given[1].named)), fetch(*given)))
+    monkeypatch.setattr(TierLoop, "fetch", lambda *given: (read.append(len(given[1].hashes)), fetch(*given)))
     with closing(source, target):
         source.ask(prompt[: split + 1])
         assert target.ask(prompt) == plain.complete(prompt)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+import tests.node.wide_model  # noqa: F401
 from tests.node.node_harness import Client, check_pool, make_client
 from tests.offload.opened import closes_later
 

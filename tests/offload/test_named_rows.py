@@ -280,21 +280,16 @@ def test_what_a_tier_reads_has_its_name_once_it_is_there():
     assert named.rows.find(Prefix(NAMING, 0, names("aaaa")), 32)[0] == 16
 
 
-def test_a_row_that_may_be_written_late_has_no_name():
+def test_a_row_that_is_being_read_into_has_no_name():
     tier = Double(mood="late")
     named = Named(tier)
-    named.rig.worker._loop.timeouts_s["read"] = 0.01
     keep(named, "aa", 16)
     kept = named.check("aa", 16)
+    tier.kept[0, b"x"] = bytes(named.rig.worker.plan.row_class(0).row_bytes)
     named.fetch(0, [(b"x", 1)], tier)
-    named.rig.until(lambda: named.number in named.rig.fetched)
+    named.rig.until(lambda: tier.put_off)
     assert not kept.is_intact()
     named.check("aa", 16)
-    # Its order fails for this row, which the tier may still write.
-    named.store(0, [(name_of("aa", 0, 1), 1)], wait=False)
-    named.rig.until(lambda: named.number in named.rig.stored)
-    named.check("aa", 16)
-    tier.kept[0, b"x"] = bytes(named.rig.worker.plan.row_class(0).row_bytes)
     tier.release()
     named.rig.until_idle()
     named.check("aa", 16)
@@ -388,7 +383,7 @@ class Lending(Named):
             if job.key is None:
                 rows = self.classes[job.row_class]
                 assert all(rows.num_rows <= row < rows.num_all for row in job.copies.rows)
-                self.read += len(job.named)
+                self.read += len(job.hashes)
             fetch(job, name, now)
 
         self.work.fetch, self.read = look, 0
@@ -464,12 +459,10 @@ def test_rows_in_use_are_not_lent_again_and_are_free_once_they_are_let_go(lendin
     assert lending.hold("dddddd") is not None
 
 
-@pytest.mark.parametrize("what", ["gone", "clear", "weights", "late"])
+@pytest.mark.parametrize("what", ["gone", "clear", "weights"])
 def test_what_is_not_read_after_all_is_not_intact(lending, what):
     lending.write("aaaaaa")
     lending.tier.mood = "late"
-    if what == "late":
-        lending.work.timeouts_s["read"] = 0.01
     kept = lending.hold("aaaaaa")
     lending.rig.until(lambda: len(lending.tier.put_off) == 3)
     if what == "gone":
@@ -484,6 +477,27 @@ def test_what_is_not_read_after_all_is_not_intact(lending, what):
     assert not kept.is_intact()
     assert lending.find("aaaaaa")[0] < TOKENS
     lending.tier.release()
+
+
+def test_a_peers_fetch_does_not_wait_for_a_disk_that_hangs_and_its_rows_are_not_lent_again(lending):
+    lending.write("aaaaaa")
+    lending.tier.mood = "late"
+    lending.work.peer_read_timeout_s = 0.01
+    kept = lending.hold("aaaaaa")
+    lending.rig.until(lambda: lending.rig.failures("disk_read_timeout") == 3)
+    assert not kept.is_intact(), "the fetch is refused"
+    kept = None
+    lending.tier.mood = "good"
+    assert lending.find("aaaaaa")[2] < TOKENS
+    with pytest.raises(PeerError, match="in use"):
+        lending.hold("aaaaaa")
+    lending.tier.release()
+    lending.rig.until_idle()
+    assert lending.find("aaaaaa")[:3] == (0, 0, TOKENS), "what came too late has no name"
+    kept = lending.hold("aaaaaa")
+    lending.until_read(kept)
+    assert kept.is_intact()
+    lending.check_bytes(kept, "aaaaaa", TOKENS, 0)
 
 
 def test_what_was_read_since_the_order_to_clear_is_forgotten_when_it_is_carried_out(lending):

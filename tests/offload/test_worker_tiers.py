@@ -137,79 +137,40 @@ def test_a_tier_that_is_asked_says_what_it_has(make):
     assert rig.found == {1: hashes(1, 3), 2: ()}
 
 
-@pytest.mark.parametrize("mood", ["late", "never"])
-def test_a_tier_that_does_not_answer_is_given_up_and_its_rows_stay_held(make, mood):
-    disk = Double(mood=mood)
-    rig = make(disk)
-    rig.worker._loop.timeouts_s.update(write=0.05, read=0.05, seek=0.05)
+def test_a_tier_that_does_not_answer_keeps_its_jobs_open_and_other_jobs_go_on(make):
+    """So the scheduler half uses none of their rows again: what is late is written into rows of its own."""
+    disk, other = Double(mood="late"), Double("store", indexed=False)
+    rig = make(disk, other)
     disk.kept = {(0, hash_): b"\xee" * rig.worker.row_bytes[0] for hash_ in hashes(7, 8)}
     rig.order(
         stores=(store(1, [(1, 0)], 1),),
         fetches=(TierFetch(2, "disk", 0, hashes(7, 8), (1, 2)),),
         seeks=(Seek(3, "disk", 0, hashes(7)),),
     )
-    rig.until(lambda: rig.kept and rig.fetched and rig.found)
-    assert rig.stored == {1: ()}
-    assert rig.kept == {1}
-    assert rig.fetched == {2: hashes(7, 8)}
-    assert rig.found == {3: ()}
-    assert rig.worker.state()["held_rows"] == 3
-    for reason in ("write", "read", "seek"):
-        assert rig.failures(f"disk_{reason}_timeout") == 1
-    # Who wants the rows now does not get them, and the others of the same orders do.
+    rig.until(lambda: len(disk.put_off) == 3)
     disk.mood = "good"
-    rig.order(
-        stores=(store(4, [(2, 1), (3, 3), (4, 0)], 1, 2, 3),),
-        fetches=(TierFetch(5, "disk", 0, hashes(7, 8), (2, 4)),),
-    )
+    rig.order(stores=(store(4, [(2, 3)], 2),), fetches=(TierFetch(5, "disk", 0, hashes(7, 9), (4, 5)),))
     rig.until(lambda: 4 in rig.kept and 5 in rig.fetched)
-    assert set(rig.stored[4]) == set(hashes(1, 3))
-    assert rig.fetched[5] == hashes(7)
+    assert rig.stored == {1: (), 4: ()}
+    assert rig.fetched == {5: hashes(9)}
+    assert rig.kept == {4}
+    assert not rig.found
     image = rig.image()
-    assert np.array_equal(row(rig, 0, 3), image.row(0, 3))
-    if mood == "never":
-        return
-    # It does at last what it was told: into rows that are still nobody else's.
     disk.release()
+    rig.until(lambda: 1 in rig.kept and 2 in rig.fetched and 3 in rig.found)
+    assert rig.fetched[2] == ()
+    assert rig.found == {3: hashes(7)}
+    assert np.array_equal(row(rig, 0, 3), image.row(0, 2))
+    assert (row(rig, 0, 2) == 0xEE).all()
     rig.until_idle()
-    assert np.array_equal(row(rig, 0, 3), image.row(0, 3))
-    rig.order(stores=(store(6, [(2, 1)], 1),))
-    rig.until(lambda: 6 in rig.kept)
-    assert rig.stored[6] == ()
-    assert np.array_equal(row(rig, 0, 1), image.row(0, 2))
-
-
-def test_a_device_that_never_ends_a_copy_keeps_its_rows(make):
-    rig = make(Double())
-    rig.worker._loop.timeouts_s.update(store=0.05, restore=0.05)
-
-    stuck, copier = Late(), rig.worker._copier
-    snapshot, copier.snapshot = copier.snapshot, lambda orders: stuck
-    rig.order(stores=(store(1, [(1, 0)], 1),))
-    rig.until(lambda: rig.kept)
-    assert rig.stored == {1: hashes(1)}
-    assert rig.kept == {1}
-    copier.snapshot = snapshot
-    rig.order(stores=(store(2, [(1, 0), (1, 1)], 1, 2),))
-    rig.until(lambda: 2 in rig.kept)
-    assert rig.stored[2] == hashes(1)
-    assert rig.failures("offload_store_late") == 1
-    stuck.done = True
-    rig.until_idle()
-    rig.order(stores=(store(3, [(1, 0)], 1),))
-    rig.until(lambda: 3 in rig.kept)
-    assert rig.stored[3] == ()
 
 
 def test_a_restore_is_told_once_nobody_writes_the_blocks(make):
     rig = make(Double())
-    rig.worker._loop.timeouts_s.update(store=0.02, restore=0.02)
-
     slow = Late()
     rig.worker._copier.restore = lambda orders, after: slow
     rig.order(restores=(Restore("r", (copies(0, [(1, 0)]),)),))
-    rig.until(lambda: rig.failures("offload_restore_late") == 1)
-    rig.collect()
+    rig.until(lambda: rig.worker.state()["copies"] == 1)
     assert not rig.received
     slow.error, slow.done = "the device is broken", True
     rig.until(lambda: rig.received == ["r"])
@@ -231,7 +192,6 @@ def test_a_refusal_is_a_failure_that_touches_nothing(make):
 def test_a_tier_that_is_broken_harms_nobody_else(make, broken):
     disk, other = Double("disk"), Double("store", indexed=False)
     rig = make(disk, other)
-    rig.worker._loop.timeouts_s.update(write=0.2, read=0.2, seek=0.2)
     disk.mood = broken
     for job in range(3):
         rig.order(
@@ -239,12 +199,15 @@ def test_a_tier_that_is_broken_harms_nobody_else(make, broken):
             fetches=(TierFetch(10 + job, "disk", 0, hashes(9), (5 + job,)),),
             seeks=(Seek(20 + job, "disk", 0, hashes(9)), Seek(30 + job, "store", 0, hashes(job))),
         )
-    rig.until(lambda: len(rig.kept) == 3 and len(rig.fetched) == 3 and len(rig.found) == 6)
-    assert set(rig.fetched.values()) == {hashes(9)}
-    assert len(other.kept) == 3
-    assert rig.failures("disk_internal") >= (9 if broken == "raise" else 1) or broken == "raise"
+    rig.until(lambda: len(rig.stored) == 3 and len(rig.found) == 3 and len(other.kept) == 3)
+    rig.until(lambda: rig.failures("disk_internal") >= (9 if broken == "raise" else 1))
+    assert not rig.kept | rig.fetched.keys(), "it may still use their rows"
     assert rig.worker._loop.is_alive
     disk.mood = "good"
+    disk.release()
+    rig.worker._loop.wake()
+    rig.until(lambda: len(rig.kept) == 3 and len(rig.fetched) == 3 and len(rig.found) == 6)
+    assert set(rig.fetched.values()) == {hashes(9)}
 
 
 def test_a_report_that_names_others_contents_is_not_believed(make):
@@ -405,7 +368,6 @@ def test_random_orders_over_unreliable_tiers(seed, moods):
     disk = Double("disk", moods[0])
     memory = MemoryTier(64 << 10, indexed=False, name="store")
     rig = Rig(disk, memory)
-    rig.worker._loop.timeouts_s.update(write=0.02, read=0.02, seek=0.02)
     model = Model(seed)
     chance = model.random
     try:
@@ -415,8 +377,7 @@ def test_random_orders_over_unreliable_tiers(seed, moods):
                 memory.is_failing = chance.random() < 0.2
             _random_step(rig, model)
             if chance.random() < 0.2:
-                # Long enough for what is late to be given up, and its rows used for something else.
-                time.sleep(0.03)
+                time.sleep(0.01)
                 _settle(rig, model)
             if chance.random() < 0.2:
                 disk.release(1)
@@ -425,8 +386,7 @@ def test_random_orders_over_unreliable_tiers(seed, moods):
         disk.put_off = type(disk.put_off)(("late", work) for _, work in disk.put_off)
         disk.release()
         rig.until(lambda: _settle(rig, model) or (not model.jobs and not model.restores))
-        if "raise" not in moods:
-            rig.until_idle()
+        rig.until_idle()
     finally:
         rig.close()
     assert not any(rig.worker.state().values())

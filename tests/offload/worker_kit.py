@@ -154,8 +154,8 @@ class Double(MemoryTier):
     """A tier that does what a test says. ``mood`` is what becomes of the next orders.
 
     good: at once. late: when released. never: not even then. refuse: writes fail, reads miss, nothing is
-    found. raise: the call itself fails. wrong: as good, but its report names contents that nobody asked for.
-    dead: it reports nothing.
+    found. raise: the call itself fails, and is late. wrong: as good, but its report names contents that
+    nobody asked for. dead: it reports nothing.
     """
 
     def __init__(self, name="disk", mood="good", indexed=True):
@@ -174,10 +174,10 @@ class Double(MemoryTier):
         return [content in self._kept for content in contents]
 
     def _submit(self, work):
-        if self.mood == "raise":
-            raise RuntimeError("no")
-        if self.mood in ("late", "never"):
+        if self.mood in ("late", "never", "raise"):
             self.put_off.append((self.mood, work))
+            if self.mood == "raise":
+                raise RuntimeError("no")
         else:
             self.is_failing = self.mood == "refuse"
             work()
@@ -200,5 +200,6 @@ class Double(MemoryTier):
         return super().poll()
 
     def close(self):
-        self.closed = True
-        return super().close()
+        self.closed = super().close()
+        self.release()
+        return not self.put_off

@@ -289,8 +289,7 @@ class Engine:
         offload = self.worker._worker.offload
         if offload is None:
             return True
-        results = self.worker._worker.offload.state()
-        return not any(count for name, count in results.items() if name != "held_rows")
+        return not any(offload.state().values())
 
     def _update(self, output: Any, results: ModelRunnerOutput) -> None:
         updated = self.scheduler.update_from_output(output, results)

@@ -76,7 +76,7 @@ _GOODBYE_S = 3.0
 
 
 class StoreLink:
-    """Starts the store's process, and restarts it some time after a failure: for an order, or by ``restart``.
+    """Starts the store's process, and restarts it some time after a failure if it is wanted again.
 
     Args:
         start: makes a process; called on the link's thread, which outlives it. Raises ``EngineError``.
@@ -103,58 +103,34 @@ class StoreLink:
         self._call_timeout_s, self._retry_s, self._says_goodbye = call_timeout_s, retry_s, says_goodbye
         self.process: StoreProcess | None = None
         self._lost: StoreProcess | None = None
-        self._is_starting, self._has_started, self._is_closed = True, False, False
+        self._is_wanted, self._has_started, self._is_closed = True, False, False
         self._pause_s, self._retry_at = retry_s[0], 0.0
         self._is_logged = False
         self._num_asking = 0
-        self._timer: threading.Timer | None = None
-        self._thread = IoThreads("kvconnect-store", 1, self._log_bug)
-        self._thread.submit(self._start_once)
+        self._thread = threading.Thread(target=self._run, name="kvconnect-store", daemon=True)
+        self._thread.start()
 
     @property
     def state(self) -> str:
         """For operators."""
         if self._is_closed:
             return "closed"
-        return "up" if self.process is not None else "starting" if self._is_starting else "down"
+        return "up" if self.process is not None else "starting" if self._is_wanted else "down"
 
-    @property
-    def is_down(self) -> bool:
-        """An order now would be lost, and start nothing."""
-        is_due = time.monotonic() >= self._retry_at and not self._is_starting
-        return self._has_started and self.process is None and not is_due
-
-    def restart(self) -> None:
-        """Start the process as soon as the pause after its failure is over, though no order comes."""
+    def want(self) -> bool:
+        """Have the process started once the pause after its failure is over. False: orders are lost now."""
         with self.changed:
-            if self.process is not None or self._is_starting or self._is_closed or self._timer is not None:
-                return
-            self._timer = threading.Timer(max(0.0, self._retry_at - time.monotonic()), self._retry)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _retry(self) -> None:
-        with self.changed:
-            # A new process shares the memory of an order that is under way at the lost one.
-            self.changed.wait_for(lambda: not self._num_asking or self._is_closed)
-            self._timer = None
-            self._start_if_due()
-            # It may have been started, and lost again, meanwhile.
-            self.restart()
-
-    def _start_if_due(self) -> None:
-        is_free = not (self._num_asking or self._is_starting or self._is_closed)
-        if self.process is None and is_free and time.monotonic() >= self._retry_at:
-            self._is_starting = True
-            self._thread.submit(self._start_once)
+            self._is_wanted = self.process is None
+            self.changed.notify_all()
+            return self.process is not None or not self._has_started
 
     def ask(self, lane: int, order: Order) -> Sequence[int] | None:
         """Send the process an order and wait for its codes; None: process and order are lost.
 
         Orders wait for the first start. While the process is down they are lost at once.
         """
+        self.want()
         with self.changed:
-            self._start_if_due()
             self.changed.wait_for(lambda: self._has_started or self._is_closed)
             process = self.process
             if process is None or self._is_closed:
@@ -190,12 +166,9 @@ class StoreLink:
         """End the process; returns whether it has ended, so that its shared memory is quiescent."""
         with self.changed:
             self._is_closed = True
-            if self._timer is not None:
-                self._timer.cancel()
             self.changed.notify_all()
-            is_idle = self.changed.wait_for(lambda: not self._num_asking, _GOODBYE_S)
-        self._thread.submit(partial(self._end, is_idle))
-        return self._thread.close(time.monotonic() + timeout_s)
+        self._thread.join(_GOODBYE_S + timeout_s)
+        return not self._thread.is_alive()
 
     def _lose(self, why: str) -> None:
         # It may still serve another lane: the next start closes it.
@@ -213,6 +186,32 @@ class StoreLink:
 
     # ---- on the link's thread
 
+    def _run(self) -> None:
+        while self._is_due():
+            self._start_once()
+        with self.changed:
+            is_idle = self.changed.wait_for(lambda: not self._num_asking, _GOODBYE_S)
+        if self.process is not None and self._says_goodbye and is_idle:
+            # Let the store unregister this process's memory, rather than detect the loss.
+            with contextlib.suppress(KVConnectError):
+                self.process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
+        for process in (self.process, self._lost):
+            if process is not None:
+                process.close()
+        self.process = self._lost = None
+
+    def _is_due(self) -> bool:
+        """Wait until a process is to be started; False once the link is closed."""
+        with self.changed:
+            while not self._is_closed:
+                # A new process shares the memory of an order that is under way at the lost one.
+                is_wanted = self._is_wanted and self.process is None and not self._num_asking
+                left_s = self._retry_at - time.monotonic()
+                if is_wanted and left_s <= 0:
+                    return True
+                self.changed.wait(left_s if is_wanted else None)
+        return False
+
     def _start_once(self) -> None:
         if self._lost is not None:
             self._lost.close()
@@ -223,10 +222,10 @@ class StoreLink:
         except KVConnectError as error:
             why = str(error)
         except Exception as error:
-            self._log_bug(error)
+            logger.error("internal error in the start of the store's process", exc_info=error)
             why = f"{type(error).__name__}: {error}"
         with self.changed:
-            self.process, self._is_starting, self._has_started = process, False, True
+            self.process, self._is_wanted, self._has_started = process, False, True
             self.changed.notify_all()
             if process is None:
                 self._lose(why)
@@ -234,19 +233,6 @@ class StoreLink:
                 self._is_logged = False
                 logger.info("the store can be used again")
         self._on_start()
-
-    def _end(self, is_idle: bool) -> None:
-        if self.process is not None and self._says_goodbye and is_idle:
-            # Let the store unregister this process's memory, rather than detect the loss.
-            with contextlib.suppress(KVConnectError):
-                self.process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
-        for process in (self.process, self._lost):
-            if process is not None:
-                process.close()
-        self.process = self._lost = None
-
-    def _log_bug(self, error: Exception) -> None:
-        logger.error("internal error in the start or end of the store's process", exc_info=error)
 
 
 _BATCH_BYTES = 16 << 20
@@ -433,7 +419,7 @@ class StoreTier(LowerTier):
 
     def _clear(self) -> None:
         if not self._is_cleared(LANES.index("seek")):
-            self._link.restart()
+            self._link.want()
 
     def _is_cleared(self, lane: int) -> bool:
         """Clear the store if that is due; False: it could not be cleared, and no job may use it."""
@@ -456,7 +442,7 @@ class StoreTier(LowerTier):
     def _write(self, rows: Sequence[TierRow], epoch: int) -> list[bool]:
         places, lane = _places(rows, 0), LANES.index("write")
         view = self._memory.view
-        if self._link.is_down:
+        if not self._link.want():
             return []
         with self._writing:
             # First: a clear that is ordered while the rows are copied must come after them in the store.

@@ -1,4 +1,4 @@
-"""The jobs of one rank: the reports that each owes the scheduler half, and rows still in use after a job.
+"""The jobs of one rank, and the reports that each owes the scheduler half.
 
 A job is opened by the call that orders it. It owes one report, or two if it is a store for lower tiers too.
 Each report is sent once, for the first result; later results change nothing. So every job is reported, even
@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from kvconnect.offload.worker.named_rows import NamedRows
 
 logger = logging.getLogger(__name__)
-
-HostRow = tuple[int, int]
-"""A row of host memory: its class, and its number in the class."""
 
 _HASH_BYTES = 32
 """The bytes of footers that count as one change, where reports bound the number of changes."""
@@ -54,8 +51,7 @@ class RankJob:
 
     Attributes:
         key: its number in orders, or the request of a restore; None for a read from disk for peers.
-        owed: the reports to come, in order.
-        named, refused: the contents of ``copies``, and those whose rows a given-up job may still touch.
+        owed: the reports to come, in order. Until the last one its rows may be read or written.
         is_void: everything was cleared since the order.
         num_writing: how many tiers may still read its rows.
     """
@@ -66,16 +62,9 @@ class RankJob:
     owed: tuple[Report, ...]
     copies: RowCopies
     row_class: int
-    named: Sequence[bytes]
-    refused: tuple[bytes, ...] = ()
     is_void: bool = False
     num_writing: int = 0
     footers: Mapping[bytes, bytes] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> list[HostRow]:
-        """Its rows, by class, since groups of a class share rows."""
-        return [(self.row_class, row) for row in self.copies.rows]
 
 
 class RankJobs:
@@ -84,9 +73,6 @@ class RankJobs:
     def __init__(self, rank: int) -> None:
         self.class_of: Mapping[int, int] = {}
         """The class of rows by cache group; set when caches are registered."""
-        self.held: Counter[HostRow] = Counter()
-        """Rows that a tier or a copy may still touch although their job was given up. The scheduler half may
-        reuse them already, so orders for these rows fail until they are released."""
         self.names: NamedRows | None = None
         """The names of rows, if peers may fetch KV by name."""
         self._rank = rank
@@ -111,20 +97,8 @@ class RankJobs:
     def open(
         self, key: int | str | None, hashes: tuple[bytes, ...], *owed: Report, copies: RowCopies = NO_COPIES
     ) -> RankJob:
-        """Open a job that owes the reports ``owed``; contents whose rows are held are ``refused``.
-
-        A given-up job holds its rows before it is reported, so orders that reuse these rows find them held.
-        """
-        job = RankJob(
-            next(self._numbers), key, hashes, owed, copies, self.class_of.get(copies.group, -1), hashes
-        )
-        if self.held:
-            free = [at for at, row in enumerate(job.rows) if row not in self.held]
-            if len(free) < len(copies.rows):
-                blocks = tuple(copies.block_ids[at] for at in free if copies.block_ids)
-                job.copies = RowCopies(copies.group, blocks, tuple(copies.rows[at] for at in free))
-                job.named = tuple(hashes[at] for at in free)
-                job.refused = tuple(set(hashes) - set(job.named))
+        """Open a job that owes the reports ``owed``."""
+        job = RankJob(next(self._numbers), key, hashes, owed, copies, self.class_of.get(copies.group, -1))
         if self.names is not None:
             self.names.take(job)
         with self._lock:
@@ -145,14 +119,18 @@ class RankJobs:
 
     def fail(self, job: RankJob, error: str) -> None:
         """Send all reports that a job still owes, as failed."""
-        if self.names is not None and job.key is None:
-            self.names.fill(job, job.hashes)
+        self.lose_names(job)
         with self._lock:
             is_new = bool(job.owed)
             while job.owed:
                 self._report(job, () if job.owed[0] is Report.FOUND else job.hashes, error)
         if is_new:
             self._notify()
+
+    def lose_names(self, job: RankJob) -> None:
+        """Void what peers wait for, if a job reads it for them: its rows may yet be written."""
+        if self.names is not None and job.key is None:
+            self.names.fill(job, job.hashes)
 
     def fail_all(self, error: str) -> None:
         with self._lock:
@@ -172,16 +150,6 @@ class RankJobs:
             self._named[report][job.key] = named
         if not job.owed:
             del self._open[job.number]
-
-    def hold(self, job: RankJob) -> None:
-        """Hold a job's rows, which a tier or a copy may still touch; each hold needs one ``release``."""
-        with self._lock:
-            self.held.update(job.rows)
-
-    def release(self, job: RankJob) -> None:
-        with self._lock:
-            self.held.subtract(job.rows)
-            self.held = +self.held
 
     def change(self, changes: Iterable[TierChange]) -> None:
         """Report contents that a tier gained or lost: at most ``CHANGES_AT_ONCE`` in each change."""

@@ -38,10 +38,6 @@ class LoadRows:
             copies = RowCopies(park.group, (), park.rows)
             self._open[park.job] = self._jobs.open(park.job, park.names, Report.PARKED, copies=copies)
 
-    def refusal(self, parks: Sequence[Park]) -> str:
-        held = sum(len(self._open[park.job].refused) for park in parks)
-        return f"a tier has not released {held} of its rows" if held else ""
-
     def end(self, parks: Sequence[Park], *, ok: bool) -> None:
         for park in parks:
             self._jobs.end(self._open.pop(park.job), Report.PARKED, () if ok else park.names)

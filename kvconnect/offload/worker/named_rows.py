@@ -82,7 +82,7 @@ class NamedRows(NamedContents):
     def fill(self, job: RankJob, failed: Collection[bytes] = ()) -> None:
         """Name the rows of a job by its contents, except ``failed`` ones; a disk read may be under way."""
         taken, group, wrong = self._taken[job.row_class], job.copies.group, set(failed)
-        for name, row in zip(job.named, job.copies.rows, strict=True):
+        for name, row in zip(job.hashes, job.copies.rows, strict=True):
             if name in wrong:
                 # Lets ``Kept.is_intact`` detect that the row was not read.
                 taken[row] *= taken[row] != job.number
@@ -161,9 +161,9 @@ class NamedRows(NamedContents):
         No job writes to a free lent row, and no fetch reads it. The rows taken longest ago come first.
         """
         is_free = [np.arange(rows.num_all) >= rows.num_rows for rows in self._plan.classes]
-        writing = [row for job in self._reading.values() if job.owed for row in job.rows]
-        for index, row in (*writing, *list(self._jobs.held)):
-            is_free[index][row] = False
+        for job in self._reading.values():
+            if job.owed:
+                is_free[job.row_class][list(job.copies.rows)] = False
         for index, rows, _ in (rows for kept in self._kept for rows in kept.rows):
             is_free[index][rows] = False
         absent: list[tuple[int, int, list[bytes]]] = []

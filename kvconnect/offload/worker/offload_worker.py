@@ -292,9 +292,8 @@ class OffloadWorker:
         loop = self._loop
         return {
             **self._jobs.counts(),
-            "held_rows": len(self._jobs.held),
-            "copies": 0 if loop is None else len(loop.tickets),
-            "errands": 0 if loop is None else len(loop.calls) - len(loop.tickets),
+            "copies": 0 if loop is None else len(loop.copies),
+            "errands": 0 if loop is None else len(loop.calls),
         }
 
     def usage(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The thread of a worker's tiers, and the calls to device and tiers that are under way.
 
-The thread carries out orders, waits for copies of the device, and drives the tiers below host memory. A late
-call is reported failed, but its rows stay held until it ends, so that late reads or writes of a device or
-tier harm no other job. The module does not decide which contents are kept.
+The thread carries out orders, waits for copies of the device, and drives the tiers below host memory. A call
+that is late stays under way, and its job open, so that its rows are not used for anything else: the scheduler
+half bounds how long requests wait. The module does not decide which contents are kept.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,8 +29,8 @@ from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies,
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TIMEOUTS_S = {"store": 60.0, "restore": 60.0, "write": 60.0, "read": 20.0, "seek": 20.0}
-"""Timeouts by verb: copies from the device (store) and to it (restore); writes, reads, seeks of a tier."""
+PEER_READ_TIMEOUT_S = 20.0
+"""How long a peer's fetch waits for what is read from disk for it."""
 
 CPU = "cpu"
 """The name of host memory in metrics."""
@@ -48,19 +47,14 @@ _SHORT_NAPS = 50
 _LAST_COPIES_S = 5.0
 _CLOSE_TIMEOUT_S = 20.0
 
-_Key = tuple[str, str, int]
-"""A call: its owner (a tier's name, or ``_DEVICE``), its verb, and the number of its first job."""
 
+class _Copy(NamedTuple):
+    """A copy for some jobs; ``restored`` has what a restore copies, and is None for a snapshot."""
 
-@dataclass(eq=False)
-class _Call:
-    """A call to the device or to one tier for some jobs; ``restored`` has the copies of a restore."""
-
+    ticket: CopyTicket
     jobs: Sequence[RankJob]
     began_s: float
-    deadline_s: float
-    restored: Sequence[RowCopies] = ()
-    given_up: bool = False
+    restored: Sequence[RowCopies] | None = None
 
 
 class TierLoop:
@@ -82,12 +76,12 @@ class TierLoop:
         self._copier, self._arena, self._jobs, self._metrics = copier, arena, jobs, metrics
         self.held_rows: Sequence[int] = ()
         """Rows in use in host memory, by class, as stated in the scheduler half's last orders."""
-        self.timeouts_s = dict(TIMEOUTS_S)
-        self.calls: dict[_Key, _Call] = {}
-        """Calls that have not ended, including those given up."""
-        self.tickets: dict[_Key, CopyTicket] = {}
-        """The tickets of the device's calls."""
-        self.next_deadline_s = math.inf
+        self.peer_read_timeout_s = PEER_READ_TIMEOUT_S
+        self.copies: list[_Copy] = []
+        """Copies of the device that have not ended."""
+        self.calls: dict[tuple[str, str, int], tuple[RankJob, float]] = {}
+        """Calls that a tier has not answered, by its name, verb and number: the job, and when it began."""
+        self._for_peers: deque[tuple[float, RankJob]] = deque()
         self._logged: set[tuple[str, str]] = set()
         self.disk_bytes_per_s = 0.0
         """The recent read speed of the disk; 0 until measured."""
@@ -182,11 +176,11 @@ class TierLoop:
             self._export()
             self._naps = 0
             return 0.0
-        if self.tickets:
+        if self.copies:
             self._naps += 1
             return _SHORT_NAP_S if self._naps < _SHORT_NAPS else _LONG_NAP_S
         self._naps = 0
-        return min(max(self.next_deadline_s - now, 1e-3), _LONGEST_SLEEP_S)
+        return _LONGEST_SLEEP_S
 
     def _run(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -198,7 +192,7 @@ class TierLoop:
         # Shutdown: wait for copies, close tiers, and fail jobs that are still open.
         give_up_s = time.monotonic() + _LAST_COPIES_S
         self._step()
-        while self.tickets and time.monotonic() < give_up_s:
+        while self.copies and time.monotonic() < give_up_s:
             time.sleep(_SHORT_NAP_S)
             self._step()
         self.close_tiers(time.monotonic())
@@ -211,7 +205,7 @@ class TierLoop:
         try:
             return self.step(time.monotonic())
         except Exception:
-            # A bug of ours: failures of tiers do not raise. Jobs end by their deadlines.
+            # A bug of ours: failures of tiers do not raise.
             self._count_bug()
             return 0.1
 
@@ -222,7 +216,6 @@ class TierLoop:
     def _export(self) -> None:
         for kind, count in self._jobs.counts().items():
             self._metrics.open[kind].set(count)
-        self._metrics.held_rows.set(len(self._jobs.held))
         for name, state in self.tier_states().items():
             if name in self._metrics.taken:
                 self._metrics.taken[name].set(state["taken_bytes"])
@@ -232,21 +225,20 @@ class TierLoop:
 
     def begun(self, ticket: CopyTicket, jobs: Sequence[RankJob], began_s: float, _: float) -> None:
         """A snapshot of the blocks of these jobs to their rows has begun."""
-        self.tickets[self._open(_DEVICE, "store", jobs, began_s)] = ticket
+        self.copies.append(_Copy(ticket, jobs, began_s))
 
     def restore(
         self, job: RankJob, copies: Sequence[RowCopies], after: object, began_s: float, _: float
     ) -> None:
         """Copy rows to the blocks of a request."""
-        ticket = self._copier.restore(copies, after)
-        self.tickets[self._open(_DEVICE, "restore", [job], began_s, copies)] = ticket
+        self.copies.append(_Copy(self._copier.restore(copies, after), [job], began_s, copies))
 
     def fetch(self, job: RankJob, name: str, now: float) -> None:
         """Have a tier read contents into rows; the job ends once the tier writes the rows no more."""
         tier = self._tier(job, name)
-        if tier is not None and not job.named:
-            self._jobs.end(job, Report.FETCHED, job.refused)
-        elif tier is not None:
+        if tier is not None:
+            if job.key is None:
+                self._for_peers.append((now + self.peer_read_timeout_s, job))
             self._begin(tier, "read", job, self._memory(job), now)
 
     def seek(self, job: RankJob, name: str, now: float) -> None:
@@ -269,9 +261,8 @@ class TierLoop:
 
     def clear(self, now: float) -> None:
         """Clear the tiers, and keep them from getting the snapshots under way."""
-        for key in self.tickets:
-            for job in self.calls[key].jobs:
-                job.is_void = True
+        for job in (job for copy in self.copies for job in copy.jobs):
+            job.is_void = True
         # Disk reads for peers since the order to clear was given have contents that are cleared now.
         self._jobs.forget_names(only_lent=True)
         for tier in self.tiers:
@@ -281,25 +272,21 @@ class TierLoop:
         self._jobs.forget_changes()
 
     def close_tiers(self, now: float, *, with_changes: bool = True) -> None:
-        """Close and drop all tiers. Their unfinished calls fail."""
+        """Close and drop all tiers. Jobs of which a tier hangs stay open: it may still use their rows."""
         for tier in self.tiers:
-            is_quiescent = self._safely(tier, "close", tier.close) is True
+            self._safely(tier, "close", tier.close)
             self._take(tier, self._poll(tier), now, with_changes=with_changes)
-            for key in [key for key in self.calls if key[0] == tier.name]:
-                self._give_up(key, "closed")
-                call = self.calls.pop(key)
-                if is_quiescent:
-                    self._release(call)
-        self.tiers = ()
+        self.tiers, self.calls = (), {}
 
     # Ends
 
     def advance(self, now: float) -> bool:
-        """Process calls that ended, and give up late ones; returns whether there were any."""
+        """Process copies and calls that ended; returns whether there were any."""
         # Copies first: rows that they fill are written to the tiers in the same step.
-        done = [key for key, ticket in self.tickets.items() if ticket.done]
-        for key in done:
-            self._copied(key, now)
+        done = [copy for copy in self.copies if copy.ticket.done]
+        for copy in done:
+            self.copies.remove(copy)
+            self._copied(copy, now)
         progress = bool(done)
         is_recovering = False
         for tier in self.tiers:
@@ -310,34 +297,30 @@ class TierLoop:
                 self._take(tier, update, now)
         # Only after the last changes were taken.
         self._jobs.is_recovering = is_recovering
-        if now >= self.next_deadline_s:
-            progress = True
-            for key in [key for key, call in self.calls.items() if now >= call.deadline_s]:
-                limit_s = self.timeouts_s[key[1]]
-                self._log(*key[:2], f"did not end a {key[1]} within {limit_s:g} s: its rows stay out of use")
-                self._give_up(key, "late" if key[0] == _DEVICE else "timeout")
-            self.next_deadline_s = min((call.deadline_s for call in self.calls.values()), default=math.inf)
+        while self._for_peers and self._for_peers[0][0] <= now:
+            _, job = self._for_peers.popleft()
+            if job.owed:
+                text = f"did not end a read within {self.peer_read_timeout_s:g} s: its rows stay out of use"
+                self._log(DISK, "read", text)
+                self._metrics.failures.labels("disk_read_timeout").inc()
+                self._jobs.lose_names(job)
         return progress
 
-    def _copied(self, key: _Key, now: float) -> None:
-        call, ticket, verb = self.calls.pop(key), self.tickets.pop(key), key[1]
-        if verb == "store":
+    def _copied(self, copy: _Copy, now: float) -> None:
+        ticket, jobs, began_s, restored = copy
+        if restored is None:
             self._metrics.wait_seconds.labels("staging").inc(ticket.waited_s)
-        if call.given_up:
-            self._release(call)
-            return
-        for job in call.jobs:
+        for job in jobs:
             if ticket.error is not None:
-                self._fail_copy(job, f"offload_{verb}", ticket.error)
+                self._fail_copy(job, "offload_store" if restored is None else "offload_restore", ticket.error)
                 continue
             try:
-                if verb == "store":
-                    copied = [(job.copies.group, len(job.copies.rows))]
-                    self._moved("stored", CPU, copied, now - call.began_s)
+                each = [job.copies] if restored is None else restored
+                copied = [(copies.group, len(copies.rows)) for copies in each]
+                self._moved("stored" if restored is None else "restored", CPU, copied, now - began_s)
+                if restored is None:
                     self._stored(job, now)
                 else:
-                    copied = [(copies.group, len(copies.rows)) for copies in call.restored]
-                    self._moved("restored", CPU, copied, now - call.began_s)
                     self._jobs.end(job, Report.RECEIVED)
             except Exception as error:
                 # Reports that the job sent before this stand.
@@ -345,10 +328,10 @@ class TierLoop:
 
     def _stored(self, job: RankJob, now: float) -> None:
         """Write the rows of a store to all tiers; the job ends once none of them reads the rows any more."""
-        self._jobs.end(job, Report.STORED, job.refused)
+        self._jobs.end(job, Report.STORED)
         if job.is_void:
             self._jobs.fail(job, "cleared")
-        elif not self.tiers or not job.named:
+        elif not self.tiers:
             self._jobs.end(job, Report.KEPT)
         elif job.owed:
             job.num_writing = len(self.tiers)
@@ -364,76 +347,34 @@ class TierLoop:
             self._jobs.change(_changes(tier.name, update))
         for verb, answers in update.done.items():
             for number, contents in answers.items():
-                self._answered((tier.name, verb, number), contents, now)
+                self._answered(tier.name, verb, number, contents, now)
 
-    def _answered(self, key: _Key, contents: Iterable[Content], now: float) -> None:
-        name, verb, number = key
-        call = self.calls.pop(key, None)
-        if call is None:
+    def _answered(self, name: str, verb: str, number: int, contents: Iterable[Content], now: float) -> None:
+        if (name, verb, number) not in self.calls:
             self._log(name, "answer", f"answered job {number}, which it was not given: an internal error")
             return
-        if call.given_up:
-            self._release(call)
-            return
-        (job,) = call.jobs
+        job, began_s = self.calls.pop((name, verb, number))
         group, named_by_tier = job.copies.group, set(contents)
-        named = [hash_ for hash_ in job.named if (group, hash_) in named_by_tier]
+        named = [hash_ for hash_ in job.hashes if (group, hash_) in named_by_tier]
         if verb == "seek":
             self._jobs.end(job, Report.FOUND, named)
             return
         good, bad = ("kept", "unkept") if verb == "write" else ("fetched", "missed")
-        self._moved(good, name, [(group, len(job.named) - len(named))], now - call.began_s)
+        self._moved(good, name, [(group, len(job.hashes) - len(named))], now - began_s)
         self._moved(bad, name, [(group, len(named))])
         if verb == "write":
-            self._written(job)
+            job.num_writing -= 1
+            if not job.num_writing:
+                self._jobs.end(job, Report.KEPT)
         else:
             if name == DISK:
-                self._measure(group, len(job.named) - len(named), call.began_s, now)
-            self._jobs.end(job, Report.FETCHED, (*named, *job.refused))
-
-    def _written(self, job: RankJob) -> None:
-        job.num_writing -= 1
-        if not job.num_writing:
-            self._jobs.end(job, Report.KEPT)
-
-    # Calls
-
-    def _open(
-        self, owner: str, verb: str, jobs: Sequence[RankJob], now: float, restored: Sequence[RowCopies] = ()
-    ) -> _Key:
-        key, deadline_s = (owner, verb, jobs[0].number), now + self.timeouts_s[verb]
-        self.calls[key] = _Call(jobs, now, deadline_s, restored)
-        self.next_deadline_s = min(self.next_deadline_s, deadline_s)
-        return key
+                self._measure(group, len(job.hashes) - len(named), began_s, now)
+            self._jobs.end(job, Report.FETCHED, named)
 
     def _begin(self, tier: LowerTier, verb: str, job: RankJob, given: Sequence[object], now: float) -> None:
-        key = self._open(tier.name, verb, [job], now)
-        try:
-            getattr(tier, verb)(job.number, given)
-        except Exception:
-            # The tier may have begun the call: hold the rows until it answers or is closed.
-            self._log(tier.name, verb, f"met an internal error in {verb}", exc_info=True)
-            self._give_up(key, "refused")
-
-    def _give_up(self, key: _Key, why: str) -> None:
-        """Fail a call. Its rows are held before the failure is reported."""
-        call, (owner, verb, _) = self.calls[key], key
-        call.deadline_s = math.inf
-        if call.given_up:
-            return
-        # The device may still write the blocks of a late restore, so its job stays open.
-        call.given_up = verb != "restore"
-        self._metrics.failures.labels(f"{owner}_{verb}_{why}").inc(len(call.jobs))
-        for job in call.jobs if call.given_up else ():
-            self._jobs.hold(job)
-            if verb == "write":
-                self._written(job)
-            else:
-                self._jobs.fail(job, why)
-
-    def _release(self, call: _Call) -> None:
-        for job in call.jobs:
-            self._jobs.release(job)
+        self.calls[tier.name, verb, job.number] = job, now
+        # If it raises, it may have begun the call all the same.
+        self._safely(tier, verb, partial(getattr(tier, verb), job.number, given))
 
     def _fail_copy(self, job: RankJob, reason: str, error: str) -> None:
         self._metrics.failures.labels(reason).inc()
@@ -488,7 +429,7 @@ class TierLoop:
         group = job.copies.group
         return [
             TierRow(group, hash_, self._arena.row(group, row), job.footers.get(hash_, b""))
-            for hash_, row in zip(job.named, job.copies.rows, strict=True)
+            for hash_, row in zip(job.hashes, job.copies.rows, strict=True)
         ]
 
 
