@@ -29,7 +29,7 @@ from kvconnect.peer.messages import (
     Written,
 )
 from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunk, RequestCutter
+from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
 from kvconnect.transfer.kept import ParkedRows
 from kvconnect.transfer.local import without_slots
@@ -146,7 +146,7 @@ class RankFetches:
             packer = self._local.packer(peer, ours, "target", self._config.convert_dtype, table)
         except LayoutError as error:
             return str(error)
-        rate = self._local.pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
+        rate = PACK_BYTES_PER_S[self._local.device.type]
         return RequestCutter(packer.chunker, peer.table, ours.table, slot_bytes, rate), packer
 
     # Messages of the peer
