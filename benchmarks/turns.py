@@ -73,7 +73,7 @@ def _time(turn: Callable[[], object], turns: int) -> float:
 
 def _pair() -> Pair:
     most = 20_000
-    config = ExtraConfig(max_peers=most, max_leases=most, max_loads=most, heartbeat_s=600.0)
+    config = ExtraConfig(max_peers=most, max_leases=most, max_loads=most, peer_timeout_s=2400.0)
     return Pair(config, prefill_blocks=_BLOCKS, decode_blocks=_BLOCKS)
 
 

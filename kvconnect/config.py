@@ -166,7 +166,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         check_digest: whether packed chunks carry a digest, and only what has the right one is used.
         digest_sample: a digest is of one line of 64 bytes in so many, the smaller number of both sides; 0 for
             one in 256 on a CPU. A GPU takes all lines in any case.
-        heartbeat_s: after so much silence of a peer that was met it is asked whether it lives.
         retry_max_s: how long at most a peer that could not be reached is left alone.
         handshake_timeout_s: how long a peer may take to answer the first greeting.
         quarantine_s: how long slots stay unused after the last moment at which a peer may have begun to
@@ -182,7 +181,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     check_digest: bool = True
     digest_sample: int = 0
-    heartbeat_s: float = 5.0
     retry_max_s: float = 10.0
     handshake_timeout_s: float = 5.0
     quarantine_s: float = 40.0
@@ -251,7 +249,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             device, of requests that have ended.
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
-        peer_timeout_s: silence after which a peer that owes an answer counts as gone.
+        peer_timeout_s: silence after which a peer counts as gone. It is asked after a quarter of that.
         max_inflight_bytes: most bytes under way to peers; an idle peer gets one batch even so.
         engine_options: passed to the engine's adapter as they are.
         receipts: whether every answer has a receipt of what served its prompt; a request may ask for one with
@@ -296,7 +294,6 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """These settings, with the limits that follow from ``peer_timeout_s`` and others."""
         return msgspec.structs.replace(
             self,
-            heartbeat_s=self.peer_timeout_s / 2,
             retry_max_s=self.peer_timeout_s,
             handshake_timeout_s=self.peer_timeout_s / 2,
             early_fetch_s=self.peer_timeout_s / 2,

@@ -10,7 +10,7 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, RequestCutter
+from kvconnect.plan.chunks import PACK_BYTES_PER_S, RequestCutter
 from kvconnect.plan.wire import align_wire
 
 
@@ -33,7 +33,7 @@ def carry_over(
     wire = align_wire(*cards, order)
     packer = Packer(source, wire, side="source", device=device)
     unpacker = Packer(target, wire, side="target", device=device)
-    cutter = RequestCutter(unpacker.chunker, *cards, slot_bytes, DEFAULT_PACK_BYTES_PER_S)
+    cutter = RequestCutter(unpacker.chunker, *cards, slot_bytes, PACK_BYTES_PER_S["cuda"])
     chunks = cutter.cut(wanted, num_tokens)
     outgoing, incoming = packer.stage(held, chunks, num_tokens), unpacker.stage(wanted, chunks, num_tokens)
     slot = torch.empty(slot_bytes, dtype=torch.uint8, device=device)

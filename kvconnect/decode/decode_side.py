@@ -122,7 +122,7 @@ class DecodeSide(TransferPart):
         self._queue[load] = None
         self._by_peer.setdefault(key, {})[load] = None
         self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
-        self.renewals.load(load, now)
+        self.renewals.load(load)
         reason = load.error or order.refusal or self.peers.refusal(key, now)
         if reason:
             load.fail(reason)
@@ -145,7 +145,7 @@ class DecodeSide(TransferPart):
 
     def let_go(self, order: LetGo, now: float) -> None:
         """Release a handle on its peer: D will not fetch under it."""
-        self.renewals.end(order.handle, now)
+        self.renewals.end(order.handle)
         self.peers.let_go(self._peer_of(order), order.handle, now)
 
     def _peer_of(self, order: Load | Await | LetGo | Find) -> PeerKey:
@@ -338,7 +338,7 @@ class DecodeSide(TransferPart):
         peer.last_loss = now, loss, reason
         if rule.is_out_of_reach or link.session.peer is None:
             self.peers.failed(peer, reason, now)
-            self.renewals.failed(peer.key, reason, now)
+            self.renewals.failed(peer.key, reason)
         elif rule.asks_again:
             # The peer dropped this connection, having too many peers: D reconnects only to fetch again.
             peer.was_met = False

@@ -47,8 +47,7 @@ class RankLink:
     ``path``: made for the first fetch, or the reason why the caches do not fit; ``parked_path``: the same for
     rows of host memory. ``was_met``: the rank has introduced itself. ``share``: the tokens that both ranks
     keep. ``clock_ahead_s``: the rank's clock is ahead of D's by at least this. ``found``: the lane and its
-    rate; ``refusal``: why settings refuse the lane. ``is_ragged``: see ``Results``. ``asked``: transfers
-    about which the rank owes an answer.
+    rate; ``refusal``: why settings refuse the lane. ``is_ragged``: see ``Results``.
     """
 
     name: str
@@ -65,7 +64,6 @@ class RankLink:
     found: Transport | None = None
     refusal: Reason | None = None
     is_ragged: bool = False
-    asked: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
         engine_id = self.peer.key[0] or (self.session.peer.engine_id if self.session.peer else "")
@@ -148,7 +146,6 @@ class Peers:
         config = context.config
         self._allowed = AllowList(config.allow_peers)
         self._happened = happened
-        self._awaited: set[PeerKey] = set()
         # Sources are warm, to answer the first lookup; a list for all nodes may contain this node's own
         # address.
         warm = map(split_address, (*config.warm_peers, *config.sources))
@@ -256,7 +253,7 @@ class Peers:
         peer.links[rank] = self.links[link.name] = link
         self._channel.connect(link.name, host, port)
         session.greet(now)
-        self._owe(link, now)
+        self.keep_time(link)
         self.flush(link)
         return link
 
@@ -388,29 +385,6 @@ class Peers:
                 for handle in peer.releases.pop(rank):
                     link.session.send(Release(handle, max(1, peer.consumers.get(rank, 0))))
                 self.flush(link)
-
-    def ask(self, link: RankLink, transfer_id: int, now: float) -> None:
-        """Note that a peer owes an answer about a transfer: until then its silence is a failure."""
-        link.asked.add(transfer_id)
-        self._owe(link, now)
-
-    def answered(self, link: str, transfer_id: int, now: float) -> None:
-        """Note that a peer owes no answer about that transfer any more."""
-        found = self.links.get(link)
-        if found is not None:
-            found.asked.discard(transfer_id)
-            self._owe(found, now)
-
-    def await_news(self, key: PeerKey, is_awaited: bool, now: float) -> None:
-        """Note whether a peer owes a report about handles that requests wait for."""
-        (self._awaited.add if is_awaited else self._awaited.discard)(key)
-        peer = self.peers.get(key)
-        for link in peer.links.values() if peer is not None else ():
-            self._owe(link, now)
-
-    def _owe(self, link: RankLink, now: float) -> None:
-        link.session.owe(bool(link.asked) or link.peer.key in self._awaited, now)
-        self.keep_time(link)
 
     def forget_idle(self, in_use: Callable[[], Container[PeerKey]]) -> None:
         """Drop idle peers beyond ``max_peers``, least recently used first; never those in use or warm."""

@@ -29,7 +29,7 @@ from kvconnect.peer.messages import (
     Written,
 )
 from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunk, RequestCutter
+from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
 from kvconnect.transfer.kept import ParkedRows
 from kvconnect.transfer.local import without_slots
@@ -83,7 +83,6 @@ class RankFetches:
         fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
         self._asked[transfer_id] = fetch
         self.num_owed += 1
-        self._peers.ask(link, transfer_id, now)
         message = Fetch(
             transfer_id=transfer_id,
             handle=order.handle,
@@ -146,7 +145,7 @@ class RankFetches:
             packer = self._local.packer(peer, ours, "target", self._config.convert_dtype, table)
         except LayoutError as error:
             return str(error)
-        rate = self._local.pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
+        rate = PACK_BYTES_PER_S[self._local.device.type]
         return RequestCutter(packer.chunker, peer.table, ours.table, slot_bytes, rate), packer
 
     # Messages of the peer
@@ -199,11 +198,11 @@ class RankFetches:
                 # quarantine.
                 self.bay.answered(written, fetch.link, kept_until)
             case RankFetchState.ASKED if written.ok and written.quiescent:
-                self._all_written(fetch, written, now)
+                self._all_written(fetch, written)
             case RankFetchState.ASKED:
-                self._broken_off(fetch, written, None if written.quiescent else kept_until, now)
+                self._broken_off(fetch, written, None if written.quiescent else kept_until)
 
-    def _broken_off(self, fetch: RankFetch, written: Written, until: float | None, now: float) -> None:
+    def _broken_off(self, fetch: RankFetch, written: Written, until: float | None) -> None:
         """The peer ended a fetch early; batches not cancelled may write until ``until`` (None: none)."""
         load = fetch.load
         if written.again and written.quiescent and not load.error and fetch.repeats < MOST_REPEATS:
@@ -211,19 +210,19 @@ class RankFetches:
             fetch.repeats += 1
             self.bay.close(fetch.landing, until, written.unsettled)
             load.epochs.pop(fetch.rank, None)
-            self._leave(fetch, RankFetchEvent.REPEAT, now)
+            self._leave(fetch, RankFetchEvent.REPEAT)
             return
         load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
-        self._end(fetch, until, now, written.unsettled)
+        self._end(fetch, until, written.unsettled)
 
-    def _all_written(self, fetch: RankFetch, written: Written, now: float) -> None:
+    def _all_written(self, fetch: RankFetch, written: Written) -> None:
         """The peer has written all chunks: they are valid if their epoch is that of the accepted fetch."""
         load = fetch.load
         # A fetch without an epoch had no chunk landed, and fails for that.
         if written.epoch != fetch.epoch and fetch.epoch:
             text = "the prefill node wrote another lease's KV than that which it had accepted to send"
             load.fail(Cause.EPOCH(text))
-            self._end(fetch, None, now)
+            self._end(fetch, None)
             return
         moved = load.moved.setdefault(self._peers.lane(fetch.link), [0, 0])
         moved[0] += written.total_bytes
@@ -232,7 +231,7 @@ class RankFetches:
             load.seconds = max(load.seconds, written.seconds)
         load.attachment = load.attachment or written.attachment
         load.on_device &= written.on_device
-        self._leave(fetch, RankFetchEvent.ARRIVE, now)
+        self._leave(fetch, RankFetchEvent.ARRIVE)
         if fetch.landing is not None:
             # The fetch needs no more slots.
             fetch.landing.due = 0
@@ -242,11 +241,11 @@ class RankFetches:
     def move_on(self, load: LoadRecord, now: float) -> None:
         """Advance a load's rank fetches: commit those that were unpacked, end those of a failed load."""
         for fetch in load.fetches.values():
-            self._check_landing(fetch, now)
+            self._check_landing(fetch)
         for fetch in load.fetches.values() if load.error else ():
             self._wind_up(fetch, now)
 
-    def _check_landing(self, fetch: RankFetch, now: float) -> None:
+    def _check_landing(self, fetch: RankFetch) -> None:
         """Commit a fetch whose chunks were all unpacked, or fail the load."""
         load, landing = fetch.load, fetch.landing
         is_unpacking = fetch.state is RankFetchState.UNPACKING
@@ -260,18 +259,18 @@ class RankFetches:
         if missing or load.error:
             text = f"the prefill node reports all chunks as written, and {missing} of them did not land"
             load.fail(Cause.LANDING(text))
-            self._leave(fetch, RankFetchEvent.FAIL, now)
+            self._leave(fetch, RankFetchEvent.FAIL)
         else:
-            self._leave(fetch, RankFetchEvent.LAND, now)
+            self._leave(fetch, RankFetchEvent.LAND)
 
     def _wind_up(self, fetch: RankFetch, now: float) -> None:
         """End a fetch of a failed load, according to the fetch's state."""
         match fetch.state:
             case RankFetchState.MEETING if not fetch.is_unpacking:
-                self._leave(fetch, RankFetchEvent.FAIL, now)
+                self._leave(fetch, RankFetchEvent.FAIL)
             case RankFetchState.ASKED:
                 # The peer answers a cancel as soon as it has stopped; until then it may write.
-                self._end(fetch, self._longest_write(fetch.load, now), now)
+                self._end(fetch, self._longest_write(fetch.load, now))
                 self._peers.send(fetch.link, Cancel(fetch.transfer_id))
                 self._cancelled[fetch.transfer_id] = fetch.link
                 while len(self._cancelled) > _MOST_CANCELLED:
@@ -279,33 +278,28 @@ class RankFetches:
             case RankFetchState.UNPACKING:
                 # Chunks that wait in slots for their blocks are not unpacked any more.
                 self.bay.close(fetch.landing, None)
-                self._check_landing(fetch, now)
+                self._check_landing(fetch)
 
     def _end(
-        self,
-        fetch: RankFetch,
-        writes_until: float | None,
-        now: float,
-        unsettled: Container[int] | None = None,
+        self, fetch: RankFetch, writes_until: float | None, unsettled: Container[int] | None = None
     ) -> None:
         """End a fetch that failed after it was sent. Until ``writes_until`` the peer may write to its slots.
 
         ``unsettled``: the generations of these slots, by the peer's report; None: all.
         """
         self.bay.close(fetch.landing, writes_until, unsettled)
-        self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL, now)
+        self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL)
 
     def _longest_write(self, load: LoadRecord, now: float) -> float:
         """When a silent peer's writes have ended: it may begin writes until the load's deadline."""
         return max(now, load.deadline) + self._config.quarantine_s
 
-    def _leave(self, fetch: RankFetch, event: RankFetchEvent, now: float) -> None:
+    def _leave(self, fetch: RankFetch, event: RankFetchEvent) -> None:
         """Change a fetch's state; forget its transfer number if it has ended or is to be repeated."""
         was_owed = fetch.state is RankFetchState.ASKED
         fetch.move(event)
         if was_owed:
             self.num_owed -= 1
-            self._peers.answered(fetch.link, fetch.transfer_id, now)
         if fetch.over or fetch.state is RankFetchState.MEETING:
             self._asked.pop(fetch.transfer_id, None)
 
@@ -321,9 +315,9 @@ class RankFetches:
             if LOSS_RULES[loss].asks_again and not (load.met_again or load.error):
                 load.met_again = is_any_again = True
                 self.bay.close(fetch.landing, None)
-                self._leave(fetch, RankFetchEvent.FORGET, now)
+                self._leave(fetch, RankFetchEvent.FORGET)
                 load.touch()
                 continue
             load.fail(reason)
-            self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now), now)
+            self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now))
         return is_any_again

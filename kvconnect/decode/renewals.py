@@ -64,12 +64,11 @@ def interval_s(lease_s: float) -> float:
 
 @dataclass(eq=False)
 class _Account:
-    """The leases of one peer; ``awaited_news`` counts the handles to be reported once settled."""
+    """The leases of one peer."""
 
     key: PeerKey
     timer: Timer
     kept: dict[Renewable, None] = field(default_factory=dict)
-    awaited_news: int = 0
 
     def wanted(self) -> Iterator[Renewable]:
         """The handles and loads that have not failed."""
@@ -100,26 +99,21 @@ class Renewals:
         if order.reports and not awaited.reports:
             awaited.reports = True
             awaited.renew_at = now
-            account = self._accounts[awaited.peer]
-            account.timer.at(now)
-            account.awaited_news += 1
-            if account.awaited_news == 1:
-                self._peers.await_news(awaited.peer, True, now)
-            self._report_if_settled(awaited, now)
+            self._accounts[awaited.peer].timer.at(now)
+            self._report_if_settled(awaited)
 
-    def end(self, handle: str, now: float) -> Awaited | None:
+    def end(self, handle: str) -> Awaited | None:
         """Stop awaiting a handle, which is loaded or released."""
         awaited = self.awaited.pop(handle, None)
         if awaited is not None:
-            self._no_more_news(awaited, now)
             self._remove(awaited)
         return awaited
 
-    def load(self, load: LoadRecord, now: float) -> None:
+    def load(self, load: LoadRecord) -> None:
         """A load begins: it takes over the epochs and the error of its awaited handle."""
         if not load.handle:
             return
-        awaited = self.end(load.handle, now)
+        awaited = self.end(load.handle)
         if awaited is not None and awaited.peer == load.peer:
             load.epochs, load.renew_at = awaited.epochs, awaited.renew_at
             if awaited.error:
@@ -148,18 +142,9 @@ class Renewals:
             account.timer.cancel()
             del self._accounts[wanted.peer]
 
-    def _no_more_news(self, awaited: Awaited, now: float) -> None:
-        if not awaited.reports:
-            return
-        awaited.reports = False
-        account = self._accounts[awaited.peer]
-        account.awaited_news -= 1
-        if not account.awaited_news:
-            self._peers.await_news(awaited.peer, False, now)
-
     def peers_in_use(self) -> set[PeerKey]:
         """Peers with handles that are to be reported once settled."""
-        return {key for key, account in self._accounts.items() if account.awaited_news}
+        return {awaited.peer for awaited in self.awaited.values() if awaited.reports}
 
     def met(self, key: PeerKey) -> None:
         """A peer was met: renew its leases at once, as none was renewed for a while."""
@@ -169,13 +154,13 @@ class Renewals:
             wanted.renew_at = math.inf
             self._unplanned.append(wanted)
 
-    def failed(self, key: PeerKey, reason: Reason, now: float) -> None:
+    def failed(self, key: PeerKey, reason: Reason) -> None:
         """A peer is out of reach or unusable: fail its awaited handles that are to be reported."""
         account = self._accounts.get(key)
         for awaited in list(account.kept) if account is not None else ():
             if isinstance(awaited, Awaited) and awaited.reports:
                 awaited.fail(reason)
-                self._report_if_settled(awaited, now)
+                self._report_if_settled(awaited)
 
     def plan(self, now: float) -> None:
         """At the end of a turn, set the first renewal of new handles and loads, if not loaded within it."""
@@ -233,7 +218,7 @@ class Renewals:
             if isinstance(wanted := found.get(handle), Awaited):
                 self._not_held_yet(wanted, now)
         for wanted in found.values():
-            self._report_if_settled(wanted, now)
+            self._report_if_settled(wanted)
 
     def _not_held_yet(self, awaited: Awaited, now: float) -> None:
         until = awaited.since + self._config.early_fetch_s
@@ -243,10 +228,10 @@ class Renewals:
             awaited.renew_at = min(awaited.renew_at, max(until, now + _PACE_S))
             self._accounts[awaited.peer].timer.by(awaited.renew_at)
 
-    def _report_if_settled(self, wanted: Renewable, now: float) -> None:
+    def _report_if_settled(self, wanted: Renewable) -> None:
         """Report an awaited handle if it is settled: one rank holds it, as all do then, or none ever will."""
         if isinstance(wanted, Awaited) and wanted.reports and (wanted.epochs or wanted.error):
-            self._no_more_news(wanted, now)
+            wanted.reports = False
             self._settled(wanted.handle)
 
     def _give_up(self, account: _Account, now: float) -> None:
@@ -256,7 +241,7 @@ class Renewals:
             if isinstance(awaited, Awaited) and awaited.reports and now >= awaited.since + longest_s:
                 text = f"its prefill was not complete within {longest_s:g} s, which is lease_max_s"
                 awaited.fail(Cause.TIMEOUT(text))
-                self._report_if_settled(awaited, now)
+                self._report_if_settled(awaited)
 
     def _reach(self, awaited: Awaited, now: float) -> None:
         # A handle that only waits opens no connection beyond ``max_peers``; one with ``reports`` does, as a
@@ -274,7 +259,7 @@ class Renewals:
                 # A load meets its peer itself.
                 wanted.renew_at = math.inf
         if reason := self._peers.refusal(key, now):
-            self.failed(key, reason, now)
+            self.failed(key, reason)
 
     def _renew_at_rank(self, peer: Peer, rank: int, due: Iterable[Renewable], now: float) -> None:
         link = self._peers.connect_rank(peer, rank, now)

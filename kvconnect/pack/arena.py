@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import mmap
-import time
-from typing import Any
 
-import numpy as np
 import torch
 
 from kvconnect.cache.specs import div_ceil
@@ -28,11 +24,6 @@ LEAST_SLOTS = 4
 LEAST_SLOT_BYTES = 16 << 20
 # This part of a GPU stays free: for kernels, links of the engine, and graphs larger than estimated.
 _MARGIN_PART = 256
-_UNCACHED_BYTES = 64 << 20
-_MOST_COPIES = 64
-_CUDA_SHARE = 0.85
-_CPU_SHARE = 0.6
-"""The rate of packing relative to a plain copy: see `python -m benchmarks pack`."""
 
 
 def auto_slot_bytes(device: torch.device | str) -> int:
@@ -132,34 +123,3 @@ def _use_huge_pages(address: int, length_bytes: int) -> None:
     if advice is not None:
         # The result is ignored: without huge pages the memory works as well.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(length_bytes), advice)
-
-
-def pack_bytes_per_s(arena: Arena) -> float:
-    """An estimate of the packing rate: the usual part of the rate of a plain copy."""
-    return copy_bytes_per_s(arena) * (_CUDA_SHARE if arena.device.type == "cuda" else _CPU_SHARE)
-
-
-def copy_bytes_per_s(arena: Arena) -> float:
-    """The measured rate of a plain copy into a slot."""
-    on_cuda = arena.device.type == "cuda"
-    target: Any = arena.view(arena.addresses[0], arena.slot_bytes)
-    sources: Any
-    if not on_cuda:
-        # Sources exceed the processor's cache, as pages do: a copy from the cache is several times faster.
-        copies = max(1, min(_MOST_COPIES, _UNCACHED_BYTES // arena.slot_bytes))
-        # With numpy, as in packing: torch would use all cores.
-        sources, target = np.ones((copies, arena.slot_bytes), dtype=np.uint8), target.numpy()
-    elif len(arena.addresses) > 1:
-        sources = arena.view(arena.addresses[1], arena.slot_bytes)[None]
-    else:
-        sources = arena.view(arena.scratch_address, min(arena.scratch_bytes, arena.slot_bytes))[None]
-    seconds = math.inf
-    for _ in range(3):
-        # The best of three: the first copy is slow, since it touches the memory first.
-        start = time.perf_counter()
-        for source in sources:
-            target[: len(source)] = source
-        if on_cuda:
-            torch.cuda.synchronize(arena.device)
-        seconds = min(seconds, time.perf_counter() - start)
-    return int(sources.nbytes) / seconds

@@ -334,7 +334,7 @@ class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="found"):
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """D to P: a heartbeat, sent while D waits for an answer, and after ``heartbeat_s`` of silence."""
+    """D to P: a heartbeat, sent after a quarter of ``peer_timeout_s`` in which P sent nothing."""
 
 
 class StillAlive(msgspec.Struct, frozen=True, array_like=True, tag="still_alive"):

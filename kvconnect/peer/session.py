@@ -115,10 +115,9 @@ class Session:
         self._unanswered_greetings = 0
         self._outgoing: list[bytes] = []
         self._greeted_at = 0.0
-        self._owed_since: float | None = None
-        self._asked_at = 0.0
         self._heard_at = 0.0
-        self._questioned_at: float | None = None
+        self._asked_at: float | None = None
+        """When D sent the heartbeat that P has not answered; None without one."""
 
     def __repr__(self) -> str:
         who = f"{self.peer.engine_id}/{self.peer.rank}" if self.peer else "an unknown peer"
@@ -151,13 +150,6 @@ class Session:
         if self.state is not SessionState.ENDED:
             self._push(answer)
 
-    def owe(self, owed: bool, now: float) -> None:
-        """State whether P owes D an answer; while it does, ``peer_timeout_s`` of silence end the session."""
-        if not owed:
-            self._owed_since = None
-        elif self._owed_since is None:
-            self._owed_since = self._asked_at = now
-
     def refuse(self, reason: Reason) -> None:
         """End the session, and send D the reason."""
         self.state = SessionState.ENDED
@@ -179,9 +171,7 @@ class Session:
         after = TRANSITIONS.get((self.side, self.state, type(message)))
         if after is None:
             return self._illegal(message)
-        self._heard_at, self._questioned_at = now, None
-        if self._owed_since is not None:
-            self._owed_since = now
+        self._heard_at, self._asked_at = now, None
         match message:
             case Hello():
                 return self._hello(message, now)
@@ -204,7 +194,7 @@ class Session:
                 return [Received(message)]
 
     def tick(self, now: float) -> list[Event]:
-        """Check the deadlines, and send heartbeats that are due."""
+        """Check the deadlines, and send a heartbeat that is due."""
         ask_at, end_at = self._times()
         if now >= end_at:
             was_greeted = self.state is SessionState.GREETED
@@ -217,10 +207,7 @@ class Session:
                 reason = f"the prefill node has been silent for {limit}"
             return [Ended(Cause.OUT_OF_REACH(reason), PeerLoss.SILENT)]
         if now >= ask_at:
-            if self._owed_since is not None:
-                self._asked_at = now
-            else:
-                self._questioned_at = now
+            self._asked_at = now
             self._push(Alive())
         return []
 
@@ -229,17 +216,18 @@ class Session:
         return min(self._times())
 
     def _times(self) -> tuple[float, float]:
-        """When to send a heartbeat, and when the peer counts as silent. Only D watches P."""
+        """When to send a heartbeat, and when the peer counts as silent. Only D watches P.
+
+        Counted from the heartbeat: a node that itself did not run for a while ends no session by that.
+        """
         timeout_s = self._limits.peer_timeout_s
         if self.state is SessionState.GREETED:
             return math.inf, self._greeted_at + self._limits.handshake_timeout_s
         if self.state is not SessionState.READY or self.side is not Side.DECODE:
             return math.inf, math.inf
-        if self._owed_since is not None:
-            return max(self._owed_since, self._asked_at) + timeout_s / 4, self._owed_since + timeout_s
-        if self._questioned_at is not None:
-            return math.inf, self._questioned_at + timeout_s
-        return self._heard_at + self._limits.heartbeat_s, math.inf
+        if self._asked_at is not None:
+            return math.inf, self._asked_at + timeout_s * 3 / 4
+        return self._heard_at + timeout_s / 4, math.inf
 
     def _hello(self, hello: Hello, now: float) -> list[Event]:
         refusal = _refusal(self.ours, hello.introduction, PROTOCOL_VERSION, hello.version)

@@ -282,8 +282,9 @@ def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: i
         )
 
 
-DEFAULT_PACK_BYTES_PER_S = 100e9
-"""The rate assumed for a GPU on which packing was not timed."""
+PACK_BYTES_PER_S = {"cuda": 1e12, "cpu": 4e9}
+"""About the rate of packing, by type of device (`python -m benchmarks pack`). Not measured: half or twice the
+rate costs 6 % of the time that packing and the chunks' fixed cost add to a transfer."""
 
 
 class RequestCutter:

@@ -20,7 +20,7 @@ from kvconnect.peer.agreement import disagreement, rank_refusal, target_share, w
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.plan.chunks import DEFAULT_PACK_BYTES_PER_S, Chunker, RequestCutter
+from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunker, RequestCutter
 from kvconnect.plan.wire import CANNOT_MATCH, align_wire
 from kvconnect.tools.findings import Finding, failure, failure_if, well
 
@@ -89,7 +89,7 @@ def exchange(
         if reasons:
             return None
         chunker = Chunker(wire)
-        cutter = RequestCutter(chunker, source.table, wanted, slot_bytes, DEFAULT_PACK_BYTES_PER_S)
+        cutter = RequestCutter(chunker, source.table, wanted, slot_bytes, PACK_BYTES_PER_S["cuda"])
         blocks = share.of(request_blocks(target.table, num_tokens))
         chunks = cutter.cut(blocks, share.count(num_tokens))
     except LayoutError as error:

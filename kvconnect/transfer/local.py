@@ -25,7 +25,6 @@ from kvconnect.pack.arena import (
     Arena,
     auto_slot_bytes,
     fitted_slots,
-    pack_bytes_per_s,
     spare_bytes,
 )
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
@@ -51,10 +50,9 @@ class Local:
     """The memory that a worker moves, and the engine that moves it.
 
     ``landing``: slots that peers write; ``send``: slots that the engine reads; a pool may be empty.
-    ``stream``: where a GPU packs and unpacks pages, None elsewhere. ``pack_bytes_per_s``: the rate of
-    packing, None if not measured. ``arenas``: the memory of the slots. ``look_at_traffic`` counts the bytes
-    that left this machine over the networks in ``fabric``. ``kept``: rows that peers may look up by name.
-    ``parked``: rows that loads may fill in place of pages.
+    ``stream``: where a GPU packs and unpacks pages, None elsewhere. ``arenas``: the memory of the
+    slots. ``look_at_traffic`` counts the bytes that left this machine over the networks in ``fabric``.
+    ``kept``: rows that peers may look up by name. ``parked``: rows that loads may fill in place of pages.
     ``maps_peers``: this process writes to mapped landing slots of peers on this machine. ``coder``: codes
     and decodes chunks; None if they travel as they are.
     """
@@ -66,7 +64,6 @@ class Local:
     landing: SlotPool
     send: SlotPool
     stream: torch.cuda.Stream | None = None
-    pack_bytes_per_s: float | None = None
     arenas: tuple[Arena, ...] = ()
     fabric: Fabric = field(default_factory=Fabric)
     look_at_traffic: Callable[[], Traffic] = Traffic
@@ -198,7 +195,6 @@ def open_local(
         _slot_pool(arenas.get("landing")),
         _slot_pool(arenas.get("send")),
         stream,
-        pack_bytes_per_s(memory[0]) if memory else None,
         memory,
         look_at_fabric(with_gpus=on_cuda),
         look_at_traffic,

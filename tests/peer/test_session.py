@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -43,9 +41,7 @@ def region(**changes):
     return Region(**{**fields, **changes})
 
 
-LIMITS = ExtraConfig(
-    lease_s=0.0, max_message_bytes=1 << 16, handshake_timeout_s=5, peer_timeout_s=8, heartbeat_s=math.inf
-)
+LIMITS = ExtraConfig(lease_s=0.0, max_message_bytes=1 << 16, handshake_timeout_s=5, peer_timeout_s=8)
 
 
 def session(side, limits=LIMITS, **kwargs):
@@ -165,20 +161,6 @@ def test_a_refusal_stops_what_was_asked_unless_it_may_be_of_a_later_greeting(gre
     assert ended == Ended(Cause.BUSY("the prefill node refused: too many peers"), loss)
 
 
-def test_silence_is_noticed_where_nothing_is_owed():
-    limits = msgspec.structs.replace(LIMITS, heartbeat_s=3.0)
-    decode, prefill = session(Side.DECODE, limits, engine_id="D"), session(Side.PREFILL)
-    decode.greet(0.0)
-    talk(decode, prefill)
-    assert decode.next_tick() == 3.0
-    assert decode.tick(2.9) == []
-    assert decode.outgoing() == []
-    assert decode.tick(3.0) == []
-    assert len(decode.outgoing()) == 1
-    assert decode.next_tick() == 11.0
-    assert [type(event) for event in decode.tick(11.0)] == [Ended]
-
-
 def test_another_protocol_version_is_refused():
     prefill = session(Side.PREFILL)
     (ended,) = prefill.receive(m.encode(m.Hello(99, introduction("D"))), 0)
@@ -206,7 +188,6 @@ def test_what_is_answered_passes_once_ready(message):
 
 def test_what_a_peer_says_of_a_chunk_shows_that_it_lives():
     decode, _ = ready_pair()
-    decode.owe(True, 0)
     for now in range(1, 30):
         decode.receive(m.encode(m.Landed(1, now, now, 64, None)), now)
         assert decode.tick(now) == []
@@ -290,21 +271,31 @@ def test_a_greeting_without_an_answer_ends():
     assert "5 s" in ended.reason.text
 
 
-def test_silence_counts_only_while_an_answer_is_owed():
+def test_a_silent_peer_is_asked_once_and_then_gone():
     decode, prefill = ready_pair()
-    assert decode.tick(1000) == []
-    decode.owe(True, 1000)
-    assert decode.next_tick() == 1002
-    assert decode.tick(1002) == []
+    assert decode.next_tick() == 2
+    assert decode.tick(1.9) == []
+    assert decode.outgoing() == []
+    assert decode.tick(2) == []
     (frame,) = decode.outgoing()
-    assert prefill.receive(frame, 1002) == [Received(m.Alive())]
-    (ended,) = decode.tick(1008)
+    assert prefill.receive(frame, 2) == [Received(m.Alive())]
+    assert decode.next_tick() == 8
+    assert decode.tick(7.9) == []
+    assert decode.outgoing() == []
+    (ended,) = decode.tick(8)
     assert "silent for 8 s" in ended.reason.text
+    assert ended.loss is PeerLoss.SILENT
+
+
+def test_a_node_that_did_not_run_for_a_while_asks_before_it_counts_a_peer_as_gone():
+    decode, _ = ready_pair()
+    assert decode.tick(1000) == []
+    assert len(decode.outgoing()) == 1
+    assert decode.next_tick() == 1006
 
 
 def test_an_answer_to_the_question_keeps_the_peer():
     decode, prefill = ready_pair()
-    decode.owe(True, 0)
     for now in range(2, 40, 2):
         assert decode.tick(now) == []
         for frame in decode.outgoing():

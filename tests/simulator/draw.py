@@ -194,7 +194,6 @@ def _draw_config(rng: random.Random, times: dict[str, float], theme: Theme, smal
         "max_peers": rng.choice((1, 2)) if small and rng.random() < 0.15 else 256,
         "max_inflight_bytes": rng.choice((256, 512, 1 << 20)),
         "lease_max_s": times["lease_s"] * rng.choice((1.0, 4.0)),
-        "heartbeat_s": rng.choice((1.0, 3.0)),
         "drain_s": rng.choice((1.0, 5.0)),
         "retry_max_s": rng.choice((0.5, 4.0)),
         **times,

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 _REGISTRY = CollectorRegistry()
 _POLL_S = 0.1
 _LEAST_SLEEP_S = 1e-3
-_LINK_BYTES_PER_S = 4e9
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +114,6 @@ class SimWorker:
             torch.device("cpu"),
             self.landing,
             self.send,
-            pack_bytes_per_s=_LINK_BYTES_PER_S,
             packing=self.packing,
             fills=lambda address: self.checks.send_slot_is_quiet(self, address),
             takes=lambda address: self.checks.slot_is_granted(self, address),

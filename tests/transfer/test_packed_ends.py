@@ -235,7 +235,7 @@ def test_kernels_that_run_keep_both_sides_awake(pair):
                 pair.settle(1)
             assert side in pair.decode.received
     assert pair.prefill.transfers.step(pair.clock.now) > 1
-    assert pair.decode.transfers.step(pair.clock.now) > 1
+    assert pair.decode.transfers.step(pair.clock.now) >= 1
     pair.assert_idle()
 
 

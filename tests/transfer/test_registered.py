@@ -124,11 +124,11 @@ def test_the_memory_of_all_slots_lives_as_long_as_the_worker(role, monkeypatch):
     worker.close()
 
 
-def test_slots_that_cannot_be_measured_leave_nothing_registered_and_nothing_open(monkeypatch):
-    def out_of_memory(arena):
+def test_an_error_after_the_slots_leaves_nothing_registered_and_nothing_open(monkeypatch):
+    def out_of_memory(*, with_gpus):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("kvconnect.transfer.local.pack_bytes_per_s", out_of_memory)
+    monkeypatch.setattr("kvconnect.transfer.local.look_at_fabric", out_of_memory)
     engine, port = Recording("127.0.0.1"), free_port()
     engine.given = []
     for _ in range(2):
