@@ -149,7 +149,8 @@ class DecodeLoop:
     def __init__(self, model: BenchModel, cache: SharedCache, blocks: Blocks, context: int) -> None:
         rows = self.tokens_per_step = len(blocks)
         self._model, self._cache, self._blocks, self._context = model, cache, blocks, context
-        self._runner = Runner(model, cache)
+        # Of a runner only what it does before a step: the step itself is ours.
+        self._runner = Runner(model, cache)  # type: ignore[arg-type]
         self._block_tokens = cache.kernel_block_sizes[0]
         self._turn = min(_TURN_TOKENS, max(1, context // 2))
         self._positions = [context - self._turn + row * self._turn // rows for row in range(rows)]

@@ -1,23 +1,22 @@
 """A decoder of serving size with random weights: dense, grouped-query attention, bfloat16 throughout.
 
-The node's own models compute in float64, to show any wrong byte; here only the time of a step counts. What
-attention reads is an argument of a step: pages that a block table names, or the cache of a whole node.
+The node's own models compute in float64, to show any wrong byte; here only the time of a step counts. How a
+step attends is an argument of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.cache import CacheShape, Layout
-from kvconnect.cache.specs import FullAttentionSpec, div_ceil
-from kvconnect.node.attention import AttentionPages, Backend, Segment, StepContext
+from kvconnect.cache.specs import FullAttentionSpec
+from kvconnect.node.attention import Backend
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.models import CachedLayer, CacheLayout, CacheSizing, ModelOutput
+from kvconnect.node.models import CachedLayer, CacheLayout, CacheSizing
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
 
 DTYPE = torch.bfloat16
@@ -66,13 +65,10 @@ class _Layer:
 
 
 class BenchModel:
-    """See ``kvconnect.node.models.Model``. ``attach`` is called before a node's first step."""
+    """See ``kvconnect.node.models.Model``, of which it has the layout of a cache."""
 
     def __init__(self, size: ModelSize, layout: Layout, device: str) -> None:
-        self.name = f"bench:{size}"
         self.size = size
-        self.vocab_size = size.vocab
-        self.default_block_size = layout.block_tokens
         self._layout = layout
         generator = torch.Generator(device).manual_seed(0)
 
@@ -99,19 +95,10 @@ class BenchModel:
     def layout(self, sizing: CacheSizing) -> CacheLayout:
         """One group of all layers, each in an allocation of its own."""
         size = self.size
-        spec = FullAttentionSpec(
-            sizing.block_size or self.default_block_size, size.kv_heads, size.head_size, DTYPE
-        )
+        block_tokens = sizing.block_size or self._layout.block_tokens
+        spec = FullAttentionSpec(block_tokens, size.kv_heads, size.head_size, DTYPE)
         cached = tuple(CachedLayer(layer.name, spec, self._layout.axes, _BACKEND) for layer in self._layers)
         return CacheLayout((cached,))
-
-    def attach(self, cache: NodeCache) -> None:
-        """Have the device's own attention read this cache."""
-        for name, group in cache.group_of.items():
-            cache.layer_attention[name] = PromptAttention(cache.kernel_block_sizes[group])
-
-    def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
-        return ModelOutput(self.run(token_ids, step.positions, sampled, step.attend))
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor, attend: Attend
@@ -142,41 +129,6 @@ def layer_pages(cache: NodeCache, layer: str) -> torch.Tensor:
     made = cache.tensors[layer]
     axes = made.axes.split()
     return made.tensor.permute([axes.index(axis) for axis in ("block", "token", "head", "content")])
-
-
-class PromptAttention:
-    """See ``PagedAttention``: the requests of a step one after the other, all pages of each in one call.
-
-    A chunk of a prompt sees what the cache holds of the tokens before it, wherever that came from.
-    """
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._segments: Sequence[Segment] = ()
-
-    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
-        self._segments, self._table = segments, table
-
-    def attend(
-        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
-    ) -> torch.Tensor:
-        """See ``PagedAttention``. Keys and values side by side; no window."""
-        assert pages.values is not None
-        mixed = []
-        for segment in self._segments:
-            end = segment.start + segment.length
-            ids = self._table[segment.row, : div_ceil(end, self._block_tokens)].long()
-            asked = query[segment.span].transpose(0, 1)[None]
-            sharing = query.shape[1] // pages.keys.pages.shape[2]
-            keys, values = (
-                rows.pages[ids].flatten(0, 1)[:end].transpose(0, 1).repeat_interleave(sharing, 0)[None]
-                for rows in (pages.keys, pages.values)
-            )
-            seen = functional.scaled_dot_product_attention(
-                asked, keys, values, attn_mask=causal_lower_right(segment.length, end)
-            )
-            mixed.append(seen[0].transpose(0, 1))
-        return torch.cat(mixed)
 
 
 def attend_decode(cache: NodeCache, positions: torch.Tensor) -> Attend:

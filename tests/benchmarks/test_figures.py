@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import node, offload, returning, transfer
+from benchmarks import node, offload, transfer
 from benchmarks.cache import BenchCache, CacheShape, Layout
 from benchmarks.loops import DecodeLoop, SharedCache, fill_blocks
-from benchmarks.model import MODEL_SIZES, BenchModel, PromptAttention, attend_torch, layer_pages
+from benchmarks.model import MODEL_SIZES, BenchModel, attend_torch, layer_pages
 from benchmarks.process import ChildPair, StepFailed
-from kvconnect.node.attention import AttentionPages, PagedRows, Segment
 
 
 class Here:
@@ -163,21 +162,6 @@ def test_a_decode_node_is_measured_and_checked():
     assert timing["ratio"] == pytest.approx(timing["tokens_per_s_with"] / timing["tokens_per_s_without"])
 
 
-def test_every_prompt_is_found_where_it_was_kept(capsys, monkeypatch):
-    found = []
-    monkeypatch.setattr(returning, "report", lambda _, finding: found.append(finding))
-    options = returning.Options(prompt_tokens=200, prompts=3, batched_tokens=64)
-    assert returning.bench_returning(options) == 0
-    assert [(way["way"], way["cached_tokens"]) for way in found] == [
-        ("recomputed", 0),
-        ("computed, and kept", 0),
-        ("own prefix cache", 192),
-        ("CPU tier", 192),
-        ("disk tier", 192),
-    ]
-    assert found[-1]["as_recomputed"] == 3
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here, not in the interpreter")
 @pytest.mark.parametrize(
     ("tokens", "kv_heads", "heads", "rows", "most"), [(1, 1, 1, 1, 3), (4, 2, 6, 3, 9), (16, 1, 20, 2, 30)]
@@ -196,19 +180,6 @@ def test_the_kernel_attends_as_torch_does(tokens, kv_heads, heads, rows, most):
     query = torch.randn(rows, heads, 16)
     found = attend_triton(query, pages, table, positions)
     torch.testing.assert_close(found, attend_torch(query, pages, table, positions), atol=1e-5, rtol=1e-4)
-
-
-def test_attention_of_a_prompt_equals_that_of_one_query_at_a_time():
-    pages = torch.randn((9, 4, 2, 16), generator=torch.Generator().manual_seed(0))
-    table = torch.tensor([[3, 7, 1, 5], [2, 8, 4, 6]], dtype=torch.int32)
-    query = torch.randn((19, 4, 8))
-    attention = PromptAttention(4)
-    attention.begin([Segment(0, 5, 6, 0), Segment(1, 0, 13, 6)], table)
-    read = AttentionPages(PagedRows(pages[..., :8]), PagedRows(pages[..., 8:]))
-    mixed = attention.attend(read, query, window=None, value_width=None)
-    positions = torch.cat((torch.arange(5, 11), torch.arange(13)))
-    rows = torch.tensor([0] * 6 + [1] * 13)
-    torch.testing.assert_close(mixed, attend_torch(query, pages, table[rows], positions))
 
 
 def test_decode_steps_continue_a_prompt_as_the_prompt_does():
