@@ -15,9 +15,6 @@ BENCHMARKS = {
     "pack": "Time the packing of pages into slots and back, beside a plain copy of as many bytes.",
     "offload": "Time blocks on their way to host memory and back, beside contiguous copies and one per page.",
     "transfer": "Time the KV of requests between two workers, beside what the engine alone can do.",
-    "node": "Time a node's decode steps while it receives KV without pause, beside those while it does not.",
-    "returning": "Time the first token of a prompt that comes back: computed anew, from the GPU, "
-    "host memory, or disk.",
 }
 """Help text by name; the module of that name has ``bench_NAME``."""
 

@@ -14,11 +14,6 @@ _RUNS = 50
 _WARM_UP = 5
 
 
-def device_count() -> int:
-    """How many GPUs there are."""
-    return torch.cuda.device_count()
-
-
 def check_device(device: str) -> None:
     """Raise ``ConfigError`` if the device is not there."""
     if device == "cuda" and not torch.cuda.is_available():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, ClassVar, get_type_hints
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, get_type_hints
 
 import typer
 
 from kvconnect.cli.options import with_options_of
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.node.pair_demo import PROTOCOLS
 
 DEVICES = ("cpu", "cuda")
 
@@ -38,50 +37,6 @@ class Options:
             for value in given if isinstance(given, list) else [given]:
                 if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
                     raise ConfigError(f"{one.name} is {value}, it must be more than 0")
-
-
-@dataclass(frozen=True)
-class PairOptions(Options):
-    """A run with two workers in processes of their own."""
-
-    device: Annotated[str, "cpu, or cuda: one GPU for each side if there are two, else one for both."] = "cpu"
-    timeout_s: Annotated[float, "Seconds that one step of a child may take."] = 120.0
-    extra: Annotated[str, "Further settings of kv_connector_extra_config, a JSON object."] = "{}"
-    env: Annotated[
-        list[str], "NAME=VALUE is set in the children only; NAME alone takes it away (repeatable)."
-    ] = field(default_factory=list)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The further settings. Raises ``ConfigError`` if they are no JSON object."""
-        try:
-            found = json.loads(self.extra)
-        except ValueError as error:
-            raise ConfigError(f"extra is {self.extra!r}, which is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"extra is {self.extra!r}, it must be a JSON object")
-        return found
-
-    @property
-    def variables(self) -> dict[str, str | None]:
-        """Differences of the children's environment; None removes a variable."""
-        parts = [assignment.partition("=") for assignment in self.env]
-        return {name: value if equals else None for name, equals, value in parts}
-
-    @property
-    def devices(self) -> tuple[str, str]:
-        """The devices of prefill and decode. Raises ``ConfigError``: there is no GPU."""
-        if self.device == "cpu":
-            return "cpu", "cpu"
-        from benchmarks.device import check_device, device_count
-
-        check_device(self.device)
-        return "cuda:0", "cuda:1" if device_count() > 1 else "cuda:0"
-
-
-def carrying_protocol(engine: str, device: str) -> str:
-    """The protocol by which an engine carries bytes: with auto, CPU caches of one machine share memory."""
-    return PROTOCOLS.get(engine, "auto") if device == "cpu" else "auto"
 
 
 def report(bench: str, finding: Any) -> None:

@@ -8,6 +8,7 @@ An engine that fails is reported and the rest goes on; then the exit code is 1.
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +18,16 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from benchmarks.cache import VALUE_BYTES, CacheShape, Layouts
-from benchmarks.device import use_device, wait_for_device
-from benchmarks.harness import PairOptions, carrying_protocol, note, report
+from benchmarks.device import check_device, use_device, wait_for_device
+from benchmarks.harness import Options as BaseOptions
+from benchmarks.harness import note, report
 from benchmarks.process import ChildPair, Side, StepFailed
-from benchmarks.worker import SEEDS, Round, RoundResult, compare_pages, open_workers
+from benchmarks.worker import Round, RoundResult, WorkerAddress
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.base import Batch, Engine, Span
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import ConfigError
+from kvconnect.node.pair_demo import PROTOCOLS
 from kvconnect.pack.arena import Arena
 from kvconnect.packages import engine_mistakes
 from kvconnect.reading import refuse
@@ -32,6 +35,7 @@ from kvconnect.reading import refuse
 ENGINE_SIDE = f"{__name__}:EngineSide"
 WORKER_SIDE = "benchmarks.worker:WorkerSide"
 _ROW_BYTES = 512
+_SEEDS = (0xF11, 0xDEC)
 _BATCHES_IN_BUFFER = 4
 _BATCHES_PER_SAMPLE = 8
 _PEER = "target"
@@ -72,11 +76,17 @@ class PairCase:
 
 
 @dataclass(frozen=True)
-class Options(PairOptions):
-    """A run: several values of an option are measured one after the other."""
+class Options(BaseOptions):
+    """A run with two workers in processes of their own: several values of an option are measured in turn."""
 
     SUITED: ClassVar = {"blocks": ([16, 64], [256, 1024]), "batch_bytes": (64 << 20, 256 << 20)}
 
+    device: Annotated[str, "cpu, or cuda: one GPU for each side if there are two, else one for both."] = "cpu"
+    timeout_s: Annotated[float, "Seconds that one step of a child may take."] = 120.0
+    extra: Annotated[str, "Further settings of kv_connector_extra_config, a JSON object."] = "{}"
+    env: Annotated[
+        list[str], "NAME=VALUE is set in the children only; NAME alone takes it away (repeatable)."
+    ] = field(default_factory=list)
     engine: Annotated[list[str], "Engine to measure (repeatable)."] = field(default_factory=lambda: ["auto"])
     protocol: Annotated[
         list[str],
@@ -120,9 +130,34 @@ class Options(PairOptions):
                         f"{case.layouts.group_tokens}, which layouts {case.layouts} has"
                     )
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The further settings. Raises ``ConfigError`` if they are no JSON object."""
+        try:
+            found = json.loads(self.extra)
+        except ValueError as error:
+            raise ConfigError(f"extra is {self.extra!r}, which is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"extra is {self.extra!r}, it must be a JSON object")
+        return found
+
+    @property
+    def variables(self) -> dict[str, str | None]:
+        """Differences of the children's environment; None removes a variable."""
+        parts = [assignment.partition("=") for assignment in self.env]
+        return {name: value if equals else None for name, equals, value in parts}
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        """The devices of prefill and decode. Raises ``ConfigError``: there is no GPU."""
+        if self.device == "cpu":
+            return "cpu", "cpu"
+        check_device(self.device)
+        return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+
     def protocols_of(self, engine: str) -> list[str]:
-        """The protocols to measure an engine with."""
-        return self.protocol or [carrying_protocol(engine, self.device)]
+        """The protocols to measure an engine with: with auto, CPU caches of one machine share memory."""
+        return self.protocol or [PROTOCOLS.get(engine, "auto") if self.device == "cpu" else "auto"]
 
     def cases(self, engine: str) -> list[PairCase]:
         """The pairs of workers to measure with an engine."""
@@ -276,12 +311,22 @@ class PairRounds:
         self._pair, self._options, self._case = pair, options, case
         self._numbers = itertools.count(1)
         shapes = case.shapes(options.regions, max(options.blocks), max(options.in_flight))
-        self._source = open_workers(pair, case.engine, case.protocol, shapes, options)
+        settings = {"engine": case.engine, "protocol": case.protocol, **options.settings}
+        # Random bytes where they come from, none where they land.
+        sides = zip(("kv_producer", "kv_consumer"), options.devices, shapes, (_SEEDS[0], None), strict=True)
+        self._source: WorkerAddress
+        self._source, _ = pair.both(
+            "open",
+            *(
+                ({"kv_role": role}, device, shape, seed, options.timeout_s, settings)
+                for role, device, shape, seed in sides
+            ),
+        )
         self.bytes_per_block = shapes[0].block_bytes
 
     def draw(self, blocks: int, in_flight: int) -> None:
         """Choose blocks on both sides: of different ids, in different order."""
-        both = zip((blocks, self._case.decode_blocks(blocks)), SEEDS, strict=True)
+        both = zip((blocks, self._case.decode_blocks(blocks)), _SEEDS, strict=True)
         self._pair.both("draw", *((in_flight, count, seed + in_flight * blocks) for count, seed in both))
 
     def round(self, blocks: int, requests: int, in_flight: int) -> RoundResult:
@@ -294,7 +339,14 @@ class PairRounds:
 
     def check(self, result: RoundResult, in_flight: int) -> None:
         """Compare every page that a round left behind with where it came from; raises ``StepFailed``."""
-        compare_pages(self._pair, result.last_in_slot, in_flight, self._case.layouts.group_tokens)
+        targets = sorted(result.last_in_slot)
+        sources = [result.last_in_slot[slot] % in_flight for slot in targets]
+        tokens = self._case.layouts.group_tokens
+        held, landed = self._pair.both("digests", (sources, tokens), (targets, tokens))
+        if held.shape != landed.shape:
+            raise StepFailed(f"{held.shape} pages were held, {landed.shape} have arrived")
+        if wrong := int((held != landed).sum()):
+            raise StepFailed(f"{wrong} of {held.size} pages do not hold the bytes that were sent")
 
     def begin(self, blocks: int, in_flight: int) -> None:
         """Make a case ready, and check what its first round leaves behind."""

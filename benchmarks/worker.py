@@ -1,4 +1,4 @@
-"""A worker and its cache in a process of its own, and what the parent asks of two of them.
+"""A worker and its cache in a process of its own.
 
 Does with a worker what a serving stack's runner does: makes it, registers the caches, starts orders, and
 takes results when it is woken. The clock that counts runs here, in the process that gives the orders.
@@ -10,17 +10,15 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
 from benchmarks.cache import BenchCache, CacheShape, Digests
 from benchmarks.device import use_device
-from benchmarks.harness import PairOptions
-from benchmarks.process import ChildPair, Side, StepFailed
+from benchmarks.process import Side, StepFailed
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import Identity
 from kvconnect.cache.shard import HeadInterval
@@ -30,7 +28,6 @@ from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.orders import Hold, Load, Orders, Results
 
-SEEDS = (0xF11, 0xDEC)
 _POLL_S = 0.0005
 
 
@@ -71,77 +68,6 @@ class RoundResult:
     last_in_slot: Mapping[int, int]
     bytes_by_lane: Mapping[str, int]
     copies: int
-
-
-class Receiver:
-    """Loads of one size, as many at a time as there are slots of blocks: a router that never pauses.
-
-    Args:
-        request_ids: what may be ordered, in order.
-        slots: how many requests fit in the cache.
-        make_load: the order for a request and a slot.
-        request_bytes: of each; 0 orders all that fits.
-        bytes_per_s: of orders, on average. What could not be ordered in time is made up for, but never
-            more than fits at once.
-    """
-
-    def __init__(
-        self,
-        request_ids: Sequence[str],
-        slots: int,
-        make_load: Callable[[str, int], Load],
-        request_bytes: int = 0,
-        bytes_per_s: float = 0.0,
-    ) -> None:
-        self._indexes = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._waiting = list(request_ids)[::-1]
-        self._free = list(range(slots))
-        self._taken: dict[str, tuple[int, float]] = {}
-        self._make_load = make_load
-        self._request_bytes = request_bytes
-        self._bytes_per_s = bytes_per_s
-        self._most_bytes = float(slots * request_bytes)
-        # The first order is due at once.
-        self._due_bytes = float(request_bytes)
-        self._asked_at: float | None = None
-        self.arrivals: list[float] = []
-        self.latencies_s: list[float] = []
-        self.last_in_slot: dict[int, int] = {}
-
-    @property
-    def done(self) -> bool:
-        """Whether everything has arrived."""
-        return not self._waiting and not self._taken
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that were ordered and have not arrived."""
-        return len(self._taken)
-
-    def take(self, results: Results, now: float) -> None:
-        """Hear what has arrived. Raises StepFailed: a request was not loaded."""
-        for request_id in results.received:
-            if request_id in results.failed:
-                raise StepFailed(f"request {request_id} was not loaded: {results.failed[request_id]}")
-            slot, ordered_at = self._taken.pop(request_id)
-            self._free.append(slot)
-            self.last_in_slot[slot] = self._indexes[request_id]
-            self.arrivals.append(now)
-            self.latencies_s.append(now - ordered_at)
-
-    def orders(self, now: float) -> Orders:
-        """What is due at ``now``, in seconds of any clock, and has room."""
-        if self._asked_at is not None:
-            grown = self._due_bytes + (now - self._asked_at) * self._bytes_per_s
-            self._due_bytes = min(grown, self._most_bytes)
-        self._asked_at = now
-        loads = []
-        while self._waiting and self._free and self._due_bytes >= self._request_bytes:
-            self._due_bytes -= self._request_bytes
-            request_id, slot = self._waiting.pop(), self._free.pop()
-            self._taken[request_id] = slot, now
-            loads.append(self._make_load(request_id, slot))
-        return Orders(loads=tuple(loads))
 
 
 class WorkerSide(Side):
@@ -227,17 +153,30 @@ class WorkerSide(Side):
             waiting -= set(self._next_results(deadline, problem).sent)
 
     def load(self, asked: Round, source: WorkerAddress) -> RoundResult:
-        """Fetch the requests of a round, and time it."""
+        """Fetch the requests of a round, and time it. Raises StepFailed: one was not loaded."""
         deadline = time.monotonic() + self._timeout_s
-        receiver = self._receiver(asked, source)
+        waiting, free = list(enumerate(asked.request_ids()))[::-1], list(range(asked.in_flight))
+        taken: dict[str, tuple[int, int, float]] = {}
+        latencies_s: list[float] = []
+        last_in_slot: dict[int, int] = {}
         self._counted()
         began = time.perf_counter()
-        while not receiver.done:
-            self.connector.start(receiver.orders(time.perf_counter()))
-            results = self._next_results(deadline, f"{receiver.in_flight} requests have not arrived")
-            receiver.take(results, self._woken_at)
-        seconds = self._woken_at - began
-        return RoundResult(seconds, tuple(receiver.latencies_s), receiver.last_in_slot, *self._counted())
+        while waiting or taken:
+            loads = []
+            while waiting and free:
+                (index, name), slot = waiting.pop(), free.pop()
+                taken[name] = index, slot, time.perf_counter()
+                loads.append(self._load(name, slot, asked, source))
+            self.connector.start(Orders(loads=tuple(loads)))
+            results = self._next_results(deadline, f"{len(taken)} requests have not arrived")
+            for name in results.received:
+                if name in results.failed:
+                    raise StepFailed(f"request {name} was not loaded: {results.failed[name]}")
+                index, slot, ordered_at = taken.pop(name)
+                free.append(slot)
+                last_in_slot[slot] = index
+                latencies_s.append(self._woken_at - ordered_at)
+        return RoundResult(self._woken_at - began, tuple(latencies_s), last_in_slot, *self._counted())
 
     # What the above is made of
 
@@ -257,14 +196,9 @@ class WorkerSide(Side):
             self._woken.clear()
         return results
 
-    def _receiver(
-        self, asked: Round, source: WorkerAddress, request_bytes: int = 0, bytes_per_s: float = 0.0
-    ) -> Receiver:
-        def load(name: str, slot: int) -> Load:
-            rank, groups = source.rank, self.cache.groups(slot)
-            return Load(name, f"handle-{name}", source.engine_id, rank.host, rank.port, asked.tokens, groups)
-
-        return Receiver(asked.request_ids(), asked.in_flight, load, request_bytes, bytes_per_s)
+    def _load(self, name: str, slot: int, asked: Round, source: WorkerAddress) -> Load:
+        rank, groups = source.rank, self.cache.groups(slot)
+        return Load(name, f"handle-{name}", source.engine_id, rank.host, rank.port, asked.tokens, groups)
 
     def _counted(self) -> tuple[dict[str, int], int]:
         """Bytes by lane and copies since the last call."""
@@ -276,40 +210,3 @@ class WorkerSide(Side):
             direction, lane = labels.split(",")
             lanes[lane] += int(growth) * (direction == "received")
         return +lanes, int(counters.get("copies", {}).get("received", 0))
-
-
-# ---- in the parent
-
-
-def open_workers(
-    pair: ChildPair, engine: str, protocol: str, shapes: tuple[CacheShape, CacheShape], options: PairOptions
-) -> WorkerAddress:
-    """Make both sides, the one that sends with random bytes in its cache. Returns where that one is.
-
-    Raises:
-        StepFailed: one cannot be made.
-    """
-    settings = {"engine": engine, "protocol": protocol, **options.settings}
-    near, far = options.devices
-    source: WorkerAddress
-    source, _ = pair.both(
-        "open",
-        ({"kv_role": "kv_producer"}, near, shapes[0], SEEDS[0], options.timeout_s, settings),
-        ({"kv_role": "kv_consumer"}, far, shapes[1], None, options.timeout_s, settings),
-    )
-    return source
-
-
-def compare_pages(pair: ChildPair, last_in_slot: Mapping[int, int], in_flight: int, tokens: int) -> None:
-    """Compare every page of the requests that came to their slots last with where it came from.
-
-    Raises:
-        StepFailed: a page differs.
-    """
-    targets = sorted(last_in_slot)
-    sources = [last_in_slot[slot] % in_flight for slot in targets]
-    held, landed = pair.both("digests", (sources, tokens), (targets, tokens))
-    if held.shape != landed.shape:
-        raise StepFailed(f"{held.shape} pages were held, {landed.shape} have arrived")
-    if wrong := int(np.count_nonzero(held != landed)):
-        raise StepFailed(f"{wrong} of {held.size} pages do not hold the bytes that were sent")

@@ -21,12 +21,6 @@ RUNS = {
         "--repeat 2 --batch-bytes 65536",
         3,
     ),
-    "node": (
-        "--engine nixl --rounds 2 --seconds 1 --in-flight 2 --request-mb 0.05 --receive-gb-per-s 0.002 "
-        '--extra {"slot_bytes":65536}',
-        1,
-    ),
-    "returning": ("--prompt-tokens 200 --prompts 3 --batched-tokens 64", 5),
 }
 
 
@@ -50,10 +44,8 @@ def test_each_starts_and_measures(name):
         ("transfer --engine nope", "engine is 'nope': accepted: auto"),
         ("transfer --device tpu", "device is 'tpu'; accepted: cpu, cuda"),
         ("transfer --timeout-s 0", "timeout_s is 0.0, it must be more than 0"),
-        ("node --receive-gb-per-s -1", "receive_gb_per_s is -1.0, it must be more than 0"),
         ("transfer --layouts nhd16:hnd32 --blocks 3", "blocks is 3: its 48 tokens do not fill"),
         ("transfer --extra [1]", r"extra is '\[1\]', it must be a JSON object"),
-        ("returning --prompts 2", "prompts is 2, it must be at least 3"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_named(line, text):

@@ -7,14 +7,10 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import node, offload, returning, transfer
+from benchmarks import offload, transfer
 from benchmarks.cache import BenchCache, CacheShape, Layout
-from benchmarks.loops import DecodeLoop, SharedCache, fill_blocks
-from benchmarks.model import MODEL_SIZES, BenchModel, PromptAttention, attend_torch, layer_pages
 from benchmarks.process import ChildPair, StepFailed
-from kvconnect.node.attention import AttentionPages, PagedRows, Segment
 
 
 class Here:
@@ -49,8 +45,6 @@ class PairHere(ChildPair):
 @pytest.fixture(autouse=True)
 def _here(monkeypatch):
     monkeypatch.setattr(transfer, "ChildPair", PairHere)
-    monkeypatch.setattr(node, "ChildPair", PairHere)
-    monkeypatch.setattr(node, "_RAMP_S", 0.02)
 
 
 def tiny(**more):
@@ -142,99 +136,3 @@ def test_wrong_bytes_fail_the_copies_of_offload():
 
     copier.restore = spoil
     assert not case.verified(copier, rows)
-
-
-def test_a_decode_node_is_measured_and_checked():
-    options = node.Options(
-        engine="memory",
-        batch=3,
-        context=40,
-        request_mb=0.02,
-        receive_gb_per_s=0.002,
-        in_flight=2,
-        rounds=1,
-        seconds=0.3,
-        timeout_s=20.0,
-    )
-    timing = node.measure_node(options)
-    assert timing["verified"] >= 1
-    # The last step may end up to one step before the window does.
-    assert timing["tokens_per_s_with"] >= 0.9 * timing["steps_with"] * 3 / options.seconds
-    assert timing["ratio"] == pytest.approx(timing["tokens_per_s_with"] / timing["tokens_per_s_without"])
-
-
-def test_every_prompt_is_found_where_it_was_kept(capsys, monkeypatch):
-    found = []
-    monkeypatch.setattr(returning, "report", lambda _, finding: found.append(finding))
-    options = returning.Options(prompt_tokens=200, prompts=3, batched_tokens=64)
-    assert returning.bench_returning(options) == 0
-    assert [(way["way"], way["cached_tokens"]) for way in found] == [
-        ("recomputed", 0),
-        ("computed, and kept", 0),
-        ("own prefix cache", 192),
-        ("CPU tier", 192),
-        ("disk tier", 192),
-    ]
-    assert found[-1]["as_recomputed"] == 3
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here, not in the interpreter")
-@pytest.mark.parametrize(
-    ("tokens", "kv_heads", "heads", "rows", "most"), [(1, 1, 1, 1, 3), (4, 2, 6, 3, 9), (16, 1, 20, 2, 30)]
-)
-def test_the_kernel_attends_as_torch_does(tokens, kv_heads, heads, rows, most):
-    attend_triton = pytest.importorskip("benchmarks.attention_triton").attend_triton
-    torch.manual_seed(0)
-    pages = torch.randn((rows * most + 1, tokens, kv_heads, 32))
-    table = torch.randperm(rows * most).view(rows, most).int() + 1
-    positions = torch.randint(0, most * tokens, (rows,))
-    # Not to be seen: the rest of the last page, and the null block.
-    pages[0] = float("nan")
-    for row in range(rows):
-        last = int(positions[row])
-        pages[table[row, last // tokens], last % tokens + 1 :] = float("nan")
-    query = torch.randn(rows, heads, 16)
-    found = attend_triton(query, pages, table, positions)
-    torch.testing.assert_close(found, attend_torch(query, pages, table, positions), atol=1e-5, rtol=1e-4)
-
-
-def test_attention_of_a_prompt_equals_that_of_one_query_at_a_time():
-    pages = torch.randn((9, 4, 2, 16), generator=torch.Generator().manual_seed(0))
-    table = torch.tensor([[3, 7, 1, 5], [2, 8, 4, 6]], dtype=torch.int32)
-    query = torch.randn((19, 4, 8))
-    attention = PromptAttention(4)
-    attention.begin([Segment(0, 5, 6, 0), Segment(1, 0, 13, 6)], table)
-    read = AttentionPages(PagedRows(pages[..., :8]), PagedRows(pages[..., 8:]))
-    mixed = attention.attend(read, query, window=None, value_width=None)
-    positions = torch.cat((torch.arange(5, 11), torch.arange(13)))
-    rows = torch.tensor([0] * 6 + [1] * 13)
-    torch.testing.assert_close(mixed, attend_torch(query, pages, table[rows], positions))
-
-
-def test_decode_steps_continue_a_prompt_as_the_prompt_does():
-    """The second half of a prompt, step by step over what the prompt stored, gives the prompt's tokens."""
-    size, layout = MODEL_SIZES["tiny"], Layout("hnd", 4)
-    cache = BenchCache(size.shape(8, layout), "cpu", None)
-    model = BenchModel(size, layout, "cpu")
-    shared = SharedCache(model, cache, 1, 12)
-    blocks = [[6, 2, 5]]
-    fill_blocks(shared, blocks)
-    prompt = torch.randint(size.vocab, (12,), generator=torch.Generator().manual_seed(3))
-    positions = torch.arange(12)
-
-    def attend(layer, query, keys, values):
-        layer_pages(shared, layer)[torch.tensor(blocks[0])[positions // 4], positions % 4] = torch.cat(
-            (keys, values), dim=-1
-        )
-        heads = (rows.transpose(0, 1)[None] for rows in (query, keys, values))
-        return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-
-    expected = model.run(prompt, positions, positions, attend).tolist()
-    single = DecodeLoop(model, shared, blocks, 12)
-    found = []
-    for at in range(6, 12):
-        single._tokens = [int(prompt[at])]
-        single.step()
-        found += single._tokens
-    # In bfloat16 two tokens may change places; by chance one in 512 would agree.
-    assert sum(a == b for a, b in zip(found, expected[6:], strict=True)) >= 5

@@ -145,6 +145,7 @@ def figures(samples: Sequence[Sample], loads: Buckets, tokens_out: int) -> dict[
     served = [one for one in samples if not one.error]
     seen = {
         "first_token_ms": [one.first_token_s for one in served],
+        "second_token_ms": [one.gaps_s[0] for one in served if one.gaps_s],
         "prefill_leg_ms": [one.prefill_s for one in served if one.prefill_s is not None],
         "decode_leg_ms": [one.decode_s for one in served],
         "decode_gap_ms": [gap for one in served for gap in one.gaps_s],

@@ -8,10 +8,11 @@ table on standard output, JSON lines in a file; nothing here asserts a time.
     python -m tests.vllm.measure_load --nixl-gpus 2,3 --load 8192:128:2.5 --load 2048:128:8 --json F
     python -m tests.vllm.measure_load --nixl-gpus 2,3 --load 8192:12 --in-flight 16 --cached
     python -m tests.vllm.measure_load --routed --load 8192:128:2.5
+    python -m tests.vllm.measure_load --routed --first-token decode --load 8192:16 --in-flight 1
     python -m tests.vllm.measure_load --cpu
 
 With ``--routed`` each pair is asked through ``kvconnect router``: kvconnect's clients have their first token
-from the prefill server, those of NixlConnector from the decode server.
+from the prefill server, or by ``--first-token`` from the decode server as those of NixlConnector.
 
 Load times are histograms that the connectors count, and their quantiles are guessed within a bucket:
 kvconnect's from the order to load until all has arrived, with ``--flow parallel`` from before the prefill,
@@ -62,6 +63,7 @@ _STARTS_AFTER_S = 1.0
 """Time for the clients' processes to write their prompts."""
 _ROWS = {
     "first_token_ms": "first token, ms",
+    "second_token_ms": "from there to the second, ms",
     "prefill_leg_ms": "prefill leg, ms",
     "decode_leg_ms": "decode leg, ms",
     "load_ms": "load, ms (from buckets)",
@@ -199,7 +201,7 @@ def _routed(system: System, given: argparse.Namespace) -> Iterator[System]:
     if system.series is None:
         yield system
         return
-    first = "prefill" if system.series == _OURS else "decode"
+    first = given.first_token if system.series == _OURS else "decode"
     flow = given.flow if system.series == _OURS else "sequential"
     prefill, decode = system.servers
     options = ("--first-token", first, "--flow", flow, "--prefill", prefill.url, "--decode", decode.url)
@@ -317,7 +319,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "requests": "of each load and round",
             "warm_up": "requests before each run",
             "flow": "of kvconnect: sequential or parallel",
-            "routed": "through kvconnect router, with kvconnect's first token from the prefill server",
+            "routed": "through kvconnect router",
+            "first_token": "of kvconnect with --routed: from prefill or decode",
             "nixl_gpus": "of NixlConnector's; those of kvconnect unless told; none leaves it out",
             "plain": "GPUs of two plain servers, which are measured too",
             "enforce_eager": "no CUDA graphs, nothing compiled",
@@ -334,6 +337,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         warm_up=(2, 8),
         flow="sequential",
         routed=False,
+        first_token="prefill",
         engine="nixl",
         extra={},
         gpus="0,1",

@@ -15,16 +15,19 @@ time.
 from __future__ import annotations
 
 import argparse
+import http.client
+import json
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tests.vllm import dense_model
 from tests.vllm.load_client import LETTERS
-from tests.vllm.measure_first_token import lettered
+from tests.vllm.load_figures import streamed
 from tests.vllm.pairs import (
     Lines,
     ask,
@@ -101,6 +104,25 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
         same_tokens=f"{same} of {given.rounds}",
         pulls=pulls(first, second),
     )
+
+
+def lettered(url: str, prompt: list[int], max_tokens: int) -> list[tuple[float, int]]:
+    """Seconds from asking to each token, and the token, which is a letter."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "allowed_token_ids": LETTERS}
+    where = urlsplit(url)
+    client = http.client.HTTPConnection(str(where.hostname), where.port, timeout=120)
+    found: list[tuple[float, int]] = []
+    try:
+        began = time.perf_counter()
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        for line in client.getresponse():
+            for choice in streamed(line).get("choices") or ():
+                found += [(time.perf_counter() - began, ord(letter)) for letter in choice["text"]]
+    finally:
+        client.close()
+    assert len(found) == max_tokens, f"{url} answered with {len(found)} of {max_tokens} tokens"
+    return found
 
 
 def conversation(servers: Servers, given: argparse.Namespace, lines: Lines) -> None:

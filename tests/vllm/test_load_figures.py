@@ -81,6 +81,7 @@ def test_figures_of_a_run():
     samples.append(Sample(2.0, 0.002, error="D: HTTP 500", detail="D: HTTP 500 no"))
     told = figures(samples, {0.01: 8, 0.02: 9, 0.1: 10, math.inf: 10}, tokens_out=8)
     assert told["first_token_ms"] == {"p50": 400, "p90": 500, "p99": 500}
+    assert told["second_token_ms"] == {"p50": 10, "p90": 10, "p99": 10}
     assert told["decode_gap_ms"] == {"p50": 10, "p90": 20, "p99": 20}
     assert told["prefill_leg_ms"]["p50"] == 200
     assert told["load_ms"]["p50"] == 6.25
