@@ -1,4 +1,4 @@
-"""Joins P's first token and D's stream into one stream for the client.
+"""Joins P's first token and D's stream into one stream for the client, and tells an empty stream.
 
 P's answer has one token, which the client gets at once as the beginning of the stream. D is given that token
 and samples no other; D's stream continues behind it, without the part that the client has. Pure.
@@ -149,6 +149,31 @@ def error_end(message: str) -> bytes:
     """The end of a stream that cannot continue, as vLLM sends it: an error event, then the end."""
     error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
     return _event({"error": error}) + _END
+
+
+def has_no_output(raw: bytes) -> bool:
+    """Whether a stream up to here has no token: no events but the role of a chat, counts, and the end."""
+    *events, rest = raw.split(b"\n\n")
+    return not rest and all(map(_is_without_output, events))
+
+
+def _is_without_output(event: bytes) -> bool:
+    if event == _END.rstrip():
+        return True
+    try:
+        chunk = json.loads(event.removeprefix(b"data:"))
+    except (ValueError, RecursionError):
+        return False
+    choices = chunk.get("choices") if isinstance(chunk, dict) else None
+    return isinstance(choices, list) and not any(map(_has_output, choices))
+
+
+def _has_output(choice: object) -> bool:
+    if not isinstance(choice, dict):
+        return True
+    delta = choice.get("delta")
+    shown = {**choice, **(delta if isinstance(delta, dict) else {})}
+    return any(shown.get(key) for key in shown.keys() - {"index", "delta", "role", "prompt_token_ids"})
 
 
 class RestOfStream:

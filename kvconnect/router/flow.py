@@ -26,7 +26,7 @@ from kvconnect.router import bodies, first_answer
 from kvconnect.router.bodies import SideChannel
 from kvconnect.router.decode_trials import DecodeTrials
 from kvconnect.router.endpoints import Endpoint
-from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream
+from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream, has_no_output
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.releases import Releases
@@ -41,7 +41,8 @@ _OWN_ERRORS = (500, 502)
 """Statuses of a node's own errors: it did not get the KV, or its engine ended."""
 _ERROR_IN_A_STREAM = (b'data: {"error"', b"event: error")
 _ABORTED = b'"finish_reason":"abort"'
-"""In the end of an answer whose server stops without draining, or is paused. Text has its quotes escaped."""
+"""In an answer whose server stops without draining, or is paused; vLLM's stream of such a request may as well
+end without a token. Text has its quotes escaped."""
 
 _REPORTED = ("kv_hint_results", "kvconnect_receipt")
 _CUT_OFF = "the answer to request %s was cut off: %s"
@@ -123,19 +124,16 @@ PrefillResult = Prefilled | web.Response
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The answer of the node at ``url`` up to its ``first`` bytes, of which the client has got none."""
+    """The answer of the node at ``url`` up to its ``first`` bytes, of which the client has got none.
+
+    ``is_error``: the node had an error of its own, aborted the request, or ended a stream without a token.
+    """
 
     role: str
     url: str
     answer: aiohttp.ClientResponse
     first: bytes
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the node had an error of its own, or aborted the request, before the client got a byte."""
-        if self.answer.status in _OWN_ERRORS or self.first.startswith(_ERROR_IN_A_STREAM):
-            return True
-        return _ABORTED in self.first
+    is_error: bool
 
 
 class Flow:
@@ -573,15 +571,20 @@ class Flow:
         pool = pool or self._decode
         sent = self._upstream.send(pool, request, lease, retry=retry, broken=exchange.broken)
         async with sent as (leased, answer):
+            is_stream = answer.status == 200 and answer.content_type == "text/event-stream"
             with self._upstream.translated(pool.role):
                 first = await answer.content.readany()
+                while is_stream and has_no_output(first) and (read := await answer.content.readany()):
+                    first += read
             if not first and answer.status == 200:
                 raise self._upstream.failed(pool.role, "empty", f"the {pool.role} node's answer is empty")
             pool.computed(leased)
             params = body.get(bodies.PARAMS) if isinstance(body, Mapping) else None
             if answer.status == 200 and params and params.get("do_remote_prefill"):
                 exchange.is_taken = True
-            yield Begun(pool.role, leased.url, answer, first)
+            is_error = answer.status in _OWN_ERRORS or first.startswith(_ERROR_IN_A_STREAM)
+            is_error |= _ABORTED in first or (is_stream and has_no_output(first))
+            yield Begun(pool.role, leased.url, answer, first, is_error)
 
     def _reuses_tokens(self, exchange: Exchange) -> bool:
         """Whether D gets the tokens of a text that P tokenised."""

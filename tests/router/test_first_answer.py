@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.router.endpoints import SPLIT
-from kvconnect.router.first_answer import Differs, RestOfStream, is_eligible, is_one_token, read_first
+from kvconnect.router.first_answer import (
+    Differs,
+    RestOfStream,
+    has_no_output,
+    is_eligible,
+    is_one_token,
+    read_first,
+)
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = st.text(alphabet='ab é\n"\\', min_size=1, max_size=4)
@@ -175,3 +182,34 @@ def test_one_token_is_all_that_some_want():
     assert not is_one_token(chat, {"max_tokens": True})
     assert not is_one_token(chat, {"max_tokens": 1, "n": 2})
     assert not is_one_token(chat, {})
+
+
+def of_choice(**choice):
+    return b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n"
+
+
+ROLE = of_choice(delta={"role": "assistant", "content": ""}, logprobs=None, finish_reason=None)
+COUNTS = b'data: {"choices": [], "usage": {"completion_tokens": 0}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("beginning", [b"", ROLE, COUNTS, ROLE + COUNTS, COUNTS + DONE, of_choice(text="")])
+@pytest.mark.parametrize(
+    "output",
+    [
+        of_choice(text="a"),
+        of_choice(text="", token_ids=[7]),
+        of_choice(text="", finish_reason="stop"),
+        of_choice(delta={"content": "a"}),
+        of_choice(delta={"reasoning": "a"}),
+        of_choice(delta={"tool_calls": [{"index": 0}]}),
+        b'data: {"error": {"message": "gone"}}\n\n',
+        b'event: response.created\ndata: {"type": "response.created"}\n\n',
+        b'data: {"cho',
+        b"data: [" + b"[" * 100_000 + b"\n\n",
+        b'data: {"choices": [1]}\n\n',
+    ],
+)
+def test_a_stream_has_no_output_until_an_event_that_has_some(beginning, output):
+    assert has_no_output(beginning)
+    assert not has_no_output(beginning + output)

@@ -387,6 +387,8 @@ async def test_without_the_option_a_prefill_leg_that_fails_is_the_answer(flow) -
 
 ERROR = b'data: {"error": {"message": "EngineCore encountered an issue", "code": 500}}\n\n'
 ABORTED = b'data: {"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"abort"}]}\n\n'
+COUNTS = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":0}}\n\n'
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 BREAKS = {
     "unanswered": FAILS["broken"],
     "no_byte": after(0.05, streams(end="abort")),
@@ -395,6 +397,8 @@ BREAKS = {
     "error_in_a_stream": after(0.05, streams(ERROR, b"data: [DONE]\n\n")),
     # What vLLM sends for each of its requests if it is stopped at once, with status 200.
     "aborted": after(0.05, streams(ABORTED, b"data: [DONE]\n\n")),
+    "no_token": after(0.05, streams(COUNTS, b"data: [DONE]\n\n")),
+    "no_token_of_a_chat": after(0.05, streams(ROLE, COUNTS, b"data: [DONE]\n\n")),
 }
 
 
