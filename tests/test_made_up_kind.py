@@ -205,10 +205,8 @@ class Stack:
         self.sees, self.step_tokens = (sinks, last), step_tokens
         self.free = list(range(1, 60))
         config = OffloadConfig(cpu_bytes=1 << 20, checkpoint_tokens=16)
-        self.worker = OffloadWorker(
-            config, self.side.config, self.side.kernels, identity=named(), registry=CollectorRegistry()
-        )
-        self.worker.register_kv_caches(self.side.tensors)
+        caches = self.side.config, self.side.kernels, self.side.tensors
+        self.worker = OffloadWorker(config, *caches, identity=named(), registry=CollectorRegistry())
         self.half = OffloadScheduler(
             config,
             self.side.config.groups,

@@ -223,20 +223,19 @@ def _open_offload(
         config.extra.offload,
         cache.config,
         cache.kernel_block_sizes,
-        identity=kept.identity,
-        rank=traits.rank,
-        world_size=traits.world_size,
-    )
-    # On any failure, so that no folder stays locked and no memory taken.
-    opened.callback(offload.close)
-    offload.announces, offload.label = kept.announces, kept.label
-    offload.register_kv_caches(
         cache.tensors,
         cache.heads,
         cache.scales,
+        identity=kept.identity,
+        rank=traits.rank,
+        world_size=traits.world_size,
         reserved_bytes=traits.reserved_bytes,
         least_rows=kept.requirements.least_rows(config.extra.offload.min_tokens),
+        label=kept.label,
+        announces=kept.announces,
     )
+    # On any failure, so that no folder stays locked and no memory taken.
+    opened.callback(offload.close)
     if kept.naming is not None and config.is_producer and config.extra.engine != "none":
         offload.name_rows(kept.naming, kept.requirements)
     if config.is_consumer and config.extra.engine != "none" and config.extra.offload.park_share:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.errors import ConfigError, LocalError
+from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.folder import cache_folders, look
 from kvconnect.transfer.orders import OffloadOrders, Restore, Results, Seek, Store, TierFetch
 from tests.offload.rows_by_hand import rows_of
@@ -20,11 +20,8 @@ def rig():
 
 
 def test_memory_that_is_too_small_for_one_hit_is_refused_before_any_of_it_is_taken():
-    made = Rig(register=False)
     with pytest.raises(ConfigError, match=r"cpu_bytes is 65536: .* the shortest hit needs 1000 of them"):
-        made.worker.register_kv_caches(made.tensors, least_rows={1: 1000})
-    with pytest.raises(LocalError):
-        _ = made.worker.plan
+        Rig(least_rows={1: 1000})
 
 
 def hashes(*numbers):
@@ -85,32 +82,6 @@ def test_any_order_of_stores_and_restores_moves_the_right_bytes(steps):
     rig.until_idle()
     assert not rig.failed
     rig.close()
-
-
-def test_orders_before_the_caches_are_a_mistake():
-    rig = Rig(register=False)
-    store = OffloadOrders(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
-    with pytest.raises(LocalError, match="register_kv_caches"):
-        rig.worker.before_step(store)
-    for orders in (
-        OffloadOrders(restores=(Restore("r", ()),)),
-        OffloadOrders(fetches=(TierFetch(1, "disk", 0, (), ()),)),
-        OffloadOrders(seeks=(Seek(1, "disk", 0, ()),)),
-    ):
-        with pytest.raises(LocalError, match="register_kv_caches"):
-            rig.worker.start(orders)
-    with pytest.raises(LocalError, match="register_kv_caches"):
-        rig.worker.row_bytes  # noqa: B018
-    rig.order()
-    assert rig.worker.results() == Results()
-    assert not any(rig.worker.state().values())
-    assert rig.worker.usage() == {}
-    rig.close()
-
-
-def test_the_caches_are_registered_once(rig):
-    with pytest.raises(LocalError, match="twice"):
-        rig.worker.register_kv_caches(rig.tensors)
 
 
 @pytest.mark.parametrize(

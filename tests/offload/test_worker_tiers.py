@@ -470,11 +470,8 @@ HASHES = (b"hash1", b"hash2")
 
 def start(weights, tiers=None, **settings):
     """A worker with these weights. ``tiers`` makes its lower tiers of a namespace."""
-    rig = Rig(register=False, weights=weights, **settings)
-    if tiers is not None:
-        rig.worker._make_tiers = lambda namespace, plan: [tiers(namespace)]
-    rig.worker.register_kv_caches(rig.tensors)
-    return rig
+    make_tiers = tiers and (lambda namespace: [tiers(namespace)])
+    return Rig(weights=weights, make_tiers=make_tiers, **settings)
 
 
 def keep(rig, job, *hashes):

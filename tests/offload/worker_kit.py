@@ -46,27 +46,46 @@ def caches():
     return KVCacheConfig(NUM_BLOCKS, groups), {0: 4, 1: 8, 2: 4}, tensors
 
 
+class _Worker(OffloadWorker):
+    """``make_tiers`` makes its tiers of a namespace; None for those that are configured."""
+
+    def __init__(self, make_tiers, *given, **more):
+        self._given = make_tiers
+        super().__init__(*given, **more)
+
+    def _make_tiers(self, namespace, plan):
+        return self._given(namespace) if self._given else super()._make_tiers(namespace, plan)
+
+
 class Rig:
     """A worker, its caches, and what it reported so far, by job and by request."""
 
-    def __init__(self, *tiers, seed=0, register=True, weights="", label="", **settings):
+    def __init__(
+        self,
+        *tiers,
+        seed=0,
+        weights="",
+        label="",
+        make_tiers=None,
+        least_rows=None,
+        **settings,
+    ):
         config, sizes, self.tensors = caches()
         for at, cache in enumerate(self.tensors.values()):
             fill_random(cache, seed * 100 + at)
         self.registry = CollectorRegistry()
         given = {"cpu_bytes": CPU_BYTES, "shares": (0.4, 0.3, 0.3), **settings}
-        self.worker = OffloadWorker(
+        self.worker = _Worker(
+            make_tiers or (tiers and (lambda namespace: tiers)),
             OffloadConfig(**given),
             config,
             sizes,
+            self.tensors,
             identity=named(weights=weights),
+            least_rows=least_rows or {},
+            label=label,
             registry=self.registry,
         )
-        self.worker.label = label
-        if tiers:
-            self.worker._make_tiers = lambda namespace, plan: tiers
-        if register:
-            self.worker.register_kv_caches(self.tensors)
         closes_later(self)
         self.received, self.failed, self.changes = [], {}, []
         self.stored, self.fetched, self.found, self.kept = {}, {}, {}, set()

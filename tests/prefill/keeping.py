@@ -38,8 +38,7 @@ class Keeper:
         layout = RowLayout.build(self.cache.table)
         plan = plan_arena(1 << 20, layout.row_bytes, dict.fromkeys(layout.row_bytes, 1))
         self.copier = make_copier(layout, RowArena(plan), "cpu")
-        self.jobs = RankJobs(0)
-        self.jobs.class_of = plan.class_of
+        self.jobs, self._class_of = RankJobs(0, plan.class_of), plan.class_of
         arena = self.copier._arena
         self.rows = self.jobs.names = NamedRows(self.naming, needs, self.cache.table, arena, self.jobs)
         # Those of one class are of several groups.
@@ -49,7 +48,7 @@ class Keeper:
 
     def store(self, group: int, pairs, into=None) -> list[int]:
         """``pairs`` are of name and block; the rows."""
-        free = self._free[self.jobs.class_of[group]]
+        free = self._free[self._class_of[group]]
         rows = into or [next(free) for _ in pairs]
         copies = RowCopies(group, tuple(block for _, block in pairs), tuple(rows))
         job = self.jobs.open(

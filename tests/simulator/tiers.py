@@ -19,12 +19,14 @@ from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
 from kvconnect.halves.building import KeptBlocks, SharedBlocks
 from kvconnect.halves.scheduler_half import SchedulerHalf
+from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.rows import RowArena, RowLayout, RowParts
 from kvconnect.offload.disk.folder import bytes_on_disk
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_for
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.tier import DISK, Content
+from kvconnect.offload.worker.jobs import RankJobs
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload.worker.tier_loop import TierLoop
@@ -107,19 +109,12 @@ class SimTiers(OffloadWorker):
             park_after_s=keeps.park_after_s,
         )
         self.disk = SimDisk(worker, keeps, max(sizes.values())) if keeps.disk_bytes else None
-        super().__init__(
-            self.config,
-            memory.config,
-            worker.plan.shape.kernel_sizes(worker.plan.model),
-            identity=named(),
-            rank=worker.rank,
-            world_size=worker.plan.world_size,
-            registry=_REGISTRY,
+        self.plan = plan = plan_for(
+            self.config, memory.config.groups, layout.row_bytes, requirements.least_rows()
         )
-        self._table = memory.table
-        plan = plan_for(self.config, memory.config.groups, layout.row_bytes, requirements.least_rows())
+        self._table, self._rank, self._identity, self.load_rows = memory.table, worker.rank, named(), None
+        self._metrics, self._jobs = OffloadMetrics(_REGISTRY), RankJobs(worker.rank, plan.class_of)
         self._arena = arena = RowArena(plan)
-        self._jobs.class_of = plan.class_of
         copier = SimCopier(worker, Copier(RowParts(layout, arena), arena))
         self._own_loop = loop = SimLoop(worker, copier, arena, self)
         self._copier, self._loop = copier, loop  # type: ignore[assignment]

@@ -14,6 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvconnect.outcome import Cause, Reason
@@ -68,11 +69,13 @@ class RankJob:
 
 
 class RankJobs:
-    """All jobs of one rank that owe a report, and reports that were not taken yet. Thread-safe."""
+    """All jobs of one rank that owe a report, and reports that were not taken yet. Thread-safe.
 
-    def __init__(self, rank: int) -> None:
-        self.class_of: Mapping[int, int] = {}
-        """The class of rows by cache group; set when caches are registered."""
+    ``class_of``: the class of rows by cache group.
+    """
+
+    def __init__(self, rank: int, class_of: Mapping[int, int] = MappingProxyType({})) -> None:
+        self._class_of = class_of
         self.names: NamedRows | None = None
         """The names of rows, if peers may fetch KV by name."""
         self._rank = rank
@@ -98,7 +101,7 @@ class RankJobs:
         self, key: int | str | None, hashes: tuple[bytes, ...], *owed: Report, copies: RowCopies = NO_COPIES
     ) -> RankJob:
         """Open a job that owes the reports ``owed``."""
-        job = RankJob(next(self._numbers), key, hashes, owed, copies, self.class_of.get(copies.group, -1))
+        job = RankJob(next(self._numbers), key, hashes, owed, copies, self._class_of.get(copies.group, -1))
         if self.names is not None:
             self.names.take(job)
         with self._lock:

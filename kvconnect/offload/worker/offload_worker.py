@@ -21,9 +21,9 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import OffloadConfig
-from kvconnect.errors import EngineError, LayoutError, LocalError
+from kvconnect.errors import EngineError, LayoutError
 from kvconnect.metrics import Changes, OffloadMetrics
-from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
+from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
 from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
@@ -42,8 +42,21 @@ logger = logging.getLogger(__name__)
 class OffloadWorker:
     """Carries out orders on one rank; ``results`` reports each order exactly once, as done or failed.
 
-    ``kernel_block_sizes`` are tokens, for the cache groups that are kept. ``identity`` has the serving
-    stack's facts for the namespace.
+    It allocates host memory and opens the lower tiers. On a GPU, the caller makes the stream of the model's
+    steps current.
+
+    Args:
+        kernel_block_sizes: tokens, for the cache groups that are kept.
+        tensors, heads, scales: as for ``RegionTable.build``.
+        identity: the serving stack's facts for the namespace.
+        reserved_bytes: of free GPU memory, left to the serving stack.
+        least_rows: by group, the rows that the shortest hit needs.
+        label: the model's name for operators, which is no fact of the namespace.
+        announces: whether contents of lower tiers are published as events.
+
+    Raises:
+        LayoutError: a cache cannot be expressed as a region table.
+        ConfigError: the memory does not suffice, or a lower tier cannot be used.
     """
 
     def __init__(
@@ -51,98 +64,66 @@ class OffloadWorker:
         config: OffloadConfig,
         cache_config: KVCacheConfig,
         kernel_block_sizes: Mapping[int, int],
-        *,
-        identity: Identity,
-        rank: int = 0,
-        world_size: int = 1,
-        registry: CollectorRegistry = REGISTRY,
-    ) -> None:
-        self._config, self._cache_config = config, cache_config
-        self._rank, self._world_size, self._identity = rank, world_size, identity
-        self._kernel_block_sizes = {
-            group: sync_block_size(cache_config.groups[group].block_size, kernel)
-            for group, kernel in kernel_block_sizes.items()
-        }
-        self._metrics = OffloadMetrics(registry)
-        self._jobs = RankJobs(rank)
-        self._copier: Copier | None = None
-        self._loop: TierLoop | None = None
-        self.announces = False
-        """Whether contents of lower tiers are published as events. Set it before caches are registered."""
-        self.label = ""
-        """The model's name for operators, which is no fact of the namespace. Set it as ``announces``."""
-        self.load_rows: LoadRows | None = None
-        """The rows as a target of loads; None if loads fill none."""
-
-    # The next two, and the hooks that take orders, raise ``LocalError`` before ``register_kv_caches``.
-
-    @property
-    def row_bytes(self) -> dict[int, int]:
-        return {group: self.plan.row_class(group).row_bytes for group in self.plan.groups}
-
-    @property
-    def plan(self) -> ArenaPlan:
-        self._registered()
-        return self._arena.plan
-
-    def register_kv_caches(
-        self,
         tensors: Mapping[str, CacheTensor],
         heads: Mapping[str, HeadInterval] | None = None,
         scales: Mapping[str, Scales] | None = None,
         *,
+        identity: Identity,
+        rank: int = 0,
+        world_size: int = 1,
         reserved_bytes: int = 0,
         least_rows: Mapping[int, int] = MappingProxyType({}),
+        label: str = "",
+        announces: bool = False,
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """Describe the caches, allocate host memory, open the lower tiers, and begin to accept orders.
-
-        On a GPU, the caller makes the stream of the model's steps current. ``tensors``, ``heads`` and
-        ``scales`` are as for ``RegionTable.build``; ``reserved_bytes`` of free GPU memory are left to the
-        serving stack; ``least_rows`` are the rows by group that the shortest hit needs.
-
-        Raises:
-            LayoutError: a cache cannot be expressed as a region table.
-            ConfigError: the memory does not suffice, or a lower tier cannot be used.
-            LocalError: the method was called before.
-        """
-        if self._copier is not None:
-            raise LocalError("register_kv_caches was called twice")
-        self._table = table = RegionTable.build(
-            self._cache_config, self._kernel_block_sizes, tensors, heads, scales
-        )
+        self._config, self._cache_config = config, cache_config
+        self._rank, self._world_size, self._identity = rank, world_size, identity
+        self._label, self._announces = label, announces
+        self.load_rows: LoadRows | None = None
+        """The rows as a target of loads; None if loads fill none."""
+        sizes = {
+            group: sync_block_size(cache_config.groups[group].block_size, kernel)
+            for group, kernel in kernel_block_sizes.items()
+        }
+        self._table = RegionTable.build(cache_config, sizes, tensors, heads, scales)
         # The tensors must outlive the copier, even if the serving stack drops its references.
         self._tensors = dict(tensors)
         device = next(iter(tensors.values())).tensor.device
-        layout = RowLayout.build(table)
-        plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes, least_rows)
+        layout = RowLayout.build(self._table)
+        self.plan = plan = plan_for(config, cache_config.groups, layout.row_bytes, least_rows)
         self.namespace = self._name()
+        self._metrics, self._jobs = OffloadMetrics(registry), RankJobs(rank, plan.class_of)
         with ExitStack() as undo:
+            undo.callback(self._metrics.retire)
             # Tiers first: a bad folder is detected before memory is allocated.
             tiers = self._make_tiers(self.namespace, plan)
             for tier in tiers:
                 undo.callback(tier.close)
             self._arena = arena = make_arena(plan, device)
             undo.callback(arena.close)
-            copier = make_copier(layout, arena, device, reserved_bytes=reserved_bytes)
+            self._copier = copier = make_copier(layout, arena, device, reserved_bytes=reserved_bytes)
             undo.pop_all()
-        self._jobs.class_of = plan.class_of
-        self._copier = copier
         self._loop = TierLoop(copier, arena, tiers, self._jobs, self._metrics, device)
         self._loop.start()
         logger.info(
             "rank %d keeps blocks in %d bytes of host memory, rows of %s bytes by cache group; lower tiers: "
             "%s; namespace %s",
-            self._rank,
+            rank,
             plan.length_bytes,
             self.row_bytes,
             ", ".join(tier.name for tier in tiers) or "none",
             self.namespace.name,
         )
 
+    @property
+    def row_bytes(self) -> dict[int, int]:
+        return {group: self.plan.row_class(group).row_bytes for group in self.plan.groups}
+
     def _name(self) -> Namespace:
         own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
         kept = {"cache": cache_facts(self._cache_config), "rows": row_facts(self._table)}
-        return Namespace.of({**kept, **own, "identity": self._identity.facts}, self.label)
+        return Namespace.of({**kept, **own, "identity": self._identity.facts}, self._label)
 
     @property
     def names(self) -> NamedRows | None:
@@ -151,9 +132,9 @@ class OffloadWorker:
 
     def name_rows(self, naming: Naming, requirements: HitRequirements) -> None:
         """Offer rows to peers by name, if rows of this cache can be sent. Call it before any orders."""
-        _, loop = self._registered()
+        given = self._table, self._arena, self._jobs, self._loop
         try:
-            self._jobs.names = NamedRows(naming, requirements, self._table, self._arena, self._jobs, loop)
+            self._jobs.names = NamedRows(naming, requirements, *given)
         except (LayoutError, EngineError) as error:
             logger.warning("peers that ask for KV by name get none of this node: %s", error)
 
@@ -179,12 +160,11 @@ class OffloadWorker:
 
         Call it after the scheduler half was reset, and before the first orders for KV of the new weights.
         """
-        _, loop = self._registered()
         self._jobs.forget_names()
         self._identity = self._identity.replace(weights=weights)
         self.namespace = namespace = self._name()
         logger.info("rank %d keeps blocks in namespace %s now", self._rank, namespace.name)
-        loop.replace(lambda: self._make_tiers(namespace, self.plan))
+        self._loop.replace(lambda: self._make_tiers(namespace, self.plan))
 
     def _make_tiers(self, namespace: Namespace, plan: ArenaPlan) -> Sequence[LowerTier]:
         """Open the lower tiers, nearest first. Raises ``ConfigError``: one cannot be used as configured."""
@@ -195,7 +175,7 @@ class OffloadWorker:
 
                 made.append(
                     open_disk_tier(
-                        config, namespace, self._rank, self._world_size, reads_footers=self.announces
+                        config, namespace, self._rank, self._world_size, reads_footers=self._announces
                     )
                 )
                 undo.callback(made[-1].close)
@@ -205,7 +185,7 @@ class OffloadWorker:
                 most = max(rows.row_bytes for rows in plan.classes)
                 made.append(store := open_store_tier(config, namespace, most_row_bytes=most))
                 undo.callback(store.close)
-                if self.announces:
+                if self._announces:
                     store.announce()
             undo.pop_all()
         return made
@@ -216,7 +196,7 @@ class OffloadWorker:
         """Begin the snapshots of these orders, before their step is launched and overwrites blocks."""
         if not orders:
             return
-        (copier, loop), now = self._registered(), time.monotonic()
+        copier, loop, now = self._copier, self._loop, time.monotonic()
         loop.held_rows = orders.held_rows
         if orders.clear:
             self._jobs.forget_names()
@@ -246,8 +226,8 @@ class OffloadWorker:
         """Begin fetches, seeks and restores. Restores wait for all work launched on the device so far."""
         if not (orders.restores or orders.fetches or orders.seeks):
             return
-        (copier, loop), now, opened = self._registered(), time.monotonic(), self._jobs.open
-        last_use = copier.mark() if orders.restores else None
+        loop, now, opened = self._loop, time.monotonic(), self._jobs.open
+        last_use = self._copier.mark() if orders.restores else None
         turn = self._metrics.wait_seconds.labels("turn")
         loop.order(lambda later: turn.inc(later - now))
         # Fetches and seeks first: requests wait for them, and copies keep the thread busy.
@@ -272,12 +252,11 @@ class OffloadWorker:
                 self._metrics.failures.labels(reason).inc()
 
         if self._rank == 0:
-            # Once the thread runs, it alone writes metrics.
-            self._loop.order(count) if self._loop is not None else count(0.0)
+            self._loop.order(count)
 
     def results(self) -> Results:
         """Results since the last call: ``received`` and ``failed`` restores, and this rank's report."""
-        if self._loop is not None and not self._loop.is_alive:
+        if not self._loop.is_alive:
             # A dead thread cannot fail its jobs itself.
             self._jobs.fail_all("the thread of the tiers has ended")
         return self._jobs.take()
@@ -289,16 +268,10 @@ class OffloadWorker:
         return self._metrics.changes()
 
     def state(self) -> dict[str, int]:
-        loop = self._loop
-        return {
-            **self._jobs.counts(),
-            "copies": 0 if loop is None else len(loop.copies),
-            "errands": 0 if loop is None else len(loop.calls),
-        }
+        copies, errands = len(self._loop.copies), len(self._loop.calls)
+        return {**self._jobs.counts(), "copies": copies, "errands": errands}
 
     def usage(self) -> dict[str, Any]:
-        if self._copier is None or self._loop is None:
-            return {}
         return {
             "row_bytes": self.row_bytes,
             "rows": {group: self.plan.row_class(group).num_rows for group in self.plan.groups},
@@ -307,16 +280,10 @@ class OffloadWorker:
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """The state of each tier, host memory first: see ``LowerTier.state``. Thread-safe."""
-        return {} if self._loop is None else self._loop.tier_states()
+        return self._loop.tier_states()
 
     def close(self) -> None:
         """Stop the thread, close the tiers, and fail open jobs. Idempotent; ``results`` still works."""
-        if self._loop is not None:
-            self._loop.close()
+        self._loop.close()
         self._jobs.fail_all("the worker was closed")
         self._metrics.retire()
-
-    def _registered(self) -> tuple[Copier, TierLoop]:
-        if self._copier is None or self._loop is None:
-            raise LocalError("orders came before register_kv_caches was called")
-        return self._copier, self._loop
