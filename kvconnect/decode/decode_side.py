@@ -122,7 +122,7 @@ class DecodeSide(TransferPart):
         self._queue[load] = None
         self._by_peer.setdefault(key, {})[load] = None
         self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
-        self.renewals.load(load)
+        self.renewals.load(load, now)
         reason = load.error or order.refusal or self.peers.refusal(key, now)
         if reason:
             load.fail(reason)
@@ -187,7 +187,6 @@ class DecodeSide(TransferPart):
         # Admitted after that, so that a load which ended makes room for the next one at once.
         self._admit(now)
         self._look_after_all(now)
-        self.renewals.plan(now)
         if self.finds.has_changed:
             self.finds.advance(now)
         self.peers.forget_idle(self._peers_in_use)
@@ -289,7 +288,7 @@ class DecodeSide(TransferPart):
             link.was_met = True
             logger.info("%s is met: KV comes over %s", link, self._local.engine.capabilities)
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
-        self.renewals.met(link.peer.key)
+        self.renewals.met(link.peer.key, now)
         self.finds.met(link, now)
         self.finds.changed()
         for load in self._by_peer.get(link.peer.key, ()):

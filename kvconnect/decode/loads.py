@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -97,8 +96,8 @@ class LoadRecord:
     ``is_unused`` returns whether the device has finished all earlier use of the blocks. ``admitted``: the
     load has had its turn. ``fetches``: empty until the peer's ranks are known. ``met_again``: the peer had
     dropped this node's connection, and was greeted anew. ``given_back``: the peer was informed of the
-    failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as far as known,
-    renewed at ``renew_at``. ``is_ragged``: see ``Results``. ``attachment``: what came with the KV.
+    failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as far as known.
+    ``is_ragged``: see ``Results``. ``attachment``: what came with the KV.
     ``on_device``: all ranks that sent named KV so far had it on their device.
     ``changed`` is called with the load when it has to be advanced.
     """
@@ -118,7 +117,6 @@ class LoadRecord:
     moved: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
     epochs: dict[int, int] = field(default_factory=dict)
-    renew_at: float = math.inf
     is_ragged: bool = False
     attachment: bytes = b""
     on_device: bool = True

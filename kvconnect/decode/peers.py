@@ -81,7 +81,7 @@ class Peer:
 
     ``partners``: the ranks that this rank fetches from; ``unused``: replicas whose leases this rank ends.
     ``let_go``: released handles; ``releases``: the same by rank, once the ranks are known. ``lease_s``: the
-    seconds after which the peer ends a lease without renewal; ``renewed_at``: the latest renewal.
+    seconds after which the peer ends a lease without renewal.
     ``was_met``: a lost connection is to be made again; ``is_warm``: the same, in any case, by the operator's
     settings. ``is_whole``: no connection was lost since the peer was met. ``last_loss``: when, how and why a
     connection was last lost. ``lanes`` is open while settings refuse the lane of one of its ranks,
@@ -101,7 +101,6 @@ class Peer:
     let_go: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_LET_GO))
     releases: dict[int, list[str]] = field(default_factory=dict)
     used_at: float = 0.0
-    renewed_at: float = -math.inf
     lease_s: float = 0.0
     was_met: bool = False
     is_warm: bool = False

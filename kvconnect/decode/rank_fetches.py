@@ -145,7 +145,7 @@ class RankFetches:
             packer = self._local.packer(peer, ours, "target", self._config.convert_dtype, table)
         except LayoutError as error:
             return str(error)
-        rate = PACK_BYTES_PER_S[self._local.device.type]
+        rate = PACK_BYTES_PER_S.get(self._local.device.type, PACK_BYTES_PER_S["cuda"])
         return RequestCutter(packer.chunker, peer.table, ours.table, slot_bytes, rate), packer
 
     # Messages of the peer

@@ -1,17 +1,16 @@
 """When D renews the leases that its peers hold for it, from the arrival of a request to its load's end.
 
-One message renews all handles of a peer. A rank receives at most one a second, or three per lease where the
-lease is shorter; a request that is loaded within that time causes none.
+One message renews all handles of a peer, and each peer has one timer. A rank receives at most one message a
+second, or three per lease where the lease is shorter; a request that is loaded within that time causes none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, PeerKey
-from kvconnect.decode.peers import Peer, Peers, RankLink
+from kvconnect.decode.peers import Peers, RankLink
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
 from kvconnect.transfer.orders import Await
@@ -27,26 +26,22 @@ _PACE_S = 1.0
 class Awaited:
     """D's record of a handle that a request may load under, once the request gets blocks.
 
-    ``epochs``, ``renew_at``: passed on to the load that follows, which fails at once with ``error``.
-    ``reports``: the scheduler half is to be informed when the handle is settled, and was not yet.
+    ``epochs``: passed on to the load that follows, which fails at once with ``error``. ``reports``: the
+    scheduler half is to be informed when the handle is settled, and was not yet.
     """
 
     handle: str
     peer: PeerKey
     since: float
-    renew_at: float = math.inf
     epochs: dict[int, int] = field(default_factory=dict)
     error: Reason | None = None
     reports: bool = False
-    is_to_ask = True
 
     def counts_on(self, rank: int) -> bool:
         """See ``LoadRecord``."""
         return not self.error
 
-    def is_to_ask_of(self, rank: int) -> bool:
-        """See ``LoadRecord``."""
-        return True
+    is_to_ask_of = counts_on
 
     def fail(self, reason: Reason) -> None:
         """Mark the handle as void. The first reason counts."""
@@ -64,15 +59,18 @@ def interval_s(lease_s: float) -> float:
 
 @dataclass(eq=False)
 class _Account:
-    """The leases of one peer."""
+    """The leases of one peer: ``kept`` has when each was renewed, minus infinity if it is to be renewed next.
+
+    ``timer`` fires when the next message is due, or the next try to reach the peer.
+    """
 
     key: PeerKey
     timer: Timer
-    kept: dict[Renewable, None] = field(default_factory=dict)
+    kept: dict[Renewable, float] = field(default_factory=dict)
 
-    def wanted(self) -> Iterator[Renewable]:
+    def wanted(self) -> list[Renewable]:
         """The handles and loads that have not failed."""
-        return (wanted for wanted in self.kept if not wanted.error)
+        return [wanted for wanted in self.kept if not wanted.error]
 
 
 class Renewals:
@@ -86,20 +84,16 @@ class Renewals:
         self._config, self._timers, self._peers = context.config, context.timers, peers
         self._settled = context.reports.settled
         self._accounts: dict[PeerKey, _Account] = {}
-        self._unplanned: list[Renewable] = []
-        self._just_met: set[PeerKey] = set()
 
     def keep(self, order: Await, key: PeerKey, now: float) -> None:
         """Keep the lease of a handle that a waiting request may load under."""
         awaited = self.awaited.get(order.handle)
         if awaited is None:
             awaited = self.awaited[order.handle] = Awaited(order.handle, key, now)
-            self._reach(awaited, now)
-            self._add(awaited)
+            self._add(awaited, now)
         if order.reports and not awaited.reports:
             awaited.reports = True
-            awaited.renew_at = now
-            self._accounts[awaited.peer].timer.at(now)
+            self._ask_again(awaited, now)
             self._report_if_settled(awaited)
 
     def end(self, handle: str) -> Awaited | None:
@@ -109,26 +103,30 @@ class Renewals:
             self._remove(awaited)
         return awaited
 
-    def load(self, load: LoadRecord) -> None:
+    def load(self, load: LoadRecord, now: float) -> None:
         """A load begins: it takes over the epochs and the error of its awaited handle."""
         if not load.handle:
             return
         awaited = self.end(load.handle)
         if awaited is not None and awaited.peer == load.peer:
-            load.epochs, load.renew_at = awaited.epochs, awaited.renew_at
+            load.epochs = awaited.epochs
             if awaited.error:
                 load.fail(awaited.error)
-        self._add(load)
+        self._add(load, now)
 
     def loaded(self, load: LoadRecord) -> None:
         """A load has ended: renew its lease no more."""
         if load.handle:
             self._remove(load)
 
-    def _add(self, wanted: Renewable) -> None:
+    def _add(self, wanted: Renewable, now: float) -> None:
         account = self._accounts.get(wanted.peer) or self._open(wanted.peer)
-        account.kept[wanted] = None
-        self._unplanned.append(wanted)
+        account.kept[wanted] = -math.inf
+        peer = self._peers.peers.get(wanted.peer)
+        is_met = peer is not None and peer.is_ready
+        # A load meets its peer itself.
+        wait_s = min(_PACE_S, interval_s(peer.lease_s if peer is not None else 0.0))
+        account.timer.by(now + wait_s if is_met or isinstance(wanted, LoadRecord) else now)
 
     def _open(self, key: PeerKey) -> _Account:
         account = _Account(key, self._timers.timer(lambda now: self._renew(account, now)))
@@ -142,71 +140,62 @@ class Renewals:
             account.timer.cancel()
             del self._accounts[wanted.peer]
 
+    def _ask_again(self, awaited: Awaited, when: float) -> None:
+        account = self._accounts[awaited.peer]
+        account.kept[awaited] = -math.inf
+        account.timer.by(when)
+
     def peers_in_use(self) -> set[PeerKey]:
         """Peers with handles that are to be reported once settled."""
         return {awaited.peer for awaited in self.awaited.values() if awaited.reports}
 
-    def met(self, key: PeerKey) -> None:
-        """A peer was met: renew its leases at once, as none was renewed for a while."""
-        self._just_met.add(key)
+    def met(self, key: PeerKey, now: float) -> None:
+        """A peer was met: renew its leases, as none was renewed for a while; at once if requests wait."""
         account = self._accounts.get(key)
-        for wanted in account.wanted() if account is not None else ():
-            wanted.renew_at = math.inf
-            self._unplanned.append(wanted)
+        if account is not None:
+            account.kept = dict.fromkeys(account.kept, -math.inf)
+            has_waiting = any(isinstance(wanted, Awaited) for wanted in account.kept)
+            account.timer.by(now if has_waiting else now + _PACE_S)
 
     def failed(self, key: PeerKey, reason: Reason) -> None:
         """A peer is out of reach or unusable: fail its awaited handles that are to be reported."""
-        account = self._accounts.get(key)
-        for awaited in list(account.kept) if account is not None else ():
-            if isinstance(awaited, Awaited) and awaited.reports:
-                awaited.fail(reason)
-                self._report_if_settled(awaited)
-
-    def plan(self, now: float) -> None:
-        """At the end of a turn, set the first renewal of new handles and loads, if not loaded within it."""
-        for wanted in self._unplanned:
-            account = self._accounts.get(wanted.peer)
-            if account is not None and wanted in account.kept:
-                self._plan_first(wanted, now)
-                # A load of a peer not met yet is planned when the peer is met.
-                account.timer.by(wanted.renew_at)
-        self._unplanned.clear()
-        self._just_met.clear()
+        if (account := self._accounts.get(key)) is not None:
+            self._give_up(account, reason)
 
     def _renew(self, account: _Account, now: float) -> None:
-        """Renew a peer's leases that are due."""
-        self._give_up(account, now)
-        pending = list(account.wanted())
-        peer = self._peers.peers.get(account.key)
+        """Renew a peer's leases, but those renewed lately; or try to meet the peer."""
+        longest_s = self._config.lease_max_s
+        text = f"its prefill was not complete within {longest_s:g} s, which is lease_max_s"
+        self._give_up(account, Cause.TIMEOUT(text), now - longest_s)
+        wanted, peer, wait_s = account.wanted(), self._peers.peers.get(account.key), _PACE_S
+        if not wanted:
+            return
         if peer is None or not peer.is_ready:
-            self._try(account.key, pending, now)
-        elif due := _take_due(pending, interval_s(peer.lease_s), now):
-            peer.renewed_at = peer.used_at = now
-            for rank in peer.partners:
-                self._renew_at_rank(peer, rank, due, now)
-        account.timer.by(min((wanted.renew_at for wanted in account.wanted()), default=math.inf))
-
-    def _plan_first(self, wanted: Renewable, now: float) -> None:
-        """Set the time of a first renewal: at once if the request was there before its peer was met."""
-        peer = self._peers.peers.get(wanted.peer)
-        if peer is None or not peer.is_ready:
-            if isinstance(wanted, Awaited):
-                wanted.renew_at = min(wanted.renew_at, now + _PACE_S)
-        elif wanted.renew_at == math.inf:
+            # Handles that only wait open no connection beyond ``max_peers``; those to be reported do.
+            is_reported = any(isinstance(one, Awaited) and one.reports for one in wanted)
+            if peer is not None or is_reported or len(self._peers) < self._config.max_peers:
+                self._peers.reach(account.key, now)
+            if reason := self._peers.refusal(account.key, now):
+                self._give_up(account, reason)
+        else:
             every = interval_s(peer.lease_s)
-            soon = now if wanted.peer in self._just_met else max(now, peer.renewed_at) + min(_PACE_S, every)
-            wanted.renew_at = soon if wanted.is_to_ask else now + every
+            due = [one for one in wanted if account.kept[one] <= now - every / 2][:MAX_HANDLES]
+            wait_s = every if len(due) < MAX_HANDLES else min(_PACE_S, every)
+            account.kept.update(dict.fromkeys(due, now))
+            peer.used_at = now
+            for rank in peer.partners:
+                link = self._peers.connect_rank(peer, rank, now)
+                handles = tuple(dict.fromkeys(one.handle for one in due if one.counts_on(rank)))
+                if link is not None and handles:
+                    self._peers.send(link.name, Renew(handles))
+        account.timer.by(now + wait_s)
 
     def renewed(self, link: RankLink, renewed: Renewed, now: float) -> None:
         """Take a peer's answer to a renewal; fetches already sent to it are answered separately."""
         rank, account = link.rank, self._accounts.get(link.peer.key)
         if account is None:
             return
-        found: dict[str, Renewable] = {
-            wanted.handle: wanted
-            for wanted in account.wanted()
-            if wanted.counts_on(rank) and wanted.is_to_ask_of(rank)
-        }
+        found = {wanted.handle: wanted for wanted in account.wanted() if wanted.is_to_ask_of(rank)}
         for handle, epoch in renewed.epochs:
             if handle in found and found[handle].epochs.setdefault(rank, epoch) != epoch:
                 found[handle].fail(OTHER_EPOCH)
@@ -216,17 +205,13 @@ class Renewals:
         for handle in renewed.unknown:
             # A load sends its own fetch, and P answers that.
             if isinstance(wanted := found.get(handle), Awaited):
-                self._not_held_yet(wanted, now)
+                until = wanted.since + self._config.early_fetch_s
+                if now >= until:
+                    wanted.fail(Cause.NOT_HELD(NO_REQUEST))
+                else:
+                    self._ask_again(wanted, max(until, now + _PACE_S))
         for wanted in found.values():
             self._report_if_settled(wanted)
-
-    def _not_held_yet(self, awaited: Awaited, now: float) -> None:
-        until = awaited.since + self._config.early_fetch_s
-        if now >= until:
-            awaited.fail(Cause.NOT_HELD(NO_REQUEST))
-        else:
-            awaited.renew_at = min(awaited.renew_at, max(until, now + _PACE_S))
-            self._accounts[awaited.peer].timer.by(awaited.renew_at)
 
     def _report_if_settled(self, wanted: Renewable) -> None:
         """Report an awaited handle if it is settled: one rank holds it, as all do then, or none ever will."""
@@ -234,48 +219,9 @@ class Renewals:
             wanted.reports = False
             self._settled(wanted.handle)
 
-    def _give_up(self, account: _Account, now: float) -> None:
-        """Fail handles that a live peer has not settled within ``lease_max_s``."""
-        longest_s = self._config.lease_max_s
-        for awaited in account.kept:
-            if isinstance(awaited, Awaited) and awaited.reports and now >= awaited.since + longest_s:
-                text = f"its prefill was not complete within {longest_s:g} s, which is lease_max_s"
-                awaited.fail(Cause.TIMEOUT(text))
+    def _give_up(self, account: _Account, reason: Reason, until: float = math.inf) -> None:
+        """Fail the handles that are to be reported and were awaited by the time ``until``."""
+        for awaited in account.wanted():
+            if isinstance(awaited, Awaited) and awaited.reports and awaited.since <= until:
+                awaited.fail(reason)
                 self._report_if_settled(awaited)
-
-    def _reach(self, awaited: Awaited, now: float) -> None:
-        # A handle that only waits opens no connection beyond ``max_peers``; one with ``reports`` does, as a
-        # load.
-        if awaited.reports or awaited.peer in self._peers.peers or len(self._peers) < self._config.max_peers:
-            self._peers.reach(awaited.peer, now)
-
-    def _try(self, key: PeerKey, pending: Iterable[Renewable], now: float) -> None:
-        """Try to meet a peer that requests wait for."""
-        for wanted in pending:
-            if isinstance(wanted, Awaited):
-                wanted.renew_at = now + _PACE_S
-                self._reach(wanted, now)
-            else:
-                # A load meets its peer itself.
-                wanted.renew_at = math.inf
-        if reason := self._peers.refusal(key, now):
-            self.failed(key, reason)
-
-    def _renew_at_rank(self, peer: Peer, rank: int, due: Iterable[Renewable], now: float) -> None:
-        link = self._peers.connect_rank(peer, rank, now)
-        handles = tuple(dict.fromkeys(wanted.handle for wanted in due if wanted.counts_on(rank)))
-        if link is not None and handles:
-            self._peers.send(link.name, Renew(handles))
-
-
-def _take_due(pending: Iterable[Renewable], every: float, now: float) -> list[Renewable]:
-    """A peer's leases to be renewed now: all that are due soon, if any is due."""
-    first = sorted(pending, key=lambda wanted: wanted.renew_at)[:MAX_HANDLES]
-    if not first or now < first[0].renew_at:
-        return []
-    # A lease left out is due no sooner than the pace allows the next message.
-    soon = now + max(every / 2, min(_PACE_S, every))
-    due = [wanted for wanted in first if wanted.renew_at <= soon]
-    for wanted in due:
-        wanted.renew_at = now + every
-    return due
