@@ -9,25 +9,19 @@ import random
 import msgspec
 import pytest
 
-from kvconnect.decode.decode_requests import DecodeRequests, EarlyLoads
-from kvconnect.decode.decode_side import DecodeSide
+from kvconnect.decode.decode_requests import EarlyLoads
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.landing import LandingBay
 from kvconnect.decode.loads import RankFetch, RankFetchState
-from kvconnect.decode.pulls import PullRequests
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.offload.index.session_pins import Ledger, SessionPins
 from kvconnect.offload.scheduler.host import LowerIndex
 from kvconnect.offload.scheduler.parking_lot import ParkingLot
-from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.tier import DISK
-from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 from kvconnect.outcome import Cause
-from kvconnect.peer.handles import Handles
 from kvconnect.prefill.fetch_service import FetchService
-from kvconnect.prefill.kept_fetches import EVICTED
-from kvconnect.prefill.leases import Held, Lease, LeaseBook, Streamed
+from kvconnect.prefill.leases import Held, Lease, LeaseBook
 from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetches
 from kvconnect.prefill.prefill_side import PrefillSide
@@ -133,33 +127,6 @@ def ignores_the_generation(patch):
     patch.setattr(LandingBay, "landed", take_any)
 
 
-def takes_the_slots_of_others(patch):
-    """A peer may name any slot that is lent, to whomever."""
-    landed = LandingBay.landed
-
-    def take_any(self, landing, message):
-        for other in self._landings.values() if landing is not None else ():
-            if message.generation in other.lent:
-                landing.lent.setdefault(message.generation, other.lent[message.generation])
-        return landed(self, landing, message)
-
-    patch.setattr(LandingBay, "landed", take_any)
-    # A stranger changes most of what it says, and not one message in eleven: seldom does it name another's.
-    patch.setattr("tests.simulator.stranger._PASSED", 0.3)
-    patch.setattr("tests.simulator.stranger._CHANGED", 0.65)
-
-
-def believes_whoever_speaks(patch):
-    """What is said of a fetch counts, over whatever connection it is said."""
-    receive = RankFetches.receive
-
-    def receive_all(self, message, link, now):
-        rank_fetch = self._asked.get(message.transfer_id)
-        receive(self, message, link if rank_fetch is None else rank_fetch.link, now)
-
-    patch.setattr(RankFetches, "receive", receive_all)
-
-
 def gives_a_handle_twice(patch):
     """P sends what it holds to whoever asks."""
 
@@ -168,14 +135,6 @@ def gives_a_handle_twice(patch):
 
     patch.setattr(Lease, "claim", claim)
     patch.setattr(Lease, "satisfied", property(lambda self: False))
-
-
-def reads_expired_handles(patch):
-    """D does not look at when a handle expires."""
-    read = Handles.read
-    patch.setattr(
-        Handles, "read", lambda self, handle, *, even_expired=False: read(self, handle, even_expired=True)
-    )
 
 
 def reads_forged_handles(patch):
@@ -208,33 +167,6 @@ def reports_twice(patch):
 def sends_before_it_is_computed(patch):
     """P does not wait for the device."""
     patch.setattr(DeviceSteps, "finished", lambda self, step: lambda: True)
-
-
-def waits_for_the_step_before(patch):
-    """P takes the last step to be over when the one before it is."""
-    finished = DeviceSteps.finished
-    patch.setattr(DeviceSteps, "finished", lambda self, step: finished(self, step - 1))
-
-
-def unpacks_to_blocks_in_use(patch):
-    """D does not wait for the device."""
-    load = DecodeSide.load
-    patch.setattr(DecodeSide, "load", lambda self, order, _, now: load(self, order, lambda: True, now))
-
-
-def trusts_lost_blocks(patch):
-    """A prefill that was preempted is sent from the blocks that it had."""
-
-    def add(self, order, is_computed):
-        self.marks.append((is_computed, order.computed_tokens))
-        for news in order.groups:
-            if news.first_block == len(self.blocks.get(news.group, ())):
-                self.blocks.setdefault(news.group, []).extend(news.block_ids)
-        return True
-
-    patch.setattr(Streamed, "add", add)
-    patch.setattr(PrefillSide, "preempted", lambda self, order: None)
-    patch.setattr(PrefillSide, "_cut_short", lambda self, lease, reason, again: None)
 
 
 def keeps_leases_for_ever(patch):
@@ -284,16 +216,6 @@ def begins_early_without_a_bound(patch):
     patch.setattr(EarlyLoads, "may_begin", lambda self, num_tokens: True)
 
 
-def never_hears_what_is_settled(patch):
-    """D gives no blocks to what had to wait, whatever P says."""
-    update = DecodeRequests.update_results
-    patch.setattr(
-        DecodeRequests,
-        "update_results",
-        lambda self, results: update(self, msgspec.structs.replace(results, settled=())),
-    )
-
-
 def goes_on_as_ever(patch):
     """A node that shall end keeps its leases."""
     patch.setattr(PrefillSide, "drain", lambda self, *asked: None)
@@ -323,58 +245,6 @@ def renews_a_link_under_others(patch):
 # --- of pulls
 
 
-def serves_rows_that_were_taken(patch):
-    """P does not look whether another job has taken a row since."""
-    patch.setattr(NamedRows, "_are_intact", lambda self, held: True)
-
-
-def names_what_is_not_stored_yet(patch):
-    """P names rows while they are being filled."""
-    take = NamedRows.take
-
-    def take_and_fill(self, job):
-        take(self, job)
-        if job.hashes:
-            self.fill(job, ())
-
-    patch.setattr(NamedRows, "take", take_and_fill)
-
-
-def takes_any_name(patch):
-    """Names that are made otherwise count as ours, on both sides."""
-
-    class Any(NamedRows):
-        def find(self, prefix, max_tokens):
-            return super().find(msgspec.structs.replace(prefix, naming=self.naming), max_tokens)
-
-        def hold(self, prefix, num_tokens):
-            return super().hold(msgspec.structs.replace(prefix, naming=self.naming), num_tokens)
-
-    patch.setattr("tests.simulator.tiers.NamedRows", Any)
-    attempt = Finds._try
-
-    def try_anyway(self, number, asked, now):
-        peer = self._peers.reach(asked.peer, now)
-        if peer.is_ready and (theirs := peer.links[0].session.peer) is not None and theirs.naming is not None:
-            prefix = msgspec.structs.replace(asked.order.prefix, naming=theirs.naming)
-            asked.order = msgspec.structs.replace(asked.order, prefix=prefix)
-        attempt(self, number, asked, now)
-
-    patch.setattr(Finds, "_try", try_anyway)
-
-
-def takes_other_weights(patch):
-    """P does not look at the weights of who asks, nor D at those of who answers."""
-    for module in ("transfer.inbound_peers", "peer.agreement"):
-        patch.setattr(f"kvconnect.{module}.other_weights", lambda ours, theirs: None)
-    patch.setattr("kvconnect.peer.agreement.other_identity", lambda ours, theirs: None)
-
-
-def believes_any_count(patch):
-    """D does not look at how much a peer says that it keeps."""
-    patch.setattr("kvconnect.decode.finds._problem", lambda found, prefix, max_tokens: "")
-
-
 def waits_for_answers_for_ever(patch):
     """A question that is not answered is not over."""
     ask = Finds.ask
@@ -385,28 +255,6 @@ def waits_for_answers_for_ever(patch):
     patch.setattr(Finds, "ask", ask_for_ever)
 
 
-def forgets_questions_of_lost_links(patch):
-    """What was asked over a connection that broke is dropped."""
-
-    def lost(self, link, reason):
-        for number in [number for number, asked in self._asked.items() if asked.link == link]:
-            del self._asked[number]
-
-    patch.setattr(Finds, "lost", lost)
-
-
-def counts_what_was_evicted(patch):
-    """D takes what landed, though P says at the end that its rows were used for something else meanwhile."""
-    written = RankFetches._written
-
-    def take(self, fetch, message, now):
-        if message.error == EVICTED:
-            message = msgspec.structs.replace(message, ok=True, error="")
-        written(self, fetch, message, now)
-
-    patch.setattr(RankFetches, "_written", take)
-
-
 def serves_blocks_that_were_reused(patch):
     """P gives what has a name once, whatever became of the block on its device since."""
 
@@ -415,15 +263,6 @@ def serves_blocks_that_were_reused(patch):
 
     patch.setattr(PrefixBlocks, "_put", keep)
     patch.setattr(PrefixBlocks, "_are_there", lambda self, index, places, numbers: numbers >= 0)
-
-
-def waits_for_others_for_ever(patch):
-    """A request waits for another one that asks for the same, however long that takes."""
-    patch.setattr(PullRequests, "_leave", lambda self, request_id, key: None)
-    waits = PullRequests._waits_for_other
-    patch.setattr(
-        PullRequests, "_waits_for_other", lambda self, name, pull, key, now: waits(self, name, pull, key, 0.0)
-    )
 
 
 def restores_before_the_device_is_done(patch):
@@ -462,15 +301,6 @@ def lets_all_tenants_pin_everything(patch):
     patch.setattr("kvconnect.offload.index.session_pins.MOST_PINNED", 1.0)
 
 
-def counts_what_is_over(patch):
-    """What a pin let go of counts against the quota all the same."""
-
-    def remove(self, tenant, names):
-        return [name for name in names if self.all[name] == 1]
-
-    patch.setattr(Ledger, "remove", remove)
-
-
 def forgets_rows_at_a_release(patch):
     """The session is gone from the books, and its rows stay pinned."""
     release = SessionPins.release
@@ -480,17 +310,6 @@ def forgets_rows_at_a_release(patch):
         release(self, pin)
 
     patch.setattr(SessionPins, "release", forget)
-
-
-def releases_nothing(patch):
-    """The answer is that it was released."""
-    done = {"outcome": "accepted", "tier": "host", "num_tokens": 1}
-    act = Sessions._release
-
-    def release(self, turn, ask, num_tokens, now):
-        return done if self._pins.of(*ask.payload.session) else act(self, turn, ask, num_tokens, now)
-
-    patch.setattr(Sessions, "_release", release)
 
 
 def never_expires(patch):
@@ -505,28 +324,6 @@ def accepts_whatever_came_of_it(patch):
         return {"outcome": "accepted", "tier": tier, "num_tokens": num_tokens}
 
     patch.setattr("kvconnect.offload.scheduler.sessions._done", done)
-
-
-def accepts_what_it_does_not_hold(patch):
-    """The last content of what is pinned is left out."""
-    add = SessionPins.add
-
-    def add_fewer(self, pin, place, names):
-        return len(names) if len(names) == add(self, pin, place, names[:-1]) + 1 else 0
-
-    patch.setattr(SessionPins, "add", add_fewer)
-
-
-def ends_what_a_session_had(patch):
-    """A turn that ends early takes with it what the session pinned before."""
-    begin = SessionPins.begin
-
-    def take_over(self, tenant, session, names):
-        pin = begin(self, tenant, session, names)
-        pin.until = -math.inf
-        return pin
-
-    patch.setattr(SessionPins, "begin", take_over)
 
 
 def demotes_what_is_nowhere_else(patch):
@@ -546,19 +343,6 @@ def makes_room_on_disk(patch):
     patch.setattr(SimDisk, "__init__", small)
 
 
-def restores_what_is_on_its_way(patch):
-    """D takes parked KV as there once it is ordered."""
-    park = ParkingLot.park
-
-    def park_at_once(self, wanted):
-        parked = park(self, wanted)
-        if parked is not None:
-            parked.is_ready = True
-        return parked
-
-    patch.setattr(ParkingLot, "park", park_at_once)
-
-
 def frees_rows_that_are_restored(patch):
     """The rows of parked KV are free once they are to be copied."""
     restore = ParkingLot.restore
@@ -572,31 +356,18 @@ def frees_rows_that_are_restored(patch):
 
 FOUND_AT = {
     "packs_into_what_may_be_read": 100834,
-    "reads_expired_handles": 100118,
     "reads_forged_handles": 102124,
-    "unpacks_to_blocks_in_use": 100053,
-    "trusts_lost_blocks": 105601,
-    "serves_rows_that_were_taken": 100485,
     "serves_blocks_that_were_reused": 100031,
-    "names_what_is_not_stored_yet": 100339,
-    "counts_what_was_evicted": 100608,
-    "takes_other_weights": 100172,
-    "believes_any_count": 101635,
     "waits_for_answers_for_ever": 100045,
     "keeps_blocks_that_are_not_full": 102458,
-    "ends_what_a_session_had": 101247,
     "waits_too_long": 100202,
-    "takes_the_slots_of_others": 100497,
     "sends_without_a_bound": 100234,
     "never_pauses": 100153,
     "goes_on_as_ever": 100062,
     "renews_a_link_under_others": 100277,
-    "forgets_questions_of_lost_links": 100033,
     "restores_before_the_device_is_done": 100039,
     "demotes_what_is_nowhere_else": 100145,
     "makes_room_on_disk": 100030,
-    "takes_any_name": 100153,
-    "releases_nothing": 100060,
 }
 """The seeds that found what takes dozens: a search begins there, and goes on where draws have changed."""
 
@@ -639,61 +410,32 @@ SESSIONS = {"kept": True, "sessions": True}
         (ignores_the_digest, {"theme": "streams", "kind": "engine"}, {"bytes_are_right"}),
         (ignores_the_digest, {"kind": "stranger"}, {"bytes_are_right"}),
         (ignores_the_generation, {"kind": "stranger"}, {"slot_is_granted"}),
-        (
-            takes_the_slots_of_others,
-            {"kind": "stranger"},
-            {"slot_is_granted", "no_exception"},
-        ),
-        (
-            believes_whoever_speaks,
-            {"kind": "stranger"},
-            {"slot_is_granted", "bytes_are_right", "slots_are_quiet"},
-        ),
         (gives_a_handle_twice, {"kind": "replays"}, {"opens_once"}),
-        (reads_expired_handles, {}, {"forged_opens_nothing"}),
         (reads_forged_handles, {"kind": "stranger"}, {"forged_opens_nothing"}),
         (loses_a_report, {}, {"idle", "all_answered", "nothing_stands_still", "nothing_spins"}),
         (reports_twice, {"kind": "kills"}, {"each_once"}),
         (sends_before_it_is_computed, {}, {"bytes_are_right"}),
-        (waits_for_the_step_before, {}, {"bytes_are_right"}),
-        (unpacks_to_blocks_in_use, {}, {"bytes_are_right"}),
-        (trusts_lost_blocks, {"theme": "streams"}, {"bytes_are_right", "nobody_reads"}),
         (keeps_leases_for_ever, {"kind": "aborts"}, {"in_time", "idle"}),
         (waits_too_long, {"theme": "busy"}, {"in_time"}),
         (refuses_whoever_comes_early, {"kind": "none"}, {"success"}),
         (begins_early_without_a_bound, {"kind": "none"}, {"nothing_stands_still"}),
-        (never_hears_what_is_settled, {"kind": "none"}, {"nothing_stands_still"}),
         (sends_without_a_bound, {"theme": "streams"}, {"within_bounds"}),
         (never_pauses, {"kind": "kills"}, {"nothing_spins"}),
         (goes_on_as_ever, {"kind": "drains"}, {"drained_in_time"}),
         (renews_a_link_under_others, {"kind": "leavers"}, {"success"}),
         (raises, {"theme": "streams"}, {"no_exception"}),
-        (serves_rows_that_were_taken, KEPT, {"bytes_are_right"}),
-        (names_what_is_not_stored_yet, KEPT, {"bytes_are_right"}),
-        (counts_what_was_evicted, KEPT, {"bytes_are_right"}),
         (serves_blocks_that_were_reused, KEPT, {"bytes_are_right"}),
-        (takes_any_name, KEPT, {"bytes_are_right"}),
-        (takes_other_weights, KEPT, {"bytes_are_right"}),
-        (believes_any_count, {**KEPT, "kind": "stranger"}, {"no_exception"}),
         (waits_for_answers_for_ever, KEPT, {"in_time", "idle"}),
-        (forgets_questions_of_lost_links, KEPT, {"idle", "nothing_spins"}),
-        (waits_for_others_for_ever, KEPT, {"all_answered", "idle", "nothing_stands_still"}),
         (keeps_blocks_that_are_not_full, {**KEPT, "model": "sliding"}, {"bytes_are_right"}),
         (restores_before_the_device_is_done, KEPT, {"bytes_are_right"}),
         (evicts_what_is_pinned, SESSIONS, {"pins_are_kept", "pins_end"}),
         (knows_no_quota, SESSIONS, {"quotas_hold"}),
         (lets_all_tenants_pin_everything, SESSIONS, {"quotas_hold"}),
-        (counts_what_is_over, SESSIONS, {"pins_end"}),
         (forgets_rows_at_a_release, SESSIONS, {"pins_end"}),
-        (releases_nothing, SESSIONS, {"pins_end", "outcomes_are_true"}),
         (never_expires, SESSIONS, {"pins_end"}),
         (accepts_whatever_came_of_it, SESSIONS, {"outcomes_are_true"}),
-        (accepts_what_it_does_not_hold, SESSIONS, {"pins_are_kept"}),
-        # What was promised and is forgotten counts on, beside what is pinned in its place.
-        (ends_what_a_session_had, SESSIONS, {"pins_are_kept", "quotas_hold"}),
         (demotes_what_is_nowhere_else, SESSIONS, {"pins_are_kept"}),
         (makes_room_on_disk, SESSIONS, {"pins_are_kept"}),
-        (restores_what_is_on_its_way, PARKED, {"bytes_are_right"}),
         (frees_rows_that_are_restored, PARKED, {"bytes_are_right"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
