@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval, shard_heads
@@ -61,7 +60,7 @@ class World:
                 KVCacheConfig(NUM_BLOCKS, (group,)), {0: self.block}, tensors, dict.fromkeys(GQA, heads)
             )
             traits = RankTraits(rank, sent=SentCache(described, CacheMeaning(named(), HEADS, self.size)))
-            worker = TransferWorker(self.config(), traits, registry=CollectorRegistry())
+            worker = TransferWorker(self.config(), traits)
             self.workers.append(worker)
             self.caches.append(cache)
         self.workers[0].start(Orders(directory=tuple(worker.address() for worker in self.workers)))

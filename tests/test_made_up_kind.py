@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.retention import Retention, joined
@@ -205,9 +204,7 @@ class Stack:
         self.sees, self.step_tokens = (sinks, last), step_tokens
         self.free = list(range(1, 60))
         config = OffloadConfig(cpu_bytes=1 << 20, checkpoint_tokens=16)
-        self.worker = OffloadWorker(
-            config, self.side.config, self.side.kernels, identity=named(), registry=CollectorRegistry()
-        )
+        self.worker = OffloadWorker(config, self.side.config, self.side.kernels, identity=named())
         self.worker.register_kv_caches(self.side.tensors)
         self.half = OffloadScheduler(
             config,

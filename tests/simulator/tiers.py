@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
@@ -72,7 +71,6 @@ class SimDisk(MemoryTier):
             work()
 
 
-_REGISTRY = CollectorRegistry()
 _LOOKS_S = 0.002
 _SNAPSHOT = 0.2
 """What a copy takes of the device, in kernels."""
@@ -114,7 +112,6 @@ class SimTiers(OffloadWorker):
             identity=named(),
             rank=worker.rank,
             world_size=worker.plan.world_size,
-            registry=_REGISTRY,
         )
         self._table = memory.table
         plan = plan_for(self.config, memory.config.groups, layout.row_bytes, requirements.least_rows())
@@ -135,10 +132,6 @@ class SimTiers(OffloadWorker):
         for load in orders.loads:
             if load.parks and self.load_rows is not None:
                 self.load_rows.begin(load.parks)
-
-    def retire(self) -> None:
-        """The registry is that of all runs."""
-        self._metrics.retire()
 
     def stop(self) -> None:
         """The process is stopped where it is, or gone."""

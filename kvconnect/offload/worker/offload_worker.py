@@ -14,8 +14,6 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry
-
 from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
@@ -55,7 +53,6 @@ class OffloadWorker:
         identity: Identity,
         rank: int = 0,
         world_size: int = 1,
-        registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._config, self._cache_config = config, cache_config
         self._rank, self._world_size, self._identity = rank, world_size, identity
@@ -63,7 +60,7 @@ class OffloadWorker:
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
             for group, kernel in kernel_block_sizes.items()
         }
-        self._metrics = OffloadMetrics(registry)
+        self._metrics = OffloadMetrics()
         self._jobs = RankJobs(rank)
         self._copier: Copier | None = None
         self._loop: TierLoop | None = None
@@ -315,7 +312,6 @@ class OffloadWorker:
         if self._loop is not None:
             self._loop.close()
         self._jobs.fail_all("the worker was closed")
-        self._metrics.retire()
 
     def _registered(self) -> tuple[Copier, TierLoop]:
         if self._copier is None or self._loop is None:
