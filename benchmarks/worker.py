@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from benchmarks.cache import BenchCache, CacheShape, Digests
 from benchmarks.device import use_device
 from benchmarks.process import Side, StepFailed
@@ -105,7 +103,7 @@ class WorkerSide(Side):
         heads = dict.fromkeys(self.cache.tensors, HeadInterval(rank * shape.heads, (rank + 1) * shape.heads))
         cache = RankCache(self.cache.config(), {0: shape.layout.block_tokens}, self.cache.tensors, heads)
         traits = RankTraits(rank, sent=SentCache(cache, CacheMeaning(identity, shape.heads * ranks, ranks)))
-        connector = self.connector = TransferWorker(config, traits, registry=CollectorRegistry())
+        connector = self.connector = TransferWorker(config, traits)
         self.ends.callback(connector.close)
         connector.on_results(self._wake)
         # As serving stacks do: else a collection of everything that was imported stops all threads for 90 ms.

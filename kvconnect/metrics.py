@@ -1,25 +1,18 @@
 """A worker's metrics: bytes and requests moved, and failures that raise no exception.
 
-Only one thread writes to each set, so no lock is needed. Two readers exist: Prometheus, through one exporter
-per registry, which sums the workers of a process; and a serving stack, which asks for the changes after every
-step, at the cost of a comparison while there are none.
+Only one thread writes to each set, so no lock is needed. Its one reader, a serving stack, asks often for the
+changes, at the cost of a comparison while there are none, and adds them to the ``Series`` that it shows.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
-import itertools
 import logging
 import traceback
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
-
-from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvconnect.errors import IllegalTransition
 from kvconnect.timeline import Timeline
@@ -113,30 +106,21 @@ class Numbers:
 
 
 class Observations:
-    """A histogram, and the observations that the reader of ``Metrics.changes`` has not seen yet."""
+    """The observations of a histogram that the reader of ``MetricSet.changes`` has not seen yet."""
 
     def __init__(self, owner: MetricSet, family: Family) -> None:
         self.family = family
-        self.counts = [0] * (len(family.buckets) + 1)
-        self.total = 0.0
-        # Without a reader the oldest are dropped; the counts above include them.
+        # Without a reader the oldest are dropped.
         self._unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
         self._owner = owner
         self._is_noted = False
 
     def observe(self, value: float) -> None:
         """Count one observation."""
-        self.counts[bisect.bisect_left(self.family.buckets, value)] += 1
-        self.total += value
         self._unseen.append(value)
         if not self._is_noted:
             self._is_noted = True
             self._owner.changed.append(self)
-
-    def values(self) -> dict[tuple[str, ...], float]:
-        """The sum of all observations, and the count in each bucket by its upper edge."""
-        edges = [*map(str, self.family.buckets), "+Inf"]
-        return {(): self.total, **{(edge,): count for edge, count in zip(edges, self.counts, strict=True)}}
 
     def take(self, changes: Changes) -> None:
         """Add the observations since the last call to ``changes``."""
@@ -237,14 +221,13 @@ def summarize(
 
 
 class MetricSet:
-    """The metrics of one part of a worker, exported through ``registry`` until ``retire``.
+    """The metrics of one part of a worker.
 
     The families are declared in the class body, singly or as a dictionary. ``changed`` queues each number
     that has changed since the reader took it.
     """
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.registry = registry
+    def __init__(self) -> None:
         self.changed: deque[Number | Observations] = deque()
         self.families: dict[str, Numbers] = {}
         self.histograms: dict[str, Observations] = {}
@@ -258,7 +241,6 @@ class MetricSet:
             for name, numbers in self.families.items()
             if numbers.family.kind == "gauge"
         }
-        _exporter_on(registry).add(self)
 
     @classmethod
     def declared(cls) -> list[Family]:
@@ -288,10 +270,6 @@ class MetricSet:
         self._gauges = changes.gauges.copy()
         return changes
 
-    def retire(self) -> None:
-        """The worker has ended: its counters stay in the registry, its gauges do not. Idempotent."""
-        _exporter_on(self.registry).retire(self)
-
 
 _FAILURES = _counter("failures", "What went wrong, by reason", "reason")
 
@@ -299,8 +277,8 @@ _FAILURES = _counter("failures", "What went wrong, by reason", "reason")
 class Metrics(MetricSet):
     """The metrics of one worker's transfers, and their timeline."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        super().__init__(registry)
+    def __init__(self) -> None:
+        super().__init__()
         self.timeline = Timeline()
         self.logged_errors: set[Hashable] = set()
 
@@ -411,53 +389,59 @@ class OffloadMetrics(MetricSet):
 FAMILIES = tuple(dict.fromkeys((*Metrics.declared(), *OffloadMetrics.declared())))
 
 
-class Exporter(Collector):
-    """Exports the sum of all workers of a process, ended workers included."""
+class Series:
+    """What ``/metrics`` shows of workers: of each family a metric that ``kinds`` makes.
 
-    def __init__(self) -> None:
-        self._living: list[MetricSet] = []
-        self._past: dict[str, dict[tuple[str, ...], float]] = {}
+    They are the classes of ``prometheus_client``, or others with the same arguments, ``more`` among them.
+    A metric has the labels ``labels`` first, a gauge then ``ranks``, then the family's own.
+    """
 
-    def add(self, metrics: MetricSet) -> None:
-        self._living.append(metrics)
-
-    def retire(self, metrics: MetricSet) -> None:
-        """Keep a worker's counts, and drop the worker."""
-        if metrics not in self._living:
-            return
-        self._living.remove(metrics)
-        every: list[Numbers | Observations] = [*metrics.families.values(), *metrics.histograms.values()]
-        for numbers in every:
-            if numbers.family.kind != "gauge":
-                add_to(self._past.setdefault(numbers.family.name, {}), numbers.values())
-
-    def collect(self) -> Iterator[Metric]:
-        living = list(self._living)
+    def __init__(
+        self,
+        prefix: str,
+        kinds: Mapping[str, Callable[..., Any]],
+        labels: Sequence[str] = (),
+        ranks: Sequence[str] = (),
+        **more: Any,
+    ) -> None:
+        # A metric's own look-up of a child takes a lock.
+        self._child = functools.cache(self._find_child)
+        self._metrics = {}
+        # Each of several processes that show a gauge may get some changes only: the latest value is right.
+        of_kind: dict[str, dict[str, Any]] = {"gauge": {"multiprocess_mode": "mostrecent"}}
         for family in FAMILIES:
-            total = dict(self._past.get(family.name, {} if family.labels else {(): 0.0}))
-            for metrics in living:
-                if numbers := metrics.families.get(family.name) or metrics.histograms.get(family.name):
-                    add_to(total, numbers.values())
-            yield _shown(f"{PREFIX}_{family.name}", family, total)
+            of_kind["histogram"] = {"buckets": list(family.buckets)}
+            self._metrics[family.name] = kinds[family.kind](
+                name=f"{prefix}_{family.name}",
+                documentation=f"{family.text}.",
+                labelnames=[*labels, *(ranks if family.kind == "gauge" else ()), *family.labels],
+                **of_kind.get(family.kind, {}),
+                **more,
+            )
 
+    def add(
+        self,
+        counters: Mapping[str, Mapping[str, float]],
+        gauges: Mapping[str, Mapping[str, Mapping[str, float]]],
+        observed: Mapping[str, Iterable[float]],
+        labels: tuple[object, ...] = (),
+    ) -> None:
+        """Add ``Changes``, the gauges by rank (or '' without ``ranks``), under values for ``labels``."""
+        for name, numbers in counters.items():
+            for own, growth in numbers.items():
+                self._child(name, labels, "", own).inc(growth)
+        for rank, of_rank in gauges.items():
+            for name, numbers in of_rank.items():
+                for own, value in numbers.items():
+                    self._child(name, labels, rank, own).set(value)
+        for name, values in observed.items():
+            child = self._child(name, labels, "", "")
+            for value in values:
+                child.observe(value)
 
-def _shown(name: str, family: Family, total: Mapping[tuple[str, ...], float]) -> Metric:
-    if family.kind == "histogram":
-        edges = [*map(str, family.buckets), "+Inf"]
-        counts = itertools.accumulate(total.get((edge,), 0) for edge in edges)
-        return HistogramMetricFamily(name, family.text, list(zip(edges, counts, strict=True)), total[()])
-    make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-    shown = make(name, family.text, labels=family.labels)
-    for labels, value in total.items():
-        shown.add_metric(labels, value)
-    return shown
-
-
-@functools.cache
-def _exporter_on(registry: CollectorRegistry) -> Exporter:
-    exporter = Exporter()
-    registry.register(exporter)
-    return exporter
+    def _find_child(self, name: str, labels: tuple[object, ...], rank: str, own: str) -> Any:
+        values = [*labels, *([rank] if rank else ()), *(own.split(",") if own else ())]
+        return self._metrics[name].labels(*values) if values else self._metrics[name]
 
 
 def count_error(metrics: Metrics, error: Exception, what: str) -> None:

@@ -10,7 +10,6 @@ import time
 from contextlib import ExitStack, closing
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.shard import shard_heads
 from kvconnect.config import parse_kv_transfer_config
@@ -44,8 +43,7 @@ class World:
             divided = dict.fromkeys(MODEL.names("full"), heads)
             described = RankCache(cache.config, {0: block, 1: block}, cache.tensors, divided)
             sent = SentCache(described, CacheMeaning(named(), MODEL.heads, size))
-            traits, registry = RankTraits(rank, sent=sent), CollectorRegistry()
-            worker = TransferWorker(parse_kv_transfer_config(config), traits, registry=registry)
+            worker = TransferWorker(parse_kv_transfer_config(config), RankTraits(rank, sent=sent))
             self.workers.append(stack.enter_context(closing(worker)))
             self.caches.append(cache)
         self.address, *_ = directory = tuple(worker.address() for worker in self.workers)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.retention import Retention, joined
@@ -206,7 +205,7 @@ class Stack:
         self.free = list(range(1, 60))
         config = OffloadConfig(cpu_bytes=1 << 20, checkpoint_tokens=16)
         caches = self.side.config, self.side.kernels, self.side.tensors
-        self.worker = OffloadWorker(config, *caches, identity=named(), registry=CollectorRegistry())
+        self.worker = OffloadWorker(config, *caches, identity=named())
         self.half = OffloadScheduler(
             config,
             self.side.config.groups,

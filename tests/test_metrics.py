@@ -11,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics, merge_changes, summarize
+from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics, Series, merge_changes, summarize
 from kvconnect.node.children import parse_metrics
 from tests.call_count import calls_of
 
-PARTS = (Metrics, OffloadMetrics)
-GAUGES = [family for family in Metrics.declared() if family.kind == "gauge"]
 words = st.sampled_from(["a", "b", "c"])
 amounts = st.integers(0, 2**40) | st.floats(0, 1e6)
-seconds = st.floats(0, 2000) | st.sampled_from(Metrics(CollectorRegistry()).load_seconds.family.buckets)
+seconds = st.floats(0, 2000) | st.sampled_from(Metrics().load_seconds.family.buckets)
 
 
 def writes_to(part: type[MetricSet]) -> st.SearchStrategy[list[tuple]]:
@@ -36,9 +34,6 @@ def writes_to(part: type[MetricSet]) -> st.SearchStrategy[list[tuple]]:
     return st.lists(written, max_size=30)
 
 
-parts = st.sampled_from(PARTS).flatmap(lambda part: st.tuples(st.just(part), writes_to(part), st.booleans()))
-
-
 def write(metrics: MetricSet, one: tuple) -> None:
     family, labels, (verb, value) = one
     is_histogram = family.kind == "histogram"
@@ -49,92 +44,49 @@ def write(metrics: MetricSet, one: tuple) -> None:
 
 
 def samples(registry: CollectorRegistry) -> dict:
-    """What a scrape shows, without the moments at which a client library's own counters were made."""
+    """What a scrape shows, without the moments at which the client library's counters were made."""
     shown = parse_metrics(generate_latest(registry).decode())
     return {key: value for key, value in shown.items() if not key[0].endswith("_created")}
 
 
-def reference(workers: list[list[tuple]], living: list[bool]) -> dict:
-    """The same with the client library's own metrics, for the sum of all workers."""
+def reference(workers: list[list[tuple]]) -> dict:
+    """The same of metrics that are written to at once, each worker's gauges under its rank."""
     registry = CollectorRegistry()
     metrics = {}
     for family in FAMILIES:
         make = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[family.kind]
         more = {"buckets": family.buckets} if family.buckets else {}
-        metrics[family] = make(
-            f"kvconnect_{family.name}", family.text, family.labels, registry=registry, **more
-        )
-    for ops, lives in zip(workers, living, strict=True):
-        last = {}
+        labels = ["model", *(["rank"] if family.kind == "gauge" else []), *family.labels]
+        name = f"kvconnect_{family.name}"
+        metrics[family] = make(name, family.text, labels, registry=registry, **more)
+    for rank, ops in enumerate(workers):
         for family, labels, (verb, value) in ops:
-            if verb == "set":
-                last[family, labels] = value
-            else:
-                child = metrics[family].labels(*labels) if labels else metrics[family]
-                getattr(child, verb)(value)
-        if lives:
-            for (family, labels), value in last.items():
-                (metrics[family].labels(*labels) if labels else metrics[family]).inc(value)
+            ranks = [str(rank)] if family.kind == "gauge" else []
+            getattr(metrics[family].labels("tiny", *ranks, *labels), verb)(value)
     return samples(registry)
 
 
-@given(st.lists(parts, min_size=1, max_size=3))
-def test_a_registry_shows_the_sum_of_its_workers(workers):
+@given(st.lists(st.lists(writes_to(Metrics), max_size=3), min_size=1, max_size=3))
+def test_series_show_what_was_written_by_all_workers(workers):
     registry = CollectorRegistry()
-    all_metrics = [part(registry) for part, _, _ in workers]
-    for metrics, (_, ops, _) in zip(all_metrics, workers, strict=True):
-        for one in ops:
-            write(metrics, one)
-    for metrics, (_, _, lives) in zip(all_metrics, workers, strict=True):
-        if not lives:
-            metrics.retire()
-            metrics.retire()
-    expected = reference([ops for _, ops, _ in workers], [lives for _, _, lives in workers])
+    kinds = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+    series = Series("kvconnect", kinds, ["model"], ["rank"], registry=registry)
+    for rank, rounds in enumerate(workers):
+        metrics = Metrics()
+        for ops in rounds:
+            for one in ops:
+                write(metrics, one)
+            if changes := metrics.changes():
+                series.add(changes.counters, {str(rank): changes.gauges}, changes.observed, ("tiny",))
+    expected = reference([[one for ops in rounds for one in ops] for rounds in workers])
     shown = samples(registry)
-    assert shown.keys() == expected.keys()
-    assert shown == pytest.approx(expected)
-
-
-@given(st.lists(writes_to(Metrics), max_size=5))
-def test_the_changes_add_up_to_what_was_written(rounds):
-    metrics = Metrics(CollectorRegistry())
-    counters: dict[tuple[str, str], float] = {}
-    seen: dict[str, list[float]] = {}
-    for ops in rounds:
-        for one in ops:
-            write(metrics, one)
-        changes = metrics.changes()
-        assert metrics.changes() is None
-        if changes is None:
-            continue
-        for name, numbers in changes.counters.items():
-            assert numbers
-            for labels, growth in numbers.items():
-                assert growth
-                counters[name, labels] = counters.get((name, labels), 0) + growth
-        for name, values in changes.observed.items():
-            seen.setdefault(name, []).extend(values)
-        assert changes.gauges == {
-            family.name: {
-                ",".join(key): value for key, value in metrics.families[family.name].values().items()
-            }
-            for family in GAUGES
-        }
-    written = [one for ops in rounds for one in ops]
-    for name in metrics.histograms:
-        assert seen.get(name, []) == [value for family, _, (_, value) in written if family.name == name]
-    expected: dict[tuple[str, str], float] = {}
-    for family, labels, (verb, value) in written:
-        if verb == "inc" and value:
-            key = (family.name, ",".join(labels))
-            expected[key] = expected.get(key, 0) + value
-    assert counters.keys() <= expected.keys()
-    # A growth that is lost in the number it is added to is none.
-    assert {key: counters.get(key, 0) for key in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    # What is 0 need not be shown.
+    assert {key: shown.get(key, 0) for key in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert not any(shown[key] for key in shown.keys() - expected.keys())
 
 
 def test_what_was_reported_of_a_gauge_stays_as_it_was():
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics()
     metrics.leases.set(3)
     metrics.link_rate.labels("shm")
     before = metrics.changes()
@@ -149,7 +101,7 @@ def test_what_was_reported_of_a_gauge_stays_as_it_was():
 
 
 def test_nothing_is_lost_that_is_written_while_changes_are_taken():
-    metrics, seen, observed = Metrics(CollectorRegistry()), 0, []
+    metrics, seen, observed = Metrics(), 0, []
 
     def write_much():
         for number in range(20_000):
@@ -175,8 +127,7 @@ def test_nothing_is_lost_that_is_written_while_changes_are_taken():
 
 
 def test_the_changes_of_both_parts_of_a_worker_are_told_as_one():
-    registry = CollectorRegistry()
-    transfers, tiers = Metrics(registry), OffloadMetrics(registry)
+    transfers, tiers = Metrics(), OffloadMetrics()
     assert merge_changes(transfers.changes(), tiers.changes()) is None
     transfers.failures.labels("load").inc(2)
     transfers.load_seconds.observe(0.5)
@@ -204,7 +155,7 @@ def test_the_changes_of_both_parts_of_a_worker_are_told_as_one():
 
 def test_a_counter_never_shrinks():
     """A time taken before another thread's was counted as less than nothing, which ended vLLM's server."""
-    metrics = OffloadMetrics(CollectorRegistry())
+    metrics = OffloadMetrics()
     metrics.wait_seconds.labels("turn").inc(-0.001)
     assert metrics.changes() is None
     metrics.wait_seconds.labels("turn").inc(0.5)
@@ -212,7 +163,7 @@ def test_a_counter_never_shrinks():
 
 
 def test_a_gauge_that_is_set_to_what_it_is_has_not_changed():
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics()
     assert metrics.changes() is None
     metrics.leases.set(0)
     assert metrics.changes() is None
@@ -225,11 +176,10 @@ def test_a_gauge_that_is_set_to_what_it_is_has_not_changed():
 
 
 def test_observations_that_nobody_asks_for_are_bounded():
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics()
     for _ in range(10_000):
         metrics.load_seconds.observe(0.1)
     assert len(metrics.changes().observed["load_seconds"]) == 4096
-    assert metrics.registry.get_sample_value("kvconnect_load_seconds_count") == 10_000
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -255,18 +205,18 @@ def test_a_name_follows_the_conventions_of_prometheus(family):
 
 def test_a_wrong_number_of_labels_is_an_error():
     with pytest.raises(ValueError, match="direction"):
-        Metrics(CollectorRegistry()).transfers.labels("sent")
+        Metrics().transfers.labels("sent")
 
 
 def test_asking_costs_next_to_nothing_while_nothing_changes():
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics()
     metrics.failures.labels("load").inc()
     metrics.changes()
     assert calls_of(metrics.changes) == 1
 
 
 def test_a_log_line_has_what_is_taken_and_not_what_never_changes():
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics()
     metrics.slots_send.set(3)
     metrics.slots_send_limit.set(8)
     changes = metrics.changes()

@@ -7,7 +7,6 @@ import secrets
 import socket
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvconnect import addresses
 from kvconnect.addresses import address_within, interface_addresses
@@ -139,7 +138,7 @@ def serving(rank=0, **given):
     cache = PlainCache(8)
     sent = SentCache(cache.described, CacheMeaning(named(), HEADS, 2))
     config = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given})
-    return TransferWorker(config, RankTraits(rank, sent=sent), registry=CollectorRegistry())
+    return TransferWorker(config, RankTraits(rank, sent=sent))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ That is the multiprocess mode of ``prometheus_client``, which it enters at its i
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.metrics import FAMILIES, PREFIX
+from kvconnect.metrics import PREFIX, Series
 
 _EVERY_S = 1.0
 
@@ -22,18 +21,8 @@ class MultiprocessMetrics:
     def __init__(self, worker: WorkerHalf, rank: int) -> None:
         self._worker, self._rank = worker, str(rank)
         # Values are written to the shared files, whichever registry lists them here.
-        registry, self._families = CollectorRegistry(), {}
-        for family in FAMILIES:
-            name, text = f"{PREFIX}_{family.name}", f"{family.text}."
-            made: Any
-            if family.kind == "counter":
-                made = Counter(name, text, family.labels, registry=registry)
-            elif family.kind == "gauge":
-                labels = ("rank", *family.labels)
-                made = Gauge(name, text, labels, registry=registry, multiprocess_mode="mostrecent")
-            else:
-                made = Histogram(name, text, buckets=family.buckets, registry=registry)
-            self._families[family.name] = made
+        kinds = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+        self._series = Series(PREFIX, kinds, ranks=["rank"], registry=CollectorRegistry())
         threading.Thread(target=self._run, name="kvconnect-metrics", daemon=True).start()
 
     def _run(self) -> None:
@@ -43,17 +32,5 @@ class MultiprocessMetrics:
 
     def update(self) -> None:
         """Add what has changed since the last call."""
-        changes = self._worker.changes()
-        if changes is None:
-            return
-        for name, numbers in changes.counters.items():
-            for labels, growth in numbers.items():
-                family = self._families[name]
-                (family.labels(*labels.split(",")) if labels else family).inc(growth)
-        for name, values in changes.gauges.items():
-            for labels, value in values.items():
-                own = labels.split(",") if labels else ()
-                self._families[name].labels(self._rank, *own).set(value)
-        for name, observed in changes.observed.items():
-            for value in observed:
-                self._families[name].observe(value)
+        if changes := self._worker.changes():
+            self._series.add(changes.counters, {self._rank: changes.gauges}, changes.observed)

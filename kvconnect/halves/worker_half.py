@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.region_table import RegionTable
@@ -57,7 +56,6 @@ class TransferWorker:
         config: the parsed ``kv_transfer_config``; its settings in ``ranks`` apply to the worker of that rank.
         traits: of this rank, with the caches that are ``sent``.
         offload: has rows that peers may look up by name, and rows that loads may fill.
-        registry: the registry that exports the metrics.
         engine: an engine to use in place of the configured one.
 
     Raises ``ConfigError``: the kernel block is larger than a group's block, the side channel has no address
@@ -71,7 +69,6 @@ class TransferWorker:
         traits: RankTraits,
         offload: OffloadWorker | None = None,
         *,
-        registry: CollectorRegistry = REGISTRY,
         engine: Engine | None = None,
     ) -> None:
         # Before engine and channel are opened: errors in keys, and in addresses of this machine, come first.
@@ -88,7 +85,7 @@ class TransferWorker:
             protocol=extra.protocol,
             options=extra.all_engine_options,
         )
-        self._metrics = Metrics(registry)
+        self._metrics = Metrics()
         try:
             self._channel = ZmqChannel(
                 extra,
@@ -98,7 +95,6 @@ class TransferWorker:
                 lambda reason: self._metrics.failures.labels(reason).inc(),
             )
         except BaseException:
-            self._metrics.retire()
             self._engine.close()
             raise
         self._reports = Reports(rank)
@@ -327,9 +323,8 @@ class TransferWorker:
             )
 
     def _release(self) -> None:
-        """Close metrics, channel and engine, each even if closing another one fails."""
+        """Close channel and engine, each even if closing another one fails."""
         with ExitStack() as opened:
-            opened.callback(self._metrics.retire)
             opened.callback(self._channel.close)
             opened.callback(self._engine.close)
 

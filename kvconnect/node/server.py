@@ -19,11 +19,19 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
-import prometheus_client
 from aiohttp import web
 from msgspec import Meta, Struct
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
 from kvconnect.errors import LocalError
+from kvconnect.metrics import PREFIX, Series
 from kvconnect.node.engine import NodeEngine
 from kvconnect.node.http_server import (
     REQUEST_ID,
@@ -43,6 +51,7 @@ from kvconnect.transfer.params import is_release
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 5.0
+_ADD_S = 1.0
 # The longest body in bytes: a fixed part, and a part for each token that the model can take.
 _BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
 # This part of each body is not counted in the bytes of all bodies being read: small bodies always pass.
@@ -221,6 +230,10 @@ class NodeServer:
         self._draining = False
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
+        self._registry = CollectorRegistry()
+        kinds = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+        self._series = Series(PREFIX, kinds, registry=self._registry)
+        self._adding: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and start the engine. Returns the port, which the system chose if ``port`` is 0.
@@ -241,6 +254,7 @@ class NodeServer:
         assert self._runner.server is not None
         self._listening = await _listen(self._runner.server, host, port, self._limits.max_connections)
         self._engine.start()
+        self._adding = asyncio.create_task(self._add_regularly())
         return int(self._listening.sockets[0].getsockname()[1])
 
     def refuse(self) -> None:
@@ -259,6 +273,8 @@ class NodeServer:
         await asyncio.get_running_loop().run_in_executor(None, self._engine.stop)
         if self._listening is not None:
             self._listening.close()
+        if self._adding is not None:
+            self._adding.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -279,8 +295,19 @@ class NodeServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        headers = {"Content-Type": prometheus_client.CONTENT_TYPE_LATEST}
-        return web.Response(body=prometheus_client.generate_latest(), headers=headers)
+        self._add_changes()
+        body = generate_latest() + generate_latest(self._registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _add_regularly(self) -> None:
+        """Add changes also while nobody asks for them: the worker keeps a bounded number of observations."""
+        while True:
+            self._add_changes()
+            await asyncio.sleep(_ADD_S)
+
+    def _add_changes(self) -> None:
+        if changes := self._engine.worker.changes():
+            self._series.add(changes.counters, {"": changes.gauges}, changes.observed)
 
     async def _state(self, _: web.Request) -> web.Response:
         text = json.dumps(self._engine.state(), default=str)

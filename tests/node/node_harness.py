@@ -226,6 +226,9 @@ class CopyConnector:
     def state(self):
         return {}
 
+    def changes(self):
+        return None
+
     def checkpoints(self, request):
         return ()
 

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from kvconnect.errors import LocalError
+from kvconnect.metrics import Metrics
 from kvconnect.node.node_connector import Connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output
@@ -212,6 +213,22 @@ async def test_health_models_metrics_and_state():
         assert state["requests"]["running"] == 0
         assert state["counts"]["generated_tokens"] == 3
         assert state["connector"] == {"engine": "none"}
+
+
+@in_loop
+async def test_observations_are_counted_while_nobody_asks(monkeypatch):
+    monkeypatch.setattr("kvconnect.node.server._ADD_S", 0.01)
+    async with node() as session:
+        metrics = Metrics()
+        session.engine.worker.changes = metrics.changes
+        for _ in range(3):
+            for _ in range(4000):
+                metrics.load_seconds.observe(0.2)
+            await asyncio.sleep(0.1)
+        metrics.leases.set(2)
+        _, shown = await session.get("/metrics")
+        assert "\nkvconnect_load_seconds_count 12000.0\n" in shown
+        assert "\nkvconnect_leases_held 2.0\n" in shown
 
 
 @in_loop

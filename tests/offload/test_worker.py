@@ -41,10 +41,10 @@ def test_what_is_stored_is_restored_though_the_blocks_were_overwritten(rig):
     rig.restore_all(before, [(7, 2, 5), (9, 0, 1)])
     rig.until_idle()
     assert not rig.kept
-    assert rig.sample("offload_rows_total", move="stored", tier="cpu") == 9
-    assert rig.sample("offload_rows_total", move="restored", tier="cpu") == 6
+    assert rig.sample("offload_rows", move="stored", tier="cpu") == 9
+    assert rig.sample("offload_rows", move="restored", tier="cpu") == 6
     row_bytes = rig.worker.row_bytes
-    assert rig.sample("offload_bytes_total", move="restored", tier="cpu") == 2 * sum(row_bytes.values())
+    assert rig.sample("offload_bytes", move="restored", tier="cpu") == 2 * sum(row_bytes.values())
 
 
 moves = st.lists(

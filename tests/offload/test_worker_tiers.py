@@ -71,9 +71,9 @@ def test_what_is_kept_is_fetched_into_other_rows_and_restored(make):
     rig.until(lambda: len(rig.fetched) == NUM_GROUPS)
     assert set(rig.fetched.values()) == {hashes(9)}
     rig.restore_all(image, [(6, 3, 2), (7, 5, 1)])
-    assert rig.sample("offload_rows_total", move="kept", tier="disk") == 2 * NUM_GROUPS
-    assert rig.sample("offload_rows_total", move="fetched", tier="disk") == 2 * NUM_GROUPS
-    assert rig.sample("offload_rows_total", move="missed", tier="disk") == NUM_GROUPS
+    assert rig.sample("offload_rows", move="kept", tier="disk") == 2 * NUM_GROUPS
+    assert rig.sample("offload_rows", move="fetched", tier="disk") == 2 * NUM_GROUPS
+    assert rig.sample("offload_rows", move="missed", tier="disk") == NUM_GROUPS
     rig.until_idle()
 
 
@@ -99,7 +99,7 @@ def test_rows_are_kept_only_once_their_copy_is_done(make):
     assert rig.stored[1] == ()
     assert set(disk.kept) == {(0, hashes(1)[0])}
     assert rig.failures("offload_store") == 1
-    assert rig.sample("offload_wait_seconds_total", cause="staging") == 0.5
+    assert rig.sample("offload_wait_seconds", cause="staging") == 0.5
     rig.until_idle()
 
 
@@ -125,7 +125,7 @@ def test_what_no_tier_has_is_counted_and_the_job_is_kept(make):
     rig.order(stores=(store(2, [(1, 0)], 1),))
     rig.until(lambda: 2 in rig.kept)
     assert (rig.failures("disk_refused"), rig.failures("store_refused")) == (2, 1)
-    assert rig.sample("offload_rows_total", move="unkept", tier="disk") == 2
+    assert rig.sample("offload_rows", move="unkept", tier="disk") == 2
 
 
 def test_a_tier_that_is_asked_says_what_it_has(make):

@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict, deque
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.specs import (
@@ -73,7 +72,6 @@ class Rig:
         config, sizes, self.tensors = caches()
         for at, cache in enumerate(self.tensors.values()):
             fill_random(cache, seed * 100 + at)
-        self.registry = CollectorRegistry()
         given = {"cpu_bytes": CPU_BYTES, "shares": (0.4, 0.3, 0.3), **settings}
         self.worker = _Worker(
             make_tiers or (tiers and (lambda namespace: tiers)),
@@ -84,7 +82,6 @@ class Rig:
             identity=named(weights=weights),
             least_rows=least_rows or {},
             label=label,
-            registry=self.registry,
         )
         closes_later(self)
         self.received, self.failed, self.changes = [], {}, []
@@ -154,10 +151,10 @@ class Rig:
         self.collect()
 
     def sample(self, name, **labels):
-        return self.registry.get_sample_value(f"kvconnect_{name}", labels) or 0
+        return self.worker._metrics.families[name].labels(*labels.values()).value
 
     def failures(self, reason):
-        return self.sample("failures_total", reason=reason)
+        return self.sample("failures", reason=reason)
 
     def close(self):
         self.worker.close()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
@@ -106,7 +105,7 @@ def test_slots_shrink_and_peers_are_told_their_size(monkeypatch, caplog, spare, 
     config = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": slots})
     with caplog.at_level(logging.INFO):
         traits = RankTraits(reserved_bytes=77, sent=sent)
-        worker = TransferWorker(config, traits, registry=CollectorRegistry(), engine=engine)
+        worker = TransferWorker(config, traits, engine=engine)
     try:
         assert reserved == [77]
         size, number = (

@@ -217,10 +217,6 @@ class Run:
                 for worker in node.workers:
                     self._count(worker)
                     worker.engine.close()
-                    # The registry is that of all runs.
-                    worker.metrics.retire()
-                    if worker.tiers is not None:
-                        worker.tiers.retire()
 
     def _count(self, worker: SimWorker) -> None:
         """Add a worker's own numbers to what is known of the run: they show what it went through."""

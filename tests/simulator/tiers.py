@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
@@ -74,7 +73,6 @@ class SimDisk(MemoryTier):
             work()
 
 
-_REGISTRY = CollectorRegistry()
 _LOOKS_S = 0.002
 _SNAPSHOT = 0.2
 """What a copy takes of the device, in kernels."""
@@ -113,7 +111,7 @@ class SimTiers(OffloadWorker):
             self.config, memory.config.groups, layout.row_bytes, requirements.least_rows()
         )
         self._table, self._rank, self._identity, self.load_rows = memory.table, worker.rank, named(), None
-        self._metrics, self._jobs = OffloadMetrics(_REGISTRY), RankJobs(worker.rank, plan.class_of)
+        self._metrics, self._jobs = OffloadMetrics(), RankJobs(worker.rank, plan.class_of)
         self._arena = arena = RowArena(plan)
         copier = SimCopier(worker, Copier(RowParts(layout, arena), arena))
         self._own_loop = loop = SimLoop(worker, copier, arena, self)
@@ -130,10 +128,6 @@ class SimTiers(OffloadWorker):
         for load in orders.loads:
             if load.parks and self.load_rows is not None:
                 self.load_rows.begin(load.parks)
-
-    def retire(self) -> None:
-        """The registry is that of all runs."""
-        self._metrics.retire()
 
     def stop(self) -> None:
         """The process is stopped where it is, or gone."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Prefix
 from kvconnect.config import TransferConfig
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from tests.simulator.checks import Checks
     from tests.simulator.node import SimNode
 
-_REGISTRY = CollectorRegistry()
 _POLL_S = 0.1
 _LEAST_SLEEP_S = 1e-3
 
@@ -89,7 +87,7 @@ class SimWorker:
         make = functools.partial(LyingChannel, liar=self._liar()) if plan.is_stranger else SimChannel
         self.channel = node.network.channel(plan.host, self.wake, port, make)
         self.channel.grants.granted = lambda address: self.checks.landing_slot_is_quiet(self, address)
-        self.metrics = Metrics(_REGISTRY)
+        self.metrics = Metrics()
         self.reports = Reports(rank)
         self.reports.wake = node.wake
         self.tiers: SimTiers | None = None

@@ -9,7 +9,6 @@ import time
 import msgspec
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from kvconnect.cli import app
@@ -45,7 +44,7 @@ class Node:
             cache = PlainCache(8, rank, ranks)
             sent = SentCache(cache.described, CacheMeaning(named(model, weights), HEADS, ranks))
             traits = RankTraits(rank, sent=sent)
-            self.workers.append(TransferWorker(config, traits, registry=CollectorRegistry()))
+            self.workers.append(TransferWorker(config, traits))
         for worker in self.workers:
             worker.start(Orders(step=0, directory=tuple(one.address() for one in self.workers)))
 

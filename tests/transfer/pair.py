@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import shard_heads
@@ -151,7 +150,7 @@ class FakeWorker:
         self.landing = SlotPool(self.arenas[0].addresses, slot_bytes, first)
         self.send = SlotPool(self.arenas[1].addresses, slot_bytes, first + 50_000)
         self.channel = network.channel()
-        self.metrics = Metrics(CollectorRegistry())
+        self.metrics = Metrics()
         self.coder = ExponentCoder(slot_bytes) if config.exponent_coding != "off" else None
         introduction = Introduction(
             engine_id,
@@ -219,16 +218,15 @@ class FakeWorker:
 
     def count(self, name: str, **labels: str) -> float:
         """The sum over all labels that are not given."""
-        families = self.metrics.registry.collect()
-        samples = (sample for family in families for sample in family.samples)
+        numbers = self.metrics.families[name]
         return sum(
-            sample.value
-            for sample in samples
-            if sample.name == f"kvconnect_{name}_total" and labels.items() <= sample.labels.items()
+            value
+            for given, value in numbers.values().items()
+            if labels.items() <= dict(zip(numbers.family.labels, given, strict=True)).items()
         )
 
-    def gauge(self, name: str) -> float | None:
-        return self.metrics.registry.get_sample_value(f"kvconnect_{name}")
+    def gauge(self, name: str) -> float:
+        return self.metrics.families[name].labels().value
 
     def check_slots(self) -> None:
         """Every slot is where exactly one record says that it is, and nothing was reported twice."""

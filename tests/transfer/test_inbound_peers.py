@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.config import ExtraConfig
@@ -22,7 +21,7 @@ from tests.transfer.pair import D_IDS, FakeWorker, Pair
 def test_inbound_peers_that_all_were_in_use_make_room_once_they_are_not():
     links = [f"in:{number}" for number in range(10)]
     forgotten = []
-    config, metrics, timers = ExtraConfig(max_peers=4), Metrics(CollectorRegistry()), Timers(print)
+    config, metrics, timers = ExtraConfig(max_peers=4), Metrics(), Timers(print)
     peers = InboundPeers(TransferContext(config, None, None, None, metrics, None, timers))
     in_use = set(links)
     peers.service = SimpleNamespace(

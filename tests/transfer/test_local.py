@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval, shard_heads
@@ -103,7 +102,7 @@ def opened(role="kv_both", bypassed=True, table=None, limits=None, **extra):
     introduction = Introduction(
         "P", "1", 0, CacheMeaning(named(), None, 1), "memory", b"", TableCard.of(table)
     )
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics()
     return open_local(config, engine, introduction, table, torch.device("cpu"), 0, metrics)
 
 

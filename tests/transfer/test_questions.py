@@ -9,7 +9,6 @@ import time
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import PeerError
@@ -41,7 +40,7 @@ def worker(monkeypatch):
     config = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given})
     cache = PlainCache(8)
     sent = SentCache(cache.described, CacheMeaning(named(weights="1f"), HEADS, 1))
-    made = TransferWorker(config, RankTraits(sent=sent), registry=CollectorRegistry())
+    made = TransferWorker(config, RankTraits(sent=sent))
     yield made
     made.close()
 

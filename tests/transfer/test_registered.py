@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
@@ -40,7 +39,7 @@ def start(engine, role, **extra):
     tensors = {"a": CacheTensor(cache, "block plane token head content")}
     described = RankCache(KVCacheConfig(8, (KVCacheGroup(("a",), SPEC),)), {0: 16}, tensors)
     traits = RankTraits(sent=SentCache(described, CacheMeaning(named(), None, 1)))
-    return TransferWorker(config, traits, registry=CollectorRegistry(), engine=engine), cache
+    return TransferWorker(config, traits, engine=engine), cache
 
 
 def registered(role, **extra):

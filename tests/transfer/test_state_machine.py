@@ -6,7 +6,6 @@ import itertools
 import random
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvconnect.decode.loads import (
     RANK_FETCH_TRANSITIONS,
@@ -112,7 +111,7 @@ def test_a_sending_keeps_its_first_reason():
 
 
 def test_illegal_moves_are_counted_apart_from_other_errors():
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics()
     record = RankFetch(loading(), 0)
     record.move(RankFetchEvent.ASK)
     with pytest.raises(IllegalTransition) as illegal:

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
@@ -98,8 +97,7 @@ def test_both_sides_say_once_what_carries_the_bytes_and_count_them_by_it(caplog)
     for worker, direction in ((pair.prefill, "sent"), (pair.decode, "received")):
         moved = worker.count("transfer_bytes", direction=direction)
         assert moved == worker.count("transfer_bytes", direction=direction, lane="tcp") > 0
-        rate = worker.metrics.registry.get_sample_value("kvconnect_link_bytes_per_second", {"lane": "tcp"})
-        assert rate == found.bytes_per_s
+        assert worker.metrics.link_rate.labels("tcp").value == found.bytes_per_s
         assert worker.count("failures") == 0
     pair.assert_idle()
 
@@ -289,11 +287,9 @@ def test_without_a_calibration_no_link_is_slow():
 
 @pytest.mark.parametrize(("lane", "is_slow"), [("nvlink", False), ("cuda_ipc", False), ("rdma", True)])
 def test_a_calibration_is_judged_by_the_hardware_only_where_a_network_carries_it(lane, is_slow):
-    registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = Metrics()
     Transports(ExtraConfig(), metrics).met("P", Transport(lane, "", "", 27.2e9, 450e9))
-    counted = registry.get_sample_value("kvconnect_failures_total", {"reason": "slow_link"})
-    assert (counted or 0) == is_slow
+    assert metrics.failures.labels("slow_link").value == is_slow
 
 
 def probed(bytes_per_s: float) -> tuple[ProbeOutbox, list[int]]:

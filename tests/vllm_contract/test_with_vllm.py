@@ -24,7 +24,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -203,7 +203,7 @@ def worker_stats(metrics: Metrics, rank: int = 0) -> TransferStats | None:
 
 
 def busy(scale: int = 1) -> Metrics:
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics()
     metrics.transfers.labels("received", "ok").inc(2 * scale)
     metrics.transfers.labels("received", "failed").inc()
     metrics.transfer_bytes.labels("received", "tcp").inc(2**20 * 4 * scale)
@@ -332,7 +332,7 @@ def test_prometheus_shows_what_the_workers_told(clean_registry):
 
 def test_every_number_of_a_worker_has_a_series(clean_registry):
     exported = prom()
-    halves = [Metrics(CollectorRegistry()), OffloadMetrics(CollectorRegistry())]
+    halves = [Metrics(), OffloadMetrics()]
     for metrics in halves:
         for numbers in metrics.families.values():
             if metrics is halves[0] or numbers.family.name not in halves[0].families:
@@ -366,7 +366,7 @@ def test_the_classes_that_vllm_gives_are_used(clean_registry):
     types = {Gauge: OurGauge, Counter: OurCounter, Histogram: OurHistogram}
     config = SimpleNamespace(kv_transfer_config=KVTransferConfig(**CHILD))
     made = KVConnect.build_prom_metrics(config, types, LABELS, {0: ["tiny", "0"]})
-    assert {type(metric) for metric in made._families.values()} == {OurGauge, OurCounter, OurHistogram}
+    assert {type(metric) for metric in made._series._metrics.values()} == {OurGauge, OurCounter, OurHistogram}
 
 
 def test_the_log_line():

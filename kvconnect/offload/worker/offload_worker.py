@@ -14,8 +14,6 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry
-
 from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
@@ -75,7 +73,6 @@ class OffloadWorker:
         least_rows: Mapping[int, int] = MappingProxyType({}),
         label: str = "",
         announces: bool = False,
-        registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._config, self._cache_config = config, cache_config
         self._rank, self._world_size, self._identity = rank, world_size, identity
@@ -93,9 +90,8 @@ class OffloadWorker:
         layout = RowLayout.build(self._table)
         self.plan = plan = plan_for(config, cache_config.groups, layout.row_bytes, least_rows)
         self.namespace = self._name()
-        self._metrics, self._jobs = OffloadMetrics(registry), RankJobs(rank, plan.class_of)
+        self._metrics, self._jobs = OffloadMetrics(), RankJobs(rank, plan.class_of)
         with ExitStack() as undo:
-            undo.callback(self._metrics.retire)
             # Tiers first: a bad folder is detected before memory is allocated.
             tiers = self._make_tiers(self.namespace, plan)
             for tier in tiers:
@@ -286,4 +282,3 @@ class OffloadWorker:
         """Stop the thread, close the tiers, and fail open jobs. Idempotent; ``results`` still works."""
         self._loop.close()
         self._jobs.fail_all("the worker was closed")
-        self._metrics.retire()
