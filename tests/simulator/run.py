@@ -276,7 +276,6 @@ class Summary:
     violations: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
-        """Add one."""
         self.seeds += 1
         self.steps += outcome.steps
         self.simulated_s += outcome.seconds

@@ -115,7 +115,6 @@ class SessionPlan:
 
     @property
     def envelope(self) -> Any:
-        """As it is sent."""
         if self.is_garbage:
             return "what is this"
         actions = [
@@ -212,8 +211,6 @@ class FaultPlan:
 
 @dataclass
 class Scenario:
-    """A whole run."""
-
     seed: int
     theme: str
     model: Model
