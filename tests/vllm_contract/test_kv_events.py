@@ -11,12 +11,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 import msgspec
 import torch
-import zmq
-from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
     BlockRemoved,
     BlockStored,
-    EventPublisherFactory,
     KVEventBatch,
 )
 from vllm.lora.request import LoRARequest
@@ -36,7 +33,6 @@ from kvconnect.transfer.stack import Computed, Step
 from kvconnect.vllm.events import describe, tier_events
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import BlockHashes, hit_requirements, kept_config
-from tests.ports import free_port
 from tests.vllm_contract.test_requests import request
 
 HASH_TOKENS = 4
@@ -166,34 +162,6 @@ def test_a_session_is_named_where_vllm_has_it():
     made = with_extras(0)
     made.session_id = "talk 7"
     assert {event.session_id for event in decoded(keep(half_of(), made))} == {"talk 7"}
-
-
-def test_vllm_s_publisher_and_decoder_carry_them():
-    port = free_port()
-    config = KVEventsConfig(
-        enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}", topic="kv-events"
-    )
-    publisher = EventPublisherFactory.create(config)
-    with zmq.Context() as context, context.socket(zmq.SUB) as heard:
-        heard.connect(f"tcp://127.0.0.1:{port}")
-        heard.setsockopt(zmq.SUBSCRIBE, b"kv-events")
-        heard.setsockopt(zmq.RCVTIMEO, 200)
-        events = keep(half_of(), with_extras(4))
-        try:
-            for _ in range(50):
-                # A subscriber hears from when it has joined.
-                publisher.publish(KVEventBatch(ts=1.0, events=list(events)))
-                try:
-                    topic, _, payload = heard.recv_multipart()
-                    break
-                except zmq.Again:
-                    continue
-            else:
-                raise AssertionError("nothing was heard")
-        finally:
-            publisher.shutdown()
-    assert topic == b"kv-events"
-    assert msgspec.msgpack.decode(payload, type=KVEventBatch).events == decoded(events)
 
 
 def test_a_node_s_events_are_decoded_by_vllm_too():
