@@ -105,7 +105,6 @@ class CacheShape:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole cache."""
         return self.num_blocks * self.block_bytes
 
 
@@ -150,7 +149,6 @@ class BenchCache:
         return KVCacheConfig(shape.num_blocks, (KVCacheGroup(tuple(self.tensors), spec),))
 
     def table(self) -> RegionTable:
-        """What lies where."""
         return RegionTable.build(self.config(), {0: self.shape.layout.block_tokens}, self.tensors)
 
     def draw(self, slots: int, blocks: int, seed: int) -> None:

@@ -27,7 +27,6 @@ def use_device(device: str) -> None:
 
 
 def wait_for_device(device: str) -> None:
-    """Wait for all that was launched on a device."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 

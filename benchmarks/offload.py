@@ -31,8 +31,6 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class Options(BaseOptions):
-    """A run."""
-
     SUITED: ClassVar = {"blocks": ([16, 64], [256, 1024])}
 
     device: Annotated[str, "cpu or cuda."] = "cpu"

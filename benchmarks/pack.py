@@ -32,8 +32,6 @@ _HND = Layout("planes", _TOKENS)
 
 @dataclass(frozen=True)
 class Options(BaseOptions):
-    """Where pages are packed."""
-
     device: Annotated[str, "cpu or cuda."] = "cpu"
 
 
@@ -69,7 +67,6 @@ class _Case:
         return packer, staged
 
     def measure(self, order: str, digest_sample: int) -> dict[str, Any]:
-        """One pack and unpack."""
         packer, staged = self.stage(order, digest_sample)
         seed = _SEED if digest_sample else None
         pack_us = self.time_us(lambda: packer.pack(self.slot, staged, seed))

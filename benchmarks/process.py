@@ -106,12 +106,10 @@ class ChildProcess:
         return value
 
     def ask(self, step: str, *arguments: Any) -> Any:
-        """``begin`` and ``answer``."""
         self.begin(step, *arguments)
         return self.answer()
 
     def end(self, grace_s: float) -> None:
-        """Ask it to end, and make it end after that time."""
         with suppress(OSError):
             self._pipe.send(None)
         with suppress(subprocess.TimeoutExpired):

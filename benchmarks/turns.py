@@ -35,8 +35,6 @@ _HANDLES = Handles(b"what the benchmark signs with")
 
 @dataclass(frozen=True)
 class Options(BaseOptions):
-    """How often each is timed, and beside what."""
-
     turns: Annotated[int, "Turns of each kind; the least is 10."] = 2000
     records: Annotated[list[int], "Records at rest (repeatable)."] = field(
         default_factory=lambda: [10, 1_000, 10_000]

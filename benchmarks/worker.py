@@ -48,7 +48,6 @@ class Round:
     tokens: int
 
     def request_ids(self) -> list[str]:
-        """The ids of the requests, in order."""
         return [f"{self.name}-{index}" for index in range(self.requests)]
 
 
@@ -117,11 +116,9 @@ class WorkerSide(Side):
         self.cache.draw(slots, blocks, seed)
 
     def clear(self) -> None:
-        """Take away what the chosen blocks hold."""
         self.cache.clear()
 
     def digests(self, slots: Sequence[int], group_tokens: int) -> Digests:
-        """See ``BenchCache.digests``."""
         return self.cache.digests(slots, group_tokens)
 
     def hold(self, asked: Round) -> None:

@@ -50,7 +50,6 @@ def _table(kind: type[msgspec.Struct]) -> list[str]:
 
 
 def page() -> str:
-    """The whole page."""
     parts = [_HEAD, "## `kv_connector_extra_config`", "", *_table(ExtraConfig), ""]
     parts += ["## `kv_connector_extra_config.offload`", "", "All sizes are those of one worker rank.", ""]
     return "\n".join([*parts, *_table(OffloadConfig), ""])

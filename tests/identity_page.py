@@ -56,7 +56,6 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """The page with its table as it should be."""
     return _TABLE.sub(lambda found: found[1] + table(), text)
 
 

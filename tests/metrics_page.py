@@ -34,7 +34,6 @@ def worker_table() -> str:
 
 
 def router_table() -> str:
-    """Of the router."""
     router = RouterMetrics(Pool("prefill", ["http://p"]))
     found = []
     for collector in dict.fromkeys(router._registry._collector_to_names):
@@ -46,7 +45,6 @@ def router_table() -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables as they should be."""
     offload = [f"`{reason}` | {text}" for reason, text in host.REASONS.items()]
     tables = {
         "worker": worker_table(),

@@ -81,7 +81,6 @@ class ModelServer(Child):
         return self.url
 
     def text(self) -> str:
-        """All that it printed."""
         assert self.log is not None
         return self.log.read_text(errors="replace")
 

@@ -51,7 +51,6 @@ def route(children: Children, prefill: Sequence[str], decode: Sequence[str], *op
 
 
 def until(condition: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.05) -> None:
-    """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"

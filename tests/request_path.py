@@ -41,7 +41,6 @@ class SidePath(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Calls of all functions."""
         return sum(self.calls.values())
 
     def __str__(self) -> str:
@@ -129,7 +128,6 @@ class Recorder:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         for side, path in zip("PD", measure(Path(folder)), strict=True):
             print(side, str(path) if "--list" in arguments else str(path).partition("\n")[0])

@@ -124,7 +124,6 @@ class EngineCases:
 
     @pytest.fixture
     def driver(self) -> Iterator[Driver]:
-        """A fresh engine of this process."""
         driver = Driver(self.make_engine())
         yield driver
         driver.engine.close()

@@ -41,11 +41,9 @@ class PeerCommands:
         return span_of(self._buffers[name]).address
 
     def register(self, name: str) -> None:
-        """Register a buffer."""
         self.engine.register([span_of(self._buffers[name])])
 
     def card(self) -> bytes:
-        """The card of the engine."""
         return self.engine.card()
 
     def content(self, name: str) -> np.ndarray:
@@ -82,16 +80,13 @@ class PeerProcess:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     def stop(self) -> None:
-        """Freeze the process; undone by ``resume``."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a frozen process go on."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -100,7 +95,6 @@ class PeerProcess:
         self._process.join()
 
     def close(self) -> None:
-        """End the process, by force if it does not go."""
         with suppress(OSError):
             self.resume()
         with suppress(OSError, EOFError):
@@ -149,7 +143,6 @@ def span_of(buffer: np.ndarray, offset: int = 0, length_bytes: int | None = None
 
 
 def random_bytes(length_bytes: int, seed: int) -> np.ndarray:
-    """Reproducible random bytes."""
     return np.random.default_rng(seed).integers(0, 256, length_bytes, dtype=np.uint8)
 
 

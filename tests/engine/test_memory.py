@@ -51,8 +51,6 @@ def test_a_protocol_is_refused() -> None:
 
 
 class Clock:
-    """Virtual seconds."""
-
     now = 100.0
 
     def __call__(self) -> float:

@@ -45,7 +45,6 @@ def content_of(number: int) -> Content:
 
 
 def number_of(content: Content) -> int:
-    """The number of a row."""
     return int.from_bytes(content[1][:8], "little")
 
 
@@ -62,7 +61,6 @@ def bytes_of(number: int, longest: int) -> bytes:
 
 
 def numbered_rows(numbers: Iterable[int], longest: int) -> list[TierRow]:
-    """Rows to be written."""
     return [TierRow(*content_of(number), memoryview(bytes_of(number, longest))) for number in numbers]
 
 

@@ -35,7 +35,6 @@ def greeting(mechanism: bytes = b"NULL") -> bytes:
 
 
 def zmq_frame(payload: bytes, *, more: bool = False, command: bool = False) -> bytes:
-    """One frame of a message, or a command."""
     flags = _MORE * more | COMMAND * command
     if len(payload) > 255:
         return bytes([flags | _LONG]) + struct.pack(">Q", len(payload)) + payload

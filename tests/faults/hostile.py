@@ -206,7 +206,6 @@ class Attacker:
 
     @property
     def sent(self) -> int:
-        """Frames so far."""
         return int(self._sent.value)
 
     def stop(self) -> Attacked:
@@ -288,7 +287,6 @@ class Tap:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
         self._server.close()
 
     def _accept(self) -> None:

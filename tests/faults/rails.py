@@ -145,7 +145,6 @@ class Rails(Namespaces):
         return one
 
     def end(self) -> None:
-        """End the processes."""
         self._ends.close()
 
     def hand_over(self, name: str) -> Round:

@@ -30,7 +30,6 @@ from tests.ports import free_port
 
 
 def progress(text: str) -> None:
-    """Show how far a battery is, beside its report."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -152,7 +151,6 @@ class Actor(Child):
         )
 
     def kill(self) -> int:
-        """SIGKILL, and wait until nothing of it is left."""
         self.send(signal.SIGCONT)
         return super().kill()
 
@@ -170,12 +168,10 @@ class Actor(Child):
         return fetch_json(self.url + "/debug/state", timeout_s=timeout_s)
 
     def metrics(self) -> Samples:
-        """Its metrics."""
         return read_metrics(self.url)
 
     @property
     def rss_bytes(self) -> int:
-        """The memory that it occupies."""
         pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -187,7 +183,6 @@ class Actor(Child):
 
     @property
     def num_threads(self) -> int:
-        """The threads that it runs."""
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
 
@@ -231,16 +226,13 @@ class Stage:
 
     @property
     def prefill(self) -> Actor:
-        """The first prefill node."""
         return self.prefills[0]
 
     @property
     def decode(self) -> Actor:
-        """The first decode node."""
         return self.decodes[0]
 
     def first(self, side: Side) -> Actor:
-        """The first node of a side."""
         return self.prefill if side == "prefill" else self.decode
 
     def add_router(
@@ -300,11 +292,9 @@ class Stage:
         return [f"{name} met {n:.0f} errors of its own, see its log" for name, n in counts.items() if n]
 
     def tails(self) -> str:
-        """The ends of all logs."""
         return "\n".join(actor.tail() for actor in [*self.nodes, *self.routers])
 
     def close(self) -> None:
-        """End every process and remove the logs."""
         for actor in [*self.nodes, *self.routers]:
             if actor.process is not None:
                 actor.kill()
@@ -398,7 +388,6 @@ class Tally:
     asked: list[Asked] = field(default_factory=list)
 
     def add(self, one: Asked) -> Asked:
-        """Count a request."""
         self.asked.append(one)
         return one
 

@@ -62,8 +62,6 @@ def settings(engine: str, own: Mapping[str, Any] | None = None, **shared: Any) -
 
 
 class SglangServer(ModelServer):
-    """One SGLang server process."""
-
     end_timeout_s = 0.0
 
     def __init__(

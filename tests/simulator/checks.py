@@ -69,7 +69,6 @@ class Exceptions(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See ``logging.Handler``."""
         if record.exc_info and record.exc_info[0] is not None:
             kind, error, _ = record.exc_info
             self.texts.append(f"{record.getMessage()}: {kind.__name__}: {error}")
@@ -215,14 +214,12 @@ class Checks:
                 self.count("parks failed" if failed else "parks ok")
 
     def stepped(self, worker: SimWorker) -> None:
-        """A worker's transfer thread did a step."""
         self.no_exception(worker)
         self.slots_add_up(worker)
         self.slots_come_back(worker)
         self.within_bounds(worker)
 
     def node_stepped(self, node: SimNode) -> None:
-        """A node's scheduler did a step."""
         self.blocks_add_up(node)
 
     def submitted(self, engine: SimEngine, batch: Batch) -> None:

@@ -54,7 +54,6 @@ class Host:
             self.node.abort(request_id)
 
     def kill(self) -> None:
-        """SIGKILL."""
         if not self.node.is_dead:
             self._world.note(self.plan.host, "is killed")
             self.node.kill()
@@ -75,7 +74,6 @@ class Host:
             self.node = SimNode(self._network, self._checks, self.plan, number, ports)
 
     def stop(self) -> None:
-        """SIGSTOP."""
         if not self.node.is_dead and not self.node.is_stopped:
             self._world.note(self.plan.host, "is stopped")
             self.node.stop()
@@ -83,7 +81,6 @@ class Host:
                 self._network.silence(port)
 
     def go_on(self) -> None:
-        """SIGCONT."""
         if self.node.is_stopped and not self.node.is_dead:
             self._world.note(self.plan.host, "goes on")
             self.node.go_on()

@@ -73,7 +73,6 @@ THEMES = (
 
 
 def draw_scenario(seed: int, rng: random.Random) -> Scenario:
-    """The run of a seed."""
     kinds = [] if rng.random() < 0.15 else rng.sample(FAULTS, rng.choice((1, 1, 2, 2, 3, 5)))
     model = rng.choice(MODELS)
     theme = rng.choices(THEMES, [theme.weight for theme in THEMES])[0]

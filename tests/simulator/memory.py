@@ -68,7 +68,6 @@ class Model:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """All layers in order."""
         names = [(f"{kind}{index}", kind) for kind, count in self.kinds for index in range(count)]
         return tuple(Layer(name, kind, number) for number, (name, kind) in enumerate(names))
 
@@ -78,7 +77,6 @@ class Model:
         return HEADS if self.has("full") or self.has("window") else None
 
     def has(self, kind: str) -> bool:
-        """Whether it has layers of a kind."""
         return any(kind == known for known, _ in self.kinds)
 
 
@@ -198,8 +196,6 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class RankMemory:
-    """The memory of one rank."""
-
     def __init__(self, plan: NodePlan, rank: int) -> None:
         model, shape = plan.model, plan.shape
         num_slots, slot_bytes, scratch_bytes = plan.extra.num_slots, plan.slot_bytes, plan.scratch_bytes

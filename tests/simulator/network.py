@@ -299,7 +299,6 @@ class Network:
     # What channels do
 
     def open(self, link: str, opener: SimChannel, port: int) -> None:
-        """Begin to connect."""
         connection = Connection(link, opener, port)
         opener.opened[link] = connection
         self.connections.append(connection)

@@ -245,19 +245,16 @@ class SimNode:
     # What clients do
 
     def submit(self, request: SimRequest) -> None:
-        """A request arrives."""
         self._inbox.append(request)
         self.wake()
 
     def abort(self, request_id: str) -> None:
-        """Its client left."""
         self._aborts.append(request_id)
         self.wake()
 
     # Time
 
     def wake(self) -> None:
-        """Step soon."""
         self._pace.at(self.world.now + self.plan.step_s * 0.1)
 
     def _device_moved(self) -> None:
@@ -272,7 +269,6 @@ class SimNode:
             worker.stop()
 
     def go_on(self) -> None:
-        """They run again."""
         self.is_stopped = self._pace.halted = False
         for worker in self.workers:
             worker.go_on()

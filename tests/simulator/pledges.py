@@ -76,7 +76,6 @@ class Pledges:
     # What happens
 
     def arrived(self, request: SimRequest) -> None:
-        """A request has come."""
         if request.session is not None:
             pledged = frozenset(pledge.session for pledge in self._live(self._world.now))
             asked = request.session

@@ -46,7 +46,6 @@ class SimRequest(Request):
 
     @property
     def ids(self) -> list[list[int]]:
-        """Its blocks by group and position."""
         return self.blocks.ids
 
     def end(self, outcome: str, answer: Mapping[str, Any] | None = None) -> None:

@@ -11,7 +11,7 @@ import random
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -272,7 +272,6 @@ class Summary:
     violations: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
-        """Add one."""
         self.seeds += 1
         self.steps += outcome.steps
         self.simulated_s += outcome.seconds
@@ -282,25 +281,19 @@ class Summary:
             self.violations.append(outcome)
 
 
-def run_seeds(
-    first_seed: int, seeds: int, jobs: int, *, only: Callable[[Scenario], bool] | None = None
-) -> Iterator[Outcome]:
-    """The outcomes of so many seeds, without their traces; with several jobs, in no certain order.
-
-    ``only``: of those among them whose scenario is such.
-    """
-    run_part = functools.partial(_run_part, only)
+def run_seeds(first_seed: int, seeds: int, jobs: int) -> Iterator[Outcome]:
+    """The outcomes of so many seeds, without their traces; with several jobs, in no certain order."""
     numbers = range(first_seed, first_seed + seeds)
     if jobs <= 1:
         _prepare()
         for seed in numbers:
-            yield from run_part([seed])
+            yield from _run_part([seed])
         return
     # Forked children would share the parent's torch threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs, _prepare) as pool:
         parts = [numbers[start : start + _SEEDS_AT_ONCE] for start in range(0, seeds, _SEEDS_AT_ONCE)]
-        yield from itertools.chain.from_iterable(pool.imap_unordered(run_part, parts))
+        yield from itertools.chain.from_iterable(pool.imap_unordered(_run_part, parts))
 
 
 def _prepare() -> None:
@@ -310,16 +303,5 @@ def _prepare() -> None:
     gc.freeze()
 
 
-def _run_part(only: Callable[[Scenario], bool] | None, seeds: Iterable[int]) -> list[Outcome]:
-    wanted = (seed for seed in seeds if only is None or only(draw_scenario(seed, World(seed).random)))
-    return [replace(run_seed(seed), trace=[]) for seed in wanted]
-
-
-def pulls(scenario: Scenario) -> bool:
-    """Nodes ask one another for KV by name."""
-    return scenario.nodes[0].keeps is not None and not parks(scenario)
-
-
-def parks(scenario: Scenario) -> bool:
-    """Decode nodes park the KV of requests that wait for blocks."""
-    return any(node.keeps is not None and node.keeps.park_share > 0 for node in scenario.nodes)
+def _run_part(seeds: Iterable[int]) -> list[Outcome]:
+    return [replace(run_seed(seed), trace=[]) for seed in seeds]

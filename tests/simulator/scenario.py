@@ -115,7 +115,6 @@ class SessionPlan:
 
     @property
     def envelope(self) -> Any:
-        """As it is sent."""
         if self.is_garbage:
             return "what is this"
         actions = [
@@ -212,8 +211,6 @@ class FaultPlan:
 
 @dataclass
 class Scenario:
-    """A whole run."""
-
     seed: int
     theme: str
     model: Model
@@ -231,6 +228,7 @@ class Scenario:
 
     def describe(self) -> dict[str, Any]:
         """What is special about it, in a few words."""
+        replays = () if self.handles is None else self.handles.replays
         return {
             "theme": self.theme,
             "model": self.model.name,
@@ -239,25 +237,9 @@ class Scenario:
                 f"{node.shape.block_tokens}/{node.shape.kernel_tokens}" for node in self.nodes
             ),
             "roles": "both" if self.nodes[0].role == "kv_both" else "one each",
-            "handles": self._describe_handles(),
-            "keeps": self._describe_keeps(),
-            "sessions": self._describe_sessions(),
+            "presented again": ", ".join(replay.forgery or "as it is" for replay in replays) or "none",
+            "nodes that keep KV": sum(node.keeps is not None for node in self.nodes),
+            "requests of sessions": sum(request.session is not None for request in self.requests),
             "requests": len(self.requests),
             "faults": ", ".join(self.kinds) or "none",
         }
-
-    def _describe_keeps(self) -> str:
-        kept = ((node.host, node.keeps) for node in self.nodes)
-        return " ".join(f"{host}:{keeps.rows}" for host, keeps in kept if keeps is not None) or "nothing"
-
-    def _describe_sessions(self) -> str:
-        asked = sum(request.session is not None for request in self.requests)
-        return f"of {asked} requests" if asked else "none"
-
-    def _describe_handles(self) -> str:
-        if self.handles is None:
-            return "plain"
-        replays = ", ".join(replay.forgery or "as it is" for replay in self.handles.replays)
-        return ("signed" if self.handles.secret else "dated") + (
-            f", presented again: {replays}" if replays else ""
-        )

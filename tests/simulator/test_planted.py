@@ -32,7 +32,7 @@ from kvconnect.transfer.parts import DeviceSteps
 from kvconnect.transfer.slots import SlotEvent, SlotPool
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
-from tests.simulator.run import parks, pulls, run_seed
+from tests.simulator.run import run_seed
 from tests.simulator.tiers import SimCopier, SimDisk
 
 MOST_SEEDS = 300
@@ -372,6 +372,11 @@ FOUND_AT = {
 """The seeds that found what takes dozens: a search begins there, and goes on where draws have changed."""
 
 
+def parks(plan):
+    """Decode nodes park the KV of requests that wait for blocks."""
+    return any(node.keeps is not None and node.keeps.park_share > 0 for node in plan.nodes)
+
+
 def seeds_of(plant, *, theme="", kind="", kept=False, parked=False, sessions=False, model=""):
     """Seeds in which a fault of this kind can happen, from the one on that found what was planted."""
     seeds = range(FOUND_AT.get(plant.__name__, 100_000), 200_000)
@@ -381,8 +386,8 @@ def seeds_of(plant, *, theme="", kind="", kept=False, parked=False, sessions=Fal
         for seed, plan in drawn
         if theme in ("", plan.theme)
         and (kind in ("", *plan.kinds) or (kind == "none" and not plan.kinds))
-        and (pulls(plan) or not kept)
-        and (parks(plan) or not parked)
+        and (not kept or (plan.nodes[0].keeps is not None and not parks(plan)))
+        and (not parked or parks(plan))
         and (not sessions or any(request.session is not None for request in plan.requests))
         and model in ("", plan.model.name)
     )
@@ -401,7 +406,7 @@ SESSIONS = {"kept": True, "sessions": True}
     [
         (frees_while_sending, {"theme": "busy"}, {"nobody_reads"}),
         # Such a load also leaves its landing behind.
-        (reports_before_quiet, {"theme": "busy"}, {"nobody_writes", "idle"}),
+        (reports_before_quiet, {"theme": "busy"}, {"nobody_writes", "idle", "bytes_are_right"}),
         (lends_what_may_be_written, {"theme": "busy"}, {"slots_are_quiet"}),
         (packs_into_what_may_be_read, {"theme": "busy"}, {"slots_are_quiet"}),
         (lends_pages, {}, {"no_page_is_written"}),

@@ -9,29 +9,16 @@ from tests.simulator.__main__ import app
 
 
 def sim(*options: str):
-    return CliRunner().invoke(app, list(options), env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, list(options))
 
 
-def test_it_shows_sums():
-    ran = sim("--seeds", "3", "--jobs", "1")
-    assert ran.exit_code == 0, ran.output
-    assert "3 seeds" in ran.output
-    assert "loads ok" in ran.output
-
-
-def test_several_processes_run_the_same_seeds():
+def test_several_processes_run_the_same_seeds_and_show_the_same_sums():
     one, two = sim("--seeds", "30", "--jobs", "1"), sim("--seeds", "30", "--jobs", "2")
     assert (one.exit_code, two.exit_code) == (0, 0), two.output
-    kept = [
-        # Cells without their width: a slow run's milliseconds are wider.
-        [
-            [cell.strip() for cell in line.split("│")]
-            for line in ran.output.splitlines()
-            if "│" in line and "millis" not in line
-        ]
-        for ran in (one, two)
-    ]
-    assert kept[0] == kept[1]
+    assert "30 seeds in" in one.output
+    sums = [[line for line in ran.output.splitlines() if " seeds in " not in line] for ran in (one, two)]
+    assert any("loads ok" in line for line in sums[0])
+    assert sums[0] == sums[1]
 
 
 def test_a_broken_invariant_is_shown_with_its_seed_and_how_to_replay_it(monkeypatch):

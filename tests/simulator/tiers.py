@@ -134,7 +134,6 @@ class SimTiers(OffloadWorker):
         self._own_loop.pace.halt()
 
     def go_on(self) -> None:
-        """It runs again."""
         self._own_loop.pace.halted = False
         self._own_loop.wake()
 
@@ -156,7 +155,6 @@ class SimLoop(TierLoop):
             self.wake()
 
     def wake(self) -> None:
-        """Step soon."""
         late_s = self._world.random.choice((_LOOKS_S, _LOOKS_S, 0.1))
         self.pace.at(self._world.now + late_s * self._world.random.random())
 

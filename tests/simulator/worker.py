@@ -213,7 +213,6 @@ class SimWorker:
             self.wake()
 
     def step(self) -> None:
-        """One step of the transfer thread."""
         sleep_s = self.transfers.step(self.world.now)
         self._is_polling = sleep_s < _LEAST_SLEEP_S
         results = self.reports.take()
@@ -245,7 +244,6 @@ class SimWorker:
         self.engine.stop()
 
     def go_on(self) -> None:
-        """It runs again."""
         self._stopped_s = self.stopped_s
         self._pace.halted = self.is_dead
         if self.tiers is not None and not self.is_dead:

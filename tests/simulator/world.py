@@ -42,7 +42,6 @@ class World:
         self._order = 0
 
     def clock(self) -> float:
-        """The time in seconds."""
         return self.now
 
     def at(self, time: float, action: Action) -> None:
@@ -51,7 +50,6 @@ class World:
         heapq.heappush(self._events, (max(time, self.now), self._order, action))
 
     def after(self, seconds: float, action: Action) -> None:
-        """Have something happen later."""
         self.at(self.now + seconds, action)
 
     def note(self, who: str, what: str, *details: object) -> None:
@@ -86,7 +84,6 @@ class World:
             self.violation = Violation(invariant, text)
 
     def chance(self, share: float) -> bool:
-        """True that often."""
         return self.random.random() < share
 
 
@@ -104,7 +101,6 @@ class Pace:
         self._due: float | None = None
 
     def at(self, time: float) -> None:
-        """Step at a time, or before."""
         time = max(time, self.not_before)
         if self.halted or (self._due is not None and self._due <= time):
             return
@@ -118,7 +114,6 @@ class Pace:
         self._world.at(time, come)
 
     def halt(self) -> None:
-        """Do not step any more."""
         self.halted, self._due = True, None
 
     def hang(self, until: float) -> None:

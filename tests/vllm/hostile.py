@@ -40,7 +40,6 @@ def _configured(connector: str, port: int) -> tuple[dict[str, Any], dict[str, st
 
 
 def _is_answered(connector: str, port: int) -> bool:
-    """Whether an honest peer hears anything."""
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
     peer.setsockopt(zmq.LINGER, 0)

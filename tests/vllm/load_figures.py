@@ -97,7 +97,6 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 
 def in_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Quantiles in milliseconds."""
     return {name: round(quantile(seconds, part) * 1e3, 2) for name, part in PARTS.items()}
 
 

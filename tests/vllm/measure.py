@@ -209,7 +209,6 @@ def _cpu_s(server: Server) -> float:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     given = command_line(
         __doc__,
         arguments,

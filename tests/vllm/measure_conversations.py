@@ -239,7 +239,6 @@ def compare(groups: Mapping[str, Group], folder: Path, given: argparse.Namespace
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     given = command_line(
         __doc__,
         arguments,

@@ -84,7 +84,6 @@ class Accepted:
             self.answers.setdefault(outcome.prompt, set()).add(outcome.tokens)
 
     def has(self, outcome: Outcome) -> bool:
-        """Whether all tokens are right."""
         return outcome.tokens in self.answers.get(outcome.prompt, ())
 
     def has_first(self, outcome: Outcome) -> bool:
@@ -101,7 +100,6 @@ class Load:
         self._given = given
 
     def one(self, number: int, leaves_after_s: float | None = None) -> Outcome:
-        """One request through both servers."""
         index = number % len(self._prompts)
         prompt, left = self._prompts[index], leaves_after_s is not None
         try:
@@ -295,7 +293,6 @@ def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterat
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     given = command_line(
         __doc__,
         arguments,

@@ -307,7 +307,6 @@ def _shown(value: Any) -> str:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     given = command_line(
         __doc__,
         arguments,

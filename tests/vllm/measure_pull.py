@@ -176,7 +176,6 @@ def _conversation(
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     return command_line(
         __doc__,
         arguments,

@@ -115,7 +115,6 @@ class Roles:
             return {(node["role"], node["url"]) for node in json.load(answer)}
 
     def add(self, role: str, server: Server) -> None:
-        """Route to a server from now on."""
         self._nodes("POST", role=role, url=server.url)
 
     def drain(self, role: str, server: Server) -> None:
@@ -162,7 +161,6 @@ def _counts(samples: Samples) -> float:
 def measure(
     servers: list[Server], alone: dict[int, list[int]], prompts: list[Any], given: Any, lines: Any
 ) -> None:
-    """All changes, one after the other."""
     one, two, three = servers
     admin = free_port()
     options = ["--admin", f"127.0.0.1:{admin}", "--flow", given.flow]

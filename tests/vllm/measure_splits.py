@@ -106,7 +106,6 @@ def _answers(prefill: Server, decode: Server, seed: int) -> tuple[list[list[int]
 
 
 def measure(name: str, models: Mapping[str, Recipe], logs: Path, given: Any, lines: Lines) -> None:
-    """One case."""
     case, found = CASES[name], {}
     own = named_variant(case.engine, {"slot_bytes": 64 << 20, "num_slots": 4, **given.extra})
     try:

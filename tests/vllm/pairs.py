@@ -194,7 +194,6 @@ class Lines:
         self._is_shown = is_shown
 
     def write(self, kind: str, **finding: Any) -> None:
-        """Tell one finding."""
         line = json.dumps({"kind": kind, **finding})
         if self._is_shown:
             print(line, flush=True)

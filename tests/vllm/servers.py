@@ -143,7 +143,6 @@ class Server(ModelServer):
         client.close()
 
     def wait_idle(self, within_s: float = 30.0) -> None:
-        """Wait until no block is in use."""
         deadline = time.monotonic() + within_s
         while self.used_blocks() > 0:
             assert time.monotonic() < deadline, (
@@ -246,7 +245,6 @@ def send_signal(server: Server, number: int) -> None:
 
 @contextmanager
 def awake(servers: Sequence[Server]) -> Iterator[None]:
-    """Let stopped servers run meanwhile."""
     for server in servers:
         send_signal(server, signal.SIGCONT)
     time.sleep(0.2)

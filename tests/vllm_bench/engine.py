@@ -159,7 +159,6 @@ class Engine:
         params: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        """A request arrives."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
@@ -181,7 +180,6 @@ class Engine:
             self._named[name] = text, (index + 1) * self._hash_tokens
 
     def abort(self, request_id: str) -> None:
-        """The client left."""
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self.ended.setdefault(request_id, ("aborted", None))
 
@@ -331,7 +329,6 @@ class Engine:
         return self.ended[request_id][1]
 
     def close(self) -> None:
-        """End the worker's threads."""
         self.worker._worker.close()
 
 

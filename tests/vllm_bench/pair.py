@@ -70,6 +70,5 @@ class Engines:
         )
 
     def close(self) -> None:
-        """End the workers."""
         for engine in self.all:
             engine.close()

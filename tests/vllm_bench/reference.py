@@ -29,7 +29,6 @@ def mix(value: int) -> int:
 
 
 def mix_all(values: Words) -> Words:
-    """``mix`` of every element."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -86,7 +85,6 @@ class Text:
         return len(self.tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """More tokens."""
         first = len(self.tokens)
         value = int(self._hashes[first])
         for offset, token in enumerate(tokens):
@@ -101,7 +99,6 @@ class Text:
             sums[first + 1 : len(self.tokens) + 1] = np.bitwise_xor.accumulate(words) ^ sums[first]
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget the tokens after so many."""
         del self.tokens[num_tokens:]
 
     def words(self, group: int, first: int, end: int) -> Words:

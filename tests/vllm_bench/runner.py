@@ -46,7 +46,6 @@ class Runner:
         self.rows: dict[str, Row] = {}
 
     def reset(self) -> None:
-        """A new seed."""
         self.rows.clear()
 
     def prepare(self, output: Any) -> None:

@@ -189,7 +189,6 @@ def _groups(vllm_config: Any, specs: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def again(worker: Worker) -> Worker:
-    """The same with other memory."""
     layout = worker.vllm_config.cache_config.get_resolved_kv_cache_layout()
     caches = allocate_kv_cache(worker.kv_cache_config, torch.device("cpu"), layout, None)
     return dataclasses.replace(worker, kv_caches=caches)

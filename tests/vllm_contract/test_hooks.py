@@ -48,13 +48,11 @@ LEFT_TO_BASE: dict[str, str] = {
 
 @functools.cache
 def recorded(version: str) -> dict[str, Any]:
-    """The description of one released vLLM."""
     return json.loads((RECORDED / f"{version}.json").read_text())
 
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """Our files by name."""
     return {path.name: ast.parse(path.read_text()) for path in sorted(SOURCES.glob("*.py"))}
 
 

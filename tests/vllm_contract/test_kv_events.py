@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -11,11 +10,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 import msgspec
 import torch
-from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
     BlockRemoved,
     BlockStored,
-    EventPublisherFactory,
     KVEventBatch,
 )
 from vllm.lora.request import LoRARequest
@@ -28,13 +25,11 @@ from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import EventMaker, TierEvents
-from kvconnect.router.policy import FeedReader
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, Step
 from kvconnect.vllm.events import describe, tier_events
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import BlockHashes, hit_requirements, kept_config
-from tests.ports import free_port
 from tests.vllm_contract.test_requests import request
 
 HASH_TOKENS = 4
@@ -164,38 +159,6 @@ def test_a_session_is_named_where_vllm_has_it():
     made = with_extras(0)
     made.session_id = "talk 7"
     assert {event.session_id for event in decoded(keep(half_of(), made))} == {"talk 7"}
-
-
-def test_vllm_s_publisher_carries_them_to_our_router_s_reader():
-    """At once, and again for a reader that asks for what it missed."""
-    published, replayed = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    config = KVEventsConfig(
-        enable_kv_cache_events=True,
-        publisher="zmq",
-        endpoint=published.replace("127.0.0.1", "*"),
-        replay_endpoint=replayed,
-        topic="kv-events",
-    )
-    batch = KVEventBatch(ts=1.0, events=list(keep(half_of(), with_extras(4))))
-    publisher = EventPublisherFactory.create(config)
-
-    async def heard():
-        with FeedReader(published, replayed) as reader:
-            waiting, sent = asyncio.create_task(reader.receive()), 0
-            # A subscriber hears from when it has joined.
-            while not waiting.done():
-                publisher.publish(batch)
-                sent += 1
-                await asyncio.sleep(0.2)
-            return await waiting, sent, [message async for message in reader.missed(0)]
-
-    try:
-        (number, payload), sent, missed = asyncio.run(asyncio.wait_for(heard(), 60))
-    finally:
-        publisher.shutdown()
-    assert [number for number, _ in missed] == [*range(sent)]
-    assert missed[number] == (number, payload)
-    assert msgspec.msgpack.decode(payload, type=KVEventBatch).events == decoded(batch.events)
 
 
 def test_what_a_tier_removed_is_decoded_by_vllm():
