@@ -18,18 +18,14 @@ KEY, OTHER = "ab" * 32, "cd" * 32
 
 
 def configured(role, key=KEY, now=1000.0, **extra):
+    given = {"kv_role": role, "engine_id": role, "kv_connector_extra_config": extra}
+    config = parse_kv_transfer_config(given)
     return build_scheduler_half(
-        parse_kv_transfer_config({"kv_role": role, "engine_id": role, "kv_connector_extra_config": extra}),
+        config,
         KVCacheConfig(100, (ATTENTION,)),
         StackTraits(held_back=7),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
-        trust=configured_trust(
-            parse_kv_transfer_config(
-                {"kv_role": role, "engine_id": role, "kv_connector_extra_config": extra}
-            ),
-            {"KVCONNECT_KEY": key} if key else {},
-            lambda: now,
-        ),
+        trust=configured_trust(config, {"KVCONNECT_KEY": key}, lambda: now),
     )
 
 

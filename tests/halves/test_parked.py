@@ -20,6 +20,7 @@ from tests.offload.half_kit import Kind
 HANDLES = Handles(b"secret")
 FULL, HYBRID = (Kind(4),), (Kind(4), Kind(4, window=6), Kind(4, is_state=True))
 RANKS, WAIT_S = 2, 1.0
+BLOCKS = [1, 2, 3, 4]
 
 
 class Node:
@@ -79,6 +80,17 @@ class Node:
         self.orders()
         return request, load
 
+    def admit(self, request, num_tokens=16):
+        """A request gets blocks, and so many tokens of what it was offered."""
+        self.half.update_after_alloc(request, [BLOCKS], num_tokens)
+
+    def end(self, request, *, received=True):
+        """A request is loaded or computed, and generated; nothing is left of it."""
+        if received:
+            self.half.update_results(Results(received=(request.request_id,)))
+        self.half.request_finished(request, [BLOCKS], delivered=True)
+        self.assert_idle()
+
     def assert_idle(self):
         self.orders()
         assert not any(self.half.state().values())
@@ -130,12 +142,10 @@ def test_a_request_that_gets_blocks_in_time_is_loaded_into_them():
     request = node.arrive()
     node.orders(WAIT_S / 2)
     assert node.half.matched_tokens(request, 0) == (16, True)
-    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 16)
+    node.admit(request)
     (load,) = node.orders(WAIT_S).loads
     assert not load.parks
-    node.half.update_results(Results(received=("r",)))
-    node.half.request_finished(request, [[1, 2, 3, 4]], delivered=True)
-    node.assert_idle()
+    node.end(request)
 
 
 def outcome(load, *, ok=True):
@@ -148,8 +158,8 @@ def outcome(load, *, ok=True):
 
 def receipt_of(node, request):
     node.half.update_results(Results(received=(request.request_id,)))
-    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 0)
-    _, params = node.half.request_finished(request, [[1, 2, 3, 4]], delivered=True)
+    node.admit(request, 0)
+    _, params = node.half.request_finished(request, [BLOCKS], delivered=True)
     node.assert_idle()
     receipt = params["kvconnect_receipt"]
     assert sum(receipt["tokens"].values()) == receipt["prompt_tokens"]
@@ -164,7 +174,7 @@ def test_a_receipt_has_what_was_moved_into_host_memory():
     node.half.update_results(Results(outcomes=(outcome(load),)))
     node.report(load)
     node.half.matched_tokens(request, 0)
-    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 16)
+    node.admit(request)
     assert not node.orders(after_s=0.5).loads
     receipt = receipt_of(node, request)
     (part,) = receipt["loads"]
@@ -188,7 +198,7 @@ def test_a_receipt_has_a_load_into_host_memory_that_failed_and_the_one_after_it(
     node.report(load, failed=True)
     node.orders()
     node.half.matched_tokens(request, 0)
-    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 16)
+    node.admit(request)
     (again,) = node.orders().loads
     assert not again.parks
     node.half.update_results(Results(outcomes=(outcome(again),)))
@@ -209,12 +219,10 @@ def test_what_cannot_be_parked_waits_at_the_prefill_node():
     assert not orders.loads, "tried once"
     assert not node.half.offload.host.index.counts()[0].held
     assert node.half.matched_tokens(request, 0) == (16, True)
-    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 16)
+    node.admit(request)
     (again,) = node.orders().loads
     assert (again.handle, again.refusal, again.parks) == (load.handle, None, ())
-    node.half.update_results(Results(received=("r",)))
-    node.half.request_finished(request, [[1, 2, 3, 4]], delivered=True)
-    node.assert_idle()
+    node.end(request)
 
 
 def test_what_does_not_fit_into_its_share_of_host_memory_waits_and_is_counted_once():
@@ -269,11 +277,9 @@ def test_requests_of_one_handle_are_parked_once():
     node.half.request_finished(first, [[]], delivered=False)
     assert not node.orders().aborted
     assert node.half.matched_tokens(second, 0) == (16, True)
-    node.half.update_after_alloc(second, [[1, 2, 3, 4]], 16)
+    node.admit(second)
     assert node.orders().offload.restores
-    node.half.update_results(Results(received=("second",)))
-    node.half.request_finished(second, [[1, 2, 3, 4]], delivered=True)
-    node.assert_idle()
+    node.end(second)
 
 
 def test_what_is_parked_is_dropped_with_the_caches_and_computed():
@@ -287,10 +293,10 @@ def test_what_is_parked_is_dropped_with_the_caches_and_computed():
     assert orders.failures.count(Cause.REPLACED.value) == 2
     for request in (ready, moving):
         assert node.half.matched_tokens(request, 0) == (0, False)
-        node.half.update_after_alloc(request, [[1, 2, 3, 4]], 0)
+        node.admit(request, 0)
     node.report(load)
     for request in (ready, moving):
-        node.half.request_finished(request, [[1, 2, 3, 4]], delivered=True)
+        node.half.request_finished(request, [BLOCKS], delivered=True)
     node.assert_idle()
 
 
@@ -298,7 +304,7 @@ def test_a_failed_restore_fails_the_request_and_frees_the_rows():
     node = Node()
     request, _ = node.parked()
     node.half.matched_tokens(request, 0)
-    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 16)
+    node.admit(request)
     assert node.orders().offload.restores
     node.half.update_results(Results(received=("r",), failed={"r": Cause.RESTORE("a copy failed")}))
     assert node.orders().failures == ("offload_restore_failed",)
@@ -311,9 +317,8 @@ def test_a_prompt_that_is_cached_here_meanwhile_needs_no_restore():
     node = Node()
     request, _ = node.parked()
     assert node.half.matched_tokens(request, 16) == (0, False)
-    node.half.update_after_alloc(request, [[1, 2, 3, 4]], 0)
-    node.half.request_finished(request, [[1, 2, 3, 4]], delivered=True)
-    node.assert_idle()
+    node.admit(request, 0)
+    node.end(request, received=False)
 
 
 def test_a_prefill_under_way_is_parked_when_it_is_there():

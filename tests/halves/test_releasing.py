@@ -1,4 +1,4 @@
-"""A router ends by its secret name what P holds, or would hold, for a client that left."""
+"""What P holds, or would hold, is given up: by a router for a client that left, or as the stack pauses."""
 
 from __future__ import annotations
 
@@ -37,42 +37,55 @@ def withdrawn(orders):
     return [(one.handle, one.reason.cause.value) for one in orders.withdrawn]
 
 
+def paused(half):
+    """The stack waits until no request holds blocks."""
+    half.pause(is_paused=True)
+
+
+WAYS = pytest.mark.parametrize(("give_up", "cause"), [(released, "aborted"), (paused, "peer_stopping")])
+
+
+@WAYS
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 @pytest.mark.parametrize("transfer", [{}, {"transfer_id": "t"}])
-def test_what_is_held_is_withdrawn(role, transfer, caplog):
+def test_what_is_held_is_withdrawn(role, transfer, give_up, cause, caplog):
     half = connector(role)
     request = computed(half, **transfer)
     assert half.request_finished(request, ([1, 2, 3],), delivered=True)[0]
     (hold,) = half.build_orders().holds
     with caplog.at_level(logging.WARNING):
-        released(half)
-    assert withdrawn(half.build_orders()) == [(hold.handle, "aborted")]
+        give_up(half)
+    assert withdrawn(half.build_orders()) == [(hold.handle, cause)]
     assert not caplog.records, "it is no error"
-    released(half)
+    if give_up is released:
+        released(half)
     assert not half.build_orders().withdrawn, "once"
     half.update_results(Results(sent=("p",)))
     assert set(half.state().values()) == {0}
 
 
-def test_a_hold_that_workers_have_not_got_is_withdrawn_after_it():
+@WAYS
+def test_a_hold_that_workers_have_not_got_is_withdrawn_after_it(give_up, cause):
     half = connector("kv_producer")
     request = computed(half)
     half.request_finished(request, ([1, 2, 3],), delivered=True)
-    released(half)
+    give_up(half)
     first, second = half.build_orders(), half.build_orders()
     assert (len(first.holds), withdrawn(first)) == (1, [])
-    assert withdrawn(second) == [(first.holds[0].handle, "aborted")]
+    assert withdrawn(second) == [(first.holds[0].handle, cause)]
 
 
+@WAYS
 @pytest.mark.parametrize("transfer", [{}, {"transfer_id": "t"}])
-def test_what_is_still_computed_is_not_held_later(transfer):
+def test_what_is_still_computed_is_not_held_later(transfer, give_up, cause):
     half = connector("kv_producer")
     request = computed(half, **transfer)
-    released(half)
+    give_up(half)
     assert half.request_finished(request, ([1, 2, 3],), delivered=True) == (False, None)
     orders = half.build_orders()
     assert not orders.holds
-    assert len(orders.withdrawn) == len(transfer), "a decode node that waits for it is told"
+    told = [cause for _, cause in withdrawn(orders)]
+    assert told == [cause] * len(transfer), "a decode node that waits for it is told"
     assert set(half.state().values()) == {0}
 
 
@@ -147,3 +160,33 @@ def test_whatever_the_order_nothing_stays_held_that_was_released(data):
         held |= {request_id: None} if half.request_finished(request, ([1],), delivered=True)[0] else {}
     half.update_results(Results(sent=tuple(held)))
     assert set(half.state().values()) == {0}
+
+
+def test_a_node_that_stops_holds_nothing_after_a_pause():
+    half = connector("kv_producer")
+    half.drain()
+    half.pause(is_paused=True)
+    half.pause(is_paused=False)
+    assert half.request_finished(computed(half), ([1, 2, 3],), delivered=True) == (False, None)
+
+
+def test_a_place_is_free_again_once_what_was_given_up_has_ended():
+    half = connector("kv_producer", max_leases=2)
+    for number in range(3):
+        requests = [
+            computed(half, f"{number}-{name}", **more)
+            for name, more in (("a", {}), ("b", {"transfer_id": "t"}))
+        ]
+        assert all(half.request_finished(one, ([1, 2, 3],), delivered=True)[0] for one in requests)
+        half.build_orders()
+        half.pause(is_paused=True)
+        assert len(half.build_orders().withdrawn) == 2
+        half.update_results(Results(sent=tuple(one.request_id for one in requests)))
+        half.pause(is_paused=False)
+
+
+def test_a_decode_node_has_nothing_to_give_up():
+    half = connector("kv_consumer")
+    half.pause(is_paused=True)
+    half.pause(is_paused=False)
+    assert not half.build_orders().withdrawn

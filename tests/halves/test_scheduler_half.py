@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -403,3 +404,24 @@ def test_a_prompt_that_was_computed_anew_or_went_on_names_its_last_step():
     prefill, request = ahead()
     request.num_tokens += 1
     assert held(prefill, request) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("role", "other", "params"),
+    [("kv_producer", "kv_consumer", None), ("kv_consumer", "kv_producer", {**HELD, TRANSFER_KEY: "t"})],
+)
+def test_a_node_that_is_asked_for_what_its_role_does_not_do_says_so_once_and_counts(
+    caplog, role, other, params
+):
+    node, params = connector(role), params or prefilled()[2]
+    nothing = node.build_orders()
+    with caplog.at_level(logging.WARNING):
+        for name in ("a", "b"):
+            node.new_request(Request(name, 41, params))
+            assert node.matched_tokens(Request(name, 41, params), 0) == (0, False)
+    orders = node.build_orders()
+    assert orders == Orders(step=nothing.step + 1, failures=("wrong_role", "wrong_role"))
+    (said,) = caplog.messages
+    assert f"kv_role is {role}" in said
+    assert f"has to be {other} or kv_both" in said
+    assert not any(node.state().values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,8 +26,6 @@ ON_D = {
     "remote_port": 5600,
 }
 HANDLE = "transfer:t-1"
-FIRST = connector().build_orders()
-"""What every scheduler half says once, whatever happens."""
 
 
 def prefill_of(**extra):
@@ -116,18 +113,6 @@ def test_p_says_when_a_transfer_will_never_come(blocks, num_tokens, delivered, w
     assert idle(prefill)
 
 
-def test_an_end_in_the_step_of_the_arrival_leaves_nothing_expected():
-    prefill = prefill_of()
-    finish(prefill, arrived(prefill), delivered=False)
-    arrived(prefill, "again")
-    orders = prefill.build_orders()
-    assert [withdrawn.handle for withdrawn in orders.withdrawn] == [HANDLE]
-    assert orders.expected == (HANDLE,), "of the second request only"
-    prefill = prefill_of()
-    finish(prefill, arrived(prefill), delivered=False)
-    assert not prefill.build_orders().expected
-
-
 BAD = ["", "x" * 513, "naïve", "tab\t", "\ud800", 7, True, ["t"], {"a": 1}, 0]
 
 
@@ -187,15 +172,6 @@ def test_a_transfer_id_in_use_belongs_to_the_first_request(caplog):
     assert finish(prefill, arrived(prefill, "p4"))[0], "free again"
 
 
-def test_a_request_that_was_refused_an_id_does_not_get_it_later():
-    """Who fetches under the id means the first request's prompt."""
-    prefill = prefill_of()
-    first, second = arrived(prefill, "p1"), arrived(prefill, "p2")
-    finish(prefill, first, delivered=False)
-    assert finish(prefill, second) == (False, None)
-    assert not prefill.build_orders().holds
-
-
 def test_transfers_under_way_are_bounded():
     prefill = prefill_of(max_leases=2)
     requests = [arrived(prefill, f"p{n}", params={**ON_P, TRANSFER_KEY: f"t{n}"}) for n in range(4)]
@@ -207,18 +183,6 @@ def test_transfers_under_way_are_bounded():
     assert [finish(prefill, request)[0] for request in requests] == [True, True, False, False]
     prefill.update_results(Results(sent=("p0", "p1")))
     assert idle(prefill)
-
-
-def test_a_consumer_takes_no_note_of_transfers_and_a_producer_of_no_fetches():
-    decode = connector("kv_consumer")
-    arrived(decode)
-    assert decode.build_orders() == msgspec.structs.replace(FIRST, failures=("wrong_role",))
-    prefill = prefill_of()
-    arrived(prefill, params=ON_D)
-    arrived(prefill, params=None)
-    assert prefill.build_orders() == Orders(step=2, failures=("wrong_role",))
-    assert idle(prefill)
-    assert idle(decode)
 
 
 @given(st.integers(0, 2**32 - 1))
