@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 
 from kvconnect.offload.disk.disk_tier import DiskTier
@@ -114,11 +113,3 @@ def check(tier: DiskTier) -> None:
 def row_paths(tier: DiskTier) -> list[Path]:
     """The files of a tier's rows."""
     return sorted(tier.path.glob("*.kv"))
-
-
-def wait_until(condition, what: str) -> None:
-    """Until a condition holds."""
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)

@@ -38,9 +38,8 @@ from tests.offload.disk_kit import (
     open_driver,
     open_tier,
     row_paths,
-    wait_until,
 )
-from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
+from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows, until
 
 
 class TestDiskTier(LowerTierSuite):
@@ -63,7 +62,7 @@ def test_a_restart_reports_footers_and_rows_without_one_too(tmp_path):
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
     cut.write_bytes(cut.read_bytes()[:-9])
     second = open_tier(tmp_path, reads_footers=True)
-    wait_until(lambda: second.tracker._update.changes.keys() == set(rows), "told")
+    until(lambda: second.tracker._update.changes.keys() == set(rows), "told")
     update = second.poll()
     lost = {content for content in rows if row_name(content) in (spoilt.name, cut.name)}
     assert len(paths) == 40
@@ -85,7 +84,7 @@ def test_an_error_of_ours_over_one_footer_hides_no_other_row(tmp_path, monkeypat
         row_files.RowFiles, "read_footer", lambda _, content: b"f" if content != bad else 1 // 0
     )
     second = open_tier(tmp_path, reads_footers=True)
-    wait_until(lambda: not second.state()["recovering"], "reported")
+    until(lambda: not second.state()["recovering"], "reported")
     update = second.poll()
     assert set(update.changed(True)) == set(rows)
     assert update.footers == {content: b"" if content == bad else b"f" for content in rows}
@@ -348,13 +347,13 @@ def test_what_is_cleared_stays_void_where_its_files_outlive_the_process(tmp_path
     rows = some_rows(50, 1)
     assert driver.write(rows) == ()
     driver.tier.clear()
-    wait_until(lambda: (driver.tier.path / "cleared").exists(), "it is not marked")
+    until(lambda: (driver.tier.path / "cleared").exists(), "it is not marked")
     threading.Timer(0.2, removals.release, (3,)).start()
     assert driver.tier.close()
     assert len(row_paths(driver.tier)) > 40
     again = open_driver(tmp_path)
     assert not again.index
-    wait_until(lambda: not (driver.tier.path / "cleared").exists(), "it stays marked")
+    until(lambda: not (driver.tier.path / "cleared").exists(), "it stays marked")
     assert not row_paths(again.tier)
     assert again.write(rows) == ()
     again.tier.close()
@@ -505,7 +504,7 @@ def writes_again(driver, seed=999):
         rows = some_rows(3, seed)
         return driver.write(rows) == () and driver.read(lengths_of(rows)) == rows
 
-    wait_until(is_kept, f"nothing is kept: {driver.tier.state()} {driver.failures}")
+    until(is_kept, f"nothing is kept: {driver.tier.state()} {driver.failures}")
     assert not is_off(driver)
 
 
@@ -575,9 +574,7 @@ def test_a_row_that_was_written_in_part_is_removed(tmp_path, files):
     files.room_bytes = None
     files.calls.clear()
     files.faults["rename"] = files.faults["remove"] = errno.EIO
-    wait_until(
-        lambda: driver.write(some_rows(1, 3, length=100_000)) and files.calls.get("rename"), "no write"
-    )
+    until(lambda: driver.write(some_rows(1, 3, length=100_000)) and files.calls.get("rename"), "no write")
     lengths = [file.stat().st_size for file in driver.tier.path.glob("*.kv*")]
     assert max(lengths) == 100_132
     assert sum(lengths) <= driver.tier.state()["taken_bytes"]

@@ -6,45 +6,29 @@ import pytest
 
 from kvconnect.offload.scheduler import sessions
 from tests.node.node_harness import make_prompt
-from tests.offload.node_kit import POOLS, disk_settings, expected, make_keeper, wipe
-from tests.offload.test_node_sessions import FIRST, hints, turn_bytes
+from tests.offload.node_kit import disk_settings, expected
+from tests.offload.test_node_sessions import FIRST, Talk, hints
 
 PREFETCH = {"of": "prompt"}
 DEVICE_POOL = 64
 
 
-class Announced:
-    """A node whose host memory has room for four turns, with a prefix cache of its own if ``is_caching``."""
+class Announced(Talk):
+    """A node whose host memory has room for four turns."""
 
-    def __init__(self, model: str, is_caching: bool = False, turns: int = 4, **offload) -> None:
-        each = turn_bytes(model)
-        total = sum(each.values())
-        offload = {"cpu_bytes": turns * total, "pin_quota": 0.5, **offload}
-        offload["shares"] = [length / total for _, length in sorted(each.items())]
-        blocks = DEVICE_POOL if is_caching else POOLS[model]
-        self._turns, self._model = turns, model
-        self.keeper = make_keeper(
-            model=model, num_blocks=blocks, offload=offload, enable_prefix_caching=is_caching
-        )
+    def __init__(self, model: str, is_caching: bool = False, **offload) -> None:
+        super().__init__(model, DEVICE_POOL if is_caching else 0, is_caching=is_caching, **offload)
 
-    def ask(self, prompt: list[int]) -> int:
+    def find(self, prompt: list[int]) -> int:
         """Ask for an answer, which is right; how much of the prompt was not computed for it."""
-        assert self.keeper.ask(prompt, 8) == expected(prompt, 8, model=self._model)
-        return self.keeper.cached
+        self.ask(prompt)
+        return self.cached
 
-    def announce(self, prompt: list[int], *more: tuple[str, dict], **params) -> dict:
+    def announce(self, prompt: list[int], *more: tuple[str, dict], payload: dict | None = None) -> dict:
         """The result of a notice; checks that no more than a token or so was computed."""
-        payload = {**PREFETCH, **params.pop("payload", {})}
-        self.keeper.ask(prompt, 8, hints(("prefetch", payload), *more, **params))
-        last = self.keeper.last(next(reversed(self.keeper.outputs)))
-        assert last.finish_reason == "length"
-        self.answers = last.kv_transfer_params["kv_hint_results"]["actions"]
+        self.keeper.ask(prompt, 8, hints(("prefetch", {**PREFETCH, **(payload or {})}), *more))
+        assert self.last.finish_reason == "length"
         return self.answers[0]
-
-    def press(self, times: int = 3) -> None:
-        for number in range(self._turns * times):
-            self.keeper.ask(make_prompt(290, seed=100 + number), 1)
-        wipe(self.keeper)
 
 
 @pytest.mark.parametrize("model", ["gqa", "sliding", "hybrid"])
@@ -58,7 +42,7 @@ def test_what_is_on_disk_is_in_host_memory_when_its_request_comes(model, tmp_pat
     # Host memory has it, whatever becomes of the disk.
     for file in tmp_path.rglob("*.kv"):
         file.unlink()
-    assert node.ask(FIRST) == done["num_tokens"] > 0
+    assert node.find(FIRST) == done["num_tokens"] > 0
 
 
 def test_what_is_kept_is_in_the_devices_cache_when_its_request_comes(tmp_path):
@@ -70,7 +54,7 @@ def test_what_is_kept_is_in_the_devices_cache_when_its_request_comes(tmp_path):
     half = node.keeper.engine.scheduler.transfers.hooks
     restores, restore = [], half.offload._lookup.restore
     half.offload._lookup.restore = lambda *given: (restores.append(given), restore(*given))
-    assert node.ask(FIRST) == done["num_tokens"] > 0
+    assert node.find(FIRST) == done["num_tokens"] > 0
     assert not restores, "it was in the device's cache"
 
 
@@ -81,7 +65,7 @@ def test_what_is_not_there_is_answered_and_not_computed():
     assert done["outcome"] == "rejected"
     assert "of 288 tokens 0 are kept" in done["reason"]
     # Nothing was computed that the prompt itself would find.
-    assert node.ask(stranger) == 0
+    assert node.find(stranger) == 0
 
 
 def test_a_notice_is_kept_until_its_time_within_the_quota_and_dropped(tmp_path):
@@ -95,10 +79,10 @@ def test_a_notice_is_kept_until_its_time_within_the_quota_and_dropped(tmp_path):
     node.press()
     for file in tmp_path.rglob("*.kv"):
         file.unlink()
-    assert node.ask(FIRST) == 288
+    assert node.find(FIRST) == 288
     node.announce(make_prompt(20, seed=5), ("release", {}))
     assert node.answers[1]["outcome"] == "accepted"
-    assert not sum(node.keeper.engine.offload_state()["usage"]["pinned"].values())
+    assert node.pinned == 0
 
 
 def test_a_notice_beyond_the_quota_is_clipped(tmp_path):
@@ -161,7 +145,7 @@ def test_a_notice_that_is_wrong_is_rejected_and_computes_nothing(payload, text):
     done = node.announce(FIRST, payload=payload)
     assert done["outcome"] == "rejected"
     assert text in done["reason"]
-    assert node.ask(FIRST) == 0
+    assert node.find(FIRST) == 0
 
 
 def test_too_many_notices_are_answered(monkeypatch):
@@ -176,7 +160,7 @@ def test_a_notice_is_for_one_node_and_not_for_a_pair(more):
     node = Announced("gqa")
     keeper = node.keeper
     tokens = keeper.ask(FIRST, 8, hints(("prefetch", {**PREFETCH, **more}), do_remote_prefill=True))
-    (done,) = keeper.last(next(reversed(keeper.outputs))).kv_transfer_params["kv_hint_results"]["actions"]
+    (done,) = node.answers
     assert done["outcome"] == "rejected"
     assert more or "without do_remote" in done["reason"]
     # It is a request like others.

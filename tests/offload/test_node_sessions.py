@@ -36,15 +36,22 @@ def turn_bytes(model: str) -> dict[int, int]:
 
 
 class Talk:
-    """A node with memory for some turns, and one that keeps nothing."""
+    """A node with memory for some turns, maybe with a prefix cache of its own, and one that keeps nothing."""
 
-    def __init__(self, model: str, num_blocks: int = 0, turns: int = 4, **offload) -> None:
+    def __init__(
+        self, model: str, num_blocks: int = 0, turns: int = 4, is_caching: bool = False, **offload
+    ) -> None:
         each = turn_bytes(model)
         self.turn_bytes = sum(each.values())
         self._model, self._turns = model, turns
         offload = {"cpu_bytes": turns * self.turn_bytes, "pin_quota": 0.5, **offload}
         offload["shares"] = [length / self.turn_bytes for _, length in sorted(each.items())]
-        self.keeper = make_keeper(model=model, num_blocks=num_blocks or POOLS[model], offload=offload)
+        self.keeper = make_keeper(
+            model=model,
+            num_blocks=num_blocks or POOLS[model],
+            offload=offload,
+            enable_prefix_caching=is_caching,
+        )
 
     def ask(self, prompt: list[int], *actions: tuple[str, dict], max_tokens: int = 8, **more) -> list[int]:
         params = hints(*actions, **more) if actions else more or None
@@ -60,9 +67,12 @@ class Talk:
         wipe(self.keeper)
 
     @property
+    def last(self):
+        return self.keeper.last(next(reversed(self.keeper.outputs)))
+
+    @property
     def answers(self) -> list[dict]:
-        last = self.keeper.last(next(reversed(self.keeper.outputs)))
-        return last.kv_transfer_params["kv_hint_results"]["actions"]
+        return self.last.kv_transfer_params["kv_hint_results"]["actions"]
 
     @property
     def cached(self) -> int:
@@ -290,9 +300,8 @@ def test_a_turn_that_goes_to_disk_at_its_end_stays_there(turns, tmp_path):
 def test_hints_that_cannot_be_read_are_said_to_be_so_and_the_request_runs(given, text):
     talk = Talk("gqa")
     talk.ask(FIRST, **given)
-    last = talk.keeper.last(next(reversed(talk.keeper.outputs)))
-    assert text in last.kv_transfer_params["kv_hint_results"]["error"]
-    assert last.finish_reason == "length"
+    assert text in talk.last.kv_transfer_params["kv_hint_results"]["error"]
+    assert talk.last.finish_reason == "length"
 
 
 @pytest.mark.parametrize(

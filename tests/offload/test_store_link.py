@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -11,7 +10,15 @@ from kvconnect.engine.store_process import Verb
 from kvconnect.errors import EngineError
 from kvconnect.offload.record import RecordFormat
 from kvconnect.offload.store.store_tier import Announced, StoreTier
-from tests.offload.tier_suite import LowerTierSuite, TierDriver, blank_rows, lengths_of, rows_of, some_rows
+from tests.offload.tier_suite import (
+    LowerTierSuite,
+    TierDriver,
+    blank_rows,
+    lengths_of,
+    rows_of,
+    some_rows,
+    until,
+)
 
 NAMESPACE = "ab" * 32
 
@@ -120,13 +127,6 @@ class TestStoreTierOverAFake(LowerTierSuite):
 
     def make_tier(self, tmp_path):
         return StoreTier(FakeStore().start, NAMESPACE, max_queued_bytes=self.queue_bytes, batch_bytes=1 << 21)
-
-
-def until(is_so):
-    end = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_orders_wait_for_the_first_start(store, make):

@@ -20,7 +20,7 @@ from kvconnect.offload.store.store_tier import open_store_tier
 from tests.node.node_harness import make_prompt
 from tests.offload.node_kit import make_keeper
 from tests.offload.store_master import StoreMaster, master_binary
-from tests.offload.tier_suite import LowerTierSuite, TierDriver, blank_rows, lengths_of, some_rows
+from tests.offload.tier_suite import LowerTierSuite, TierDriver, blank_rows, lengths_of, some_rows, until
 
 pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")
 SEGMENT_BYTES = 64 << 20
@@ -65,13 +65,6 @@ class TestStoreTier(LowerTierSuite):
 def own_master():
     with StoreMaster() as made:
         yield made
-
-
-def until(is_so, timeout_s=30.0):
-    end = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_master_that_dies_is_missed_and_one_that_comes_back_is_used(own_master):
@@ -250,7 +243,7 @@ def test_the_process_does_not_outlive_a_parent_that_is_killed(own_master):
         assert Path(f"/proc/{child}").exists()
         parent.kill()
         parent.wait()
-        until(lambda: not Path(f"/proc/{child}/exe").exists(), 10)
+        until(lambda: not Path(f"/proc/{child}/exe").exists(), timeout_s=10)
     finally:
         parent.kill()
         parent.stdout.close()

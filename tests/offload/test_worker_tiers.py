@@ -16,7 +16,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, Restore, Seek, Store, TierChange, TierFetch
 from tests.offload.memory_tier import MemoryTier
 from tests.offload.rows_by_hand import rows_of
-from tests.offload.tier_suite import LowerTierSuite
+from tests.offload.tier_suite import LowerTierSuite, until
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Double, Rig, copies
 
 
@@ -259,10 +259,7 @@ def test_a_tier_with_much_to_tell_is_heard_part_by_part(make):
     assert woken.wait(10)
     rig.order(clear=True)
     rig.worker._loop._wake.set()
-    end = time.monotonic() + 10
-    while rig.worker._jobs._changes:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: not rig.worker._jobs._changes)
     assert rig.collect().offload == ()
 
 
@@ -272,10 +269,7 @@ def test_a_job_is_kept_once_what_changed_before_was_reported(make):
     disk.tracker.add([(0, b"%d" % at) for at in range(CHANGES_AT_ONCE + 1)])
     rig = make(disk)
     rig.order(stores=(store(1, [(1, 1)], 1),))
-    end = time.monotonic() + 10
-    while rig.worker._jobs.counts()["keep"]:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: not rig.worker._jobs.counts()["keep"])
     first, second = (rig.worker.results().offload[0] for _ in range(2))
     assert 1 in first.stored
     assert first.kept == ()
@@ -572,10 +566,7 @@ def test_a_tier_that_cannot_be_opened_for_other_weights_is_done_without():
 
     rig = start("files 1", once)
     rig.worker.replace_weights({"files": "tensors 2"})
-    end = time.monotonic() + 10
-    while not rig.failures("offload_tiers_lost"):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: rig.failures("offload_tiers_lost"))
     rig.order(stores=(Store(1, copies(0, [(1, 0)]), (b"x",), keep=True),))
     rig.until(lambda: 1 in rig.kept)
 

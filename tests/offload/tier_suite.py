@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,14 @@ from tests.offload.opened import closes_later
 
 HANG_S = 30.0
 _PROMPT_S = 0.25
+
+
+def until(condition: Callable[[], object], what: str = "it did not come", timeout_s: float = HANG_S) -> None:
+    """Until a condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
 
 
 class TierDriver:
