@@ -11,6 +11,7 @@ from aiohttp import web
 
 from kvconnect.router.first_answer import error_end
 from tests.router.router_doubles import PARAMS, Node, answers, dead_url, in_loop, routed, streams, until
+from tests.router.test_flow import in_turn, several
 
 COUNTED = 'kvconnect_router_first_tokens_total{outcome="%s"}'
 BODY = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 9, "temperature": 0}
@@ -51,13 +52,13 @@ def taking_first(script):
 
 
 @contextlib.asynccontextmanager
-async def nodes(prefill, decode, *, tried=True, more=(), **options):
+async def nodes(prefill, *decode, tried=True, **options):
     """A client, and the nodes behind its router, the decode nodes after their trials."""
-    p, d, options = Node(prefill), Node(decode), {"first_token": "prefill", **options}
-    async with p.serving(), d.serving(), routed([p.url], [d.url, *more], **options) as client:
+    async with several([prefill], decode, first_token="prefill", **options) as (client, (p,), ds):
         await until(lambda: client.router.flow.trials.take_first_tokens or not tried)
-        d.seen.clear()
-        yield client, p, d
+        for d in ds:
+            d.seen.clear()
+        yield client, p, *ds
 
 
 def texts(raw):
@@ -133,17 +134,8 @@ async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks
         await asyncio.sleep(0.1)
         return await (left.pop() if left else streams(*events(" a", " b", " c"), END))(request)
 
-    other = Node(taking_first(decode))
-    async with (
-        other.serving(),
-        nodes(
-            answers(body=prefilled()),
-            taking_first(decode),
-            more=[other.url],
-            flow=flow,
-            decode_fallback=decode_fallback,
-        ) as (client, p, d),
-    ):
+    scripts, options = [taking_first(decode)] * 2, {"flow": flow, "decode_fallback": decode_fallback}
+    async with nodes(answers(body=prefilled()), *scripts, **options) as (client, p, d, other):
         # The first request is sequential in either flow.
         assert await client.status(BODY) == 200
         left.append(breaks)
@@ -165,15 +157,12 @@ async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks
 @in_loop
 async def test_behind_ps_token_no_third_node_is_asked():
     breaks = taking_first(streams(*events(""), pause_s=0.02, end="abort"))
-    more = [Node(breaks), Node(breaks)]
-    async with more[0].serving(), more[1].serving():
-        others = [node.url for node in more]
-        async with nodes(answers(body=prefilled()), breaks, more=others) as (client, _, d):
-            first, error = texts((await client.post(BODY))[2])
-            assert (first, "broke off" in error) == (" a", True)
-            assert await client.metric("kvconnect_router_repeats_total") == 1
-            seen = [one.body or {} for one in (*d.seen, *more[0].seen, *more[1].seen)]
-            assert sum(body.get("max_tokens") == 9 for body in seen) == 2
+    async with nodes(answers(body=prefilled()), breaks, breaks, breaks) as (client, _, *ds):
+        first, error = texts((await client.post(BODY))[2])
+        assert (first, "broke off" in error) == (" a", True)
+        assert await client.metric("kvconnect_router_repeats_total") == 1
+        seen = [one.body or {} for d in ds for one in d.seen]
+        assert sum(body.get("max_tokens") == 9 for body in seen) == 2
 
 
 @in_loop
@@ -203,11 +192,8 @@ async def test_what_is_no_first_token_of_the_answer_is_left_to_d(answer):
 
 @in_loop
 async def test_an_answer_of_one_token_is_ps_alone():
-    replies = [prefilled(), prefilled("", "stop", kv_transfer_params=None)]
-
-    async def prefill(request):
-        return web.json_response(replies.pop(0))
-
+    replies = prefilled(), prefilled("", "stop", kv_transfer_params=None)
+    prefill = in_turn(*(answers(body=reply) for reply in replies))
     async with nodes(prefill, taking_first(streams(*events(" a"), END))) as (client, _, d):
         await client.post(BODY)
         _, _, raw = await client.post(BODY)

@@ -18,7 +18,8 @@ from kvconnect.router.policy import Published
 from kvconnect.router.prefix_index import Hit
 from kvconnect.router.router_options import RouterOptions
 from tests.ports import free_port
-from tests.router.router_doubles import Feed, Node, in_loop, routed, until
+from tests.router.router_doubles import Feed, Node, answers, in_loop, routed, until
+from tests.router.test_flow import after
 
 SIZE = 16
 
@@ -138,12 +139,7 @@ async def test_load_outweighs_a_prefix():
         first.store(PROMPT)
         await settled(client, first, PROMPT, Hit(len(PROMPT), len(PROMPT)))
         release = asyncio.Event()
-
-        async def slow(_request):
-            await release.wait()
-            return web.json_response({})
-
-        first.script = second.script = slow
+        first.script = second.script = after(release, answers())
         other = [7] * (3 * len(PROMPT))
         first.store(other[: 2 * SIZE], salt=1)
         await settled(client, first, other, Hit(2 * SIZE, 2 * SIZE))
@@ -310,12 +306,7 @@ async def test_a_node_that_has_less_is_told_of_the_one_that_has_more():
         first.store(PROMPT)
         await settled(client, first, PROMPT, Hit(len(PROMPT), len(PROMPT)))
         release = asyncio.Event()
-
-        async def slow(_request):
-            await release.wait()
-            return web.json_response({})
-
-        first.script = slow
+        first.script = after(release, answers())
         tasks = [asyncio.create_task(client.post({"model": "m", "prompt": [7] * 600})) for _ in range(3)]
         await until(lambda: len(first.completions + second.completions) == 3)
         before = len(second.completions)

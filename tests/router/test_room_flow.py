@@ -9,6 +9,7 @@ import pytest
 from kvconnect.errors import ConfigError
 from kvconnect.router.router_options import RouterOptions
 from tests.router.router_doubles import Node, answers, dead_url, in_loop, never, pair, routed, streams, until
+from tests.router.test_flow import in_turn, several
 
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 7, "stream": False}
 DONE = answers(body={"output_ids": [5, 6]})
@@ -48,19 +49,8 @@ async def test_both_are_asked_at_once_with_one_room_and_the_clients_own_is_dropp
 
 @in_loop
 async def test_a_failed_request_is_sent_again_in_another_room_to_another_prefill_node() -> None:
-    failing, good, decode = Node(FAILED), Node(DONE), Node(never)
-
-    async def decoding(request):
-        await request.read()
-        return await (never if len(decode.seen) == 1 else DONE)(request)
-
-    decode.script = decoding
-    async with (
-        failing.serving(),
-        good.serving(),
-        decode.serving(),
-        routed([failing.url, good.url], [decode.url], **PORT) as client,
-    ):
+    legs = [FAILED, DONE], [in_turn(never, DONE)]
+    async with several(*legs, **PORT) as (client, (failing, good), (decode,)):
         assert await client.status(ASK) == 200
         await until(decode.gone.is_set)
         assert len(failing.seen) == len(good.seen) == 1
@@ -69,12 +59,7 @@ async def test_a_failed_request_is_sent_again_in_another_room_to_another_prefill
 
 @in_loop
 async def test_a_decode_node_that_breaks_off_is_asked_again_where_it_is_the_only_one() -> None:
-    left = [streams(end="abort")]
-
-    async def decoding(request):
-        return await (left.pop() if left else DONE)(request)
-
-    async with pair(DONE, decoding, **PORT) as (client, _, decode):
+    async with pair(DONE, in_turn(streams(end="abort"), DONE), **PORT) as (client, _, decode):
         assert await client.status(ASK) == 200
         assert len(decode.seen) == 2
 

@@ -201,36 +201,31 @@ def test_a_node_of_ours_on_the_port_that_has_another_key_is_another_program(node
     assert "different keys" in said["port"]
 
 
-@pytest.mark.parametrize("ahead_s", [90.0, -90.0])
-def test_a_clock_that_is_90_s_off_is_a_failure(node, ahead_s):
+@pytest.mark.parametrize(
+    ("ahead_s", "level", "found"),
+    [
+        (90, Level.FAILURE, "90 s ahead"),
+        (-90, Level.FAILURE, "90 s behind"),
+        (20, Level.WARNING, ""),
+        (0, Level.PASS, ""),
+    ],
+)
+def test_a_clock_that_is_off_is_a_failure_and_one_that_is_so_a_little_a_warning(node, ahead_s, level, found):
     prefill = node("kv_producer")
     probes = changed(clock_s=lambda told: told.clock_s + ahead_s)
-    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address, probes))
-    assert list(said) == ["clock"]
-    assert f"90 s {'ahead' if ahead_s > 0 else 'behind'}" in said["clock"]
-    assert "NTP" in said["clock"]
-
-
-def test_a_clock_that_is_a_little_off_is_a_warning(node):
-    prefill = node("kv_producer")
-    probes = changed(clock_s=lambda told: told.clock_s + 20)
     said = asked(configured("kv_consumer", engine="memory"), prefill.address, probes)
-    assert said["clock"].level is Level.WARNING
-    assert asked(prefill.given, prefill.address)["clock"].level is Level.PASS
+    assert said["clock"].level is level
+    assert found in said["clock"].found
+    assert list(failures(said)) == ["clock"] * (level is Level.FAILURE)
+    assert level is not Level.FAILURE or "NTP" in said["clock"].advice
 
 
-def test_other_weights_are_named_with_both(node):
-    prefill, decode = node("kv_producer"), node("kv_consumer", weights="2e")
-    said = failures(asked(decode.given, prefill.address))
-    assert list(said) == ["identity, weights"]
-    assert "weights.files is 1f on the prefill node, 2e on the decode node" in said["identity, weights"]
-
-
-def test_another_model_is_named_with_both(node):
+def test_another_model_and_other_weights_are_named_with_both(node):
     prefill, decode = node("kv_producer"), node("kv_consumer", model="n", weights="2e")
     said = failures(asked(decode.given, prefill.address))
     assert sorted(said) == ["identity, model", "identity, weights"]
     assert "model is m on the prefill node, n on the decode node" in said["identity, model"]
+    assert "weights.files is 1f on the prefill node, 2e on the decode node" in said["identity, weights"]
 
 
 def test_caches_that_do_not_fit_are_a_failure_with_every_reason(node):

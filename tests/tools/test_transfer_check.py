@@ -134,16 +134,8 @@ def launched(model="gqa"):
         config = json.dumps({"kv_connector": "KVConnect", "kv_role": role})
         serve = [*COMMAND, "serve", "--model", model, "--port", url.rpartition(":")[2]]
         made.append({"name": name, "url": url, "command": [*serve, "--kv-transfer-config", config]})
-    route = [
-        *COMMAND,
-        "router",
-        "--port",
-        urls[2].rpartition(":")[2],
-        "--prefill",
-        urls[0],
-        "--decode",
-        urls[1],
-    ]
+    route = [*COMMAND, "router", "--port", urls[2].rpartition(":")[2]]
+    route += ["--prefill", urls[0], "--decode", urls[1]]
     return [*made, {"name": "router", "url": urls[2], "command": route}]
 
 
