@@ -54,11 +54,19 @@ def idle(connector: SchedulerHalf) -> bool:
     return not any(connector.state().values())
 
 
-def test_early_loads_leave_room_for_the_longest_request():
-    connector = half()
-    requests = [announced(f"t{number}") for number in range(3)]
-    assert [begin(connector, request) for request in requests] == [True, True, False]
-    assert len(connector.build_orders().loads) == 2
+@pytest.mark.parametrize(
+    ("given", "begun"),
+    [
+        ({}, [True, True, False]),
+        ({"num_blocks": 1000, "max_loads": 3}, [True, True, False, False]),
+        ({"longest": None}, [True, True, True, True, False]),
+    ],
+    ids=["room for the longest request", "a place among those that are fetched", "nothing is reserved"],
+)
+def test_early_loads_leave_room(given, begun):
+    connector = half(**given)
+    assert [begin(connector, announced(f"t{number}")) for number in range(len(begun))] == begun
+    assert len(connector.build_orders().loads) == sum(begun)
 
 
 def test_what_has_to_wait_is_asked_for_once_and_begins_when_p_holds_it_or_never_will():
@@ -78,11 +86,6 @@ def test_what_has_to_wait_is_asked_for_once_and_begins_when_p_holds_it_or_never_
     assert idle(connector)
 
 
-def test_early_loads_leave_one_place_among_those_that_are_fetched_at_one_time():
-    connector = half(num_blocks=1000, max_loads=3)
-    assert [begin(connector, announced(f"t{number}")) for number in range(4)] == [True, True, False, False]
-
-
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_request_that_ends_while_it_waits_lets_go(is_asked):
     connector = half(num_blocks=7)
@@ -96,11 +99,6 @@ def test_a_request_that_ends_while_it_waits_lets_go(is_asked):
     assert orders.let_go == (LetGo("t", "transfer:t", "", "127.0.0.1", 9),)
     assert not orders.awaited
     assert idle(connector)
-
-
-def test_what_a_stack_does_not_say_is_not_reserved():
-    connector = half(longest=None)
-    assert [begin(connector, announced(f"t{number}")) for number in range(5)] == [True] * 4 + [False]
 
 
 def test_a_window_keeps_its_tokens_and_those_of_a_step():

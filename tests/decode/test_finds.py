@@ -185,16 +185,6 @@ def test_a_peer_that_is_gone_or_out_of_reach_is_reported_at_once():
     assert all(found.error for found in pair.found)
 
 
-@pytest.mark.parametrize("tokens", [TOKENS + BLOCK_TOKENS, TOKENS - 1])
-def test_an_answer_that_cannot_be_right_is_counted_and_not_used(tokens):
-    pair = keeping()
-    pair.answer = (tokens, 1, "")
-    pair.find()
-    pair.run(0.2)
-    assert pair.found[0].num_tokens == 0
-    assert pair.decode.count("failures", reason="peer_message") == 1
-
-
 def test_only_rank_0_asks():
     pair = keeping()
     pair.decode.local.introduction = msgspec.structs.replace(pair.decode.local.introduction, rank=1)
@@ -252,15 +242,19 @@ def test_what_a_peer_has_on_disk_is_reported_with_the_time_of_disk_and_link():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "seconds"),
-    [(TOKENS + BLOCK_TOKENS, 1.0), (TOKENS - 1, 1.0), (TOKENS, -1.0), (TOKENS, math.inf), (TOKENS, math.nan)],
+    "answer",
+    [
+        *((tokens, 1) for tokens in (TOKENS + BLOCK_TOKENS, TOKENS - 1)),
+        *((BLOCK_TOKENS, 1, tokens, 1, 1.0) for tokens in (TOKENS + BLOCK_TOKENS, TOKENS - 1)),
+        *((BLOCK_TOKENS, 1, TOKENS, 1, seconds) for seconds in (-1.0, math.inf, math.nan)),
+    ],
 )
-def test_a_disk_that_cannot_be_is_counted_and_not_used(tokens, seconds):
+def test_an_answer_that_cannot_be_right_is_counted_and_not_used(answer):
     pair = keeping()
     pair.answer = None
     pair.find()
     pair.run(0.2)
-    pair.tell(m.PrefixFound(1, BLOCK_TOKENS, 1, tokens, 1, seconds))
+    pair.tell(m.PrefixFound(1, *answer))
     pair.run(0.1)
     assert (pair.found[0].num_tokens, pair.found[0].disk_tokens) == (0, 0)
     assert pair.decode.count("failures", reason="peer_message") == 1

@@ -21,6 +21,16 @@ def met(**config):
     return pair
 
 
+def restart(pair):
+    """P is gone, and another process serves at its address."""
+    port = pair.prefill.channel.port
+    pair.network.kill(port)
+    pair.run(1)
+    pair.prefill = FakeWorker("P2", pair.prefill_blocks, pair.network, pair.config)
+    pair.network._channels[port] = pair.prefill.channel
+    pair.prefill.channel._port = port
+
+
 def test_an_idle_peer_costs_a_few_messages_in_ten_seconds():
     pair = met()
     before = len(pair.network.said)
@@ -117,15 +127,9 @@ def test_a_peer_that_stays_dead_is_tried_ever_more_rarely_and_in_the_end_not_at_
 
 def test_a_restarted_peer_is_fetched_from_under_its_new_name():
     pair = met()
-    port = pair.prefill.channel.port
-    pair.network.kill(port)
-    pair.run(1)
-    fresh = FakeWorker("P2", pair.prefill_blocks, pair.network, pair.config)
-    pair.network._channels[port] = fresh.channel
-    fresh.channel._port = port
-    pair.prefill = fresh
+    restart(pair)
     pair.hold("b", OTHER[0])
-    pair.load("b", OTHER[1], engine_id="P2", port=port)
+    pair.load("b", OTHER[1], engine_id="P2")
     pair.run(0.2)
     assert pair.decode.failed == {}
     assert pair.landed(*OTHER)
@@ -183,16 +187,11 @@ def test_a_warm_peer_that_came_back_under_another_name_is_met_again():
     pair.start()
     pair.run(0.5)
     assert pair.landed(P_IDS, D_IDS)
-    pair.network.kill(1)
-    pair.run(1)
-    fresh = FakeWorker("P2", pair.prefill_blocks, pair.network, pair.config)
-    pair.network._channels[1] = fresh.channel
-    fresh.channel._port = 1
-    pair.prefill = fresh
+    restart(pair)
     pair.run(12)
     hellos = len(pair.network.heard(Hello))
     pair.hold("b", OTHER[0])
-    pair.load("b", OTHER[1], engine_id="P2", port=1)
+    pair.load("b", OTHER[1], engine_id="P2")
     pair.run(0.2)
     assert pair.landed(*OTHER)
     assert len(pair.network.heard(Hello)) == hellos

@@ -227,18 +227,29 @@ def test_names_of_others_are_none_of_ours():
     ranks.assert_idle()
 
 
-@pytest.mark.parametrize("when", ["packing", "sent"])
-def test_what_is_overwritten_while_it_is_sent_does_not_count(when):
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
+def row_reused(ranks):
+    """A prompt in rows; what gives one of them away."""
     ranks.keep("a", 64)
-    (keeper,) = ranks.keepers
-    landed = []
+    return lambda: ranks.keepers[0].store(0, [(b"other", 1)], into=[3])
+
+
+def block_reused(ranks):
+    """A prompt on the device; what gives one of its blocks away."""
+    _, blocks = ranks.share("a", 64)
+    return lambda: ranks.sharers[0].begin([blocks["full"].block_ids[3]])
+
+
+@pytest.mark.parametrize("made", [row_reused, block_reused])
+@pytest.mark.parametrize("when", ["packing", "sent"])
+def test_what_is_overwritten_while_it_is_sent_does_not_count(when, made):
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), shares=made is block_reused)
+    give_away, landed = made(ranks), []
 
     def overwrite(message):
         if isinstance(message, m.Landed):
             landed.append(message)
             if len(landed) == (1 if when == "packing" else 2):
-                keeper.store(0, [(b"other", 1)], into=[3])
+                give_away()
         return [message]
 
     ranks.network.taps.append(overwrite)

@@ -9,7 +9,6 @@ from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Accepted, Landed, Renew, Renewed, Written
 from kvconnect.transfer.orders import Orders, Withdraw
-from tests.prefill.prefills import Prefill
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
 SHORT = {"lease_s": 3.0, "lease_max_s": 20.0}
@@ -38,30 +37,12 @@ def test_a_lease_of_what_waits_in_the_queue_is_renewed_until_it_is_fetched():
     pair.assert_idle()
 
 
-def test_renewals_of_many_requests_share_a_message():
-    pair = queued()
-    for number in range(20):
-        pair.start(f"r{number}", (number + 14,), (number + 10,))
-    pair.run(9)
-    renewals = pair.network.heard(Renew)
-    assert len(renewals) <= 12
-    assert max(len(renewal.handles) for renewal in renewals) >= 21
-
-
 def test_nothing_is_renewed_when_nothing_is_held_nor_for_what_is_fetched_at_once(pair):
     pair.start()
     pair.run(30)
     assert pair.landed()
     assert not pair.network.heard(Renew)
     assert not pair.network.heard(Renewed)
-
-
-def test_nobody_renews_for_longer_than_the_longest_time():
-    pair = queued(load_timeout_s=60.0, transfer_timeout_s=60.0, quarantine_s=60.0)
-    pair.run(21, step_s=0.2)
-    assert "b" in pair.prefill.sent
-    assert "lease_max_s" in pair.decode.failed["b"]
-    assert pair.prefill.count("failures", reason="lease_expired") == 1
 
 
 def test_a_lease_that_is_over_fails_the_load_that_waits_at_once():
@@ -138,26 +119,6 @@ def test_epochs_are_others_for_every_lease_and_every_process():
     ]
     assert len(set(epochs)) == 6
     assert 0 not in epochs
-
-
-def test_a_preempted_prefill_goes_on_under_another_epoch():
-    pair = Pair(ExtraConfig(stream_min_tokens=1))
-    prefill = Prefill(pair, (1, 2, 3, 4, 5), 20)
-    pair.load("a", (11, 12, 13, 14, 15), num_tokens=20)
-    pair.settle()
-    prefill.to(8)
-    pair.run(0.2)
-    prefill.lose((21, 22, 23, 24, 25))
-    pair.run(0.2)
-    prefill.to(12)
-    pair.run(0.2)
-    prefill.hold()
-    pair.run(0.5)
-    assert pair.decode.failed == {}
-    assert prefill.landed((11, 12, 13, 14, 15))
-    assert len({accepted.epoch for accepted in pair.network.heard(Accepted)}) == 2
-    pair.run(6)
-    pair.assert_idle()
 
 
 def test_a_handle_that_stands_for_something_else_than_when_it_was_renewed_is_no_use():

@@ -39,29 +39,6 @@ def test_a_prompt_arrives_from_the_device_whatever_shapes_both_have(shape, ranks
     made.assert_idle()
 
 
-@pytest.mark.parametrize("when", ["packing", "sent"])
-def test_what_is_given_away_while_it_is_sent_does_not_count(when):
-    ranks = sharing()
-    _, blocks = ranks.share("a", 64)
-    block = blocks["full"].block_ids[3]
-    landed = []
-
-    def overwrite(message):
-        if isinstance(message, m.Landed):
-            landed.append(message)
-            if len(landed) == (1 if when == "packing" else 2):
-                ranks.sharers[0].begin([block])
-        return [message]
-
-    ranks.network.taps.append(overwrite)
-    ranks.pull("a", 64)
-    ranks.run_until_ended()
-    assert "evicted it while it was sent" in ranks.failed[0]
-    assert ranks.prefill[0].count("failures", reason="evicted") == 1
-    ranks.assert_idle()
-    assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 24
-
-
 def test_what_the_device_still_computes_is_found_and_waited_for():
     ranks, computed = sharing(), []
     truth, _ = ranks.share("a", 64, lambda: bool(computed))

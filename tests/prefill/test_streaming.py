@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.rank_fetches import MOST_REPEATS
-from kvconnect.peer.messages import Fetch, Landed, Written
+from kvconnect.peer.messages import Accepted, Fetch, Landed, Written
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.prefill.outbox import SlotOutbox
@@ -163,6 +163,7 @@ def test_a_preempted_prefill_is_sent_again_from_its_new_blocks(pair, again_from)
     pair.settle()
     assert prefill.landed(TARGET)
     assert (pair.decode.failed, pair.prefill.sent) == ({}, ["a"])
+    assert len({accepted.epoch for accepted in pair.network.heard(Accepted)}) == 2
     assert pair.prefill.count("failures", reason="preempted") == 1
     assert pair.prefill.count("transfers", direction="sent", outcome="again") == 1
     idle(pair)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
-import torch
 
 from kvconnect.config import ExtraConfig
 from kvconnect.peer.messages import Fetch, Landed, Written, encode
@@ -127,30 +124,6 @@ def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land
     assert quarantined(pair.decode.landing) == lost
     pair.run(2, step_s=1)
     pair.assert_idle()
-
-
-def silent(pair, others=()):
-    """P was stopped in the middle of a write, and says nothing; ``others`` wait for their turn."""
-    pair.prefill.engine.capabilities = replace(pair.prefill.engine.capabilities, max_batches_per_peer=1)
-    pair.prefill.engine.hold()
-    pair.start()
-    for name, source, target in others:
-        pair.start(name, source, target)
-    pair.run(1)
-    pair.cut()
-
-
-def test_what_a_silent_peer_writes_late_reaches_no_page(pair):
-    before = pair.decode.storage.clone()
-    silent(pair)
-    pair.run(12)
-    assert "silent for 10 s" in pair.decode.failed["a"]
-    slots = pair.decode.arenas[0]._storage.clone()
-    pair.prefill.engine.release()
-    pair.run(1)
-    assert not torch.equal(pair.decode.arenas[0]._storage, slots), "it was written"
-    assert torch.equal(pair.decode.storage, before)
-    assert quarantined(pair.decode.landing) == 2
 
 
 @pytest.mark.parametrize("late_s", [0.0, 9.0])

@@ -32,10 +32,6 @@ def loading():
     )
 
 
-def sending():
-    return Sending(("in:1", 1), "peer", ProbeOutbox(0, 0, 0), 1.0, 0.0)
-
-
 class PooledSlot:
     """A slot, moved as its pool moves it."""
 
@@ -96,18 +92,13 @@ def test_every_state_can_be_reached_and_only_the_last_one_be_stayed_in(name):
         assert not ends
 
 
-def test_a_load_keeps_its_first_reason():
-    record = loading()
-    record.fail("first")
-    record.fail("second")
-    assert record.error == "first"
-
-
-def test_a_sending_keeps_its_first_reason():
-    record = sending()
-    record.stop("first", again=True)
-    record.stop("second")
-    assert (record.error, record.again) == ("first", True)
+def test_the_first_reason_is_kept():
+    load, sending = loading(), Sending(("in:1", 1), "peer", ProbeOutbox(0, 0, 0), 1.0, 0.0)
+    sending.stop("first", again=True)
+    for fail in (load.fail, sending.stop):
+        fail("first")
+        fail("second")
+    assert (load.error, sending.error, sending.again) == ("first", "first", True)
 
 
 def test_illegal_moves_are_counted_apart_from_other_errors():

@@ -28,17 +28,12 @@ def test_a_request_lands_and_both_sides_forget_it(pair):
     untouched = [block for block in range(50) if block not in D_IDS]
     assert torch.equal(pair.decode.storage[:, untouched], before[:, untouched])
     assert (pair.prefill.sent, pair.decode.received, pair.decode.failed) == (["a"], ["a"], {})
-    pair.assert_idle()
-
-
-def test_metrics_count_bytes_and_copies_on_both_sides(pair):
-    pair.start()
-    pair.run()
     for worker, direction in ((pair.prefill, "sent"), (pair.decode, "received")):
         assert worker.count("transfers", direction=direction, outcome="ok") == 1
         assert worker.count("transfer_bytes", direction=direction) == 9 * PAGE_BYTES
         assert worker.count("copies", direction=direction) == 2
     assert len(pair.network.heard(Landed)) == 2
+    pair.assert_idle()
 
 
 def test_nothing_is_reported_while_the_engine_holds_the_bytes(pair):
@@ -60,17 +55,6 @@ def test_only_the_blocks_beyond_a_prefix_are_fetched(pair):
     pair.run()
     assert pair.landed(P_IDS[2:], D_IDS[2:])
     assert not pair.decode.storage[:, list(D_IDS[:2])].any()
-
-
-def test_a_lease_waits_for_the_device(pair):
-    done = []
-    pair.hold("a", P_IDS, ready=lambda: bool(done))
-    pair.load("a", D_IDS)
-    pair.run(10)
-    assert not pair.decode.received
-    done.append(True)
-    pair.run()
-    assert pair.landed()
 
 
 def test_nothing_is_written_to_blocks_that_the_device_still_uses(pair):

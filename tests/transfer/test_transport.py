@@ -227,9 +227,8 @@ def metered(chunks, calibrated=10e9, poll_s=0.0):
     The poll before the one that saw a chunk's end was ``poll_s`` earlier.
     """
     reported = Reported()
-    meter = LinkMeter(
-        "D", Transport("nvlink", expected_bytes_per_s=450e9), reported, lambda n: n / calibrated
-    )
+    seconds_of = (lambda n: n / calibrated) if calibrated else None
+    meter = LinkMeter("D", Transport("nvlink", expected_bytes_per_s=450e9), reported, seconds_of)
     for number, (size, began, ended, is_alone) in enumerate(chunks):
         done = Completion(number, True, True, size, ended - began)
         meter.moved(done, ended, is_alone=is_alone, unfinished_at=ended - poll_s)
@@ -275,12 +274,7 @@ def test_time_in_which_the_thread_does_not_poll_is_not_the_links(poll_s, is_slow
 
 
 def test_without_a_calibration_no_link_is_slow():
-    reported = Reported()
-    meter = LinkMeter("D", Transport("nvlink", expected_bytes_per_s=450e9), reported)
-    for number, (size, began, ended, _) in enumerate(one for n in range(6) for one in window(9.0 * n, 1e6)):
-        meter.moved(
-            Completion(number, True, True, size, ended - began), ended, is_alone=True, unfinished_at=ended
-        )
+    reported = metered([one for n in range(6) for one in window(9.0 * n, 1e6)], calibrated=0.0)
     assert not reported.slow
     assert len(reported.shown) == 6
 
