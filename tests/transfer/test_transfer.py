@@ -307,12 +307,12 @@ def test_the_outcome_of_a_load_into_rows_is_there_before_these_are_reported(pair
     worker.local.parked = SimpleNamespace(
         table=worker.local.table,
         pages=lambda groups: groups,
-        refusal=lambda parks: "" if ok else "no row is there",
         end=lambda parks, ok: ended.append((parks, ok, [*worker.reports.take().outcomes])),
     )
     park = Park(7, 0, (b"n",) * len(D_IDS), D_IDS)
     pair.hold("a", P_IDS)
-    pair.load("a", D_IDS, parks=(park,), wants_outcome=True)
+    refusal = None if ok else Cause.BLOCKS("no row is there")
+    pair.load("a", D_IDS, parks=(park,), wants_outcome=True, refusal=refusal)
     pair.run()
     ((parks, is_whole, (outcome,)),) = ended
     assert (parks, is_whole) == ((park,), ok)
