@@ -51,7 +51,8 @@ from kvconnect.transfer.params import is_release
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 5.0
-_ADD_S = 1.0
+_ADD_S = 10.0
+"""Seconds between two looks at a worker's numbers where nobody asks for them: each costs 80 calls."""
 # The longest body in bytes: a fixed part, and a part for each token that the model can take.
 _BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
 # This part of each body is not counted in the bytes of all bodies being read: small bodies always pass.
