@@ -574,8 +574,10 @@ class Flow:
             is_stream = answer.status == 200 and answer.content_type == "text/event-stream"
             with self._upstream.translated(pool.role):
                 first = await answer.content.readany()
-                while is_stream and has_no_output(first) and (read := await answer.content.readany()):
+                is_empty = is_stream and has_no_output(first)
+                while is_empty and (read := await answer.content.readany()):
                     first += read
+                    is_empty = has_no_output(first)
             if not first and answer.status == 200:
                 raise self._upstream.failed(pool.role, "empty", f"the {pool.role} node's answer is empty")
             pool.computed(leased)
@@ -583,7 +585,7 @@ class Flow:
             if answer.status == 200 and params and params.get("do_remote_prefill"):
                 exchange.is_taken = True
             is_error = answer.status in _OWN_ERRORS or first.startswith(_ERROR_IN_A_STREAM)
-            is_error |= _ABORTED in first or (is_stream and has_no_output(first))
+            is_error |= is_empty or _ABORTED in first
             yield Begun(pool.role, leased.url, answer, first, is_error)
 
     def _reuses_tokens(self, exchange: Exchange) -> bool:
