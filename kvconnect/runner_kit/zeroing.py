@@ -8,7 +8,6 @@ to the block tables, and before the forward pass reads them.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvconnect.cache.borrowed_memory import memory_at
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError, listed
 from kvconnect.runner_kit.kernels import wants_triton
@@ -124,8 +124,7 @@ class CpuZeroOps:
         dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
         self._views = []
         for address, stride, size in pages.tolist():
-            memory = (ctypes.c_ubyte * (stride * (num_blocks - 1) + size)).from_address(address)
-            raw = torch.frombuffer(memory, dtype=dtype)
+            raw = memory_at(address, stride * (num_blocks - 1) + size).view(dtype)
             self._views.append(raw.as_strided((num_blocks, size // word), (stride // word, 1)))
 
     def zero(self, blocks: NDArray[np.int64]) -> None:
