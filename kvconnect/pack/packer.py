@@ -148,39 +148,31 @@ class Packer:
         return ids
 
     def pack(
-        self,
-        slot: torch.Tensor | int,
-        staged: StagedChunk,
-        seed: int | None,
-        coder: ExponentCoder | None = None,
+        self, slot: int, staged: StagedChunk, seed: int | None, coder: ExponentCoder | None = None
     ) -> PackTicket:
-        """Fill a slot, a tensor on the device or an address, with a chunk's pages, or with their code.
+        """Fill the slot at an address of the device with a chunk's pages, or with their code.
 
         ``seed``, 64 bits, is the generation of the slot, which the digest includes; None for no digest. That
-        of a code is of the bytes before. A ``coder`` works on the same stream, and takes an address.
-        Raises ``LocalError``: the slot is too small or not aligned.
+        of a code is of the bytes before. A ``coder`` works on the same stream.
+        Raises ``LocalError``: the slot is not aligned.
         """
+        _check_aligned(slot)
         if coder is None:
-            return self._mover.move(_slot_address(slot, staged), staged, seed, pack=True)
-        assert isinstance(slot, int)
+            return self._mover.move(slot, staged, seed, pack=True)
         packed = self._mover.move(coder.plain, staged, seed, pack=True)
         return coder.encode(slot, staged.total_bytes, packed)
 
     def unpack(
-        self,
-        slot: torch.Tensor | int,
-        staged: StagedChunk,
-        seed: int | None,
-        coder: ExponentCoder | None = None,
+        self, slot: int, staged: StagedChunk, seed: int | None, coder: ExponentCoder | None = None
     ) -> PackTicket:
         """Write a slot's bytes, or those that they are the code of, to a chunk's pages; see ``pack``.
 
         The digest is known only after the pages were written: the caller must compare it before any use of
         these blocks.
         """
+        _check_aligned(slot)
         if coder is None:
-            return self._mover.move(_slot_address(slot, staged), staged, seed, pack=False)
-        assert isinstance(slot, int)
+            return self._mover.move(slot, staged, seed, pack=False)
         coder.decode(slot, staged.total_bytes)
         return self._mover.move(coder.plain, staged, seed, pack=False)
 
@@ -212,13 +204,6 @@ def make_coder(
     return TritonExponentCoder(most_bytes, device, cuda_stream)
 
 
-def _slot_address(slot: torch.Tensor | int, staged: StagedChunk) -> int:
-    address = slot.data_ptr() if isinstance(slot, torch.Tensor) else slot
-    if isinstance(slot, torch.Tensor) and (not slot.is_contiguous() or slot.nbytes < staged.total_bytes):
-        raise LocalError(
-            f"a slot has {slot.nbytes} bytes, contiguous: {slot.is_contiguous()}; the chunk needs "
-            f"{staged.total_bytes}, contiguous"
-        )
-    if address % PLACE_BYTES or address <= 0:
-        raise LocalError(f"a slot is at {address:#x}; accepted: multiples of {PLACE_BYTES}")
-    return address
+def _check_aligned(slot: int) -> None:
+    if slot % PLACE_BYTES or slot <= 0:
+        raise LocalError(f"a slot is at {slot:#x}; accepted: multiples of {PLACE_BYTES}")
