@@ -31,7 +31,7 @@ def slots(draw):
         streams.append((offset, length, word))
         end = offset + length
     data = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, end, dtype=np.uint8)
-    return data, streams
+    return data, tuple(streams)
 
 
 def sampled_by_hand(data, streams, seed, one_in):
@@ -75,7 +75,7 @@ def test_whatever_is_torn_over_as_many_lines_is_found(slot, seed, one_in, data):
 
 def test_a_small_chunk_is_digested_whole():
     data = np.zeros(64 * digest.LEAST_LINES, dtype=np.uint8)
-    streams = [(0, len(data), 8)]
+    streams = ((0, len(data), 8),)
     before = digest_streams(data, streams, 7, 64)
     for at in (0, 8, 4096, len(data) - 1):
         data[at] ^= 1
@@ -85,7 +85,7 @@ def test_a_small_chunk_is_digested_whole():
 
 def test_another_generation_looks_at_other_lines():
     data = np.zeros(64 * 64 * digest.LEAST_LINES, dtype=np.uint8)
-    streams = [(0, len(data), 8)]
+    streams = ((0, len(data), 8),)
     flipped = data.copy()
     flipped[1000] ^= 1
     found = [
