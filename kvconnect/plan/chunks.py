@@ -85,7 +85,6 @@ class Chunker:
         # Cached: a chunk is placed twice, when cut and when staged, and other requests have the same chunk.
         self._placed = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
         self._bytes_of = functools.lru_cache(_MOST_SIZES)(self._measure)
-        self._least_steps = functools.lru_cache(_MOST_SIZES)(self._at_least)
 
     @property
     def num_groups(self) -> int:
@@ -211,7 +210,7 @@ class Chunker:
     def _measure(self, first: int, stop: int, spans: tuple[TokenSpan, ...]) -> int:
         return self._place(first, stop, spans).total_bytes
 
-    def _at_least(self, first: int, stop: int, step: int, slot_bytes: int) -> int:
+    def _least_steps(self, first: int, stop: int, step: int, slot_bytes: int) -> int:
         """A lower bound of the steps that fit, at least 1: a step takes ``width`` bytes plus padding."""
         width = int((self._width[first:stop] * (step // self._row_tokens[first:stop])).sum())
         return max(1, (slot_bytes - ALIGN_BYTES * (stop - first)) // width)
