@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.errors import ConfigError, LayoutError, LocalError, listed
+from kvconnect.errors import LayoutError, LocalError, listed
 from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
 from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.pack.numpy_mover import NumpyMover
@@ -44,14 +44,12 @@ class Packer:
     Args:
         table: the region table of this side. Its tensors, on ``device``, must outlive the packer.
         side: ``"source"`` packs, ``"target"`` unpacks; it selects the group indices of the wire's streams.
-        kernels: ``"numpy"``, ``"torch"``, ``"triton"``, or ``"auto"``: numpy on a CPU, on CUDA Triton, and
+        kernels: ``"numpy"``, ``"torch"`` or ``"triton"``; by default numpy on a CPU, Triton on CUDA, and
             torch where that is not installed.
         cuda_stream: the stream of all work; None for the current stream of the constructor's call.
-        digest_sample: digests cover one line of 64 bytes in so many; only numpy accepts more than 1.
+        digest_sample: digests cover one line of 64 bytes in so many, at least 1; only numpy takes more.
 
-    Raises:
-        LayoutError: the wire does not fit this table.
-        ConfigError: ``kernels`` or ``digest_sample`` is not accepted, or Triton is not installed.
+    Raises ``LayoutError``: the wire does not fit this table.
     """
 
     def __init__(
@@ -61,14 +59,12 @@ class Packer:
         *,
         side: str,
         device: torch.device | str,
-        kernels: str = "auto",
+        kernels: str = "",
         cuda_stream: torch.cuda.Stream | None = None,
         digest_sample: int = 1,
     ) -> None:
         if side not in SIDES:
             raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
-        if digest_sample < 1:
-            raise ConfigError(f"digest_sample is {digest_sample}; accepted: 1 for all words, or more")
         card = TableCard.of(table)
         self.chunker = Chunker(wire)
         self._side = side
@@ -83,9 +79,8 @@ class Packer:
         device = torch.device(device)
         self.is_blocking = device.type != "cuda"
         self._mover: NumpyMover | TorchMover | TritonMover
-        kernels = chosen_kernels(kernels, device)
-        if kernels != "numpy" and digest_sample != 1:
-            raise ConfigError(f"digest_sample is {digest_sample}; accepted with {kernels}: 1")
+        if not kernels:
+            kernels = "numpy" if self.is_blocking else "triton" if has_triton() else "torch"
         if kernels == "triton":
             from kvconnect.pack.triton_mover import TritonMover
 
@@ -175,22 +170,6 @@ class Packer:
             return self._mover.move(slot, staged, seed, pack=False)
         coder.decode(slot, staged.total_bytes)
         return self._mover.move(coder.plain, staged, seed, pack=False)
-
-
-def chosen_kernels(kernels: str, device: torch.device) -> str:
-    """The kernels that move pages on a device: ``numpy``, ``torch`` or ``triton``.
-
-    Raises:
-        ConfigError: ``kernels`` is unknown, is not installed, or does not move memory of this device.
-    """
-    accepted = ("auto", "torch", "triton") if device.type == "cuda" else ("auto", "numpy", "torch", "triton")
-    if kernels not in accepted:
-        raise ConfigError(f"kernels is {kernels!r}; accepted on {device.type}: {', '.join(accepted)}")
-    if kernels == "auto":
-        kernels = "numpy" if device.type == "cpu" else "triton" if has_triton() else "torch"
-    if kernels == "triton" and not has_triton():
-        raise ConfigError("kernels is 'triton', which is not installed: pip install triton")
-    return kernels
 
 
 def make_coder(
