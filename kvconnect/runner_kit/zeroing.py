@@ -72,11 +72,6 @@ class KVBlockZeroer:
         else:
             self._ops = CpuZeroOps(self.pages, self.num_blocks)
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes that are zeroed per logical block."""
-        return int(self.pages[:, 2].sum())
-
     def zero_block_ids(self, ids: Sequence[int]) -> None:
         """Zero the pages of logical blocks, on the current stream. Ids may repeat.
 
@@ -92,7 +87,7 @@ class KVBlockZeroer:
             self._ops.zero(blocks)
 
 
-def logical_pages(table: RegionTable, runner_only_layers: frozenset[str] = frozenset()) -> PageTable:
+def logical_pages(table: RegionTable, runner_only_layers: frozenset[str]) -> PageTable:
     """The stretches of logical pages to zero: int64 ``(n, 3)`` of address, stride and size in bytes.
 
     A logical page is its kernel pages side by side; the region table has checked that there are no gaps
