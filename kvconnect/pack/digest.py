@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 STEP = 0x9E3779B97F4A7C15
 MULTIPLIER = 0xBF58476D1CE4E5B9
 
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _AT_ONCE = 1 << 15
 
 # A cache line of the processor.
@@ -51,7 +50,7 @@ def digest_streams(slot: NDArray[np.uint8], streams: Streams, seed: int, one_in:
 
 
 def _digest_stream(slot: NDArray[np.uint8], offset: int, length: int, word: int, seed: int) -> int:
-    words, first = slot[offset : offset + length].view(_WORDS[word]), offset // word
+    words, first = slot[offset : offset + length].view(f"u{word}"), offset // word
     step = np.uint64(STEP)
     places = np.arange(min(_AT_ONCE, len(words)), dtype=np.uint64) * step
     total = 0
@@ -88,7 +87,7 @@ def _digest_lines(
     """The digest of some lines of a slot; ``begins`` is ``STEP * place`` of each line's first word."""
     line_words = LINE_BYTES // word_bytes
     whole = len(slot) // LINE_BYTES * LINE_BYTES
-    x = slot[:whole].view(_WORDS[word_bytes]).reshape(-1, line_words)[lines].astype(np.uint64, copy=False)
+    x = slot[:whole].view(f"u{word_bytes}").reshape(-1, line_words)[lines].astype(np.uint64, copy=False)
     x += (begins + np.uint64(seed % 2**64))[:, None]
     x += _line_steps(line_words)
     return int(_mix(x).sum(dtype=np.uint64))
