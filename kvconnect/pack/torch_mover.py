@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +40,7 @@ class TorchMover(PlainMover):
         """Pack pages into the slot at address ``slot``, or unpack them. ``seed`` None: no digest."""
         if not staged.total_bytes:
             return PackTicket(None if seed is None else 0)
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):
             raw = memory_at(slot, staged.total_bytes, self._device)
             for move in staged.layout.moves:
                 self._move_rows(
@@ -53,9 +51,6 @@ class TorchMover(PlainMover):
             if self._stream is None:
                 return PackTicket(None if seed is None else _number(digest))
             return _StreamTicket(self._stream, digest, seed is not None)
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _pages_of(self, address: int, lanes: Lanes) -> torch.Tensor:
         """All pages of a lane: (block, token, head, plane, word)."""
