@@ -23,8 +23,8 @@ from kvconnect.pack.page_lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.packages import has_triton
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.blocks import BlockIds, GroupBlocks, page_ids
-from kvconnect.plan.chunks import Chunk, Chunker, check_held
+from kvconnect.plan.blocks import BlockIds, GroupBlocks, check_held, page_ids
+from kvconnect.plan.chunks import Chunk, Chunker
 from kvconnect.plan.wire import Wire
 
 if TYPE_CHECKING:

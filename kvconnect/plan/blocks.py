@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.shard import Residue, SharedTokens
 from kvconnect.cache.specs import div_ceil
+from kvconnect.errors import LayoutError
 
 BlockIds = NDArray[np.int64]
 
@@ -81,20 +82,6 @@ class Share(NamedTuple):
 WHOLE = Share(SharedTokens(1, 0, 1), Residue())
 
 
-def first_needed(positions: BlockIds, geometry: GroupGeometry, num_tokens: int) -> int | None:
-    """The first of these kernel block positions that the next token or a later token reads; None for none.
-
-    The target computes the last of the ``num_tokens`` again, so that this token is the next one.
-    """
-    if not len(positions):
-        return None
-    for part in geometry.rule.blocks(num_tokens, geometry.block_tokens, replay=1):
-        found = positions[(positions >= part.start) & (positions < part.stop)]
-        if len(found):
-            return int(found[0])
-    return None
-
-
 def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: int) -> BlockIds:
     """Kernel block ids, int64 ``(count,)``, of the kernel positions from ``first`` on; 0 for no block."""
     ratio = geometry.blocks_per_kv_block
@@ -114,3 +101,24 @@ def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: in
             held = kernel.reshape(-1)[begin % ratio :][: stop - start]
         ids[start - first : stop - first] = held
     return ids
+
+
+def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: int) -> None:
+    """Raises ``LayoutError``: ``ids``, from position ``first`` on, lack a block that a later token sees.
+
+    The target computes the last of the ``num_tokens`` again, so that this token is the first of those.
+    """
+    if np.count_nonzero(ids) == len(ids):
+        return
+    what, tokens = "the state", geometry.block_tokens
+    if not geometry.is_state:
+        missing = first + np.flatnonzero(ids == NULL_BLOCK)
+        seen = geometry.rule.blocks(num_tokens, tokens, replay=1)
+        lacking = (missing[(missing >= part.start) & (missing < part.stop)] for part in seen)
+        at = next((int(some[0]) for some in lacking if len(some)), None)
+        if at is None:
+            return
+        what = f"tokens {at * tokens} to {(at + 1) * tokens - 1}"
+    raise LayoutError(
+        f"cache group {geometry.group}: {what} of the request shall be packed, but no block holds it"
+    )

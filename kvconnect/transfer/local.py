@@ -143,8 +143,7 @@ class Local:
         blocks = [GroupBlocks(group, 0, (block,)) for group, block in last.items()]
         for order in ORDERS if pool.slots else ():
             packer = self._packer(table, align_wire(card, card, order), side)
-            groups = {stream.target_group for stream in packer.chunker.wire.streams}
-            token = [TokenSpan(group, 0, 1) for group in sorted(groups)]
+            token = [TokenSpan(group, 0, 1) for group in sorted(packer.chunker.groups)]
             try:
                 chunks = packer.chunker.cut(token, pool.slot_bytes)
             except LayoutError:
