@@ -119,7 +119,7 @@ def source_share(source: Introduction, target: Introduction) -> Share:
     """The share of a request that a rank of P and a rank of D both keep, seen from the rank of P."""
     own, theirs = (side.meaning.topology.tokens(side.rank) for side in (source, target))
     shared = shared_tokens(own, theirs)
-    return WHOLE if shared is None else Share(shared, own)
+    return WHOLE if shared is None or own.context == theirs.context == 1 else Share(shared, own)
 
 
 def target_share(source: Introduction, target: Introduction) -> Share:

@@ -64,10 +64,12 @@ class Share(NamedTuple):
 
     def count(self, num_tokens: int) -> int:
         """The number of tokens among the first ``num_tokens`` that both ranks keep."""
-        return self.tokens.count(num_tokens)
+        return num_tokens if self is WHOLE else self.tokens.count(num_tokens)
 
     def of(self, groups: tuple[GroupBlocks, ...]) -> tuple[GroupBlocks, ...]:
         """The blocks of ``side`` that hold shared tokens, without the groups ``elsewhere``."""
+        if self is WHOLE:
+            return groups
         start, step = self.tokens.stride(self.side)
         made = []
         for blocks in groups:
