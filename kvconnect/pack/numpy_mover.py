@@ -7,13 +7,13 @@ placed pages (see ``Launcher``), which need lanes without inner axes.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.cache.borrowed_memory import memory_at
 from kvconnect.pack.batches import Move, PackTicket, PlainMover, StagedChunk, parts, values_by_scale
 from kvconnect.pack.casts import cast_table
 from kvconnect.pack.digest import digest_streams
@@ -42,7 +42,7 @@ class NumpyMover(PlainMover):
         """Pack pages into the slot at address ``slot``, or unpack them. ``seed`` None: no digest."""
         if not staged.total_bytes:
             return PackTicket(None if seed is None else 0)
-        raw = memory_at(slot, staged.total_bytes).numpy()
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * staged.total_bytes).from_address(slot))
         for move in staged.layout.moves:
             numbers = staged.blocks[move.pages]
             if move.lanes in self._placed:
@@ -60,7 +60,7 @@ def _memory_view(address: int, lanes: Lanes) -> Words:
     walk, cast = lanes.walk, lanes.access.cast
     word = min(8, lanes.access.memory) if cast is None else cast.memory_bytes
     length = (lanes.num_blocks - 1) * walk.block_stride + walk.extent_bytes
-    memory = memory_at(address, length).numpy()
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
     shape = (lanes.num_blocks, walk.tokens, walk.heads, walk.planes, walk.run_bytes // word)
     strides = (walk.block_stride, walk.token_stride, walk.head_stride, walk.plane_stride, word)
     return np.ndarray(shape, f"i{word}", memory, 0, strides)
