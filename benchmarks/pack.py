@@ -69,9 +69,9 @@ class _Case:
     def measure(self, order: str, digest_sample: int) -> dict[str, Any]:
         packer, staged = self.stage(order, digest_sample)
         seed = _SEED if digest_sample else None
-        pack_us = self.time_us(lambda: packer.pack(self.slot, staged, seed))
-        unpack_us = self.time_us(lambda: packer.unpack(self.slot, staged, seed))
         slot = self.slot.data_ptr()
+        pack_us = self.time_us(lambda: packer.pack(slot, staged, seed))
+        unpack_us = self.time_us(lambda: packer.unpack(slot, staged, seed))
         # A CPU codes slowly, with any digest: once is enough.
         coded = {}
         if digest_sample == 1:

@@ -38,8 +38,8 @@ def carry_over(
     outgoing, incoming = packer.stage(held, chunks, num_tokens), unpacker.stage(wanted, chunks, num_tokens)
     slot = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
     for generation, (out, into) in enumerate(zip(outgoing, incoming, strict=True)):
-        packed = packer.pack(slot, out, generation)
+        packed = packer.pack(slot.data_ptr(), out, generation)
         packed.wait()
-        landed = unpacker.unpack(slot, into, generation)
+        landed = unpacker.unpack(slot.data_ptr(), into, generation)
         landed.wait()
         assert landed.digest == packed.digest

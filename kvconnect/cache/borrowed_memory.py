@@ -1,4 +1,4 @@
-"""Tensors over memory that a serving stack owns, of which it states the address only."""
+"""Tensors over memory that others own, and of which only the address is known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 
-def memory_at(address: int, length_bytes: int, device: str) -> torch.Tensor:
+def memory_at(address: int, length_bytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """The bytes from an address on, as uint8; nothing is copied. The owner must keep them allocated."""
     if torch.device(device).type == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * length_bytes).from_address(address), dtype=torch.uint8)

@@ -30,9 +30,10 @@ from kvconnect.peer.messages import (
     Landed,
     PrefixFound,
     Renewed,
+    Welcome,
     Written,
 )
-from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
+from kvconnect.peer.session import Ended, Event, Misused
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders, Results
@@ -255,29 +256,27 @@ class DecodeSide(TransferPart):
 
     def _handle(self, link: RankLink, event: Event, now: float) -> None:
         match event:
-            case Ready():
+            case Welcome():
                 self._met(link, event, now)
-            case Received(message=Accepted() | Landed() | CreditRequest() | Written() as message):
-                is_served = isinstance(message, Accepted | Landed) or (
-                    isinstance(message, Written) and message.ok
-                )
+            case Accepted() | Landed() | CreditRequest() | Written():
+                is_served = isinstance(event, Accepted | Landed) or (isinstance(event, Written) and event.ok)
                 if is_served and link.found is None:
                     self._judge(link, refusal(self._config, None, "decode"), now)
-                self.rank_fetches.receive(message, link.name, now)
-            case Received(message=Transport() as found):
-                self._reached(link, found, now)
-            case Received(message=Renewed() as renewed):
-                self.renewals.renewed(link, renewed, now)
-            case Received(message=PrefixFound() as found_prefix):
-                self.finds.answered(link, found_prefix, now)
+                self.rank_fetches.receive(event, link.name, now)
+            case Transport():
+                self._reached(link, event, now)
+            case Renewed():
+                self.renewals.renewed(link, event, now)
+            case PrefixFound():
+                self.finds.answered(link, event, now)
             case Misused(reason=reason):
                 count_misuse(self._metrics, self._repeats, str(link), reason.text)
             case Ended(reason=reason, loss=loss):
                 self._lose(link, loss, reason, now)
         self.peers.flush(link)
 
-    def _met(self, link: RankLink, ready: Ready, now: float) -> None:
-        reason = self.peers.meet(link, ready, now)
+    def _met(self, link: RankLink, welcome: Welcome, now: float) -> None:
+        reason = self.peers.meet(link, welcome, now)
         if reason:
             self._lose(link, PeerLoss.UNUSABLE, reason, now)
             return
@@ -287,7 +286,7 @@ class DecodeSide(TransferPart):
         if not link.was_met:
             link.was_met = True
             logger.info("%s is met: KV comes over %s", link, self._local.engine.capabilities)
-        self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
+        self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, welcome.introduction.incarnation)
         self.renewals.met(link.peer.key, now)
         self.finds.met(link, now)
         self.finds.changed()

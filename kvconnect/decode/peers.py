@@ -21,8 +21,8 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.agreement import fills_windows, target_share
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.loss import PeerLoss
-from kvconnect.peer.messages import Introduction, Message, Release, Side
-from kvconnect.peer.session import Event, Ready, Session, SessionState
+from kvconnect.peer.messages import Introduction, Message, Release, Side, Welcome
+from kvconnect.peer.session import Event, Session, SessionState
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.transfer.breaker import Breaker
@@ -265,9 +265,9 @@ class Peers:
                 break
         return link if link is not None and link.is_ready else None
 
-    def meet(self, link: RankLink, ready: Ready, now: float) -> Reason | None:
+    def meet(self, link: RankLink, welcome: Welcome, now: float) -> Reason | None:
         """Take a rank's introduction. Returns why the rank is unusable, or None."""
-        peer, introduction = link.peer, ready.peer
+        peer, introduction = link.peer, welcome.introduction
         engine_id, host, port = peer.key
         for what, named, found in (
             ("engine", engine_id, introduction.engine_id),
@@ -281,15 +281,15 @@ class Peers:
                 )
         if link.rank == 0:
             topology = introduction.meaning.topology
-            if not {address.rank for address in ready.directory} >= set(range(1, topology.size)):
+            if not {address.rank for address in welcome.directory} >= set(range(1, topology.size)):
                 # The peer's scheduler half has not yet sent rank 0 the other ranks' addresses.
                 return Cause.OUT_OF_REACH("the prefill node is starting: it does not know its own ranks yet")
-            if refusal := self._foreign_rank(host, ready.directory):
+            if refusal := self._foreign_rank(host, welcome.directory):
                 return Cause.NOT_TRUSTED(refusal)
-            peer.directory, peer.lease_s, peer.was_met = ready.directory, ready.lease_s, True
+            peer.directory, peer.lease_s, peer.was_met = welcome.directory, welcome.lease_s, True
             _match_ranks(peer, link.session.ours, topology)
         link.share = target_share(introduction, link.session.ours)
-        link.clock_ahead_s = ready.clock_s - now
+        link.clock_ahead_s = welcome.clock_s - now
         link.is_ragged = not fills_windows(introduction, link.session.ours)
         peer.breaker.met()
         self._send_releases(peer, now)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -105,8 +105,22 @@ class Adapter:
             raise EngineError(f"the {self.capabilities.name} engine is closed")
 
     def _admit(self, batch: Batch) -> None:
-        in_flight = [flight.batch for flight in self._flights.values()]
-        check_batch(batch, self.capabilities, self._peers, in_flight)
+        """Raises ``LocalError``: the batch breaks a bound, or names an unknown peer or an id in use."""
+        name, most_bytes = f"batch {batch.batch_id} to {batch.peer!r}", self.capabilities.max_bytes
+        if batch.peer not in self._peers:
+            raise LocalError(f"{name}: no such peer is connected")
+        if not 0 <= batch.total_bytes <= most_bytes:
+            raise LocalError(f"{name}: {batch.total_bytes} bytes, 0 to {most_bytes} are taken")
+        if not batch.timeout_s > 0:
+            raise LocalError(f"{name}: timeout_s is {batch.timeout_s}, it must be positive")
+        if batch.batch_id in self._flights:
+            raise LocalError(f"{name}: this id is in flight already")
+        to_peer = sum(flight.batch.peer == batch.peer for flight in self._flights.values())
+        if to_peer >= self.capabilities.max_batches_per_peer:
+            raise LocalError(
+                f"{name}: {to_peer} batches are in flight to it, at most "
+                f"{self.capabilities.max_batches_per_peer} are taken"
+            )
 
     def _answer(self, flight: Flight, error: str, quiescent: bool = True) -> None:
         batch = flight.batch
@@ -147,27 +161,6 @@ def card_host(card: bytes) -> str:
     except (msgspec.MsgspecError, ValueError):
         return ""
     return addressed.host or addressed.session.rpartition(":")[0].strip("[]")
-
-
-def check_batch(
-    batch: Batch, capabilities: Capabilities, peers: Container[str], in_flight: Collection[Batch]
-) -> None:
-    """Raises ``LocalError``: the batch breaks a bound, or names an unknown peer or an id in use."""
-    name = f"batch {batch.batch_id} to {batch.peer!r}"
-    if batch.peer not in peers:
-        raise LocalError(f"{name}: no such peer is connected")
-    if not 0 <= batch.total_bytes <= capabilities.max_bytes:
-        raise LocalError(f"{name}: {batch.total_bytes} bytes, 0 to {capabilities.max_bytes} are taken")
-    if not batch.timeout_s > 0:
-        raise LocalError(f"{name}: timeout_s is {batch.timeout_s}, it must be positive")
-    if any(other.batch_id == batch.batch_id for other in in_flight):
-        raise LocalError(f"{name}: this id is in flight already")
-    to_peer = sum(other.peer == batch.peer for other in in_flight)
-    if to_peer >= capabilities.max_batches_per_peer:
-        raise LocalError(
-            f"{name}: {to_peer} batches are in flight to it, at most "
-            f"{capabilities.max_batches_per_peer} are taken"
-        )
 
 
 def source_problem(batch: Batch, spans: SpanSet) -> str:

@@ -161,8 +161,7 @@ class MooncakeEngine(Adapter):
         known = self._peers.get(peer)
         if known is not None and known.session == session:
             return
-        if known is not None:
-            self.disconnect(peer)
+        self.disconnect(peer)
         self._peers[peer] = _Peer(session)
 
     def _forget(self, peer: _Peer) -> None:

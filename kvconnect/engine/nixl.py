@@ -148,8 +148,7 @@ class NixlEngine(Adapter):
         known = self._peers.get(peer)
         if known is not None and known.card == decoded and not known.broken:
             return
-        if known is not None:
-            self.disconnect(peer)
+        self.disconnect(peer)
         try:
             self._peers[peer] = NativePeer(decoded, self._add_agent(decoded.metadata))
         except Exception as error:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvconnect.runner_kit.attention_groups import GraphSupport
-from kvconnect.runner_kit.kernel_blocks import MultipleOf
+from kvconnect.runner_kit.kernel_blocks import GraphSupport, MultipleOf
 
 if TYPE_CHECKING:
     from kvconnect.node.kv_cache import NodeCache

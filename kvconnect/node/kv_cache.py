@@ -29,8 +29,8 @@ from kvconnect.node.attention import (
     StatePages,
 )
 from kvconnect.node.models import CACHE_DTYPE, CachedLayer, CacheLayout
-from kvconnect.runner_kit.attention_groups import init_attention
 from kvconnect.runner_kit.block_table import BlockTables
+from kvconnect.runner_kit.kernel_blocks import init_attention
 
 CACHE_DTYPES = {"auto": CACHE_DTYPE, "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 STEP = 0x9E3779B97F4A7C15
 MULTIPLIER = 0xBF58476D1CE4E5B9
 
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _AT_ONCE = 1 << 15
 
 # A cache line of the processor.
@@ -46,20 +45,12 @@ def digest_streams(slot: NDArray[np.uint8], streams: Streams, seed: int, one_in:
     one_in = max(1, min(one_in, num_lines // LEAST_LINES))
     if one_in == 1:
         return sum(_digest_stream(slot, *stream, seed) for stream in streams) % 2**64
-    some = (_digest_lines(slot, *alike, seed) for alike in _some_lines(tuple(streams), one_in, seed % one_in))
+    some = (_digest_lines(slot, *alike, seed) for alike in _some_lines(streams, one_in, seed % one_in))
     return sum(some) % 2**64
 
 
-def _lines_by_word(streams: Streams) -> list[tuple[int, Lines, Lines]]:
-    """By word size, the lines wholly in one stream: the first, and the one after the last, of each stream."""
-    columns = np.array(streams, dtype=np.int64)
-    first, stop = -(-columns[:, 0] // LINE_BYTES), (columns[:, 0] + columns[:, 1]) // LINE_BYTES
-    words = columns[:, 2]
-    return [(int(word), first[words == word], stop[words == word]) for word in np.unique(words)]
-
-
 def _digest_stream(slot: NDArray[np.uint8], offset: int, length: int, word: int, seed: int) -> int:
-    words, first = slot[offset : offset + length].view(_WORDS[word]), offset // word
+    words, first = slot[offset : offset + length].view(f"u{word}"), offset // word
     step = np.uint64(STEP)
     places = np.arange(min(_AT_ONCE, len(words)), dtype=np.uint64) * step
     total = 0
@@ -75,18 +66,19 @@ def _digest_stream(slot: NDArray[np.uint8], offset: int, length: int, word: int,
 @functools.lru_cache(maxsize=4096)
 def _some_lines(streams: Streams, one_in: int, residue: int) -> list[tuple[int, Lines, NDArray[np.uint64]]]:
     """By word size, the sampled lines for seeds of this residue, and the place term of their first words."""
-    return [_lines_that_count(*alike, one_in, residue) for alike in _lines_by_word(streams)]
-
-
-def _lines_that_count(
-    word_bytes: int, first: Lines, stop: Lines, one_in: int, residue: int
-) -> tuple[int, Lines, NDArray[np.uint64]]:
+    offset, length, word_of = np.array(streams, dtype=np.int64).T
     # The first sampled line of each stream, and the number of sampled lines.
-    first = first + -(first + residue) % one_in
-    count = np.maximum(0, -((first - stop) // one_in))
+    first = -(-offset // LINE_BYTES)
+    first += -(first + residue) % one_in
+    count = np.maximum(0, -((first - (offset + length) // LINE_BYTES) // one_in))
     before = np.cumsum(count) - count
     lines = np.repeat(first - before * one_in, count) + np.arange(int(count.sum())) * one_in
-    return word_bytes, lines, lines.view(np.uint64) * np.uint64(STEP * (LINE_BYTES // word_bytes) % 2**64)
+    found = []
+    for word in np.unique(word_of).tolist():
+        alike = lines[np.repeat(word_of == word, count)]
+        step = np.uint64(STEP * (LINE_BYTES // word) % 2**64)
+        found.append((word, alike, alike.view(np.uint64) * step))
+    return found
 
 
 def _digest_lines(
@@ -95,7 +87,7 @@ def _digest_lines(
     """The digest of some lines of a slot; ``begins`` is ``STEP * place`` of each line's first word."""
     line_words = LINE_BYTES // word_bytes
     whole = len(slot) // LINE_BYTES * LINE_BYTES
-    x = slot[:whole].view(_WORDS[word_bytes]).reshape(-1, line_words)[lines].astype(np.uint64, copy=False)
+    x = slot[:whole].view(f"u{word_bytes}").reshape(-1, line_words)[lines].astype(np.uint64, copy=False)
     x += (begins + np.uint64(seed % 2**64))[:, None]
     x += _line_steps(line_words)
     return int(_mix(x).sum(dtype=np.uint64))

@@ -10,7 +10,6 @@ on the number of bytes, so that both sides know it before the content.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import time
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvconnect.cache.borrowed_memory import memory_at
 from kvconnect.cache.specs import div_ceil
 from kvconnect.pack.batches import PackTicket
 
@@ -126,15 +126,11 @@ class ExponentCoder:
 
     def _tiles(self, length_bytes: int) -> NDArray[np.uint16]:
         whole = div_ceil(length_bytes, TILE_BYTES) * TILE_BYTES
-        return _view(self.plain, whole).view(np.uint16).reshape(-1, TILE_VALUES)
+        return self._plain[:whole].numpy().view(np.uint16).reshape(-1, TILE_VALUES)
 
 
 def _coded_tiles(slot: int, length_bytes: int) -> NDArray[np.uint8]:
-    return _view(slot, coded_bytes(length_bytes)).reshape(-1, CODED_TILE_BYTES)
-
-
-def _view(address: int, length_bytes: int) -> NDArray[np.uint8]:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length_bytes).from_address(address))
+    return memory_at(slot, coded_bytes(length_bytes)).numpy().reshape(-1, CODED_TILE_BYTES)
 
 
 def _encode(values: NDArray[np.uint16], coded: NDArray[np.uint8]) -> bool:

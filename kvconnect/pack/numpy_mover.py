@@ -21,7 +21,6 @@ from kvconnect.pack.page_lanes import PLACE_BYTES, Column, Lanes
 from kvconnect.plan.blocks import BlockIds
 
 Words = NDArray[Any]
-_UINTS = {1: np.uint8, 2: np.uint16}
 _VALUES_AT_ONCE = 1 << 15
 _BYTES_AT_ONCE = 256 << 10
 _FEW_PAGES = 8
@@ -197,5 +196,5 @@ def _cast_values(source: Words, target: Words, lanes: Lanes, scales: list[float]
     types = (cast.memory, cast.wire) if pack else (cast.wire, cast.memory)
     for plane, values, scale in values_by_scale(lanes, planes, run, scales):
         codes = source[..., plane, values]
-        made = cast_table(*types, scale).take(codes.view(_UINTS[codes.itemsize]), mode="wrap")
+        made = cast_table(*types, scale).take(codes.view(f"u{codes.itemsize}"), mode="wrap")
         target[..., plane, values] = made.view(target.dtype)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.errors import ConfigError, LayoutError, LocalError, listed
+from kvconnect.errors import LayoutError, LocalError, listed
 from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
 from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.pack.numpy_mover import NumpyMover
@@ -23,8 +23,8 @@ from kvconnect.pack.page_lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.packages import has_triton
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.blocks import BlockIds, GroupBlocks, page_ids
-from kvconnect.plan.chunks import Chunk, Chunker, check_held
+from kvconnect.plan.blocks import BlockIds, GroupBlocks, check_held, page_ids
+from kvconnect.plan.chunks import Chunk, Chunker
 from kvconnect.plan.wire import Wire
 
 if TYPE_CHECKING:
@@ -44,14 +44,12 @@ class Packer:
     Args:
         table: the region table of this side. Its tensors, on ``device``, must outlive the packer.
         side: ``"source"`` packs, ``"target"`` unpacks; it selects the group indices of the wire's streams.
-        kernels: ``"numpy"``, ``"torch"``, ``"triton"``, or ``"auto"``: numpy on a CPU, on CUDA Triton, and
+        kernels: ``"numpy"``, ``"torch"`` or ``"triton"``; by default numpy on a CPU, Triton on CUDA, and
             torch where that is not installed.
         cuda_stream: the stream of all work; None for the current stream of the constructor's call.
-        digest_sample: digests cover one line of 64 bytes in so many; only numpy accepts more than 1.
+        digest_sample: digests cover one line of 64 bytes in so many, at least 1; only numpy takes more.
 
-    Raises:
-        LayoutError: the wire does not fit this table.
-        ConfigError: ``kernels`` or ``digest_sample`` is not accepted, or Triton is not installed.
+    Raises ``LayoutError``: the wire does not fit this table.
     """
 
     def __init__(
@@ -61,14 +59,12 @@ class Packer:
         *,
         side: str,
         device: torch.device | str,
-        kernels: str = "auto",
+        kernels: str = "",
         cuda_stream: torch.cuda.Stream | None = None,
         digest_sample: int = 1,
     ) -> None:
         if side not in SIDES:
             raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
-        if digest_sample < 1:
-            raise ConfigError(f"digest_sample is {digest_sample}; accepted: 1 for all words, or more")
         card = TableCard.of(table)
         self.chunker = Chunker(wire)
         self._side = side
@@ -83,9 +79,8 @@ class Packer:
         device = torch.device(device)
         self.is_blocking = device.type != "cuda"
         self._mover: NumpyMover | TorchMover | TritonMover
-        kernels = chosen_kernels(kernels, device)
-        if kernels != "numpy" and digest_sample != 1:
-            raise ConfigError(f"digest_sample is {digest_sample}; accepted with {kernels}: 1")
+        if not kernels:
+            kernels = "numpy" if self.is_blocking else "triton" if has_triton() else "torch"
         if kernels == "triton":
             from kvconnect.pack.triton_mover import TritonMover
 
@@ -148,57 +143,33 @@ class Packer:
         return ids
 
     def pack(
-        self,
-        slot: torch.Tensor | int,
-        staged: StagedChunk,
-        seed: int | None,
-        coder: ExponentCoder | None = None,
+        self, slot: int, staged: StagedChunk, seed: int | None, coder: ExponentCoder | None = None
     ) -> PackTicket:
-        """Fill a slot, a tensor on the device or an address, with a chunk's pages, or with their code.
+        """Fill the slot at an address of the device with a chunk's pages, or with their code.
 
         ``seed``, 64 bits, is the generation of the slot, which the digest includes; None for no digest. That
-        of a code is of the bytes before. A ``coder`` works on the same stream, and takes an address.
-        Raises ``LocalError``: the slot is too small or not aligned.
+        of a code is of the bytes before. A ``coder`` works on the same stream.
+        Raises ``LocalError``: the slot is not aligned.
         """
+        _check_aligned(slot)
         if coder is None:
-            return self._mover.move(_slot_address(slot, staged), staged, seed, pack=True)
-        assert isinstance(slot, int)
+            return self._mover.move(slot, staged, seed, pack=True)
         packed = self._mover.move(coder.plain, staged, seed, pack=True)
         return coder.encode(slot, staged.total_bytes, packed)
 
     def unpack(
-        self,
-        slot: torch.Tensor | int,
-        staged: StagedChunk,
-        seed: int | None,
-        coder: ExponentCoder | None = None,
+        self, slot: int, staged: StagedChunk, seed: int | None, coder: ExponentCoder | None = None
     ) -> PackTicket:
         """Write a slot's bytes, or those that they are the code of, to a chunk's pages; see ``pack``.
 
         The digest is known only after the pages were written: the caller must compare it before any use of
         these blocks.
         """
+        _check_aligned(slot)
         if coder is None:
-            return self._mover.move(_slot_address(slot, staged), staged, seed, pack=False)
-        assert isinstance(slot, int)
+            return self._mover.move(slot, staged, seed, pack=False)
         coder.decode(slot, staged.total_bytes)
         return self._mover.move(coder.plain, staged, seed, pack=False)
-
-
-def chosen_kernels(kernels: str, device: torch.device) -> str:
-    """The kernels that move pages on a device: ``numpy``, ``torch`` or ``triton``.
-
-    Raises:
-        ConfigError: ``kernels`` is unknown, is not installed, or does not move memory of this device.
-    """
-    accepted = ("auto", "torch", "triton") if device.type == "cuda" else ("auto", "numpy", "torch", "triton")
-    if kernels not in accepted:
-        raise ConfigError(f"kernels is {kernels!r}; accepted on {device.type}: {', '.join(accepted)}")
-    if kernels == "auto":
-        kernels = "numpy" if device.type == "cpu" else "triton" if has_triton() else "torch"
-    if kernels == "triton" and not has_triton():
-        raise ConfigError("kernels is 'triton', which is not installed: pip install triton")
-    return kernels
 
 
 def make_coder(
@@ -212,13 +183,6 @@ def make_coder(
     return TritonExponentCoder(most_bytes, device, cuda_stream)
 
 
-def _slot_address(slot: torch.Tensor | int, staged: StagedChunk) -> int:
-    address = slot.data_ptr() if isinstance(slot, torch.Tensor) else slot
-    if isinstance(slot, torch.Tensor) and (not slot.is_contiguous() or slot.nbytes < staged.total_bytes):
-        raise LocalError(
-            f"a slot has {slot.nbytes} bytes, contiguous: {slot.is_contiguous()}; the chunk needs "
-            f"{staged.total_bytes}, contiguous"
-        )
-    if address % PLACE_BYTES or address <= 0:
-        raise LocalError(f"a slot is at {address:#x}; accepted: multiples of {PLACE_BYTES}")
-    return address
+def _check_aligned(slot: int) -> None:
+    if slot % PLACE_BYTES or slot <= 0:
+        raise LocalError(f"a slot is at {slot:#x}; accepted: multiples of {PLACE_BYTES}")

@@ -180,15 +180,16 @@ def _flat_walk(page_bytes: int, stride: int) -> Walk:
 
 def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Cast | None:
     """The cast between this side's dtype and the wire's; None if they are equal."""
-    if stream.conversion is None:
+    conversion = stream.conversion
+    if conversion is None:
         return None
-    dtype = stream.conversion.dtype_of(side)
+    dtype = conversion.source_dtype if side == "source" else conversion.target_dtype
     for region in regions:
         if region.dtype != dtype:
             raise LayoutError(
                 f"layer {stream.layer!r}: the wire has {dtype} on this side, this table {region.dtype}"
             )
-    return None if dtype == stream.conversion.wire_dtype else Cast(dtype, stream.conversion.wire_dtype)
+    return None if dtype == conversion.wire_dtype else Cast(dtype, conversion.wire_dtype)
 
 
 def _place(

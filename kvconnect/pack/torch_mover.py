@@ -5,16 +5,14 @@ The bytes and digests are those of the Triton kernel. It is slower, since every 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 
+from kvconnect.cache.borrowed_memory import memory_at
 from kvconnect.pack.batches import Move, PackTicket, PlainMover, StagedChunk, parts, values_by_scale
 from kvconnect.pack.casts import cast_table
 from kvconnect.pack.digest import MULTIPLIER, STEP
@@ -42,8 +40,8 @@ class TorchMover(PlainMover):
         """Pack pages into the slot at address ``slot``, or unpack them. ``seed`` None: no digest."""
         if not staged.total_bytes:
             return PackTicket(None if seed is None else 0)
-        with self._on_stream():
-            raw = self._memory(slot, staged.total_bytes)
+        with torch.cuda.stream(self._stream):
+            raw = memory_at(slot, staged.total_bytes, self._device)
             for move in staged.layout.moves:
                 self._move_rows(
                     self._pages[move.lanes][move.which], move, staged.blocks[move.pages], raw, pack
@@ -54,15 +52,6 @@ class TorchMover(PlainMover):
                 return PackTicket(None if seed is None else _number(digest))
             return _StreamTicket(self._stream, digest, seed is not None)
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _memory(self, address: int, length_bytes: int) -> torch.Tensor:
-        """A uint8 view of ``length_bytes`` at an address of the device."""
-        if self._device.type == "cpu":
-            return torch.frombuffer((ctypes.c_uint8 * length_bytes).from_address(address), dtype=torch.uint8)
-        return torch.as_tensor(_DeviceBytes(address, length_bytes), device=self._device)
-
     def _pages_of(self, address: int, lanes: Lanes) -> torch.Tensor:
         """All pages of a lane: (block, token, head, plane, word)."""
         walk, cast = lanes.walk, lanes.access.cast
@@ -70,7 +59,7 @@ class TorchMover(PlainMover):
         length_bytes = (lanes.num_blocks - 1) * walk.block_stride + walk.extent_bytes
         shape = (lanes.num_blocks, walk.tokens, walk.heads, walk.planes, walk.run_bytes // word)
         strides = (walk.block_stride, walk.token_stride, walk.head_stride, walk.plane_stride, word)
-        return _strided(self._memory(address, length_bytes), 0, shape, strides, word)
+        return _strided(memory_at(address, length_bytes, self._device), 0, shape, strides, word)
 
     def _move_rows(
         self,
@@ -122,18 +111,6 @@ class TorchMover(PlainMover):
         ]
         joined = torch.cat(made, dim=-1)
         return joined.view(*joined.shape[:-1], planes, run)
-
-
-class _DeviceBytes:
-    """Memory of a GPU with the array interface by which torch makes a tensor of it."""
-
-    def __init__(self, address: int, length_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (length_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class _StreamTicket(PackTicket):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
-from typing import Any
 
 import torch
 
@@ -36,7 +34,7 @@ class TritonExponentCoder(ExponentCoder):
     def encode(self, slot: int, length_bytes: int, packed: PackTicket) -> CodedTicket:
         place, event = next(self._places), None
         self._failed[place] = 0
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):
             grid = (div_ceil(length_bytes, TILE_BYTES),)
             at = self._failed_at + 4 * place
             encode_kernel[grid](self.plain, slot, length_bytes, at, num_warps=_NUM_WARPS)
@@ -46,12 +44,9 @@ class TritonExponentCoder(ExponentCoder):
         return CodedTicket(packed, self._failed[place : place + 1], event)
 
     def decode(self, slot: int, length_bytes: int) -> None:
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):
             grid = (div_ceil(length_bytes, TILE_BYTES),)
             decode_kernel[grid](self.plain, slot, length_bytes, num_warps=_NUM_WARPS)
-
-    def _on_stream(self) -> Any:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _finish(self) -> None:
         if self._on_cuda:

@@ -47,10 +47,29 @@ def ask(
     Raises ``PeerError``: nothing listens there, keys differ, the worker cannot answer, its answer is not of
     this ``kind``, or the time is over.
     """
-    channel, question = asking_channel(extra, keyring), Question(next(_numbers), topic, argument)
-    with closing(channel):
-        data, asked_at, answered_at = _exchange(channel, address, question, extra)
-    return Answered(read_answer(data, kind), asked_at, answered_at)
+    shown, question = f"{address[0]}:{address[1]}", Question(next(_numbers), topic, argument)
+    with closing(asking_channel(extra, keyring)) as channel:
+        deadline = time.monotonic() + extra.peer_timeout_s
+        channel.connect(_LINK, *address)
+        asked_at = time.time()
+        channel.send(_LINK, encode(question))
+        while (left_s := deadline - time.monotonic()) > 0:
+            channel.wait(left_s)
+            for arrival in channel.receive():
+                if isinstance(arrival, LinkLost):
+                    gone = arrival.loss is PeerLoss.PROCESS_GONE
+                    lost = f"cannot talk to {shown}: {arrival.reason or 'the connection broke'}"
+                    raise PeerError(f"nothing listens at {shown}" if gone else lost)
+                match decode(Side.DECODE, arrival.data, extra.max_message_bytes):
+                    case Answer(number=question.number, data=data, error=""):
+                        answered_at = time.time()
+                        return Answered(read_answer(data, kind), asked_at, answered_at)
+                    case Answer(number=question.number, error=error):
+                        raise PeerError(f"{shown} cannot answer: {error}")
+                    case Refused() | Bad() as refused:
+                        reason = f"runs a release that answers no such question: {refused.reason}"
+                        raise PeerError(f"{shown} {reason}")
+    raise PeerError(f"{shown} did not answer within {extra.peer_timeout_s:g} s")
 
 
 def describe(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> Answered[Description]:
@@ -62,28 +81,3 @@ def asking_channel(extra: ExtraConfig, keyring: Keyring | None) -> Channel:
     """A channel that only opens connections: it listens on the loopback interface, at a free port."""
     ours = msgspec.structs.replace(extra, host="127.0.0.1", bind="")
     return ZmqChannel(ours, 0, keyring, AllowList(extra.allow_peers))
-
-
-def _exchange(
-    channel: Channel, address: tuple[str, int], question: Question, extra: ExtraConfig
-) -> tuple[bytes, float, float]:
-    shown = f"{address[0]}:{address[1]}"
-    deadline = time.monotonic() + extra.peer_timeout_s
-    channel.connect(_LINK, *address)
-    asked_at = time.time()
-    channel.send(_LINK, encode(question))
-    while (left_s := deadline - time.monotonic()) > 0:
-        channel.wait(left_s)
-        for arrival in channel.receive():
-            if isinstance(arrival, LinkLost):
-                gone = arrival.loss is PeerLoss.PROCESS_GONE
-                lost = f"cannot talk to {shown}: {arrival.reason or 'the connection broke'}"
-                raise PeerError(f"nothing listens at {shown}" if gone else lost)
-            match decode(Side.DECODE, arrival.data, extra.max_message_bytes):
-                case Answer(number=number, data=data, error="") if number == question.number:
-                    return data, asked_at, time.time()
-                case Answer(number=number, error=error) if number == question.number:
-                    raise PeerError(f"{shown} cannot answer: {error}")
-                case Refused() | Bad() as refused:
-                    raise PeerError(f"{shown} runs a release that answers no such question: {refused.reason}")
-    raise PeerError(f"{shown} did not answer within {extra.peer_timeout_s:g} s")

@@ -69,10 +69,6 @@ class Handles:
         self.are_signed = bool(secret)
         """Whether claims are authenticated: made by a node that has the secret."""
 
-    def expiry(self, lease_s: float) -> float:
-        """The expiry, in seconds of the wall clock, of a handle that is made now."""
-        return self.clock() + lease_s
-
     def make(self, claims: Claims) -> str:
         """The handle for these claims. Raises ``ConfigError``: engine id and host make it too long."""
         version = _SIGNED if self._secret else _UNSIGNED

@@ -65,16 +65,6 @@ TRANSITIONS: dict[tuple[Side, SessionState, type], SessionState] = {
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The greeting succeeded. ``peer`` is the other side's introduction; for the rest see ``Welcome``."""
-
-    peer: Introduction
-    directory: tuple[RankAddress, ...]
-    lease_s: float = 0.0
-    clock_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Ended:
     """The session is over; ``reason`` is for the operator. ``refused``: the peer whose greeting P refused."""
 
@@ -84,20 +74,15 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Received:
-    """A message for the layer above, legal in this state."""
-
-    message: Message
-
-
-@dataclass(frozen=True)
 class Misused:
     """A message was unreadable or illegal, and was dropped; for the log and a counter."""
 
     reason: Reason
 
 
-Event = Ready | Ended | Received | Misused
+Event = Message | Ended | Misused
+"""A message is legal in this state, and for the layer above; a ``Hello`` or ``Welcome`` is a greeting that
+succeeded."""
 
 
 class Session:
@@ -191,7 +176,7 @@ class Session:
                 return [Misused(Cause.PROTOCOL(f"it cannot use a message of this node: {reason}"))]
             case _:
                 self.state = after
-                return [Received(message)]
+                return [message]
 
     def tick(self, now: float) -> list[Event]:
         """Check the deadlines, and send a heartbeat that is due."""
@@ -237,7 +222,7 @@ class Session:
         self.state = SessionState.READY
         self.peer = hello.introduction
         self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory, self._limits.lease_s, now))
-        return [Ready(hello.introduction, ())]
+        return [hello]
 
     def _welcome(self, welcome: Welcome, after: SessionState) -> list[Event]:
         refusal = _refusal(welcome.introduction, self.ours, welcome.version, PROTOCOL_VERSION)
@@ -247,7 +232,7 @@ class Session:
         self.state = after
         self._unanswered_greetings -= 1
         self.peer = welcome.introduction
-        return [Ready(welcome.introduction, welcome.directory, welcome.lease_s, welcome.clock_s)]
+        return [welcome]
 
     def _illegal(self, message: Message) -> list[Event]:
         reason = Cause.PROTOCOL(f"{type(message).__name__} is not expected in state {self.state.value}")

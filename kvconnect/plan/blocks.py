@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.shard import Residue, SharedTokens
 from kvconnect.cache.specs import div_ceil
+from kvconnect.errors import LayoutError
 
 BlockIds = NDArray[np.int64]
 
@@ -83,51 +84,43 @@ class Share(NamedTuple):
 WHOLE = Share(SharedTokens(1, 0, 1), Residue())
 
 
-def first_needed(positions: BlockIds, geometry: GroupGeometry, num_tokens: int) -> int | None:
-    """The first of these kernel block positions that the next token or a later token reads; None for none.
-
-    The target computes the last of the ``num_tokens`` again, so that this token is the next one.
-    """
-    if not len(positions):
-        return None
-    for part in geometry.rule.blocks(num_tokens, geometry.block_tokens, replay=1):
-        found = positions[(positions >= part.start) & (positions < part.stop)]
-        if len(found):
-            return int(found[0])
-    return None
-
-
-def expand_block_ids(block_ids: Sequence[int] | BlockIds, blocks_per_kv_block: int) -> BlockIds:
-    """Kernel block ids of logical block ids: ``(n,)`` to int64 of shape ``(n * blocks_per_kv_block,)``."""
-    ids = np.asarray(block_ids, dtype=np.int64)
-    if blocks_per_kv_block == 1:
-        return ids
-    return (ids[:, None] * blocks_per_kv_block + np.arange(blocks_per_kv_block)).reshape(-1)
-
-
-def kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int, BlockIds]:
-    """The first kernel position of the blocks and their kernel block ids, int64 ``(n,)``; 0 for no block."""
-    ratio = geometry.blocks_per_kv_block
-    logical = np.asarray(blocks.block_ids, dtype=np.int64)
-    kernel = expand_block_ids(logical, ratio)
-    if ratio > 1:
-        # The kernel blocks 0..r-1 of the null block are all null.
-        kernel = np.where(np.repeat(logical == NULL_BLOCK, ratio), NULL_BLOCK, kernel)
-    return blocks.first_block * ratio, kernel
-
-
 def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: int) -> BlockIds:
     """Kernel block ids, int64 ``(count,)``, of the kernel positions from ``first`` on; 0 for no block."""
-    if geometry.blocks_per_kv_block == 1:
-        # Only the chunk's blocks are converted, not all of a long request. A state's block is the first.
-        at = first - blocks.first_block
-        if 0 <= at <= len(blocks.block_ids) - count:
-            return np.array(blocks.block_ids[at : at + count], dtype=np.int64)
-    held_first, held = kernel_positions(blocks, geometry)
-    if geometry.is_state:
-        held_first = 0
+    ratio = geometry.blocks_per_kv_block
+    # The first kernel position of the blocks. A state's block is the first, whatever its position.
+    held_first = 0 if geometry.is_state else blocks.first_block * ratio
+    start = max(first, held_first)
+    stop = min(first + count, held_first + len(blocks.block_ids) * ratio)
     ids = np.zeros(count, dtype=np.int64)
-    start, stop = max(first, held_first), min(first + count, held_first + len(held))
     if start < stop:
-        ids[start - first : stop - first] = held[start - held_first : stop - held_first]
+        # Only the chunk's blocks are converted, not all of a long request.
+        begin, end = start - held_first, stop - held_first
+        held = np.array(blocks.block_ids[begin // ratio : div_ceil(end, ratio)], dtype=np.int64)
+        if ratio > 1:
+            kernel = held[:, None] * ratio + np.arange(ratio)
+            # The kernel blocks 0..r-1 of the null block are all null.
+            kernel[held == NULL_BLOCK] = NULL_BLOCK
+            held = kernel.reshape(-1)[begin % ratio :][: stop - start]
+        ids[start - first : stop - first] = held
     return ids
+
+
+def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: int) -> None:
+    """Raises ``LayoutError``: ``ids``, from position ``first`` on, lack a block that a later token sees.
+
+    The target computes the last of the ``num_tokens`` again, so that this token is the first of those.
+    """
+    if np.count_nonzero(ids) == len(ids):
+        return
+    what, tokens = "the state", geometry.block_tokens
+    if not geometry.is_state:
+        missing = first + np.flatnonzero(ids == NULL_BLOCK)
+        seen = geometry.rule.blocks(num_tokens, tokens, replay=1)
+        lacking = (missing[(missing >= part.start) & (missing < part.stop)] for part in seen)
+        at = next((int(some[0]) for some in lacking if len(some)), None)
+        if at is None:
+            return
+        what = f"tokens {at * tokens} to {(at + 1) * tokens - 1}"
+    raise LayoutError(
+        f"cache group {geometry.group}: {what} of the request shall be packed, but no block holds it"
+    )

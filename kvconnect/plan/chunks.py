@@ -21,7 +21,7 @@ from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import LayoutError, listed
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.blocks import NULL_BLOCK, BlockIds, Count, GroupBlocks, Index, first_needed
+from kvconnect.plan.blocks import NULL_BLOCK, Count, GroupBlocks, Index
 from kvconnect.plan.wire import Wire
 
 SECONDS_PER_CHUNK = 400e-6
@@ -75,22 +75,17 @@ class Chunker:
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
-        self._groups = {
+        self.groups = {
             stream.target_group: (index, stream.is_state)
             for index, stream in enumerate({stream.target_group: stream for stream in wire.streams}.values())
         }
-        self._group = np.array([self._groups[stream.target_group][0] for stream in wire.streams])
+        """The target's cache groups that have streams: a number of each, and whether it keeps state."""
+        self._group = np.array([self.groups[stream.target_group][0] for stream in wire.streams])
         self._row_tokens = np.array([stream.row_tokens for stream in wire.streams], dtype=np.int64)
         self._width = np.array([stream.width_bytes for stream in wire.streams], dtype=np.int64)
         # Cached: a chunk is placed twice, when cut and when staged, and other requests have the same chunk.
         self._placed = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
         self._bytes_of = functools.lru_cache(_MOST_SIZES)(self._measure)
-        self._least_steps = functools.lru_cache(_MOST_SIZES)(self._at_least)
-
-    @property
-    def num_groups(self) -> int:
-        """The number of the target's cache groups that have streams on the wire."""
-        return len(self._groups)
 
     def place(self, chunk: Chunk) -> Placement:
         """Place the rows of a chunk in its slot. Raises ``LayoutError``: the chunk does not fit the wire."""
@@ -108,12 +103,12 @@ class Chunker:
                 f"a chunk names a cache group twice: {listed(one.group for one in chunk.spans)}"
             )
         for span in chunk.spans:
-            known, is_state = self._groups.get(span.group, (None, False))
+            known, is_state = self.groups.get(span.group, (None, False))
             last = 1 if is_state else _MOST_TOKENS
             if known is None or not 0 <= span.start <= span.stop <= last:
                 raise LayoutError(
                     f"a chunk has the span {span.start}..{span.stop} of cache group {span.group}; the wire "
-                    f"has groups {listed(self._groups)}, and accepts 0..{last} there"
+                    f"has groups {listed(self.groups)}, and accepts 0..{last} there"
                 )
         return self._place(chunk.first_stream, chunk.stop_stream, chunk.spans)
 
@@ -129,8 +124,8 @@ class Chunker:
         spans = [span for span in spans if span.start < span.stop]
         if whole <= slot_bytes:
             return (Chunk(*everything, tuple(spans)),) if whole else ()
-        states = tuple(span for span in spans if self._groups[span.group][1])
-        tokens = tuple(span for span in spans if not self._groups[span.group][1])
+        states = tuple(span for span in spans if self.groups[span.group][1])
+        tokens = tuple(span for span in spans if not self.groups[span.group][1])
         chunks: list[Chunk] = []
         if tokens:
             wanted = {span.group for span in tokens}
@@ -150,9 +145,9 @@ class Chunker:
         return tuple(chunks)
 
     def _place(self, first: int, stop: int, spans: Iterable[TokenSpan]) -> Placement:
-        start_of, stop_of = np.zeros((2, len(self._groups)), dtype=np.int64)
+        start_of, stop_of = np.zeros((2, len(self.groups)), dtype=np.int64)
         for span in spans:
-            index = self._groups[span.group][0]
+            index = self.groups[span.group][0]
             start_of[index], stop_of[index] = span.start, span.stop
         group, row_tokens = self._group[first:stop], self._row_tokens[first:stop]
         first_row = start_of[group] // row_tokens
@@ -211,7 +206,7 @@ class Chunker:
     def _measure(self, first: int, stop: int, spans: tuple[TokenSpan, ...]) -> int:
         return self._place(first, stop, spans).total_bytes
 
-    def _at_least(self, first: int, stop: int, step: int, slot_bytes: int) -> int:
+    def _least_steps(self, first: int, stop: int, step: int, slot_bytes: int) -> int:
         """A lower bound of the steps that fit, at least 1: a step takes ``width`` bytes plus padding."""
         width = int((self._width[first:stop] * (step // self._row_tokens[first:stop])).sum())
         return max(1, (slot_bytes - ALIGN_BYTES * (stop - first)) // width)
@@ -268,20 +263,6 @@ def _first_real(block_ids: Iterable[int]) -> int | None:
     return next((index for index, block in enumerate(block_ids) if block != NULL_BLOCK), None)
 
 
-def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: int) -> None:
-    """Raises ``LayoutError``: ``ids``, from position ``first`` on, lack a block that a later token sees."""
-    if np.count_nonzero(ids) == len(ids):
-        return
-    missing = first + np.flatnonzero(ids == NULL_BLOCK)
-    at = int(missing[0]) if geometry.is_state else first_needed(missing, geometry, num_tokens)
-    if at is not None:
-        tokens = geometry.block_tokens
-        what = "the state" if geometry.is_state else f"tokens {at * tokens} to {(at + 1) * tokens - 1}"
-        raise LayoutError(
-            f"cache group {geometry.group}: {what} of the request shall be packed, but no block holds it"
-        )
-
-
 PACK_BYTES_PER_S = {"cuda": 1e12, "cpu": 4e9}
 """About the rate of packing, by type of device (`python -m benchmarks pack`). Not measured: half or twice the
 rate costs 6 % of the time that packing and the chunks' fixed cost add to a transfer."""
@@ -311,13 +292,12 @@ class RequestCutter:
             ),
             default=1,
         )
-        wired = {stream.target_group for stream in chunker.wire.streams}
         # Bytes of one step of ``align_tokens`` over all groups: chunks grow by such steps.
         self._step_bytes = self._bytes_of(
             tuple(
                 TokenSpan(group.group, 0, 1 if group.is_state else self._align_tokens)
                 for group in target.groups
-                if group.group in wired
+                if group.group in chunker.groups
             )
         )
 

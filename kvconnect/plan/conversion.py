@@ -30,15 +30,6 @@ class Conversion(msgspec.Struct, frozen=True, array_like=True):
     key_values: int
     scales: Scales
 
-    def dtype_of(self, side: str) -> str:
-        """The dtype on ``side``, which is ``"source"`` or ``"target"``."""
-        return self.source_dtype if side == "source" else self.target_dtype
-
-
-def is_convertible(source_dtype: str, target_dtype: str) -> bool:
-    """Whether the two dtypes differ and can be converted into each other."""
-    return source_dtype != target_dtype and {source_dtype, target_dtype} <= ITEM_BYTES.keys()
-
 
 def make_conversion(
     source_dtype: str, target_dtype: str, source_side: tuple[Scales, int], target_side: tuple[Scales, int]

@@ -19,7 +19,7 @@ from kvconnect.cache.region_table import Region, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.conversion import ITEM_BYTES, Conversion, is_convertible, make_conversion
+from kvconnect.plan.conversion import ITEM_BYTES, Conversion, make_conversion
 
 ORDERS = ("pages", "rows")
 CANNOT_MATCH = "the two caches cannot be matched: "
@@ -270,8 +270,8 @@ def _bytes_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
 
 
 def _conversion_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
-    """Why the values of rows cannot be converted one by one; None if they can."""
-    if not is_convertible(source.dtype, target.dtype):
+    """Why the values of rows of two dtypes cannot be converted one by one; None if they can."""
+    if not {source.dtype, target.dtype} <= ITEM_BYTES.keys():
         return (
             f"dtype is {source.dtype} on the prefill node, {target.dtype} on the decode node; accepted: two "
             f"of {', '.join(ITEM_BYTES)}; rows of another type (fp8_ds_mla keeps scales inside them) are not "

@@ -99,7 +99,7 @@ def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
         for span in chunk.spans
     )
     # A chunk of all streams names each token once for every group.
-    if area > streams * chunker.num_groups * longest:
+    if area > streams * len(chunker.groups) * longest:
         raise PeerError(
             f"{len(fetch.chunks)} chunks name more than the {fetch.num_tokens} tokens of the fetch"
         )

@@ -475,7 +475,7 @@ class PrefillRequests:
                 num_tokens=num_tokens,
                 host=self._directory[0].host,
                 port=self._directory[0].port,
-                expires_at=self._handles.expiry(self._extra.lease_s),
+                expires_at=self._handles.clock() + self._extra.lease_s,
                 prompt=prompt,
                 identity=self._stack.identity_marks,
             )

@@ -1,16 +1,22 @@
-"""Chooses the kernel block size of each cache group.
+"""The attention set-up of a model runner, in the only order that keeps all block sizes consistent.
+
+First the backends of a cache group are collected, then one kernel block size is chosen that all of them
+accept, then their metadata builders are made with this size. The runner makes block tables and the cache
+afterwards, from the returned sizes. A serving stack that makes builders or the cache first has to guess the
+kernel size, and a connector then sees another number of blocks than the kernels.
 
 The scheduler's *logical* block may be larger than the *kernel* block. Logical block ``b`` consists of kernel
-blocks ``b * r .. b * r + r - 1`` with ``r = logical // kernel``. This module refuses a kernel size if the
-bytes of a page do not split that way.
+blocks ``b * r .. b * r + r - 1`` with ``r = logical // kernel``. A kernel size is refused if the bytes of a
+page do not split that way.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvconnect.cache.specs import KVCacheConfig, LayerSpec, StateSpec
 from kvconnect.errors import ConfigError, LayoutError
@@ -28,8 +34,19 @@ class MultipleOf:
         return f"multiples of {self.base}"
 
 
+class GraphSupport(enum.IntEnum):
+    """The batches for which a CUDA graph can capture a backend's work, from fewest to most."""
+
+    NEVER = 0
+    UNIFORM_DECODE = 1
+    """Batches in which every request computes one token."""
+    UNIFORM_BATCH = 2
+    """Batches in which every request computes the same number of tokens."""
+    ALWAYS = 3
+
+
 class AttentionBackend(Protocol):
-    """The interface of an attention backend that the choice of kernel block sizes needs."""
+    """The interface of an attention backend that a model runner needs."""
 
     @property
     def name(self) -> str:
@@ -40,6 +57,76 @@ class AttentionBackend(Protocol):
     def kernel_block_sizes(self) -> Sequence[int | MultipleOf]:
         """The block sizes, in tokens, that the backend's kernels accept."""
         ...
+
+    @property
+    def graph_support(self) -> GraphSupport:
+        """The batches for which a CUDA graph can capture the backend."""
+        ...
+
+    def make_metadata_builder(self, kernel_block_size: int) -> Any:
+        """A metadata builder for caches with kernel blocks of ``kernel_block_size`` tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Layers of one cache group that share a backend, and thus a metadata builder. Sizes are in tokens."""
+
+    cache_group: int
+    backend: AttentionBackend
+    layer_names: tuple[str, ...]
+    kernel_block_size: int
+    metadata_builder: Any
+
+
+@dataclass(frozen=True)
+class AttentionSetup:
+    """The result of ``init_attention``, from which a runner makes block tables, caches and CUDA graphs.
+
+    ``kernel_block_sizes`` are tokens by cache group index: of state groups their own block size, of
+    encoder-only groups, which keep no cache, no entry. ``graph_support`` is the least of all backends.
+    """
+
+    groups: tuple[AttentionGroup, ...]
+    kernel_block_sizes: dict[int, int]
+    graph_support: GraphSupport
+
+
+def init_attention(config: KVCacheConfig, backends: Mapping[str, AttentionBackend]) -> AttentionSetup:
+    """Choose kernel block sizes and make metadata builders, for every cache group of a config.
+
+    ``backends`` maps the layer names of the main model and a draft model to their backends. State layers
+    need no backend; if a state layer has one, it counts for graph support.
+
+    Raises:
+        LayoutError: an attention layer has no backend, a group's backends have no common kernel block
+            size, or a backend is given for a layer that no group has.
+    """
+    for layer in backends:
+        config.group_of(layer)
+    groups: list[AttentionGroup] = []
+    sizes: dict[int, int] = {}
+    for index, group in enumerate(config.groups):
+        if not group.has_cache:
+            continue
+        specs = dict(group.layer_specs())
+        # By identity: a backend need not be hashable.
+        layers_of: dict[int, tuple[AttentionBackend, list[str]]] = {}
+        for layer, spec in specs.items():
+            if layer in backends:
+                layers_of.setdefault(id(backends[layer]), (backends[layer], []))[1].append(layer)
+            elif not isinstance(spec, StateSpec):
+                raise LayoutError(f"layer {layer!r} of cache group {index} has no attention backend")
+        size = group.block_size
+        if not any(isinstance(spec, StateSpec) for spec in specs.values()):
+            of_group = [backend for backend, _ in layers_of.values()]
+            size = select_common_block_size(size, of_group, list(specs.values()))
+        sizes[index] = size
+        for backend, layers in layers_of.values():
+            builder = backend.make_metadata_builder(size)
+            groups.append(AttentionGroup(index, backend, tuple(layers), size, builder))
+    support = min((group.backend.graph_support for group in groups), default=GraphSupport.ALWAYS)
+    return AttentionSetup(tuple(groups), sizes, support)
 
 
 def _takes(backend: AttentionBackend, size: int) -> bool:
@@ -100,30 +187,6 @@ def split_refusal(spec: LayerSpec, kernel_block_size: int) -> str | None:
             f"whole rows per {kernel_block_size} tokens"
         )
     return None
-
-
-def prepare_kernel_block_sizes(
-    config: KVCacheConfig, backends: Sequence[Sequence[AttentionBackend]]
-) -> dict[int, int]:
-    """The kernel block size in tokens of every group that has a cache, by group index.
-
-    ``backends[i]`` are the attention backends of group ``i``, with those of a draft model.
-    State groups keep their block size. Encoder-only groups have no entry.
-
-    Raises ``LayoutError``: a group has no common size, or ``backends`` does not match the groups.
-    """
-    if len(backends) != len(config.groups):
-        raise LayoutError(f"{len(backends)} lists of backends for {len(config.groups)} cache groups")
-    sizes = {}
-    for index, group in enumerate(config.groups):
-        specs = [spec for _, spec in group.layer_specs()]
-        if any(isinstance(spec, StateSpec) for spec in specs):
-            sizes[index] = group.block_size
-        elif group.has_cache:
-            if not backends[index]:
-                raise LayoutError(f"the cache group of {group.layer_names[0]!r} has no attention backend")
-            sizes[index] = select_common_block_size(group.block_size, backends[index], specs)
-    return sizes
 
 
 def sync_block_size(configured: int, kernel: int) -> int:

@@ -8,7 +8,6 @@ to the block tables, and before the forward pass reads them.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvconnect.cache.borrowed_memory import memory_at
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError, listed
 from kvconnect.runner_kit.kernels import wants_triton
@@ -72,11 +72,6 @@ class KVBlockZeroer:
         else:
             self._ops = CpuZeroOps(self.pages, self.num_blocks)
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes that are zeroed per logical block."""
-        return int(self.pages[:, 2].sum())
-
     def zero_block_ids(self, ids: Sequence[int]) -> None:
         """Zero the pages of logical blocks, on the current stream. Ids may repeat.
 
@@ -92,7 +87,7 @@ class KVBlockZeroer:
             self._ops.zero(blocks)
 
 
-def logical_pages(table: RegionTable, runner_only_layers: frozenset[str] = frozenset()) -> PageTable:
+def logical_pages(table: RegionTable, runner_only_layers: frozenset[str]) -> PageTable:
     """The stretches of logical pages to zero: int64 ``(n, 3)`` of address, stride and size in bytes.
 
     A logical page is its kernel pages side by side; the region table has checked that there are no gaps
@@ -124,8 +119,7 @@ class CpuZeroOps:
         dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
         self._views = []
         for address, stride, size in pages.tolist():
-            memory = (ctypes.c_ubyte * (stride * (num_blocks - 1) + size)).from_address(address)
-            raw = torch.frombuffer(memory, dtype=dtype)
+            raw = memory_at(address, stride * (num_blocks - 1) + size).view(dtype)
             self._views.append(raw.as_strided((num_blocks, size // word), (stride // word, 1)))
 
     def zero(self, blocks: NDArray[np.int64]) -> None:

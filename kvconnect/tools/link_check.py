@@ -24,8 +24,8 @@ from kvconnect.pack.arena import Arena, auto_slot_bytes
 from kvconnect.peer.asking import asking_channel
 from kvconnect.peer.channel import Channel, LinkLost
 from kvconnect.peer.description import Description
-from kvconnect.peer.messages import FindPrefix, Introduction, PrefixFound, Side
-from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, Session
+from kvconnect.peer.messages import FindPrefix, Introduction, PrefixFound, Side, Welcome
+from kvconnect.peer.session import Ended, Event, Misused, Session
 from kvconnect.tools.facts import Facts
 from kvconnect.tools.findings import Finding, warning, warning_if
 
@@ -77,14 +77,12 @@ def _calibrated(facts: Facts, theirs: Introduction, address: tuple[str, int], ar
             session.greet(time.monotonic())
             for event in _events(session, channel, engine):
                 match event:
-                    case Ready():
+                    case Welcome():
                         # A lookup makes the peer measure the link, whether or not it finds names.
                         session.send(FindPrefix(1, Prefix(Naming("", 1), 0, ()), 1))
-                    case Received(message=Transport() as found):
-                        return found
-                    case Received(message=PrefixFound(error=Reason() as reason)) if (
-                        reason.cause is not Cause.NOT_HELD
-                    ):
+                    case Transport():
+                        return event
+                    case PrefixFound(error=Reason() as reason) if reason.cause is not Cause.NOT_HELD:
                         raise PeerError.of(reason)
                     case Ended() | Misused():
                         raise PeerError.of(event.reason)

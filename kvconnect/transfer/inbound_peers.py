@@ -20,6 +20,7 @@ from kvconnect.peer.messages import (
     Answer,
     Fetch,
     FindPrefix,
+    Hello,
     Introduction,
     Message,
     PrefixFound,
@@ -30,7 +31,7 @@ from kvconnect.peer.messages import (
     StillAlive,
     Written,
 )
-from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, Session, SessionState
+from kvconnect.peer.session import Ended, Event, Misused, Session, SessionState
 from kvconnect.transfer.duplicate_filter import DuplicateFilter
 from kvconnect.transfer.parts import DROPPED, TransferContext, count_misuse
 from kvconnect.transfer.topics import Topics
@@ -165,17 +166,15 @@ class InboundPeers:
 
     def _handle(self, link: str, inbound: InboundPeer, event: Event, now: float) -> None:
         match event:
-            case Ready():
+            case Hello():
                 inbound.disagrees = None
                 self._repeats.succeeded(str(inbound))
                 self._keep(link, inbound)
                 self.service.met(link)
-            case Received(message=Alive()):
+            case Alive():
                 inbound.session.send(StillAlive())
-            case Received(message=Question() as question):
-                self.topics.ask(question, functools.partial(self._reply, link, inbound), now)
-            case Received(message=message):
-                self.service.serve(link, inbound, message, now)
+            case Question():
+                self.topics.ask(event, functools.partial(self._reply, link, inbound), now)
             case Misused(reason=reason):
                 count_misuse(self._metrics, self._repeats, str(inbound), reason.text)
             case Ended(reason=reason, refused=refused):
@@ -188,6 +187,8 @@ class InboundPeers:
                         reason,
                         reason.label,
                     )
+            case _:
+                self.service.serve(link, inbound, event, now)
 
     def _keep(self, link: str, inbound: InboundPeer) -> None:
         """Keep a peer; beyond ``max_peers``, drop the peer not in use that was silent longest.

@@ -29,7 +29,7 @@ from kvconnect.pack.arena import (
 )
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.exponent_code import ExponentCoder
-from kvconnect.pack.packer import Packer, chosen_kernels, make_coder
+from kvconnect.pack.packer import Packer, make_coder
 from kvconnect.packages import has_triton
 from kvconnect.peer.agreement import wanted_card
 from kvconnect.peer.messages import Introduction
@@ -143,8 +143,7 @@ class Local:
         blocks = [GroupBlocks(group, 0, (block,)) for group, block in last.items()]
         for order in ORDERS if pool.slots else ():
             packer = self._packer(table, align_wire(card, card, order), side)
-            groups = {stream.target_group for stream in packer.chunker.wire.streams}
-            token = [TokenSpan(group, 0, 1) for group in sorted(groups)]
+            token = [TokenSpan(group, 0, 1) for group in sorted(packer.chunker.groups)]
             try:
                 chunks = packer.chunker.cut(token, pool.slot_bytes)
             except LayoutError:
@@ -201,7 +200,7 @@ def open_local(
         maps_peers=not on_cuda and _shares(config.extra, engine),
         coder=coder,
     )
-    if on_cuda and chosen_kernels("auto", device) == "torch":
+    if on_cuda and not has_triton():
         metrics.failures.labels("no_triton").inc()
         logger.warning(
             "Triton is not installed, so torch packs pages, which is slower, and exponent_coding is off: "

@@ -10,7 +10,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from tests.engine.engine_driver import BUFFER_BYTES, HANG_S, MIB, Driver, EngineCases
+from tests.engine.engine_driver import BUFFER_BYTES, HANG_S, MIB, Driver, EngineCases, met
 from tests.engine.engine_peer import PeerProcess
 
 
@@ -154,6 +154,31 @@ class FaultCases(EngineCases):
             assert np.array_equal(successor.content(self._buffer)[:MIB], driver.buffer[:MIB])
         finally:
             successor.close()
+
+
+class QuietCases(EngineCases):
+    """An engine over TCP knows when memory is quiescent after a peer that has read only a part of a batch."""
+
+    def test_the_death_of_a_peer_is_proven_quiet(self) -> None:
+        with met(self.make_engine, 32 * MIB) as (driver, peer, remote):
+            assert driver.copy("peer", remote).ok
+            peer.stop()
+            batch_id = driver.submit("peer", driver.address, remote, 32 * MIB)
+            driver.poll()
+            time.sleep(0.1)
+            peer.kill()
+            answer = driver.wait(batch_id)
+            assert (answer.ok, answer.quiescent) == (False, True), answer
+
+    def test_a_timeout_is_not_called_quiet(self) -> None:
+        """What the kernel holds for a stopped peer lands when it wakes; new batches do not wait for it."""
+        with met(self.make_engine, 32 * MIB) as (driver, peer, remote):
+            assert driver.copy("peer", remote).ok
+            peer.stop()
+            answer = driver.copy("peer", remote, 32 * MIB, timeout_s=0.5)
+            assert (answer.ok, answer.quiescent) == (False, False)
+            peer.resume()
+            assert driver.copy("peer", remote).ok
 
 
 def _accept_all(listener: socket.socket, held: list[socket.socket]) -> None:

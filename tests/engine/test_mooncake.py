@@ -20,6 +20,7 @@ from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.mooncake import MooncakeCard
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import EngineError
+from tests.engine.engine_faults import QuietCases
 from tests.engine.engine_suite import EngineSuite, met
 
 _PROBLEM = available_engines()["mooncake"]
@@ -32,7 +33,7 @@ def make_engine() -> Engine:
     return MooncakeEngine("127.0.0.1", settle_s=3.0)
 
 
-class TestMooncakeEngine(EngineSuite):
+class TestMooncakeEngine(EngineSuite, QuietCases):
     make_engine = staticmethod(make_engine)
     settle_s = 3.0
 
@@ -142,31 +143,6 @@ def test_device_memory_is_refused_without_cuda() -> None:
             engine.register([Span(4096, 4096, "cuda:0")])
     finally:
         engine.close()
-
-
-def test_the_death_of_a_peer_is_proven_quiet() -> None:
-    """What was sent goes through a lane that is destroyed, and nothing answers at the peer's port."""
-    with met(make_engine, 32 << 20) as (driver, peer, remote):
-        assert driver.copy("peer", remote).ok
-        peer.stop()
-        batch_id = driver.submit("peer", driver.address, remote, 32 << 20)
-        driver.poll()
-        time.sleep(0.1)
-        peer.kill()
-        answer = driver.wait(batch_id)
-        assert (answer.ok, answer.quiescent) == (False, True), answer
-
-
-def test_failure_by_timeout_is_not_called_quiet_while_the_library_is_in_it() -> None:
-    """A stopped peer holds bytes in its kernel, and writes them when it wakes."""
-    with met(make_engine, 32 << 20) as (driver, peer, remote):
-        assert driver.copy("peer", remote).ok
-        peer.stop()
-        answer = driver.copy("peer", remote, 32 << 20, timeout_s=0.5)
-        assert (answer.ok, answer.quiescent) == (False, False)
-        peer.resume()
-        # New work takes another lane and does not wait for the old one.
-        assert driver.copy("peer", remote).ok
 
 
 _LEAVE = """

@@ -18,6 +18,7 @@ from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.nixl_library import Copy, TransferCache, ucx_options
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import ConfigError, EngineError
+from tests.engine.engine_faults import QuietCases
 from tests.engine.engine_peer import PeerProcess
 from tests.engine.engine_suite import Driver, EngineSuite, met
 
@@ -42,7 +43,7 @@ def make_tcp_engine() -> Engine:
     return NixlEngine(backend_options={"engine_config": "TLS=tcp"})
 
 
-class TestNixlEngineOverTcp(EngineSuite):
+class TestNixlEngineOverTcp(EngineSuite, QuietCases):
     """As between hosts: no shared memory, so a peer that does not poll receives nothing."""
 
     make_engine = staticmethod(make_tcp_engine)
@@ -82,17 +83,6 @@ def test_one_copy_again_and_again_brings_the_bytes_of_its_time(
     assert len(kept) == 0, "it names memory that is not registered any more"
 
 
-def test_a_timeout_is_not_called_quiet(pair: tuple[Driver, PeerProcess, int]) -> None:
-    """What the kernel holds for a stopped peer lands when it wakes."""
-    driver, peer, remote = pair
-    assert driver.copy("peer", remote).ok
-    peer.stop()
-    answer = driver.copy("peer", remote, 16 << 20, timeout_s=0.5)
-    assert (answer.ok, answer.quiescent) == (False, False)
-    peer.resume()
-    assert driver.copy("peer", remote).ok
-
-
 def test_batches_to_a_peer_that_stood_still_outlive_one_that_was_given_up(
     pair: tuple[Driver, PeerProcess, int],
 ) -> None:
@@ -119,19 +109,6 @@ def test_batches_to_a_peer_that_stood_still_outlive_one_that_was_given_up(
     for batch_id in others:
         assert driver.wait(batch_id).ok, driver.answers[batch_id]
     assert np.array_equal(peer.content("buffer")[quarter:], driver.buffer[quarter:])
-
-
-def test_the_death_of_a_peer_on_this_host_is_proven_quiet(
-    pair: tuple[Driver, PeerProcess, int],
-) -> None:
-    driver, peer, remote = pair
-    assert driver.copy("peer", remote).ok
-    peer.stop()
-    batch_id = driver.submit("peer", driver.address, remote, 16 << 20, timeout_s=10.0)
-    driver.poll()
-    peer.kill()
-    answer = driver.wait(batch_id)
-    assert (answer.ok, answer.quiescent) == (False, True), answer
 
 
 def test_the_process_ends_cleanly() -> None:

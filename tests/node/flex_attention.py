@@ -13,8 +13,8 @@ import torch
 
 from kvconnect.node.attention import AttentionPages, Backend, Segment, attend_rows
 from kvconnect.node.node_options import NodeOptions
-from kvconnect.runner_kit.attention_groups import GraphSupport
 from kvconnect.runner_kit.flex_capacity import NULL_PAGE, FlexBuffers, FlexCapacity
+from kvconnect.runner_kit.kernel_blocks import GraphSupport
 
 # Query groups are as long as a kernel page, up to this: a decode step's few tokens are padded to a group.
 MAX_QUERY_BLOCK = 64

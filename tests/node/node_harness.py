@@ -21,7 +21,6 @@ from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output, Request
 from kvconnect.node.serving import build_engine
 from kvconnect.outcome import Cause
-from kvconnect.plan.blocks import expand_block_ids
 from kvconnect.transfer.orders import LetGo, Orders, Results
 from tests.node.flex_attention import flex_backend
 
@@ -320,7 +319,7 @@ class CopyConnector:
     def _copy_block(layer, ratio, pages, source, target, cache, peer_cache) -> None:
         dim = cache.tensors[layer].axes.split().index("block")
         sources, targets = (
-            torch.from_numpy(expand_block_ids([block], ratio)[pages]).to(cache.device)
+            torch.arange(block * ratio, (block + 1) * ratio)[pages].to(cache.device)
             for block in (source, target)
         )
         width = {1: torch.int8, 2: torch.int16}[cache.tensors[layer].tensor.dtype.itemsize]

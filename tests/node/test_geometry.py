@@ -11,7 +11,7 @@ from kvconnect.node.kv_cache import CACHE_DTYPES, NodeCache
 from kvconnect.node.models import CacheSizing, build_model
 from kvconnect.node.node_connector import identity
 from kvconnect.node.node_options import NodeOptions
-from kvconnect.runner_kit.attention_groups import GraphSupport
+from kvconnect.runner_kit.kernel_blocks import GraphSupport
 from tests.node.node_harness import MODEL_NAMES, CopyConnector, make_client, make_prompt, prefilled
 
 # A dense model, a backend that takes 64 only, and blocks of 128.

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kvconnect.cache.specs import StateSpec
-from kvconnect.plan.blocks import expand_block_ids
 from tests.node.node_harness import MODEL_NAMES, Client, CopyConnector, make_client, make_prompt, prefilled
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
@@ -24,7 +23,8 @@ def poison(client: Client, byte: int) -> None:
     assert free
     cache = client.engine.runner.cache
     for name, tensor in cache.tensors.items():
-        ids = torch.from_numpy(expand_block_ids(free, cache.tables.blocks_per_kv_block[cache.group_of[name]]))
+        ratio = cache.tables.blocks_per_kv_block[cache.group_of[name]]
+        ids = torch.tensor([block * ratio + part for block in free for part in range(ratio)])
         bits = tensor.tensor.view(torch.uint8)
         bits.index_fill_(tensor.axes.split().index("block"), ids.to(bits.device), byte)
 

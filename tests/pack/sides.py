@@ -434,11 +434,11 @@ def exchange(kernels, source: Side, held, target: Side, wanted, spans, slot_byte
         expected = slot.cpu().numpy().copy()
         for offset, _, data in streams:
             expected[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
-        ticket = packer.pack(slot, ours, seed)
+        ticket = packer.pack(slot.data_ptr(), ours, seed)
         ticket.wait()
         assert np.array_equal(slot.cpu().numpy(), expected)
         assert ticket.digest == digest_by_hand(streams, seed)
-        landed = unpacker.unpack(slot, theirs, seed)
+        landed = unpacker.unpack(slot.data_ptr(), theirs, seed)
         landed.wait()
         assert landed.digest == ticket.digest
         assert np.array_equal(slot.cpu().numpy(), expected)

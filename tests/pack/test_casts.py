@@ -61,8 +61,8 @@ def test_every_bit_pattern_is_cast_as_defined(kernels, pair, scales):
     )
     ours, theirs = whole(source, packer), whole(target, unpacker)
     slot = slot_for(ours)
-    packer.pack(slot, ours, 1).wait()
-    unpacker.unpack(slot, theirs, 1).wait()
+    packer.pack(slot.data_ptr(), ours, 1).wait()
+    unpacker.unpack(slot.data_ptr(), theirs, 1).wait()
     rows = spread.numpy().tobytes()
     row_bytes = 256 * ITEM[pair[0]]
     expected = b"".join(
@@ -86,8 +86,8 @@ def test_what_was_quantised_is_read_as_it_was_written(kernels):
     unpacker = Packer(narrow.table, wire, side="target", device=DEVICE, kernels=kernels)
     ours, theirs = whole(wide, packer), whole(narrow, unpacker)
     slot = slot_for(ours)
-    packer.pack(slot, ours, None).wait()
-    unpacker.unpack(slot, theirs, None).wait()
+    packer.pack(slot.data_ptr(), ours, None).wait()
+    unpacker.unpack(slot.data_ptr(), theirs, None).wait()
     read = narrow.tensors["a"].tensor[2:].cpu().float().view(128, 2, 2, 32) * torch.tensor(scales).view(2, 1)
     assert torch.allclose(read.permute(2, 0, 1, 3), wanted, rtol=0.07, atol=0.004)
 
@@ -135,8 +135,8 @@ def test_no_copy_of_the_whole_is_made_on_the_way(pair):
         staged = whole(side, packer)
         slot = slot_for(staged)
         with _Allocated([slot, side.tensors["a"].tensor]) as allocated:
-            packer.pack(slot, staged, 1)
-            packer.unpack(slot, staged, 1)
+            packer.pack(slot.data_ptr(), staged, 1)
+            packer.unpack(slot.data_ptr(), staged, 1)
         assert staged.total_bytes > 3 << 20
         assert allocated.most_bytes <= 1 << 18
 

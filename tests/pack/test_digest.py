@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.errors import ConfigError
 from kvconnect.pack import digest
 from kvconnect.pack.digest import digest_streams
-from kvconnect.pack.packer import Packer
-from kvconnect.plan.align import TableCard
-from kvconnect.plan.wire import align_wire
 from tests.pack.sides import M64, MULTIPLIER, STEP
-from tests.pack.test_casts import one_layer
 
 WORDS = st.sampled_from([1, 2, 4, 8])
 SEEDS = st.integers(0, M64 - 1)
@@ -31,7 +24,7 @@ def slots(draw):
         streams.append((offset, length, word))
         end = offset + length
     data = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, end, dtype=np.uint8)
-    return data, streams
+    return data, tuple(streams)
 
 
 def sampled_by_hand(data, streams, seed, one_in):
@@ -75,7 +68,7 @@ def test_whatever_is_torn_over_as_many_lines_is_found(slot, seed, one_in, data):
 
 def test_a_small_chunk_is_digested_whole():
     data = np.zeros(64 * digest.LEAST_LINES, dtype=np.uint8)
-    streams = [(0, len(data), 8)]
+    streams = ((0, len(data), 8),)
     before = digest_streams(data, streams, 7, 64)
     for at in (0, 8, 4096, len(data) - 1):
         data[at] ^= 1
@@ -85,7 +78,7 @@ def test_a_small_chunk_is_digested_whole():
 
 def test_another_generation_looks_at_other_lines():
     data = np.zeros(64 * 64 * digest.LEAST_LINES, dtype=np.uint8)
-    streams = [(0, len(data), 8)]
+    streams = ((0, len(data), 8),)
     flipped = data.copy()
     flipped[1000] ^= 1
     found = [
@@ -93,18 +86,3 @@ def test_another_generation_looks_at_other_lines():
         for seed in range(64)
     ]
     assert found.count(True) == 1
-
-
-@pytest.mark.parametrize(("sample", "kernels"), [(0, "numpy"), (2, "triton")])
-def test_a_packer_says_which_samples_it_takes(sample, kernels):
-    side = one_layer(torch.float16)
-    card = TableCard.of(side.table)
-    with pytest.raises(ConfigError, match=f"digest_sample is {sample}; accepted.*: 1"):
-        Packer(
-            side.table,
-            align_wire(card, card),
-            side="source",
-            device="cpu",
-            kernels=kernels,
-            digest_sample=sample,
-        )

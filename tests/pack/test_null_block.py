@@ -40,7 +40,7 @@ for converts in (False, True):
         blocks = [GroupBlocks(0, 0, ids)]
         chunk = Chunk(0, 1, (TokenSpan(0, 0, tokens),))
         (staged,) = packer.stage(blocks, [chunk], 100)
-        packer.pack(slot, staged, 1)
+        packer.pack(slot.data_ptr(), staged, 1)
         assert not slot[: staged.total_bytes].any()
     print("packed", converts)
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import threading
 from dataclasses import replace
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks
-from kvconnect.errors import ConfigError, LayoutError, LocalError
+from kvconnect.errors import LayoutError, LocalError
 from kvconnect.pack import numpy_mover
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.blocks import GroupBlocks
@@ -211,12 +210,12 @@ def test_whole_pages_are_moved_as_they_are(kernels, case):
         expected[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
         found.append((at, stream.word_bytes, data))
         at += -(-len(data) // 16) * 16
-    ticket = packer.pack(slot, out, seed)
+    ticket = packer.pack(slot.data_ptr(), out, seed)
     ticket.wait()
     assert out.total_bytes == at
     assert np.array_equal(slot.cpu().numpy(), expected)
     assert ticket.digest == digest_by_hand(found, seed)
-    landed = unpacker.unpack(slot, back, seed)
+    landed = unpacker.unpack(slot.data_ptr(), back, seed)
     landed.wait()
     assert landed.digest == ticket.digest
     for layer in model.layers:
@@ -237,9 +236,9 @@ def simple_model(num_tokens=12, heads=4, width=8):
     )
 
 
-def simple_shape(layout="block token head", kernel=4, ratio=1, pad=0):
+def simple_shape(layout="block token head", kernel=4):
     names = ("a", "b")
-    return Shape(dict.fromkeys(names, layout), dict.fromkeys(names, pad), {0: kernel}, {0: ratio})
+    return Shape(dict.fromkeys(names, layout), dict.fromkeys(names, 0), {0: kernel}, {0: 1})
 
 
 def simple_blocks(model, shape):
@@ -270,8 +269,8 @@ def test_block_sizes_in_any_ratio(kernels, sizes):
     )
 
 
-def one_way(kernels, word_width=8):
-    model, shape = simple_model(width=word_width), simple_shape()
+def one_way(kernels):
+    model, shape = simple_model(), simple_shape()
     side = Side(model, shape, HeadInterval(0, 4), NUM_BLOCKS, 1)
     wire = align_wire(side.card(), side.card(), "rows")
     packer = Packer(side.table, wire, side="source", device=DEVICE, kernels=kernels)
@@ -280,14 +279,13 @@ def one_way(kernels, word_width=8):
     return side, packer, staged
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_a_digest_tells_any_damage(kernels, data):
-    _, packer, staged = one_way(kernels)
+def test_a_digest_tells_any_damage(data):
+    _, packer, staged = one_way(KERNELS[0])
     slot = slot_for(staged)
     seed = data.draw(st.integers(0, M64 - 1))
-    packed = packer.pack(slot, staged, seed)
+    packed = packer.pack(slot.data_ptr(), staged, seed)
     packed.wait()
     raw = slot.cpu().numpy()[: staged.total_bytes].copy()
     damage = data.draw(st.sampled_from(["bit", "swap", "generation", "zeros", "shift", "high bits"]))
@@ -307,10 +305,10 @@ def test_a_digest_tells_any_damage(kernels, data):
     else:
         words[[a, b]] ^= np.uint64(1 << 63)
     slot[: staged.total_bytes] = torch.from_numpy(raw)
-    landed = packer.unpack(slot, staged, other_seed)
+    landed = packer.unpack(slot.data_ptr(), staged, other_seed)
     landed.wait()
     assert landed.digest != packed.digest
-    again = packer.pack(slot, staged, other_seed)
+    again = packer.pack(slot.data_ptr(), staged, other_seed)
     again.wait()
     assert again.digest == landed.digest, "what was written is what was digested"
 
@@ -319,15 +317,19 @@ def test_a_digest_tells_any_damage(kernels, data):
 def test_without_a_seed_there_is_no_digest_and_tickets_may_be_read_in_any_order(kernels):
     _, packer, staged = one_way(kernels)
     slot = slot_for(staged)
-    tickets = [packer.pack(slot, staged, seed) for seed in (1, None, 2, 1)]
+    tickets = [packer.pack(slot.data_ptr(), staged, seed) for seed in (1, None, 2, 1)]
     for ticket in reversed(tickets):
         ticket.wait()
         assert ticket.done
     assert tickets[3].digest == tickets[0].digest != tickets[2].digest
     assert tickets[1].digest is None
     for _ in range(300):
-        last = packer.pack(slot, staged, 1) if kernels == "numpy" else tickets[3]
+        last = packer.pack(slot.data_ptr(), staged, 1) if kernels == "numpy" else tickets[3]
     assert last.digest == tickets[0].digest
+    slot[0] ^= 1
+    torn = packer.unpack(slot.data_ptr(), staged, 1)
+    torn.wait()
+    assert torn.digest != last.digest
 
 
 @pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
@@ -349,7 +351,7 @@ def test_a_processor_packs_and_unpacks_in_one_thread_however_many_torch_may_begi
                 (staged,) = packer.stage(blocks, [chunk], 1024)
                 slot = torch.from_numpy(np.ones(staged.total_bytes, np.uint8))
                 threads.append(set(os.listdir("/proc/self/task")))
-                (packer.pack if way == "source" else packer.unpack)(slot, staged, 1)
+                (packer.pack if way == "source" else packer.unpack)(slot.data_ptr(), staged, 1)
                 threads.append(set(os.listdir("/proc/self/task")))
         finally:
             torch.set_num_threads(at_first)
@@ -370,27 +372,23 @@ def test_more_tickets_than_places_keep_their_digests(monkeypatch):
     seeds = list(range(30))
     tickets = []
     for seed in seeds:
-        tickets.append(packer.pack(slot, staged, seed))
+        tickets.append(packer.pack(slot.data_ptr(), staged, seed))
         if seed % 5 == 4:
             tickets[-1].wait()
     tickets[-1].wait()
     digests = [ticket.digest for ticket in tickets]
     assert len(set(digests)) == len(seeds)
-    once = packer.pack(slot, staged, 0)
+    once = packer.pack(slot.data_ptr(), staged, 0)
     once.wait()
     assert once.digest == digests[0]
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_slots_that_are_too_small_or_askew_are_refused(kernels):
-    _, packer, staged = one_way(kernels)
+def test_slots_that_are_askew_are_refused():
+    _, packer, staged = one_way(KERNELS[0])
     slot = slot_for(staged)
-    with pytest.raises(LocalError, match=f"the chunk needs {staged.total_bytes}"):
-        packer.pack(slot[:-64], staged, 1)
-    with pytest.raises(LocalError, match="multiples of 16"):
-        packer.pack(slot[8:], staged, 1)
-    with pytest.raises(LocalError, match="multiples of 16"):
-        packer.unpack(slot.data_ptr() + 4, staged, 1)
+    for move, offset in ((packer.pack, 8), (packer.unpack, 4)):
+        with pytest.raises(LocalError, match="multiples of 16"):
+            move(slot.data_ptr() + offset, staged, 1)
     packer.pack(slot.data_ptr(), staged, 1).wait()
 
 
@@ -421,16 +419,10 @@ def test_what_cannot_be_staged_is_refused():
             packer.stage([GroupBlocks(0, 0, (3, 4, 5))], [bad], 12)
 
 
-def test_choices_that_do_not_exist_are_refused(monkeypatch):
+def test_a_side_that_does_not_exist_is_refused():
     side, _, _ = one_way(KERNELS[0])
-    wire = align_wire(side.card(), side.card())
-    with pytest.raises(ConfigError, match="'cuda'"):
-        Packer(side.table, wire, side="source", device=DEVICE, kernels="cuda")
     with pytest.raises(LocalError, match="side is 'P'"):
-        Packer(side.table, wire, side="P", device=DEVICE)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install triton"):
-        Packer(side.table, wire, side="source", device=DEVICE, kernels="triton")
+        Packer(side.table, align_wire(side.card(), side.card()), side="P", device=DEVICE)
 
 
 def test_a_wire_of_other_tables_is_refused():

@@ -66,14 +66,9 @@ class MemoryChannel:
 
     def __init__(self, network: MemoryNetwork, port: int) -> None:
         self._network = network
-        self._port = port
+        self.port = port
         self._opened: dict[str, int] = {}
         self._queue: list[tuple[float, int, Arrival]] = []
-
-    @property
-    def port(self) -> int:
-        """The port that peers connect to."""
-        return self._port
 
     def connect(self, link: str, host: str, port: int) -> None:
         """Open a link to a port; ``host`` is ignored."""
@@ -83,12 +78,12 @@ class MemoryChannel:
         """Send over a link we opened, or answer over one that came (``in:PORT:LINK``)."""
         if link in self._opened:
             target = self._opened[link]
-            delivered = self._network.deliver(self._port, target, f"in:{self._port}:{link}", data)
+            delivered = self._network.deliver(self.port, target, f"in:{self.port}:{link}", data)
             if not delivered:
                 self._lose(link)
             return True
         _, port, theirs = link.split(":", 2)
-        return self._network.deliver(self._port, int(port), theirs, data)
+        return self._network.deliver(self.port, int(port), theirs, data)
 
     def drop(self, link: str) -> None:
         """Forget a link."""
@@ -123,4 +118,4 @@ class MemoryChannel:
 
     def close(self) -> None:
         """Leave the network."""
-        self._network.kill(self._port)
+        self._network.kill(self.port)

@@ -14,7 +14,7 @@ from kvconnect.errors import LocalError
 from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
 from kvconnect.peer.loss import PeerLoss
-from kvconnect.peer.session import TRANSITIONS, Ended, Misused, Ready, Received, Session, SessionState, Side
+from kvconnect.peer.session import TRANSITIONS, Ended, Misused, Session, SessionState, Side
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from tests.identities import named
@@ -74,10 +74,10 @@ def test_greeting_makes_both_sides_ready():
     decode, prefill = session(Side.DECODE, engine_id="D"), session(Side.PREFILL)
     decode.greet(0)
     seen = talk(decode, prefill)
-    assert [type(event) for event in seen[Side.DECODE]] == [Ready]
-    assert seen[Side.DECODE][0].peer.engine_id == "P"
+    assert [type(event) for event in seen[Side.DECODE]] == [m.Welcome]
+    assert seen[Side.DECODE][0].introduction.engine_id == "P"
     assert seen[Side.DECODE][0].directory == (RankAddress(0, "h", 1),)
-    assert seen[Side.PREFILL][0].peer.engine_id == "D"
+    assert seen[Side.PREFILL][0].introduction.engine_id == "D"
     assert (decode.state, prefill.state) == (SessionState.READY, SessionState.READY)
 
 
@@ -127,7 +127,7 @@ def test_a_second_greeting_tells_the_new_introduction_and_is_answered():
     talk(decode, prefill)
     decode.greet_anew(msgspec.structs.replace(decode.ours, engine_card=b"another"))
     seen = talk(decode, prefill)
-    assert [type(event) for event in seen[Side.DECODE]] == [Ready]
+    assert [type(event) for event in seen[Side.DECODE]] == [m.Welcome]
     assert prefill.peer.engine_card == b"another"
     assert decode.state is prefill.state is SessionState.READY
 
@@ -137,7 +137,7 @@ def test_who_greets_again_before_the_first_answer_is_met_twice():
     decode.greet(0.0)
     decode.greet_anew(decode.ours)
     seen = talk(decode, prefill)
-    assert [type(event) for event in seen[Side.DECODE]] == [Ready, Ready]
+    assert [type(event) for event in seen[Side.DECODE]] == [m.Welcome, m.Welcome]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_another_protocol_version_is_refused():
 def test_what_is_asked_passes_once_ready(message):
     decode, prefill = ready_pair()
     decode.send(message)
-    assert talk(decode, prefill) == {Side.PREFILL: [Received(message)], Side.DECODE: []}
+    assert talk(decode, prefill) == {Side.PREFILL: [message], Side.DECODE: []}
     assert (decode.state, prefill.state) == (SessionState.READY, SessionState.READY)
 
 
@@ -182,7 +182,7 @@ def test_what_is_asked_passes_once_ready(message):
 def test_what_is_answered_passes_once_ready(message):
     decode, prefill = ready_pair()
     prefill.send(message)
-    assert talk(decode, prefill) == {Side.DECODE: [Received(message)], Side.PREFILL: []}
+    assert talk(decode, prefill) == {Side.DECODE: [message], Side.PREFILL: []}
     assert (decode.state, prefill.state) == (SessionState.READY, SessionState.READY)
 
 
@@ -278,7 +278,7 @@ def test_a_silent_peer_is_asked_once_and_then_gone():
     assert decode.outgoing() == []
     assert decode.tick(2) == []
     (frame,) = decode.outgoing()
-    assert prefill.receive(frame, 2) == [Received(m.Alive())]
+    assert prefill.receive(frame, 2) == [m.Alive()]
     assert decode.next_tick() == 8
     assert decode.tick(7.9) == []
     assert decode.outgoing() == []

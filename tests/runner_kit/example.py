@@ -6,8 +6,8 @@ import torch
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.runner_kit.attention_groups import GraphSupport, init_attention
 from kvconnect.runner_kit.block_table import BlockTables
+from kvconnect.runner_kit.kernel_blocks import GraphSupport, init_attention
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 

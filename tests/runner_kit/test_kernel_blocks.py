@@ -1,9 +1,12 @@
-"""Kernel block sizes: the vectors that every backend author expects, and the refusals."""
+"""Kernel block sizes, the order in which a runner's attention is set up, and the kit used alone."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,21 +24,31 @@ from kvconnect.cache.specs import (
 )
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.runner_kit.kernel_blocks import (
+    GraphSupport,
     MultipleOf,
-    prepare_kernel_block_sizes,
+    init_attention,
     select_common_block_size,
     split_refusal,
     sync_block_size,
 )
+from tests.runner_kit import example
 
 
-@dataclass(frozen=True)
+@dataclass
 class Backend:
     name: str
     kernel_block_sizes: tuple[int | MultipleOf, ...]
+    graph_support: GraphSupport = GraphSupport.ALWAYS
+    made_for: list[int] = field(default_factory=list)
+
+    def make_metadata_builder(self, kernel_block_size):
+        self.made_for.append(kernel_block_size)
+        return (self.name, kernel_block_size)
 
 
-GQA = FullAttentionSpec(128, 4, 64, torch.bfloat16)
+SPECS = {"mla": MLASpec(128, 64, torch.bfloat16), "draft": FullAttentionSpec(128, 2, 16, torch.bfloat16)}
+MIXED = KVCacheGroup(tuple(SPECS), UniformTypeSpec(SPECS))
+STATE = KVCacheGroup(("state",), StateSpec(4096, ((4,),), (torch.float32,)))
 
 
 def test_no_common_size_names_every_backend_and_what_it_takes():
@@ -69,25 +82,44 @@ def test_the_choice_is_the_largest_that_all_take(block_size, accepted):
             select_common_block_size(block_size, backends)
 
 
-def test_groups_of_a_config():
-    specs = {"mla": MLASpec(128, 576, torch.bfloat16), "draft": FullAttentionSpec(128, 2, 64, torch.bfloat16)}
-    config = KVCacheConfig(
-        8,
-        (
-            KVCacheGroup(("attention",), GQA),
-            KVCacheGroup(("state",), StateSpec(4096, ((4, 4),), (torch.float32,))),
-            KVCacheGroup(("encoder",), EncoderOnlySpec(16)),
-            KVCacheGroup(("mla", "draft"), UniformTypeSpec(specs)),
-        ),
-    )
-    multiples = Backend("main", (MultipleOf(16),))
-    backends = [[Backend("small", (16, 32, 64)), multiples], [], [], [Backend("mla", (64,)), multiples]]
-    assert prepare_kernel_block_sizes(config, backends) == {0: 64, 1: 4096, 3: 64}
+def test_builders_are_made_once_with_the_size_that_all_backends_of_the_group_take():
+    mla = Backend("mla", (64,), GraphSupport.UNIFORM_DECODE)
+    draft = Backend("draft", (MultipleOf(16),))
+    config = KVCacheConfig(8, (MIXED, STATE, KVCacheGroup(("enc",), EncoderOnlySpec(16))))
+    setup = init_attention(config, {"mla": mla, "draft": draft})
+    assert setup.kernel_block_sizes == {0: 64, 1: 4096}
+    assert [(g.cache_group, g.layer_names, g.metadata_builder) for g in setup.groups] == [
+        (0, ("mla",), ("mla", 64)),
+        (0, ("draft",), ("draft", 64)),
+    ]
+    assert (mla.made_for, draft.made_for) == ([64], [64])
+    assert setup.graph_support is GraphSupport.UNIFORM_DECODE
 
 
-def test_a_group_without_backends_is_an_error():
-    with pytest.raises(LayoutError, match="attention"):
-        prepare_kernel_block_sizes(KVCacheConfig(8, (KVCacheGroup(("attention",), GQA),)), [[]])
+def test_layers_of_one_backend_share_a_builder():
+    shared = Backend("shared", (MultipleOf(16),))
+    config = KVCacheConfig(8, (KVCacheGroup(("a", "b"), FullAttentionSpec(32, 1, 8, torch.float16)),))
+    (group,) = init_attention(config, {"a": shared, "b": shared}).groups
+    assert group.layer_names == ("a", "b")
+    assert shared.made_for == [32]
+
+
+def test_a_state_layer_that_no_graph_can_hold_weakens_the_whole():
+    config = KVCacheConfig(8, (MIXED, STATE))
+    backends = {name: Backend(name, (64,)) for name in SPECS}
+    backends["state"] = Backend("scan", (), GraphSupport.NEVER)
+    setup = init_attention(config, backends)
+    assert setup.graph_support is GraphSupport.NEVER
+    assert setup.groups[-1].kernel_block_size == 4096
+
+
+def test_layers_without_a_backend_and_backends_without_a_layer_are_errors():
+    config = KVCacheConfig(8, (MIXED,))
+    with pytest.raises(LayoutError, match="'draft' of cache group 0 has no attention backend"):
+        init_attention(config, {"mla": Backend("mla", (64,))})
+    backends = {name: Backend(name, (64,)) for name in (*SPECS, "ghost")}
+    with pytest.raises(LayoutError, match="'ghost'"):
+        init_attention(config, backends)
 
 
 @settings(max_examples=500)
@@ -125,3 +157,20 @@ def test_a_kernel_block_above_the_logical_one_is_an_error():
         sync_block_size(16, 64)
     with pytest.raises(ConfigError, match=r"block_size is 96.*64"):
         sync_block_size(96, 64)
+
+
+def test_the_kit_works_alone():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runner_kit.example"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "builder for pages of 64 tokens",
+        "pages of request 0: [14, 15, 6, 7]",
+        "slot of its token 129: 385 and of the padding: -1",
+        "fresh pages hold NaN: False",
+    ]
+    assert Path(example.__file__).read_text().count("\n") < 60

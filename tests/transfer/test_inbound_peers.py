@@ -9,8 +9,7 @@ import pytest
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
-from kvconnect.peer.messages import FindPrefix, PrefixFound
-from kvconnect.peer.session import Ready
+from kvconnect.peer.messages import PROTOCOL_VERSION, FindPrefix, Hello, PrefixFound
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.inbound_peers import NO_PREFILL, InboundPeers
 from kvconnect.transfer.orders import Await, Load, Orders
@@ -28,10 +27,10 @@ def test_inbound_peers_that_all_were_in_use_make_room_once_they_are_not():
         links_in_use=lambda: in_use, met=lambda link: None, forgotten=forgotten.append
     )
     for link in links:
-        peers._handle(link, SimpleNamespace(), Ready(None, ()), 0.0)
+        peers._handle(link, SimpleNamespace(), Hello(PROTOCOL_VERSION, None), 0.0)
     assert len(peers) == 10
     in_use.clear()
-    peers._handle("in:new", SimpleNamespace(), Ready(None, ()), 0.0)
+    peers._handle("in:new", SimpleNamespace(), Hello(PROTOCOL_VERSION, None), 0.0)
     assert len(peers) == 4
     assert forgotten == links[:7]
 
