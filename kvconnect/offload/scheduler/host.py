@@ -19,7 +19,7 @@ from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import Content
 from kvconnect.offload.tier_events import TierEvents
-from kvconnect.transfer.orders import OffloadReport, TierChange
+from kvconnect.transfer.orders import OffloadReport, Restore, Seek, TierChange, TierFetch
 from kvconnect.transfer.stack import RequestView
 
 logger = logging.getLogger(__name__)
@@ -381,7 +381,8 @@ class Jobs:
 
 
 class Host:
-    """The state that the scheduler half's modules share: hit requirements, host and lower index, pins, jobs.
+    """The state that the scheduler half's modules share: hit requirements, host and lower index, pins, jobs,
+    and the orders of the next step.
 
     The first failure of each reason is logged, and all are counted: by a worker, as this half has no metrics.
     """
@@ -399,6 +400,16 @@ class Host:
         self.totals: Counter[str] = Counter()
         self.events: TierEvents | None = None
         self._untaken: list[str] = []
+        self.restores: list[Restore] = []
+        self.fetches: list[TierFetch] = []
+        self.seeks: list[Seek] = []
+
+    def take(self) -> tuple[tuple[Restore, ...], tuple[TierFetch, ...], tuple[Seek, ...]]:
+        """The orders since the last call, but for stores."""
+        orders = tuple(self.restores), tuple(self.fetches), tuple(self.seeks)
+        for taken in (self.restores, self.fetches, self.seeks):
+            taken.clear()
+        return orders
 
     def forget_names(self, group: int, names: Iterable[bytes]) -> None:
         """Drop the event origins of contents that no tier will store any more."""

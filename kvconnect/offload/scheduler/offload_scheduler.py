@@ -218,12 +218,10 @@ class OffloadScheduler:
             # A load has a deadline of its own.
             if job.kind is not JobKind.PARK:
                 self._lookup.overdue(job)
-        restores, fetches, seeks = self._lookup.take()
-        restores += self.parking.take()
         clear, self._clear = self._clear, False
         self._num_clears += clear
         asked = self._sessions.orders(self._clock())
-        orders = OffloadOrders(self._stores.take(), restores, fetches, seeks, clear, **asked)
+        orders = OffloadOrders(self._stores.take(), *self.host.take(), clear, **asked)
         return msgspec.structs.replace(orders, held_rows=self.host.index.held_rows()) if orders else orders
 
     def update_results(self, results: Results) -> None:
@@ -232,9 +230,9 @@ class OffloadScheduler:
         for request_id in results.ragged:
             if (record := self._requests.get(request_id)) is not None:
                 record.ragged_tokens = record.known_tokens
-        self.parking.restored(results.received, results.failed)
         for request_id in results.received:
             failed = request_id in results.failed
+            self.parking.restored(request_id, failed=failed)
             if self._lookup.restored(request_id, failed=failed):
                 self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
                 if failed:

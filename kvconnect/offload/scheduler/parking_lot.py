@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.budgets import ArenaPlan
@@ -31,7 +31,6 @@ class ParkingLot:
         self._parked: dict[Parked, set[int]] = {}
         self._left: set[Parked] = set()
         self.restoring: dict[str, Parked] = {}
-        self._restores: list[Restore] = []
         self._serial = itertools.count(1)
 
     def __len__(self) -> int:
@@ -89,21 +88,14 @@ class ParkingLot:
         rows_of = {group.group: group for group in parked.groups}
         copies = tuple(_copies(rows_of[one.group], one) for one in blocks)
         self.restoring[request_id] = parked
-        self._restores.append(Restore(request_id, tuple(copy for copy in copies if copy.rows)))
+        self._host.restores.append(Restore(request_id, tuple(copy for copy in copies if copy.rows)))
 
-    def restored(self, request_ids: Iterable[str], failed: Mapping[str, object]) -> None:
-        """Loads have ended, restores among them."""
-        for request_id in request_ids if self.restoring else ():
-            parked = self.restoring.pop(request_id, None)
-            if parked is not None:
-                self._free(parked)
-                if request_id in failed:
-                    self._host.count("offload_restore_failed")
-
-    def take(self) -> tuple[Restore, ...]:
-        """The restores since the last call."""
-        taken, self._restores = tuple(self._restores), []
-        return taken
+    def restored(self, request_id: str, *, failed: bool) -> None:
+        """A load of a request ended, perhaps a restore."""
+        if (parked := self.restoring.pop(request_id, None)) is not None:
+            self._free(parked)
+            if failed:
+                self._host.count("offload_restore_failed")
 
     def _free(self, parked: Parked) -> None:
         del self._parked[parked]

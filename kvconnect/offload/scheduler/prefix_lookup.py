@@ -36,9 +36,6 @@ class PrefixLookup:
         self._resting: dict[str, float] = {}
         self.restoring: dict[str, Pins] = {}
         """By request whose restore is under way, the contents pinned for it."""
-        self._restores: list[Restore] = []
-        self._fetches: list[TierFetch] = []
-        self._seeks: list[Seek] = []
         self._version = 0  # Grows whenever contents arrive in host memory.
 
     def __len__(self) -> int:
@@ -110,7 +107,7 @@ class PrefixLookup:
             ]
         except LocalError as error:
             self._host.count("offload_refused")
-            self._restores.append(Restore(request_id, (), f"it cannot be restored: {error}"))
+            self._host.restores.append(Restore(request_id, (), f"it cannot be restored: {error}"))
             return
         if num_tokens == lookup.length:
             # The promised contents stay pinned as they are.
@@ -120,7 +117,7 @@ class PrefixLookup:
             for names, copies in wanted:
                 self._host.index.pin(copies.group, names)
                 pins[copies.group] = names
-        self._restores.append(Restore(request_id, tuple(copies for _, copies in wanted if copies.rows)))
+        self._host.restores.append(Restore(request_id, tuple(copies for _, copies in wanted if copies.rows)))
 
     def restored(self, request_id: str, *, failed: bool) -> bool:
         """A load of a request ended; returns whether it was a restore. A failed one drops its contents."""
@@ -131,12 +128,6 @@ class PrefixLookup:
             self._host.index.drop(group, names)
         self._host.unpin(pins)
         return True
-
-    def take(self) -> tuple[tuple[Restore, ...], tuple[TierFetch, ...], tuple[Seek, ...]]:
-        orders = tuple(self._restores), tuple(self._fetches), tuple(self._seeks)
-        for taken in (self._restores, self._fetches, self._seeks):
-            taken.clear()
-        return orders
 
     def _copies(
         self, request: OffloadRequest, group: HitGroup, ids: Sequence[int], start: int, end: int
@@ -350,7 +341,7 @@ class PrefixLookup:
         taken, rows = self._host.index.reserve(group, names)
         if taken:
             job = self._host.jobs.open(JobKind.FETCH, group, tuple(taken), tier=tier)
-            self._fetches.append(TierFetch(job.number, tier, group, tuple(taken), tuple(rows)))
+            self._host.fetches.append(TierFetch(job.number, tier, group, tuple(taken), tuple(rows)))
         return taken
 
     def _await(self, lookup: Lookup, group: int, names: Iterable[bytes], tier: str = "") -> None:
@@ -369,7 +360,7 @@ class PrefixLookup:
                 unknown = tuple(name for name, is_known in zip(names, known, strict=True) if not is_known)
                 if unknown:
                     job = self._host.jobs.open(JobKind.SEEK, group.group, unknown, tier=tier)
-                    self._seeks.append(Seek(job.number, tier, group.group, unknown))
+                    self._host.seeks.append(Seek(job.number, tier, group.group, unknown))
                     self._seekers[job.number] = lookup
                     lookup.asked[job.number] = tier
         return bool(lookup.asked)
