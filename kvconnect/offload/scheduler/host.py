@@ -104,8 +104,9 @@ class Lookup:
     """The prefix lookup of one request: first the contents that it waits for, then the tokens promised to it.
 
     Attributes:
-        waits_for: contents under way to host memory, with their tier; empty if another request stores it.
-        asked, was_asked: open seek jobs, each with its tier; whether tiers were asked once.
+        waits_for: contents under way to host memory, and seek jobs by number, each with its tier; the tier is
+            empty if another request stores the content.
+        was_asked: whether seek jobs were opened once.
         found, brought: contents that seek jobs found, and contents that were fetched, by tier.
         lost: contents that could not be fetched, and are not tried again.
         is_settled: the lookup waits for nothing more, and looks in host memory alone.
@@ -115,8 +116,7 @@ class Lookup:
     """
 
     deadline: float
-    waits_for: dict[Content, str] = field(default_factory=dict)
-    asked: dict[int, str] = field(default_factory=dict)
+    waits_for: dict[Content | int, str] = field(default_factory=dict)
     was_asked: bool = False
     found: dict[str, set[Content]] = field(default_factory=dict)
     lost: set[Content] = field(default_factory=set)
@@ -129,10 +129,6 @@ class Lookup:
     length: int = 0
     looked_at: float = 0.0
     version: int = 0
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self.waits_for or self.asked)
 
 
 @dataclass(eq=False)

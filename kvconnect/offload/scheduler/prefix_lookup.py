@@ -30,16 +30,15 @@ class PrefixLookup:
     def __init__(self, host: Host, config: OffloadConfig) -> None:
         self._host, self._tiers = host, lower_tier_names(config)
         self._min_tokens, self._wait_s = max(1, config.min_tokens), config.wait_s
-        self._waiters: dict[Content, list[Lookup]] = {}
-        self._seekers: dict[int, Lookup] = {}
-        self._stuck: set[Content] = set()
+        self._waiters: dict[Content | int, list[Lookup]] = {}
+        self._stuck: set[Content | int] = set()
         self._resting: dict[str, float] = {}
         self.restoring: dict[str, Pins] = {}
         """By request whose restore is under way, the contents pinned for it."""
         self._version = 0  # Grows whenever contents arrive in host memory.
 
     def __len__(self) -> int:
-        return len(self._waiters) + len(self._seekers)
+        return len(self._waiters)
 
     # Lookups of requests
 
@@ -54,11 +53,11 @@ class PrefixLookup:
             and (lookup.length or lookup.version == self._version or now < lookup.looked_at + _NEGATIVE_TTL_S)
         ):
             return lookup.length
-        if lookup.is_waiting:
+        if lookup.waits_for:
             if now < lookup.deadline:
                 return None
             self._host.count("offload_wait_timeout")
-            for tier in {*lookup.waits_for.values(), *lookup.asked.values()}:
+            for tier in lookup.waits_for.values():
                 self._resting[tier] = now + _REST_WAITS * self._wait_s
             self._stuck.update(lookup.waits_for)
             self._abandon(lookup)
@@ -154,23 +153,25 @@ class PrefixLookup:
         """Contents are in host memory now: read from ``tier``, or stored from the device if it is empty."""
         self._version += 1
         self._resting.pop(tier, None)
-        for lookup, (index, name) in self._ended(group, names):
-            self._host.index.pin(index, [name])
-            lookup.pins.setdefault(index, []).append(name)
-            if tier:
-                lookup.brought.setdefault(tier, set()).add((index, name))
+        for name in names if self._waiters or self._stuck else ():
+            for lookup in self._ended((group, name)):
+                self._host.index.pin(group, [name])
+                lookup.pins.setdefault(group, []).append(name)
+                if tier:
+                    lookup.brought.setdefault(tier, set()).add((group, name))
 
     def lost(self, group: int, names: Iterable[bytes]) -> None:
-        for lookup, content in self._ended(group, names):
-            lookup.lost.add(content)
+        for name in names:
+            for lookup in self._ended((group, name)):
+                lookup.lost.add((group, name))
 
-    def _ended(self, group: int, names: Iterable[bytes]) -> Iterator[tuple[Lookup, Content]]:
-        for name in names if self._waiters or self._stuck else ():
-            content = (group, name)
-            self._stuck.discard(content)
-            for lookup in self._waiters.pop(content, ()):
-                lookup.waits_for.pop(content, None)
-                yield lookup, content
+    def _ended(self, awaited: Content | int) -> Sequence[Lookup]:
+        """The lookups that waited for a content, or a seek job."""
+        self._stuck.discard(awaited)
+        lookups = self._waiters.pop(awaited, ())
+        for lookup in lookups:
+            lookup.waits_for.pop(awaited, None)
+        return lookups
 
     def overdue(self, job: Job) -> None:
         """A job is overdue: no request waits for it any more."""
@@ -201,26 +202,20 @@ class PrefixLookup:
         self._host.jobs.close(job)
         if not job.unreported:
             self._resting.pop(job.tier, None)
-        lookup = self._seekers.pop(job.number, None)
-        if lookup is None:
-            return
-        lookup.asked.pop(job.number, None)
-        if not job.unreported and not job.stale:
-            num_ranks = self._host.jobs.num_ranks
-            found = {(job.group, name) for name, ranks in job.named.items() if ranks == num_ranks}
-            lookup.found.setdefault(job.tier, set()).update(found)
+        num_ranks = self._host.jobs.num_ranks
+        found = {(job.group, name) for name, ranks in job.named.items() if ranks == num_ranks}
+        for lookup in self._ended(job.number):
+            if not job.unreported and not job.stale:
+                lookup.found.setdefault(job.tier, set()).update(found)
 
     def _abandon(self, lookup: Lookup) -> None:
         """Stop waiting: from now on the lookup counts only contents in host memory."""
-        for content in lookup.waits_for:
-            left = self._waiters[content]
+        for awaited in lookup.waits_for:
+            left = self._waiters[awaited]
             left.remove(lookup)
             if not left:
-                del self._waiters[content]
-        for job in lookup.asked:
-            del self._seekers[job]
+                del self._waiters[awaited]
         lookup.waits_for.clear()
-        lookup.asked.clear()
         lookup.is_settled = True
 
     # The search
@@ -244,7 +239,7 @@ class PrefixLookup:
         at_least = here if here - start_tokens >= self._min_tokens else start_tokens
         if best - at_least >= self._min_tokens:
             self._bring(request, lookup, start_tokens, best)
-            if lookup.is_waiting:
+            if lookup.waits_for:
                 return None
             # No row was free. The hit in host memory may be shorter than before.
             here, _ = self._longest(request, start_tokens, None)
@@ -318,7 +313,7 @@ class PrefixLookup:
             # Pin ready contents before any row is taken: they must not be evicted for missing ones.
             lookup.pins[index] = by_state[ContentState.READY]
             self._host.index.pin(index, lookup.pins[index])
-            self._await(lookup, index, by_state[ContentState.PENDING])
+            self._await(lookup, ((index, name) for name in by_state[ContentState.PENDING]))
             absent = by_state[ContentState.ABSENT]
             for name, tier in zip(absent, self._tiers_of(index, absent, lookup), strict=True):
                 missing.setdefault((index, tier), []).append(name)
@@ -329,7 +324,7 @@ class PrefixLookup:
             if len(taken) < len(names):
                 self._host.count("offload_rows_short")
             lookup.lost.update((index, name) for name in set(names) - set(taken))
-            self._await(lookup, index, taken, tier)
+            self._await(lookup, ((index, name) for name in taken), tier)
         if self._host.events is not None:
             for group, parts, _ in needed:
                 hashes = self._host.hashes(request.view, group.block_tokens)
@@ -344,10 +339,10 @@ class PrefixLookup:
             self._host.fetches.append(TierFetch(job.number, tier, group, tuple(taken), tuple(rows)))
         return taken
 
-    def _await(self, lookup: Lookup, group: int, names: Iterable[bytes], tier: str = "") -> None:
-        for name in names:
-            lookup.waits_for[group, name] = tier
-            self._waiters.setdefault((group, name), []).append(lookup)
+    def _await(self, lookup: Lookup, awaited: Iterable[Content | int], tier: str = "") -> None:
+        for one in awaited:
+            lookup.waits_for[one] = tier
+            self._waiters.setdefault(one, []).append(lookup)
 
     def _seek(self, request: OffloadRequest, lookup: Lookup, start_tokens: int) -> bool:
         # Ask only for contents that are neither in host memory nor known in a tier with an index.
@@ -361,9 +356,8 @@ class PrefixLookup:
                 if unknown:
                     job = self._host.jobs.open(JobKind.SEEK, group.group, unknown, tier=tier)
                     self._host.seeks.append(Seek(job.number, tier, group.group, unknown))
-                    self._seekers[job.number] = lookup
-                    lookup.asked[job.number] = tier
-        return bool(lookup.asked)
+                    self._await(lookup, [job.number], tier)
+        return bool(lookup.waits_for)
 
     def _sources(self, lookup: Lookup) -> dict[str, int]:
         """By tier the promised tokens that it brought, counted in the first group."""
