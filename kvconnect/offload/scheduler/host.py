@@ -107,7 +107,7 @@ class Lookup:
         waits_for: contents under way to host memory, and seek jobs by number, each with its tier; the tier is
             empty if another request stores the content.
         was_asked: whether seek jobs were opened once.
-        found, brought: contents that seek jobs found, and contents that were fetched, by tier.
+        found, brought: contents that seek jobs found, by tier; and the tier of contents that were fetched.
         lost: contents that could not be fetched, and are not tried again.
         is_settled: the lookup waits for nothing more, and looks in host memory alone.
         pins: contents pinned in host memory: those promised, or those already here while it waits.
@@ -120,7 +120,7 @@ class Lookup:
     was_asked: bool = False
     found: dict[str, set[Content]] = field(default_factory=dict)
     lost: set[Content] = field(default_factory=set)
-    brought: dict[str, set[Content]] = field(default_factory=dict)
+    brought: dict[Content, str] = field(default_factory=dict)
     is_settled: bool = False
     pins: Pins = field(default_factory=dict)
     is_answered: bool = False

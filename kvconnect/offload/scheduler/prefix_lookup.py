@@ -6,7 +6,9 @@ only shortens the hit. Repeated lookups cost nothing until something has changed
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
@@ -158,7 +160,7 @@ class PrefixLookup:
                 self._host.index.pin(group, [name])
                 lookup.pins.setdefault(group, []).append(name)
                 if tier:
-                    lookup.brought.setdefault(tier, set()).add((group, name))
+                    lookup.brought[group, name] = tier
 
     def lost(self, group: int, names: Iterable[bytes]) -> None:
         for name in names:
@@ -269,28 +271,26 @@ class PrefixLookup:
         known = [state is ContentState.READY for state in states]
         if lookup is None or all(known):
             return known
-        absent = [at for at, state in enumerate(states) if state is ContentState.ABSENT]
-        tiers = self._tiers_of(group, [names[at] for at in absent], lookup)
-        for at, tier in zip(absent, tiers, strict=True):
-            known[at] = bool(tier) and (group, names[at]) not in lookup.lost
-        for at, state in enumerate(states):
+        absent = compress(names, [state is ContentState.ABSENT for state in states])
+        tiers = self._tiers_of(group, list(absent), lookup)
+        for at, (name, state) in enumerate(zip(names, states, strict=True)):
             if state is ContentState.PENDING:
-                content = (group, names[at])
-                known[at] = content not in self._stuck and content not in lookup.lost
+                known[at] = (group, name) not in self._stuck and (group, name) not in lookup.lost
+            elif name in tiers:
+                known[at] = (group, name) not in lookup.lost
         return known
 
-    def _tiers_of(self, group: int, names: Sequence[bytes], lookup: Lookup) -> list[str]:
-        # The nearest tier that has each content; empty for none.
-        found = [""] * len(names)
+    def _tiers_of(self, group: int, names: Sequence[bytes], lookup: Lookup) -> dict[bytes, str]:
+        """The nearest tier that has each content, without contents that no tier has."""
+        found: dict[bytes, str] = {}
         for tier in self._tiers if names else ():
             if tier in SOUGHT:
                 answered = lookup.found.get(tier, ())
-                has: Sequence[bool] = [(group, name) in answered for name in names] if answered else ()
+                has = [(group, name) in answered for name in names] if answered else []
             else:
-                has = self._host.lower.has(tier, group, names) if tier not in self._resting else ()
-            for at, is_there in enumerate(has):
-                if is_there and not found[at]:
-                    found[at] = tier
+                has = self._host.lower.has(tier, group, names) if tier not in self._resting else []
+            for name in compress(names, has):
+                found.setdefault(name, tier)
         return found
 
     def _needed(
@@ -314,8 +314,7 @@ class PrefixLookup:
             lookup.pins[index] = by_state[ContentState.READY]
             self._host.index.pin(index, lookup.pins[index])
             self._await(lookup, ((index, name) for name in by_state[ContentState.PENDING]))
-            absent = by_state[ContentState.ABSENT]
-            for name, tier in zip(absent, self._tiers_of(index, absent, lookup), strict=True):
+            for name, tier in self._tiers_of(index, by_state[ContentState.ABSENT], lookup).items():
                 missing.setdefault((index, tier), []).append(name)
         coming: dict[int, list[bytes]] = {}
         for (index, tier), names in missing.items():
@@ -362,9 +361,6 @@ class PrefixLookup:
     def _sources(self, lookup: Lookup) -> dict[str, int]:
         """By tier the promised tokens that it brought, counted in the first group."""
         group = (self._host.requirements.whole or self._host.requirements.partial)[0]
-        found: dict[str, int] = {}
-        for tier, contents in lookup.brought.items():
-            count = sum((group.group, name) in contents for name in lookup.pins[group.group])
-            if count:
-                found[tier] = min(count * group.block_tokens, lookup.length)
-        return found
+        brought = (lookup.brought.get((group.group, name)) for name in lookup.pins[group.group])
+        counts = Counter(tier for tier in brought if tier)
+        return {tier: min(count * group.block_tokens, lookup.length) for tier, count in counts.items()}
