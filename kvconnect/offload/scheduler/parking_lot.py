@@ -27,9 +27,9 @@ class ParkingLot:
         self._taken = Counter[int]()
         self.after_s = config.park_after_s
         self._filling: dict[int, Parked] = {}
-        # The parked KV that has rows, with the numbers of its open jobs; and what no request takes any more.
-        self._parked: dict[Parked, set[int]] = {}
-        self._left: set[Parked] = set()
+        """By open job, what it parks."""
+        self._parked: set[Parked] = set()
+        """The parked KV that has rows."""
         self.restoring: dict[str, Parked] = {}
         self._serial = itertools.count(1)
 
@@ -62,27 +62,27 @@ class ParkingLot:
             job = self._host.jobs.open(JobKind.PARK, group, names)
             parks.append(Park(job.number, group, tuple(names), tuple(rows)))
         parked = Parked(tuple(groups), tuple(parks))
-        self._parked[parked] = {park.job for park in parks}
-        self._filling.update(dict.fromkeys(self._parked[parked], parked))
+        self._parked.add(parked)
+        self._filling.update((park.job, parked) for park in parks)
         return parked
 
     def ended(self, job: Job) -> None:
         """All ranks have reported a job."""
         self._host.jobs.close(job)
         parked = self._filling.pop(job.number)
-        is_open = self._parked[parked]
-        is_open.discard(job.number)
         parked.is_lost |= bool(job.named) or job.stale
-        if not is_open:
-            parked.is_ready = not parked.is_lost
-            if parked.is_lost or parked in self._left:
-                self._free(parked)
+        self._settle(parked)
 
     def leave(self, parked: Parked) -> None:
-        if self._parked.get(parked):
-            self._left.add(parked)
-        elif parked in self._parked:
-            self._free(parked)
+        parked.is_lost = True
+        self._settle(parked)
+
+    def _settle(self, parked: Parked) -> None:
+        """Once its jobs are over, parked KV is ready, or lost and without rows."""
+        if parked in self._parked and not any(park.job in self._filling for park in parked.parks):
+            parked.is_ready = not parked.is_lost
+            if parked.is_lost:
+                self._free(parked)
 
     def restore(self, request_id: str, parked: Parked, blocks: Sequence[GroupBlocks]) -> None:
         rows_of = {group.group: group for group in parked.groups}
@@ -98,8 +98,7 @@ class ParkingLot:
                 self._host.count("offload_restore_failed")
 
     def _free(self, parked: Parked) -> None:
-        del self._parked[parked]
-        self._left.discard(parked)
+        self._parked.remove(parked)
         for park in parked.parks:
             self._host.index.drop(park.group, park.names)
             self._taken[self._class_of[park.group]] -= len(park.rows)
