@@ -27,7 +27,7 @@ from kvconnect.cache.specs import (
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.tier_index import READY, TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks, OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
@@ -504,16 +504,16 @@ class Stack:
         )
         groups = [kind.spec() for kind in kinds]
         drafts_at = [index for index, kind in enumerate(kinds) if kind.is_draft]
-        self.half = OffloadScheduler(
-            config,
+        kept = KeptBlocks(
             groups,
             HitRequirements.of(groups, range(len(kinds)), align, drafts_at),
             hashes=self.hashes,
             row_bytes={index: kind.row_bytes for index, kind in enumerate(kinds)},
             num_ranks=num_ranks,
             clock=self.clock,
+            events=TierEvents(Plain()),
         )
-        self.half.announce(TierEvents(Plain()))
+        self.half = OffloadScheduler(config, kept)
         self.router = Replay(chained, name_of(ROOT))
         self.ranks = Ranks(self, num_ranks, self.rng, fail=fail, tiers=tiers, lag=lag)
 

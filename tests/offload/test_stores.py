@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks, OffloadScheduler
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.half_kit import check_index
@@ -36,14 +36,14 @@ class Node:
 
     def __init__(self, num_rows):
         self.failures = Counter()
-        self.half = OffloadScheduler(
-            OffloadConfig(cpu_bytes=num_rows * ROW_BYTES, shares=(1.0,)),
+        kept = KeptBlocks(
             (WHOLE,),
             HitRequirements.of((WHOLE,), range(1), BLOCK_TOKENS),
             hashes=lambda request, block_tokens: request.names,
             row_bytes={0: ROW_BYTES},
             clock=lambda: 0.0,
         )
+        self.half = OffloadScheduler(OffloadConfig(cpu_bytes=num_rows * ROW_BYTES, shares=(1.0,)), kept)
 
     def step(self, prompts, number):
         """Admit prompts, compute half of each and then the rest; the names that are stored then."""

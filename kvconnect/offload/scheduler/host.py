@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -20,7 +20,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequiremen
 from kvconnect.offload.tier import Content
 from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import OffloadReport, Restore, Seek, TierChange, TierFetch
-from kvconnect.transfer.stack import RequestView
+from kvconnect.transfer.stack import Names, RequestView
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +31,18 @@ class LowerIndex:
     If events are published, ``events`` receives the changes of rank 0, since all ranks get the same orders.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, events: TierEvents | None = None) -> None:
         # One bit for each rank: a repeated report changes nothing.
         self._all = (1 << num_ranks) - 1
         self._ranks: dict[tuple[str, int], dict[bytes, int]] = {}
-        self.events: TierEvents | None = None
+        self._events = events
 
     def update(self, rank: int, changes: Iterable[TierChange]) -> None:
         """Apply a rank's changes. A content that is both added and removed is removed."""
         bit = 1 << rank
         for change in changes:
-            if self.events is not None and not rank:
-                self._note(self.events, change)
+            if self._events is not None and not rank:
+                self._note(self._events, change)
             ranks = self._ranks.setdefault((change.tier, change.group), {})
             for content in change.added:
                 ranks[content] = ranks.get(content, 0) | bit
@@ -75,9 +75,9 @@ class LowerIndex:
         self._lose(tier, group, change.removed)
 
     def _lose(self, tier: str, group: int, hashes: Iterable[bytes]) -> None:
-        if self.events is not None:
+        if self._events is not None:
             ranks = self._ranks.get((tier, group), {})
-            self.events.removed(tier, group, [name for name in hashes if ranks.get(name, 0) & 1])
+            self._events.removed(tier, group, [name for name in hashes if ranks.get(name, 0) & 1])
 
     def clear(self) -> None:
         for (tier, group), ranks in self._ranks.items():
@@ -236,9 +236,6 @@ class OffloadRequest:
         return found
 
 
-Hashes = Callable[[RequestView, int], Sequence[bytes]]
-"""The chain hashes of a request's full blocks; the second argument is the block size in tokens."""
-
 REASONS = {
     "offload_rows_short": "host memory had no row for a block: all are pinned, or being filled",
     "offload_overwritten": "a block was used again before it could be stored",
@@ -388,13 +385,14 @@ class Host:
         requirements: HitRequirements,
         index: TierIndex,
         pins: SessionPins,
-        hashes: Hashes,
+        hashes: Names,
         num_ranks: int,
+        events: TierEvents | None,
     ) -> None:
         self.requirements, self.index, self.pins, self.hashes = requirements, index, pins, hashes
-        self.lower, self.jobs = LowerIndex(num_ranks), Jobs(num_ranks)
+        self.lower, self.jobs = LowerIndex(num_ranks, events), Jobs(num_ranks)
         self.totals: Counter[str] = Counter()
-        self.events: TierEvents | None = None
+        self.events = events
         self._untaken: list[str] = []
         self.restores: list[Restore] = []
         self.fetches: list[TierFetch] = []

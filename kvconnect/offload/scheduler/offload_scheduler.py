@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -19,20 +19,42 @@ from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.host import NEVER, Hashes, Host, JobKind, OffloadRequest
+from kvconnect.offload.scheduler.host import NEVER, Host, JobKind, OffloadRequest
 from kvconnect.offload.scheduler.parking_lot import ParkingLot
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.sessions import Notice, Sessions
 from kvconnect.offload.scheduler.stores import Stores
-from kvconnect.offload.tier import DISK, HOST, lower_tier_names
+from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import TierEvents
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.transfer.orders import OffloadOrders, OffloadReport, Results
-from kvconnect.transfer.stack import RequestView, Step
+from kvconnect.transfer.stack import Names, RequestView, Step
 
 # After so many failed restores in a row, no restore is promised for a while.
 _MOST_FAILURES, _PAUSE_S = 3, 30.0
 _MOST_OFFLOAD_TOKENS = "max_offload_tokens"
+
+
+@dataclass(frozen=True)
+class KeptBlocks:
+    """The traits that a stack states of the blocks kept below the device's memory.
+
+    Attributes:
+        requirements, row_bytes: of those of ``groups`` that are kept; rows are as long on all ranks.
+        hashes: names the contents of a request's blocks, for the block sizes of groups, and for
+            ``align_tokens`` where a group keeps states. Called often: a view is better than a new list.
+        events: receives the contents that tiers gain and lose.
+        parks: on every rank, loads can fill rows.
+    """
+
+    groups: Sequence[KVCacheGroup]
+    requirements: HitRequirements
+    hashes: Names
+    row_bytes: Mapping[int, int]
+    clock: Callable[[], float]
+    num_ranks: int = 1
+    events: TierEvents | None = None
+    parks: bool = False
 
 
 class OffloadScheduler:
@@ -40,43 +62,22 @@ class OffloadScheduler:
 
     Hooks named as in ``halves.scheduler_half.SchedulerHalf`` keep its contract.
 
-    Args:
-        requirements, row_bytes: of the cache groups that are kept.
-        hashes: called often, so it should return a view rather than a new list; for the block sizes of
-            groups, and for ``align_tokens`` where a group keeps states.
-        clock: the time in seconds.
-
-    Raises:
-        ConfigError: the host memory does not suffice for a single hit.
+    Raises ``ConfigError``: the host memory does not suffice for a single hit.
     """
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        groups: Sequence[KVCacheGroup],
-        requirements: HitRequirements,
-        *,
-        hashes: Hashes,
-        row_bytes: Mapping[int, int],
-        num_ranks: int = 1,
-        clock: Callable[[], float],
-    ) -> None:
-        self._config, self._clock, self._row_bytes = config, clock, row_bytes
-        self.plan = plan_for(config, groups, row_bytes, requirements.least_rows(config.min_tokens))
-        index = TierIndex(self.plan)
+    def __init__(self, config: OffloadConfig, kept: KeptBlocks) -> None:
+        self._config, self._clock, self._row_bytes = config, kept.clock, kept.row_bytes
+        requirements, events = kept.requirements, kept.events
+        least_rows = requirements.least_rows(config.min_tokens)
+        self.plan = plan_for(config, kept.groups, kept.row_bytes, least_rows)
+        index = TierIndex(self.plan, events)
         pins = SessionPins(index, self.plan, config.pin_quota, config.disk_bytes)
-        self.host = Host(requirements, index, pins, hashes, num_ranks)
+        self.host = Host(requirements, index, pins, kept.hashes, kept.num_ranks, events)
         self._lookup = PrefixLookup(self.host, config)
         self.parking = ParkingLot(self.host, self.plan, config)
         """KV of requests that wait for blocks."""
         self._sessions = Sessions(self.host, self._lookup, config)
-        self._stores = Stores(
-            self.host,
-            self._lookup,
-            most_tokens=requirements.most_tokens(self.plan.limits),
-            decoded=config.decoded,
-            keep=bool(lower_tier_names(config)),
-        )
+        self._stores = Stores(self.host, self._lookup, self.plan, config)
         self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
         self._requests: dict[str, OffloadRequest] = {}
         self._clear = False
@@ -283,12 +284,6 @@ class OffloadScheduler:
         self.host.jobs.invalidate()
         self.host.index.clear()
         self.host.lower.clear()
-
-    def announce(self, events: TierEvents) -> None:
-        """Send changes of all tiers to ``events`` from now on. Call it before the first request."""
-        self.host.events = self.host.index.events = self.host.lower.events = events
-        if DISK in lower_tier_names(self._config):
-            self._stores.footers = events.footers
 
     def take_events(self) -> Sequence[Any]:
         """Events of contents that tiers stored or removed, as many as suit one step; the rest stays."""
