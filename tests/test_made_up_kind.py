@@ -23,7 +23,8 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import LayoutError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks, OffloadScheduler
+from kvconnect.offload.scheduler.host import KeptBlocks
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import GroupBlocks

@@ -35,7 +35,7 @@ from kvconnect.transfer.stack import Names, PrefixPool, StackTraits
 # The tiers are a fifth of the package: a node without offload does not load them.
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-    from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks
+    from kvconnect.offload.scheduler.host import KeptBlocks
     from kvconnect.offload.worker.offload_worker import OffloadWorker
 
 
@@ -139,7 +139,7 @@ def build_scheduler_half(
         parking = None
         if offload is not None and kept is not None and kept.parks and traits.clock is not None:
             groups_moved = {index for index, group in enumerate(groups) if group.has_cache}
-            parking = offload.parking if groups_moved <= set(offload.plan.groups) else None
+            parking = offload.parking if groups_moved <= set(offload.host.plan.groups) else None
         decode = DecodeRequests(config, cache_config, traits, trust.handles, trust.peers, draft, parking)
         if traits.names and traits.naming and traits.clock:
             pulls = PullRequests(config, groups, traits, trust.peers, trust.new_handle, draft)

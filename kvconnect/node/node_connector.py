@@ -30,7 +30,8 @@ from kvconnect.node.request import Request
 from kvconnect.node.scheduler import align_tokens
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks, OffloadScheduler
+from kvconnect.offload.scheduler.host import KeptBlocks
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.handles import digest_prompt
 from kvconnect.peer.keyring import names_key

@@ -22,7 +22,7 @@ from kvconnect.config import TransferConfig
 from kvconnect.halves.building import build_scheduler_half, build_worker_half
 from kvconnect.halves.rank_traits import RankTraits
 from kvconnect.offload.index.tier_index import ContentState
-from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks
+from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.transfer.stack import Computed, Step
 
 _GROUP = 0

@@ -102,7 +102,7 @@ def make_scheduler_half(
         zeroes_loads=zeroes_loads,
     )
     if extra.offload is not None:
-        from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks
+        from kvconnect.offload.scheduler.host import KeptBlocks
 
         events = None
         if settings.wants_events(vllm_config):

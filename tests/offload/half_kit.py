@@ -27,7 +27,8 @@ from kvconnect.cache.specs import (
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.tier_index import READY, TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks, OffloadScheduler
+from kvconnect.offload.scheduler.host import KeptBlocks
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
@@ -111,7 +112,7 @@ class Replay:
     def check(self, half) -> None:
         """What was heard is what the scheduler half knows to be there."""
         index, lower = half.host.index, half.host.lower
-        there = {(HOST, group): set() for group in half.plan.groups}
+        there = {(HOST, group): set() for group in half.host.plan.groups}
         for rows in index.classes:
             for group, names in rows.row_of.items():
                 there[HOST, group] = {name for name, row in names.items() if rows.state[row] == READY}
@@ -154,7 +155,7 @@ class Ranks:
         self.silent: set[int] = set()
 
     def place(self, group, row):
-        return (self.stack.half.plan.class_of[group], row)
+        return (self.stack.half.host.plan.class_of[group], row)
 
     def before_step(self, orders) -> None:
         self.cleared += orders.clear

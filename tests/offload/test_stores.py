@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks, OffloadScheduler
+from kvconnect.offload.scheduler.host import KeptBlocks
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.half_kit import check_index

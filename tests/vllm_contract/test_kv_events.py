@@ -22,7 +22,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tok
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks, OffloadScheduler
+from kvconnect.offload.scheduler.host import KeptBlocks
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import EventMaker, TierEvents
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange

@@ -15,7 +15,8 @@ from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.offload_scheduler import KeptBlocks, OffloadScheduler
+from kvconnect.offload.scheduler.host import KeptBlocks
+from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.half_kit import Kind
 from tests.vllm_contract import test_scheduler_hooks as hooks_kit

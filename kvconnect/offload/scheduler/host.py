@@ -10,10 +10,13 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
+from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.config import OffloadConfig
+from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.session_pins import Pin, SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
@@ -373,26 +376,43 @@ class Jobs:
             job.stale = True
 
 
+@dataclass(frozen=True)
+class KeptBlocks:
+    """The traits that a stack states of the blocks kept below the device's memory.
+
+    Attributes:
+        requirements, row_bytes: of those of ``groups`` that are kept; rows are as long on all ranks.
+        hashes: names the contents of a request's blocks, for the block sizes of groups, and for
+            ``align_tokens`` where a group keeps states. Called often: a view is better than a new list.
+        events: receives the contents that tiers gain and lose.
+        parks: on every rank, loads can fill rows.
+    """
+
+    groups: Sequence[KVCacheGroup]
+    requirements: HitRequirements
+    hashes: Names
+    row_bytes: Mapping[int, int]
+    clock: Callable[[], float]
+    num_ranks: int = 1
+    events: TierEvents | None = None
+    parks: bool = False
+
+
 class Host:
-    """The state that the scheduler half's modules share: hit requirements, host and lower index, pins, jobs,
-    and the orders of the next step.
+    """The state that the scheduler half's modules share, and the orders of the next step but for stores.
 
     The first failure of each reason is logged, and all are counted: by a worker, as this half has no metrics.
     """
 
-    def __init__(
-        self,
-        requirements: HitRequirements,
-        index: TierIndex,
-        pins: SessionPins,
-        hashes: Names,
-        num_ranks: int,
-        events: TierEvents | None,
-    ) -> None:
-        self.requirements, self.index, self.pins, self.hashes = requirements, index, pins, hashes
-        self.lower, self.jobs = LowerIndex(num_ranks, events), Jobs(num_ranks)
+    def __init__(self, config: OffloadConfig, kept: KeptBlocks) -> None:
+        self.config, self.requirements, self.hashes = config, kept.requirements, kept.hashes
+        least_rows = kept.requirements.least_rows(config.min_tokens)
+        self.plan = plan_for(config, kept.groups, kept.row_bytes, least_rows)
+        self.index = TierIndex(self.plan, kept.events)
+        self.pins = SessionPins(self.index, self.plan, config.pin_quota, config.disk_bytes)
+        self.lower, self.jobs = LowerIndex(kept.num_ranks, kept.events), Jobs(kept.num_ranks)
         self.totals: Counter[str] = Counter()
-        self.events = events
+        self.events = kept.events
         self._untaken: list[str] = []
         self.restores: list[Restore] = []
         self.fetches: list[TierFetch] = []

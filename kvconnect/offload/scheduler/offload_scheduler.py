@@ -7,54 +7,26 @@ raises because of a client's parameters or a worker's report.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
-from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.index.budgets import plan_for
-from kvconnect.offload.index.session_pins import SessionPins
-from kvconnect.offload.index.tier_index import TierIndex
-from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.host import NEVER, Host, JobKind, OffloadRequest
+from kvconnect.offload.scheduler.host import NEVER, Host, JobKind, KeptBlocks, OffloadRequest
 from kvconnect.offload.scheduler.parking_lot import ParkingLot
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.sessions import Notice, Sessions
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import HOST
-from kvconnect.offload.tier_events import TierEvents
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.transfer.orders import OffloadOrders, OffloadReport, Results
-from kvconnect.transfer.stack import Names, RequestView, Step
+from kvconnect.transfer.stack import RequestView, Step
 
 # After so many failed restores in a row, no restore is promised for a while.
 _MOST_FAILURES, _PAUSE_S = 3, 30.0
 _MOST_OFFLOAD_TOKENS = "max_offload_tokens"
-
-
-@dataclass(frozen=True)
-class KeptBlocks:
-    """The traits that a stack states of the blocks kept below the device's memory.
-
-    Attributes:
-        requirements, row_bytes: of those of ``groups`` that are kept; rows are as long on all ranks.
-        hashes: names the contents of a request's blocks, for the block sizes of groups, and for
-            ``align_tokens`` where a group keeps states. Called often: a view is better than a new list.
-        events: receives the contents that tiers gain and lose.
-        parks: on every rank, loads can fill rows.
-    """
-
-    groups: Sequence[KVCacheGroup]
-    requirements: HitRequirements
-    hashes: Names
-    row_bytes: Mapping[int, int]
-    clock: Callable[[], float]
-    num_ranks: int = 1
-    events: TierEvents | None = None
-    parks: bool = False
 
 
 class OffloadScheduler:
@@ -66,19 +38,14 @@ class OffloadScheduler:
     """
 
     def __init__(self, config: OffloadConfig, kept: KeptBlocks) -> None:
-        self._config, self._clock, self._row_bytes = config, kept.clock, kept.row_bytes
-        requirements, events = kept.requirements, kept.events
-        least_rows = requirements.least_rows(config.min_tokens)
-        self.plan = plan_for(config, kept.groups, kept.row_bytes, least_rows)
-        index = TierIndex(self.plan, events)
-        pins = SessionPins(index, self.plan, config.pin_quota, config.disk_bytes)
-        self.host = Host(requirements, index, pins, kept.hashes, kept.num_ranks, events)
-        self._lookup = PrefixLookup(self.host, config)
-        self.parking = ParkingLot(self.host, self.plan, config)
+        self._clock, self._row_bytes = kept.clock, kept.row_bytes
+        self.host = Host(config, kept)
+        self._lookup = PrefixLookup(self.host)
+        self.parking = ParkingLot(self.host)
         """KV of requests that wait for blocks."""
-        self._sessions = Sessions(self.host, self._lookup, config)
-        self._stores = Stores(self.host, self._lookup, self.plan, config)
-        self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
+        self._sessions = Sessions(self.host, self._lookup)
+        self._stores = Stores(self.host, self._lookup)
+        self._state_groups = {group.group: group for group in kept.requirements.groups if group.is_state}
         self._requests: dict[str, OffloadRequest] = {}
         self._clear = False
         self._num_clears = 0
@@ -146,7 +113,7 @@ class OffloadScheduler:
         record = self._record(request)
         record.is_admitted = True
         record.lose_blocks()
-        record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
+        record.lay_out(self.host.requirements, self.host.config.checkpoint_tokens)
         self._stores.due[request.request_id] = 0
         if num_external_tokens > 0:
             self._lookup.restore(record, block_ids, num_external_tokens)
@@ -324,6 +291,6 @@ class OffloadScheduler:
         if not record.prompt_tokens:
             # First lookup: the prompt is final now.
             record.prompt_tokens = request.num_tokens
-            record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
+            record.lay_out(self.host.requirements, self.host.config.checkpoint_tokens)
             record.pin = self._sessions.begin(request, is_kept=record.most_tokens > 0)
         return record

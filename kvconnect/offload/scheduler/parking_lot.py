@@ -10,8 +10,6 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from kvconnect.config import OffloadConfig
-from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.offload.scheduler.host import Host, Job, JobKind
 from kvconnect.plan.blocks import NULL_BLOCK, GroupBlocks
 from kvconnect.transfer.kept import Parked
@@ -21,11 +19,11 @@ from kvconnect.transfer.orders import Park, Restore, RowCopies
 class ParkingLot:
     """All parked KV of a node, in at most ``park_share`` of the rows of each class. See ``Parking``."""
 
-    def __init__(self, host: Host, plan: ArenaPlan, config: OffloadConfig) -> None:
-        self._host, self._class_of = host, plan.class_of
-        self._most = [int(config.park_share * rows.num_rows) for rows in plan.classes]
+    def __init__(self, host: Host) -> None:
+        self._host, self._class_of = host, host.plan.class_of
+        self._most = [int(host.config.park_share * rows.num_rows) for rows in host.plan.classes]
         self._taken = Counter[int]()
-        self.after_s = config.park_after_s
+        self.after_s = host.config.park_after_s
         self._filling: dict[int, Parked] = {}
         """By open job, what it parks."""
         self._parked: set[Parked] = set()

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 
-from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
@@ -29,9 +28,9 @@ each step stores some, and a search over a long prompt's windows takes milliseco
 class PrefixLookup:
     """Finds hits, and orders fetches of their missing contents from lower tiers to host memory."""
 
-    def __init__(self, host: Host, config: OffloadConfig) -> None:
-        self._host, self._tiers = host, lower_tier_names(config)
-        self._min_tokens, self._wait_s = max(1, config.min_tokens), config.wait_s
+    def __init__(self, host: Host) -> None:
+        self._host, self._tiers = host, lower_tier_names(host.config)
+        self._min_tokens, self._wait_s = max(1, host.config.min_tokens), host.config.wait_s
         self._waiters: dict[Content | int, list[Lookup]] = {}
         self._stuck: set[Content | int] = set()
         self._resting: dict[str, float] = {}

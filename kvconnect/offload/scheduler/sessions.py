@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.session_pins import Pin
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
@@ -109,8 +108,8 @@ class Notice:
 class Sessions:
     """Carries out the actions of all requests on the pins of their sessions."""
 
-    def __init__(self, host: Host, lookup: PrefixLookup, config: OffloadConfig) -> None:
-        self._host, self._lookup, self._config, self._pins = host, lookup, config, host.pins
+    def __init__(self, host: Host, lookup: PrefixLookup) -> None:
+        self._host, self._lookup, self._config, self._pins = host, lookup, host.config, host.pins
         self._groups = [group.group for group in host.requirements.groups]
         # The group by whose names prompts are compared, and by whose blocks tokens are counted.
         self._first = (host.requirements.whole or host.requirements.partial)[0]

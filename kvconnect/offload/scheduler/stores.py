@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from kvconnect.cache.specs import div_ceil
-from kvconnect.config import OffloadConfig
-from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import NEVER, Host, Job, JobKind, OffloadRequest
@@ -29,10 +27,10 @@ MOST_AT_ONCE = 1024
 class Stores:
     """Collects the blocks that the next orders store, of a request up to the longest hit in host memory."""
 
-    def __init__(self, host: Host, lookup: PrefixLookup, plan: ArenaPlan, config: OffloadConfig) -> None:
-        self._host, self._lookup, self._decoded = host, lookup, config.decoded
-        self._most_tokens = host.requirements.most_tokens(plan.limits)
-        self._tiers = lower_tier_names(config)
+    def __init__(self, host: Host, lookup: PrefixLookup) -> None:
+        self._host, self._lookup, self._decoded = host, lookup, host.config.decoded
+        self._most_tokens = host.requirements.most_tokens(host.plan.limits)
+        self._tiers = lower_tier_names(host.config)
         self._windows = tuple(group for group in host.requirements.partial if not group.is_state)
         self._batches: dict[int, dict[bytes, tuple[int, int]]] = {}
         """By group and name the block and the row of each content that the next orders store."""
