@@ -148,10 +148,11 @@ class OffloadRequest:
         trail: by group the position and name of contents kept while decoding, until the answer outgrows them.
         ragged_tokens: no window block that begins before this is kept: a peer may not have filled it.
         is_admitted: it has had blocks at some time.
-        is_offered, sources: it was promised restored tokens; how many of them each lower tier brought.
+        sources: how many of the tokens promised to it each lower tier brought; None if none were promised.
         pin: its session's pin, which holds its kept contents, if a hint asked for that.
     """
 
+    host: Host
     view: RequestView
     reads: bool
     most_tokens: int
@@ -168,8 +169,7 @@ class OffloadRequest:
     lookup: Lookup | None = None
     ragged_tokens: int = 0
     is_admitted: bool = False
-    is_offered: bool = False
-    sources: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, int] | None = None
     pin: Pin | None = None
 
     @property
@@ -177,16 +177,18 @@ class OffloadRequest:
         """The last boundary in the known tokens; windows and states kept after it belong to the answer."""
         return self.boundaries[-1] if self.boundaries else 0
 
-    def lay_out(self, requirements: HitRequirements, checkpoint_tokens: int) -> None:
-        self.known_tokens = self.view.num_tokens
-        found = set(requirements.boundaries(min(self.known_tokens, self.most_tokens), checkpoint_tokens))
+    def lay_out(self) -> None:
+        self.known_tokens, requirements = self.view.num_tokens, self.host.requirements
+        most_tokens = min(self.known_tokens, self.most_tokens)
+        found = set(requirements.boundaries(most_tokens, self.host.config.checkpoint_tokens))
         if 0 < self.junction < self.known_tokens:
             found.add(self.junction)
         self.boundaries = tuple(sorted(found))
         self.kept = requirements.kept(self.boundaries)
 
-    def checkpoints(self, requirements: HitRequirements) -> tuple[int, ...]:
+    def checkpoints(self) -> tuple[int, ...]:
         """Token counts at which its state is worth storing: boundaries, and those that the answer may add."""
+        requirements = self.host.requirements
         align, last = requirements.align_tokens, requirements.last_boundary(self.known_tokens)
         if self.boundaries and self.boundaries[-1] < last:
             return self.boundaries
@@ -197,14 +199,12 @@ class OffloadRequest:
         self.next_position = {}
         self.computed_tokens = self.computed_before = 0
 
-    def computed(
-        self, num_tokens: int, groups: Sequence[HitGroup], new_block_ids: Sequence[Sequence[int]] | None
-    ) -> None:
+    def computed(self, num_tokens: int, new_block_ids: Sequence[Sequence[int]] | None) -> None:
         """A step was launched: ``num_tokens`` are computed, and the request has new blocks, by group."""
         self.computed_before, self.computed_tokens = self.computed_tokens, num_tokens
         if new_block_ids is None:
             return
-        for group in groups:
+        for group in self.host.requirements.groups:
             if not group.is_state and (ids := new_block_ids[group.group]):
                 self.block_ids.setdefault(group.group, []).extend(ids)
 
@@ -226,16 +226,14 @@ class OffloadRequest:
         is_prefill = self.computed_before < self.known_tokens
         return group.held(max(0, self.computed_before if is_prefill else self.computed_tokens - 1))
 
-    def worth_keeping(
-        self, requirements: HitRequirements, group: HitGroup, positions: range, *, decoded: bool
-    ) -> list[int]:
+    def worth_keeping(self, group: HitGroup, positions: range) -> list[int]:
         """The positions of a window group that are to be kept."""
         found: list[int] = []
         for span in self.kept.get(group.group, ()):
             found.extend(range(max(positions.start, span.start), min(positions.stop, span.stop)))
-        if decoded:
+        if self.host.config.decoded:
             begin = max(positions.start, self.last_boundary // group.block_tokens)
-            found.extend(at for at in range(begin, positions.stop) if requirements.lasts(group, at))
+            found.extend(at for at in range(begin, positions.stop) if self.host.requirements.lasts(group, at))
         return found
 
 

@@ -59,7 +59,7 @@ class OffloadScheduler:
             self.host.count("offload_parameters_refused")
             most = None
         most = 0 if not writes else NEVER if most is None else most
-        self._requests[request.request_id] = OffloadRequest(request, reads, most)
+        self._requests[request.request_id] = OffloadRequest(self.host, request, reads, most)
         self._stores.due[request.request_id] = 0
         self._sessions.arrive(request, reads=reads)
 
@@ -89,18 +89,17 @@ class OffloadScheduler:
         if not record.reads or request.request_id in self._lookup.restoring or now < self._resumes_at:
             return 0, False
         count = self._lookup.find(record, num_computed_tokens, now)
-        record.is_offered |= bool(count)
         return count, bool(count)
 
     def withdraw(self, request_id: str) -> None:
         """Take back the promise to a request, which gets its KV from elsewhere."""
         if (record := self._requests.get(request_id)) is not None:
             self._lookup.release(record)
-            record.is_offered = False
+            record.sources = None
 
     def is_restored(self, request_id: str) -> bool:
         record = self._requests.get(request_id)
-        return record is not None and record.is_offered
+        return record is not None and record.sources is not None
 
     def offers(self, request_id: str) -> bool:
         record = self._requests.get(request_id)
@@ -113,7 +112,7 @@ class OffloadScheduler:
         record = self._record(request)
         record.is_admitted = True
         record.lose_blocks()
-        record.lay_out(self.host.requirements, self.host.config.checkpoint_tokens)
+        record.lay_out()
         self._stores.due[request.request_id] = 0
         if num_external_tokens > 0:
             self._lookup.restore(record, block_ids, num_external_tokens)
@@ -123,7 +122,7 @@ class OffloadScheduler:
         record = self._requests.get(request.request_id)
         if record is None or not record.most_tokens or not self._state_groups:
             return ()
-        return self._record(request).checkpoints(self.host.requirements)
+        return self._record(request).checkpoints()
 
     def launched(self, step: Step) -> None:
         for state in step.states:
@@ -134,7 +133,7 @@ class OffloadScheduler:
             record = self._requests.get(request_id)
             if record is None:
                 continue
-            record.computed(num_tokens, self.host.requirements.groups, new_block_ids)
+            record.computed(num_tokens, new_block_ids)
             if num_tokens >= self._stores.due[request_id]:
                 self._stores.collect(record)
 
@@ -164,9 +163,9 @@ class OffloadScheduler:
     def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
         """By tier, how many of a request's ``num_external_tokens`` restored tokens came from it."""
         record = self._requests.get(request_id)
-        found: dict[str, int] = {}
-        left = num_external_tokens
-        for tier, count in (record.sources if record is not None else {}).items():
+        brought = {} if record is None else record.sources or {}
+        found, left = dict[str, int](), num_external_tokens
+        for tier, count in brought.items():
             if taken := min(count, left):
                 found[tier] = taken
                 left -= taken
@@ -291,6 +290,6 @@ class OffloadScheduler:
         if not record.prompt_tokens:
             # First lookup: the prompt is final now.
             record.prompt_tokens = request.num_tokens
-            record.lay_out(self.host.requirements, self.host.config.checkpoint_tokens)
+            record.lay_out()
             record.pin = self._sessions.begin(request, is_kept=record.most_tokens > 0)
         return record

@@ -201,8 +201,7 @@ class Stores:
         if first >= end:
             return
         request.next_position[group.group] = end
-        positions = range(first, end)
-        wanted = request.worth_keeping(self._host.requirements, group, positions, decoded=self._decoded)
+        wanted = request.worth_keeping(group, range(first, end))
         if not is_last:
             held = request.held(group)
             wanted = [at for at in wanted if any(at in part for part in held)]
