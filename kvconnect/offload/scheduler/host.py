@@ -71,10 +71,7 @@ class LowerIndex:
         ranks = self._ranks.get((tier, group), {})
         gone = set(change.removed)
         new = [name for name in change.added if not ranks.get(name, 0) & 1 and name not in gone]
-        if change.footers:
-            events.learn(tier, group, dict(zip(change.added, change.footers, strict=False)), new)
-        else:
-            events.stored(tier, group, new)
+        events.stored(tier, group, new, dict(zip(change.added, change.footers, strict=False)))
         self._lose(tier, group, change.removed)
 
     def _lose(self, tier: str, group: int, hashes: Iterable[bytes]) -> None:
