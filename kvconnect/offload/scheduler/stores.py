@@ -166,15 +166,14 @@ class Stores:
             self._host.count("offload_rows_short")
             return is_behind
         end = first + len(names)
-        self._hold(request, group, names)
         if ContentState.ABSENT in states:
             taken = self._reserve(group, names, block_ids)
             self._describe(group, [(request.view, hashes, first, end)])
-            self._hold(request, group, names)
             states = index.states(number, names) if taken < states.count(ContentState.ABSENT) else []
             if ContentState.ABSENT in states:
                 self._host.count("offload_rows_short")
                 end = first + states.index(ContentState.ABSENT)
+        self._hold(request, group, names)
         request.next_position[number] = end
         return is_behind
 
