@@ -256,35 +256,12 @@ def small(rows, events=None):
     return TierIndex(plan_arena(rows * 64, {0: 64}, {0: 1.0}), events)
 
 
-def test_what_is_reserved_twice_has_one_row():
-    index = small(8)
-    first, rows = index.reserve(0, names(0, 0, 4))
-    assert (len(first), sorted(rows)) == (4, [0, 1, 2, 3])
-    second, more = index.reserve(0, names(0, 0, 6))
-    assert (second, more) == (names(0, 4, 2), [4, 5])
-    assert index.states(0, names(0, 0, 7)) == [PENDING] * 6 + [ABSENT]
-
-
 def test_neighbours_in_a_sequence_are_neighbours_in_memory():
     index = small(1000)
     for sequence in range(20):
         stored(index, 0, names(sequence, 0, 100))
     _, rows = index.reserve(0, names(30, 0, 100))
     assert rows == list(range(rows[0], rows[0] + 100))
-
-
-def test_a_pinned_content_that_is_dropped_keeps_its_row_and_comes_back_later():
-    index = small(2)
-    only = names(0, 0, 2)
-    stored(index, 0, only)
-    row = index.rows_of(0, only[:1])
-    index.pin(0, only)
-    index.drop(0, only[:1])
-    assert index.states(0, only) == [ABSENT, READY]
-    assert index.reserve(0, only) == ([], [])
-    index.unpin(0, only)
-    assert index.reserve(0, only) == (only[:1], row)
-    check_index(index)
 
 
 def test_what_comes_and_goes_between_two_calls_is_not_written_down():
