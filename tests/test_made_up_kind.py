@@ -23,6 +23,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import LayoutError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.plan.align import TableCard, card_refusal
@@ -206,8 +207,7 @@ class Stack:
         config = OffloadConfig(cpu_bytes=1 << 20, checkpoint_tokens=16)
         caches = self.side.config, self.side.kernels, self.side.tensors
         self.worker = OffloadWorker(config, *caches, identity=named())
-        self.half = OffloadScheduler(
-            config,
+        kept = KeptBlocks(
             self.side.config.groups,
             HitRequirements.of(self.side.config.groups, self.worker.row_bytes, 4),
             hashes=lambda request, size: [
@@ -217,6 +217,7 @@ class Stack:
             row_bytes=self.worker.row_bytes,
             clock=time.monotonic,
         )
+        self.half = OffloadScheduler(config, kept)
 
     def content(self, request: Request, layer: int, token: int) -> torch.Tensor:
         """What a layer keeps of a token: bits that depend on all tokens so far."""

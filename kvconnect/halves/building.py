@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvconnect.addresses import RankAddress, join_address
-from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup
+from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.decode.decode_requests import DecodeRequests
 from kvconnect.decode.pulls import PullRequests
@@ -35,8 +35,7 @@ from kvconnect.transfer.stack import Names, PrefixPool, StackTraits
 # The tiers are a fifth of the package: a node without offload does not load them.
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-    from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
-    from kvconnect.offload.tier_events import TierEvents
+    from kvconnect.offload.scheduler.host import KeptBlocks
     from kvconnect.offload.worker.offload_worker import OffloadWorker
 
 
@@ -62,25 +61,6 @@ def configured_trust(config: TransferConfig, environ: Mapping[str, str], clock: 
     handles = Handles(keyring.handle_secret if keyring else b"", clock)
     peers = PeerTrust(AllowList(config.extra.allow_peers), config.extra.max_peers)
     return Trust(handles, peers, keyring.receipt_secret if keyring else b"")
-
-
-@dataclass(frozen=True)
-class KeptBlocks:
-    """The traits that a stack states of the blocks kept below the device's memory.
-
-    ``hashes`` name the contents of a request's blocks; ``row_bytes``: by cache group, the bytes of a row on
-    all ranks; ``events`` receives the contents that tiers gain and lose. ``parks``: on every rank, loads can
-    fill rows.
-    """
-
-    groups: Sequence[KVCacheGroup]
-    requirements: HitRequirements
-    hashes: Names
-    row_bytes: Mapping[int, int]
-    num_ranks: int
-    clock: Callable[[], float]
-    events: TierEvents | None = None
-    parks: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +97,11 @@ def build_scheduler_half(
         LocalError: the directory is empty, and the configuration names an engine.
     """
     traits, trust = traits or StackTraits(), trust or Trust(Handles(clock=time.time))
-    offload = None if kept is None else _make_offload(config, kept)
+    offload = None
+    if kept is not None and config.extra.offload is not None:
+        from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+
+        offload = OffloadScheduler(config.extra.offload, kept)
     draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
     rank0 = draft.directory[0] if draft.directory else None
     receipts = Receipts(
@@ -155,32 +139,13 @@ def build_scheduler_half(
         parking = None
         if offload is not None and kept is not None and kept.parks and traits.clock is not None:
             groups_moved = {index for index, group in enumerate(groups) if group.has_cache}
-            parking = offload.parking if groups_moved <= set(offload.plan.groups) else None
+            parking = offload.parking if groups_moved <= set(offload.host.plan.groups) else None
         decode = DecodeRequests(config, cache_config, traits, trust.handles, trust.peers, draft, parking)
         if traits.names and traits.naming and traits.clock:
             pulls = PullRequests(config, groups, traits, trust.peers, trust.new_handle, draft)
     half = SchedulerHalf(draft, prefill, decode, pulls, offload, shared=prefixes, receipts=receipts)
     half.zeroes_loads = traits.zeroes_loads
     return half
-
-
-def _make_offload(config: TransferConfig, kept: KeptBlocks) -> OffloadScheduler | None:
-    if config.extra.offload is None:
-        return None
-    from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
-
-    offload = OffloadScheduler(
-        config.extra.offload,
-        kept.groups,
-        kept.requirements,
-        hashes=kept.hashes,
-        row_bytes=kept.row_bytes,
-        num_ranks=kept.num_ranks,
-        clock=kept.clock,
-    )
-    if kept.events is not None:
-        offload.announce(kept.events)
-    return offload
 
 
 def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:

@@ -14,7 +14,6 @@ from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import OffloadConfig, parse_kv_transfer_config
 from kvconnect.halves.building import (
-    KeptBlocks,
     SharedBlocks,
     build_scheduler_half,
     build_worker_half,
@@ -31,6 +30,7 @@ from kvconnect.node.request import Request
 from kvconnect.node.scheduler import align_tokens
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.handles import digest_prompt
@@ -120,7 +120,6 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
                 requirements,
                 hashes=_content_hashes,
                 row_bytes=worker.offload.row_bytes,
-                num_ranks=1,
                 clock=time.monotonic,
                 parks=worker.offload.load_rows is not None,
             )

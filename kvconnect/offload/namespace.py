@@ -92,14 +92,5 @@ def row_facts(table: RegionTable) -> dict[str, Any]:
 
 
 def _region_facts(region: Region) -> dict[str, Any]:
-    return {
-        "layer": region.layer,
-        "group": region.group,
-        "first_plane": region.first_plane,
-        "heads": None if region.heads is None else [region.heads.start, region.heads.stop],
-        "dtype": region.dtype,
-        "page_bytes": region.page_bytes,
-        "axes": msgspec.to_builtins(region.axes),
-        "scales": list(region.scales),
-        "key_bytes": region.key_bytes,
-    }
+    facts: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(region))
+    return {name: facts[name] for name in facts.keys() - {"address", "num_blocks", "block_stride"}}

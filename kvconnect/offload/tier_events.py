@@ -11,6 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -104,22 +105,6 @@ class TierEvents:
                 parent = name
         return tuple(made.get(name, b"") for name in hashes)
 
-    def learn(self, tier: str, group: int, footers: Mapping[bytes, bytes], hashes: Sequence[bytes]) -> None:
-        """A tier found contents from before its start, some of them with footers."""
-        origins: list[Origin | None] = []
-        for name in hashes:
-            try:
-                footer = _FOOTERS.decode(footers.get(name, b""))
-                tokens = array("i", footer.tokens).tolist()
-            except (msgspec.MsgspecError, ValueError):
-                origins.append(self._origins[group].get(name))
-                continue
-            described: dict[str, Any] = {"token_ids": tokens, "lora_name": footer.lora_name}
-            if footer.extra_keys:
-                described["extra_keys"] = [footer.extra_keys]
-            origins.append((0, described, footer.parent, len(tokens)))
-        self.stored(tier, group, hashes, origins)
-
     def forget(self, group: int, hashes: Iterable[bytes]) -> None:
         """Drop the origins of contents that no tier will store any more."""
         origins = self._origins[group]
@@ -131,11 +116,13 @@ class TierEvents:
         tier: str,
         group: int,
         hashes: Collection[bytes],
-        origins: Iterable[Origin | None] | None = None,
+        footers: Mapping[bytes, bytes] = MappingProxyType({}),
     ) -> None:
-        """A tier stored contents. Events have tokens of those whose origin is given, or else was noted."""
-        if origins is None:
-            origins = map(self._origins[group].get, hashes)
+        """A tier stored contents. Events have tokens of those with a footer, or whose origin was noted."""
+        origins: Iterable[Origin | None] = map(self._origins[group].get, hashes)
+        if footers:
+            found = (_read_footer(footers.get(name, b"")) for name in hashes)
+            origins = [own or origin for own, origin in zip(found, origins, strict=True)]
         gained, lost = self._changes[tier][group]
         if not lost or lost.keys().isdisjoint(hashes):
             gained.update(zip(hashes, origins, strict=True))
@@ -167,6 +154,19 @@ class TierEvents:
                     left -= len(went)
                     taken.append(self._maker.removed(tier, group, list(went)))
         return taken
+
+
+def _read_footer(data: bytes) -> Origin | None:
+    """What a footer describes, as the first block of a request; None if it cannot be read."""
+    try:
+        footer = _FOOTERS.decode(data)
+        tokens = array("i", footer.tokens).tolist()
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    described: dict[str, Any] = {"token_ids": tokens, "lora_name": footer.lora_name}
+    if footer.extra_keys:
+        described["extra_keys"] = [footer.extra_keys]
+    return 0, described, footer.parent, len(tokens)
 
 
 _NOT_KNOWN: Origin = (0, {"token_ids": ()}, None, 0)

@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 
 from kvconnect.config import TransferConfig
-from kvconnect.halves.building import KeptBlocks, build_scheduler_half, build_worker_half
+from kvconnect.halves.building import build_scheduler_half, build_worker_half
 from kvconnect.halves.rank_traits import RankTraits
 from kvconnect.offload.index.tier_index import ContentState
+from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.transfer.stack import Computed, Step
 
 _GROUP = 0
@@ -63,7 +64,6 @@ class PageTiers:
                 traits.kept.requirements,
                 hashes=lambda pages, block_tokens: pages.names,
                 row_bytes=offload.row_bytes,
-                num_ranks=1,
                 clock=time.monotonic,
             )
             self.scheduler = build_scheduler_half(config, cache_config, kept=kept)

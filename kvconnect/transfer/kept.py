@@ -72,7 +72,7 @@ class Parked:
     """The KV of a waiting request on its way into rows of host memory, or in them.
 
     ``groups``: by position the number of each row, plus one. One of ``is_ready`` and ``is_lost`` becomes true
-    once all ranks have reported.
+    once all ranks have reported; ``is_lost`` also if no request takes it.
     """
 
     groups: tuple[GroupBlocks, ...]

@@ -16,7 +16,6 @@ from kvconnect.cache.identity import Naming
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import (
-    KeptBlocks,
     SharedBlocks,
     build_scheduler_half,
     build_worker_half,
@@ -103,6 +102,8 @@ def make_scheduler_half(
         zeroes_loads=zeroes_loads,
     )
     if extra.offload is not None:
+        from kvconnect.offload.scheduler.host import KeptBlocks
+
         events = None
         if settings.wants_events(vllm_config):
             # Imported only by servers with offload and events, since it imports vLLM's event classes.

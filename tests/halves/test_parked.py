@@ -8,8 +8,9 @@ import pytest
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import ExtraConfig, OffloadConfig, TransferConfig
-from kvconnect.halves.building import KeptBlocks, Trust, build_scheduler_half
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.outcome import Cause, Outcome
 from kvconnect.peer.handles import Claims, Handles
 from kvconnect.transfer.orders import OffloadReport, Results

@@ -27,6 +27,7 @@ from kvconnect.cache.specs import (
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.tier_index import READY, TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import TierEvents
@@ -111,7 +112,7 @@ class Replay:
     def check(self, half) -> None:
         """What was heard is what the scheduler half knows to be there."""
         index, lower = half.host.index, half.host.lower
-        there = {(HOST, group): set() for group in half.plan.groups}
+        there = {(HOST, group): set() for group in half.host.plan.groups}
         for rows in index.classes:
             for group, names in rows.row_of.items():
                 there[HOST, group] = {name for name, row in names.items() if rows.state[row] == READY}
@@ -150,11 +151,11 @@ class Ranks:
         self.todo = [[] for _ in range(num_ranks)]
         self.awaited: dict[str, int] = {}
         self.failed: dict[str, str] = {}
-        self.num_restored = self.cleared = 0
+        self.cleared = 0
         self.silent: set[int] = set()
 
     def place(self, group, row):
-        return (self.stack.half.plan.class_of[group], row)
+        return (self.stack.half.host.plan.class_of[group], row)
 
     def before_step(self, orders) -> None:
         self.cleared += orders.clear
@@ -162,11 +163,6 @@ class Ranks:
             for lower in self.lower:
                 for kept in lower.values():
                     kept.clear()
-            for todo in self.todo:
-                todo[:] = [("keep", job[1], job[2], ()) if job[0] == "keep" else job for job in todo]
-                for at, job in enumerate(todo):
-                    if job[0] == "store":
-                        todo[at] = (*job[:4], "cleared")
         for store in orders.stores:
             group, ids, rows = store.copies.group, store.copies.block_ids, store.copies.rows
             content = []
@@ -178,7 +174,7 @@ class Ranks:
                 for row in rows:
                     assert self.rows[rank].get(self.place(group, row)) != "busy"
                     self.rows[rank][self.place(group, row)] = "busy"
-                self.todo[rank].append(("store", store.job, store, tuple(content), ""))
+                self.todo[rank].append(("store", store, tuple(content), self.cleared))
 
     def start(self, orders) -> None:
         for restore in orders.restores:
@@ -187,31 +183,29 @@ class Ranks:
                 self.failed[restore.request_id] = restore.refusal
         for rank in range(len(self.rows)):
             for restore in orders.restores:
-                self.todo[rank].append(("restore", restore.request_id, restore, ()))
+                self.todo[rank].append(("restore", restore))
             for fetch in orders.fetches:
                 for row in fetch.rows:
                     assert self.rows[rank].get(self.place(fetch.group, row)) != "busy"
                     self.rows[rank][self.place(fetch.group, row)] = "busy"
-                self.todo[rank].append(("fetch", fetch.job, fetch, ()))
+                self.todo[rank].append(("fetch", fetch))
             for seek in orders.seeks:
-                self.todo[rank].append(("seek", seek.job, seek, ()))
+                self.todo[rank].append(("seek", seek))
 
     def work(self, everything=False) -> Results:
-        reports, received = [], []
+        reports, self.received = [], []
         for rank in range(len(self.rows)):
             if rank in self.silent:
                 continue
             told = {"stored": {}, "kept": [], "fetched": {}, "found": {}}
             changes = []
-            later = []
             todo, self.todo[rank] = self.todo[rank], []
             self.rng.shuffle(todo)
-            for job in todo:
+            for kind, *job in todo:
                 if not everything and self.rng.random() < self.lag:
-                    later.append(job)
+                    self.todo[rank].append((kind, *job))
                     continue
-                getattr(self, "_" + job[0])(rank, job, told, changes, received, later)
-            self.todo[rank].extend(later)
+                getattr(self, "_" + kind)(rank, told, changes, *job)
             if self.fail and self.rng.random() < 0.1:
                 for tier in self.tiers:
                     kept = self.lower[rank][tier]
@@ -222,8 +216,8 @@ class Ranks:
             told["kept"] = tuple(told["kept"])
             reports.append(OffloadReport(rank, self.cleared, **told, changes=tuple(changes)))
         self.rng.shuffle(reports)
-        failed = {name: self.failed.pop(name) for name in received if name in self.failed}
-        return Results(received=tuple(received), failed=failed, offload=tuple(r for r in reports if r))
+        failed = {name: self.failed.pop(name) for name in self.received if name in self.failed}
+        return Results(received=tuple(self.received), failed=failed, offload=tuple(r for r in reports if r))
 
     @property
     def is_idle(self) -> bool:
@@ -232,8 +226,7 @@ class Ranks:
     def _breaks(self) -> bool:
         return self.rng.random() < self.fail
 
-    def _store(self, rank, job, told, changes, received, later) -> None:
-        _, number, store, content, cleared = job
+    def _store(self, rank, told, changes, store, content, cleared) -> None:
         bad, good = [], []
         for row, name, held in zip(store.copies.rows, store.hashes, content, strict=True):
             place = self.place(store.copies.group, row)
@@ -245,21 +238,18 @@ class Ranks:
             else:
                 self.rows[rank][place] = held
                 good.append((name, place, held))
-        told["stored"][number] = tuple(bad)
+        told["stored"][store.job] = tuple(bad)
         if store.keep:
             broken = [
                 self.place(store.copies.group, row)
                 for row, name in zip(store.copies.rows, store.hashes, strict=True)
                 if name in bad
             ]
-            if cleared:
-                good = []
-            later.append(("keep", number, (store, broken), tuple(good)))
+            self.todo[rank].append(("keep", store, broken, good, cleared))
 
-    def _keep(self, rank, job, told, changes, received, later) -> None:
-        _, number, about, good = job
-        store, broken = about
-        for name, place, held in good:
+    def _keep(self, rank, told, changes, store, broken, good, cleared) -> None:
+        """Unless all was cleared since the order."""
+        for name, place, held in good if cleared == self.cleared else ():
             assert self.rows[rank][place] == held, "a row was reused while it was read"
             if self._breaks():
                 continue
@@ -269,10 +259,9 @@ class Ranks:
         for place in broken:
             assert self.rows[rank][place] == "busy"
             self.rows[rank][place] = GARBAGE
-        told["kept"].append(number)
+        told["kept"].append(store.job)
 
-    def _fetch(self, rank, job, told, changes, received, later) -> None:
-        fetch = job[2]
+    def _fetch(self, rank, told, changes, fetch) -> None:
         missing = []
         for row, name in zip(fetch.rows, fetch.hashes, strict=True):
             place = self.place(fetch.group, row)
@@ -287,15 +276,13 @@ class Ranks:
                 self.rows[rank][place] = GARBAGE
             else:
                 self.rows[rank][place] = held
-        told["fetched"][job[1]] = tuple(missing)
+        told["fetched"][fetch.job] = tuple(missing)
 
-    def _seek(self, rank, job, told, changes, received, later) -> None:
-        seek = job[2]
+    def _seek(self, rank, told, changes, seek) -> None:
         kept = self.lower[rank][seek.tier]
-        told["found"][job[1]] = tuple(n for n in seek.hashes if (seek.group, n) in kept)
+        told["found"][seek.job] = tuple(n for n in seek.hashes if (seek.group, n) in kept)
 
-    def _restore(self, rank, job, told, changes, received, later) -> None:
-        restore = job[2]
+    def _restore(self, rank, told, changes, restore) -> None:
         for copies in restore.copies:
             for block_id, row in zip(copies.block_ids, copies.rows, strict=True):
                 held = self.rows[rank][self.place(copies.group, row)]
@@ -310,8 +297,7 @@ class Ranks:
         self.awaited[restore.request_id] -= 1
         if not self.awaited[restore.request_id]:
             del self.awaited[restore.request_id]
-            received.append(restore.request_id)
-            self.num_restored += 1
+            self.received.append(restore.request_id)
 
 
 CAP = 4096
@@ -406,7 +392,6 @@ class Req:
     ids: list[list[int]] = field(default_factory=list)
     told: int = 0
     hits: list[tuple[int, int]] = field(default_factory=list)
-    waits: int = 0
     guessed: int = 0
     names: dict[int, list[bytes]] = field(default_factory=dict)
     noted: dict[int, int] = field(default_factory=dict)
@@ -448,9 +433,6 @@ def chained(before: bytes, tokens: list[int]) -> bytes:
 
 def name_of(digest: int) -> bytes:
     return (digest & (1 << 64) - 1).to_bytes(8, "little")
-
-
-__all__ = ["Clock", "Kind", "Stack"]
 
 
 class Stack:
@@ -504,16 +486,16 @@ class Stack:
         )
         groups = [kind.spec() for kind in kinds]
         drafts_at = [index for index, kind in enumerate(kinds) if kind.is_draft]
-        self.half = OffloadScheduler(
-            config,
+        kept = KeptBlocks(
             groups,
             HitRequirements.of(groups, range(len(kinds)), align, drafts_at),
             hashes=self.hashes,
             row_bytes={index: kind.row_bytes for index, kind in enumerate(kinds)},
             num_ranks=num_ranks,
             clock=self.clock,
+            events=TierEvents(Plain()),
         )
-        self.half.announce(TierEvents(Plain()))
+        self.half = OffloadScheduler(config, kept)
         self.router = Replay(chained, name_of(ROOT))
         self.ranks = Ranks(self, num_ranks, self.rng, fail=fail, tiers=tiers, lag=lag)
 
@@ -664,7 +646,6 @@ class Stack:
             again = self.half.matched_tokens(request, start)
             assert again == (external, in_background)
             if external is None:
-                request.waits += 1
                 return 0
             assert start + external <= request.num_tokens - 1
             assert bool(external) is in_background

@@ -186,13 +186,6 @@ def test_what_is_at_hand_is_not_needed(mix, boundary, start):
         ]
 
 
-def test_a_window_of_one_token_needs_no_block():
-    group = HitGroup(0, 4, Window(1))
-    requirements = HitRequirements((group,), 4)
-    assert group.needed(8) == ()
-    assert hit(requirements, 9, lambda group, position: False) == 8
-
-
 @pytest.mark.parametrize("window", range(1, 40))
 def test_the_least_rows_are_what_the_longest_tail_needs(window):
     for rule in (Window(window), Chunked(4 * window), Sinks(window, 5)):

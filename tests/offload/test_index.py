@@ -65,8 +65,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.index = TierIndex(PLAN)
-        self.index.events = TierEvents(Plain())
+        self.events = TierEvents(Plain())
+        self.index = TierIndex(PLAN, self.events)
         self.model = Model()
         self.told = {group: set() for group in GROUPS}
         for sequence in range(3):
@@ -203,7 +203,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def hear(self):
-        for event in self.index.events.take():
+        for event in self.events.take():
             if isinstance(event, Removed):
                 assert self.told[event.group].issuperset(event.hashes)
                 self.told[event.group].difference_update(event.hashes)
@@ -252,17 +252,8 @@ def stored(index, group, hashes):
     return taken
 
 
-def small(rows):
-    return TierIndex(plan_arena(rows * 64, {0: 64}, {0: 1.0}))
-
-
-def test_what_is_reserved_twice_has_one_row():
-    index = small(8)
-    first, rows = index.reserve(0, names(0, 0, 4))
-    assert (len(first), sorted(rows)) == (4, [0, 1, 2, 3])
-    second, more = index.reserve(0, names(0, 0, 6))
-    assert (second, more) == (names(0, 4, 2), [4, 5])
-    assert index.states(0, names(0, 0, 7)) == [PENDING] * 6 + [ABSENT]
+def small(rows, events=None):
+    return TierIndex(plan_arena(rows * 64, {0: 64}, {0: 1.0}), events)
 
 
 def test_neighbours_in_a_sequence_are_neighbours_in_memory():
@@ -273,23 +264,9 @@ def test_neighbours_in_a_sequence_are_neighbours_in_memory():
     assert rows == list(range(rows[0], rows[0] + 100))
 
 
-def test_a_pinned_content_that_is_dropped_keeps_its_row_and_comes_back_later():
-    index = small(2)
-    only = names(0, 0, 2)
-    stored(index, 0, only)
-    row = index.rows_of(0, only[:1])
-    index.pin(0, only)
-    index.drop(0, only[:1])
-    assert index.states(0, only) == [ABSENT, READY]
-    assert index.reserve(0, only) == ([], [])
-    index.unpin(0, only)
-    assert index.reserve(0, only) == (only[:1], row)
-    check_index(index)
-
-
 def test_what_comes_and_goes_between_two_calls_is_not_written_down():
-    index = small(4)
-    index.events = events = TierEvents(Plain())
+    events = TierEvents(Plain())
+    index = small(4, events)
     for sequence in range(50):
         stored(index, 0, names(sequence, 0, 4))
     (told,) = events.take()

@@ -44,18 +44,3 @@ def test_a_content_is_there_where_every_rank_has_it(steps):
             everywhere = set.intersection(*(have[rank, tier, group] for rank in range(RANKS)))
             assert index.has(tier, group, HASHES) == [content in everywhere for content in HASHES]
             assert index.counts().get(tier, {}).get(group, 0) == len(everywhere)
-
-
-def test_contents_are_counted_once_every_rank_has_them():
-    index = LowerIndex(2)
-    told = TierChange("disk", 0, tuple(HASHES))
-    index.update(0, [told])
-    assert index.counts() == {"disk": {0: 0}}
-    index.update(1, [told, told])
-    assert index.counts() == {"disk": {0: 12}}
-    index.update(0, [TierChange("disk", 0, (), tuple(HASHES[:2]))])
-    index.update(1, [TierChange("disk", 0, (), tuple(HASHES[:1]))])
-    index.drop("disk", 0, HASHES[1:4])
-    assert index.counts() == {"disk": {0: 8}}
-    index.clear()
-    assert index.counts() == {}

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, PageAxes, Region, RegionTable
 from kvconnect.cache.retention import Window
-from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -41,18 +40,12 @@ def a_config(**changed):
     return KVCacheConfig(10, tuple(KVCacheGroup((name,), spec) for name, spec in specs.items()))
 
 
-def a_table(num_blocks=10, kernel=16, order="block token head content", scales=None, heads=None, first=0):
+def a_table(num_blocks=10, order="block token head content"):
     spec = FullAttentionSpec(16, 2, 8, torch.bfloat16)
     config = KVCacheConfig(num_blocks, (KVCacheGroup(("layer",), spec),))
-    sizes = {"block": num_blocks * 16 // kernel, "token": kernel, "head": 2, "content": 16}
+    sizes = {"block": num_blocks, "token": 16, "head": 2, "content": 16}
     tensor = torch.zeros([sizes[axis] for axis in order.split()], dtype=torch.bfloat16)
-    return RegionTable.build(
-        config,
-        {0: kernel},
-        {"layer": CacheTensor(tensor, order)},
-        {"layer": heads} if heads else None,
-        scales,
-    )
+    return RegionTable.build(config, {0: 16}, {"layer": CacheTensor(tensor, order)})
 
 
 FACTS = {
@@ -137,10 +130,6 @@ def test_padding_and_the_number_of_blocks_are_none():
         {"stack": {**FACTS["stack"], "revision": None}},
         {"stack": {**FACTS["stack"], "hash": ["sha256", 1]}},
         {"stack": {**FACTS["stack"], "hash": [["sha256", 0]]}},
-        {"table": a_table(kernel=8)},
-        {"table": a_table(order="block head token content")},
-        {"table": a_table(order="head block token content")},
-        {"table": a_table(heads=HeadInterval(2, 4))},
     ],
 )
 def test_every_fact_of_a_worker_counts(change):

@@ -139,17 +139,10 @@ def test_d_reuses_no_block_of_a_window_that_p_may_have_filled_in_part():
     assert decode.cached == 224
 
 
-SHAPES = {
-    "16 to 64": ({"block_size": 16}, {"block_size": 64}),
-    "64 to 16": ({"block_size": 64}, {"block_size": 16}),
-    "kernel blocks": ({"block_size": 64, "kernel_block_sizes": (16,)}, {"block_size": 32}),
-}
-
-
-def pulled(model, ours, theirs):
+def pulled(ours, theirs):
     """A second turn on a node that never saw the first; tokens that it did not compute."""
-    keeps = patient(node("P", "kv_both", model=model, **ours))
-    loads = patient(node("D", "kv_both", reserved_blocks=61, model=model, **theirs))
+    keeps = patient(node("P", "kv_both", **ours))
+    loads = patient(node("D", "kv_both", reserved_blocks=61, **theirs))
     first = make_prompt(300, seed=1)
     prompt = [*first, *keeps.ask(first, 30)[:30], *make_prompt(40, seed=2)]
     # Of host memory alone.
@@ -158,23 +151,17 @@ def pulled(model, ours, theirs):
     loads.submit("pulled", prompt, 8, {"kv_sources": [f"{address.host}:{address.port}"]})
     until(lambda: loads.last("pulled"), keeps, loads)
     assert loads.last("pulled").failure is None
-    assert loads.tokens("pulled") + loads.drafts("pulled") == expected(prompt, model=model)
+    assert loads.tokens("pulled") + loads.drafts("pulled") == expected(prompt)
     until(lambda: not any([*keeps.busy().values(), *loads.busy().values()]), keeps, loads)
     for one in (keeps, loads):
         assert not any(one.engine.worker.state()[key] for key in ("leases", "sendings", "loads"))
     return loads.last("pulled").cached_tokens
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_prompt_that_another_node_keeps_is_loaded_from_there(model):
-    assert pulled(model, {}, {}) >= 256
-
-
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_blocks_of_the_nodes_may_differ(shape):
-    assert pulled("gqa", *SHAPES[shape]) >= 256
+def test_kernel_blocks_of_the_nodes_may_differ():
+    assert pulled({"block_size": 64, "kernel_block_sizes": (16,)}, {"block_size": 32}) >= 256
 
 
 def test_nodes_with_other_salts_have_nothing_for_each_other():
-    assert pulled("gqa", {"offload": {"salt": "a"}}, {"offload": {"salt": "b"}}) == 0
-    assert pulled("gqa", {"offload": {"salt": "a"}}, {"offload": {"salt": "a"}}) >= 256
+    assert pulled({"offload": {"salt": "a"}}, {"offload": {"salt": "b"}}) == 0
+    assert pulled({"offload": {"salt": "a"}}, {"offload": {"salt": "a"}}) >= 256

@@ -683,7 +683,8 @@ def test_what_a_disk_gets_after_the_last_request_is_heard_without_another_one(is
         stack.half.host.events = None
         stack.hear = lambda: None
     stack.add("last", range(64))
-    keep, stack.ranks._keep = stack.ranks._keep, lambda *job: job[-1].append(job[1])
+    keep = stack.ranks._keep
+    stack.ranks._keep = lambda rank, told, changes, *job: stack.ranks.todo[rank].append(("keep", *job))
     for _ in range(20):
         stack.step(everything=True)
     assert not stack.requests

@@ -281,7 +281,7 @@ class Pledges:
 
     def _quotas_hold(self, pins: Sequence[Pin]) -> None:
         """8: no tenant has more than its part, and none all together more than three quarters."""
-        limits, share = self._half.plan.limits, self._keeps.pin_quota
+        limits, share = self._half.host.plan.limits, self._keeps.pin_quota
         by_tenant: defaultdict[tuple[str, int], set[bytes]] = defaultdict(set)
         for pin in pins:
             for (tier, group), names in pin.held.items():

@@ -16,7 +16,7 @@ import torch
 
 from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
-from kvconnect.halves.building import KeptBlocks, SharedBlocks
+from kvconnect.halves.building import SharedBlocks
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, CopyTicket
@@ -24,6 +24,7 @@ from kvconnect.offload.copies.rows import RowArena, RowLayout, RowParts
 from kvconnect.offload.disk.folder import bytes_on_disk
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_for
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.tier import DISK, Content
 from kvconnect.offload.worker.jobs import RankJobs
 from kvconnect.offload.worker.named_rows import NamedRows

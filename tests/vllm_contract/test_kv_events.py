@@ -22,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tok
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvconnect.config import OffloadConfig
+from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import EventMaker, TierEvents
@@ -54,16 +55,15 @@ def _hashes_as_bytes(monkeypatch):
 
 
 def half_of(maker=None):
-    half = OffloadScheduler(
-        OffloadConfig(cpu_bytes=1 << 20, disk_path="/nowhere"),
+    kept = KeptBlocks(
         scheduler_config(kept_config(CACHE)).groups,
         hit_requirements(CACHE),
         hashes=BlockHashes(HASH_TOKENS),
         row_bytes={0: 128, 1: 64},
         clock=lambda: 1.0,
+        events=TierEvents(maker) if maker else tier_events(CACHE),
     )
-    half.announce(TierEvents(maker) if maker else tier_events(CACHE))
-    return half
+    return OffloadScheduler(OffloadConfig(cpu_bytes=1 << 20, disk_path="/nowhere"), kept)
 
 
 def keep(half, made):

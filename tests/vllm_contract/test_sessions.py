@@ -15,6 +15,7 @@ from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.half_kit import Kind
@@ -58,15 +59,14 @@ def finished(*requests: Request, rows: int = 16) -> list[dict[str, Any]]:
     """What comes of the hints of requests that a connector computes one after the other."""
     groups = [KVCacheGroup(("layer",), Kind(16).spec().spec)]
     requirements = HitRequirements.of(groups, [0], 16)
-    config = OffloadConfig(cpu_bytes=64 * rows)
-    half = OffloadScheduler(
-        config,
+    kept = KeptBlocks(
         groups,
         requirements,
         hashes=lambda request, _: request.block_hashes,
         row_bytes={0: 64},
         clock=lambda: 1.0,
     )
+    half = OffloadScheduler(OffloadConfig(cpu_bytes=64 * rows), kept)
     made, answers = hooks_kit.connector(SchedulerHalf(offload=half)), []
     made._workers = {0: hooks_kit.OWN}
     for number, request in enumerate(requests):

@@ -98,17 +98,17 @@ class TierIndex:
 
     When no row is free, the least recently used content of the class is evicted, whichever its group. All
     methods take hashes of one group, in the order of the sequence where there is one: a sequence is evicted
-    from its end, because no hit can use the end without the beginning.
+    from its end, because no hit can use the end without the beginning. ``events`` receives contents that
+    become ready or are dropped, if events are published.
     """
 
-    def __init__(self, plan: ArenaPlan) -> None:
+    def __init__(self, plan: ArenaPlan, events: TierEvents | None = None) -> None:
         self._plan = plan
         # By class of the plan.
         self.classes = [
             ClassRows(rows.num_rows, plan.groups_of(index)) for index, rows in enumerate(plan.classes)
         ]
-        self.events: TierEvents | None = None
-        """Receives contents that become ready or are dropped; None if no events are published."""
+        self._events = events
         self.session_pins_lost: Callable[[int, Sequence[bytes]], None] = lambda group, hashes: None
         """Called with pinned contents that are about to be dropped; the callee removes pins of sessions."""
 
@@ -163,8 +163,8 @@ class TierIndex:
         for row in found:
             rows.state[row] = READY
         rows.use(reversed(found))
-        if self.events is not None:
-            self.events.stored(HOST, group, hashes)
+        if self._events is not None:
+            self._events.stored(HOST, group, hashes)
 
     def drop(self, group: int, hashes: Iterable[bytes]) -> None:
         """Forget ready and pending contents; absent ones are skipped.
@@ -247,10 +247,10 @@ class TierIndex:
         rows.let_go([row for row in held if not rows.pins[row]])
 
     def _lost(self, rows: ClassRows, gone: Iterable[int]) -> None:
-        if self.events is not None:
+        if self._events is not None:
             by_group: dict[int, list[bytes]] = {}
             for row in gone:
                 group, name = rows.content[row]
                 by_group.setdefault(group, []).append(name)
             for group, hashes in by_group.items():
-                self.events.removed(HOST, group, hashes)
+                self._events.removed(HOST, group, hashes)

@@ -10,17 +10,20 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
+from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.config import OffloadConfig
+from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.session_pins import Pin, SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import Content
 from kvconnect.offload.tier_events import TierEvents
-from kvconnect.transfer.orders import OffloadReport, TierChange
-from kvconnect.transfer.stack import RequestView
+from kvconnect.transfer.orders import OffloadReport, Restore, Seek, TierChange, TierFetch
+from kvconnect.transfer.stack import Names, RequestView
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +34,18 @@ class LowerIndex:
     If events are published, ``events`` receives the changes of rank 0, since all ranks get the same orders.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, events: TierEvents | None = None) -> None:
         # One bit for each rank: a repeated report changes nothing.
         self._all = (1 << num_ranks) - 1
         self._ranks: dict[tuple[str, int], dict[bytes, int]] = {}
-        self.events: TierEvents | None = None
+        self._events = events
 
     def update(self, rank: int, changes: Iterable[TierChange]) -> None:
         """Apply a rank's changes. A content that is both added and removed is removed."""
         bit = 1 << rank
         for change in changes:
-            if self.events is not None and not rank:
-                self._note(self.events, change)
+            if self._events is not None and not rank:
+                self._note(self._events, change)
             ranks = self._ranks.setdefault((change.tier, change.group), {})
             for content in change.added:
                 ranks[content] = ranks.get(content, 0) | bit
@@ -68,16 +71,13 @@ class LowerIndex:
         ranks = self._ranks.get((tier, group), {})
         gone = set(change.removed)
         new = [name for name in change.added if not ranks.get(name, 0) & 1 and name not in gone]
-        if change.footers:
-            events.learn(tier, group, dict(zip(change.added, change.footers, strict=False)), new)
-        else:
-            events.stored(tier, group, new)
+        events.stored(tier, group, new, dict(zip(change.added, change.footers, strict=False)))
         self._lose(tier, group, change.removed)
 
     def _lose(self, tier: str, group: int, hashes: Iterable[bytes]) -> None:
-        if self.events is not None:
+        if self._events is not None:
             ranks = self._ranks.get((tier, group), {})
-            self.events.removed(tier, group, [name for name in hashes if ranks.get(name, 0) & 1])
+            self._events.removed(tier, group, [name for name in hashes if ranks.get(name, 0) & 1])
 
     def clear(self) -> None:
         for (tier, group), ranks in self._ranks.items():
@@ -104,9 +104,10 @@ class Lookup:
     """The prefix lookup of one request: first the contents that it waits for, then the tokens promised to it.
 
     Attributes:
-        waits_for: contents under way to host memory, with their tier; empty if another request stores it.
-        asked, was_asked: open seek jobs, each with its tier; whether tiers were asked once.
-        found, brought: contents that seek jobs found, and contents that were fetched, by tier.
+        waits_for: contents under way to host memory, and seek jobs by number, each with its tier; the tier is
+            empty if another request stores the content.
+        was_asked: whether seek jobs were opened once.
+        found, brought: contents that seek jobs found, by tier; and the tier of contents that were fetched.
         lost: contents that could not be fetched, and are not tried again.
         is_settled: the lookup waits for nothing more, and looks in host memory alone.
         pins: contents pinned in host memory: those promised, or those already here while it waits.
@@ -115,12 +116,11 @@ class Lookup:
     """
 
     deadline: float
-    waits_for: dict[Content, str] = field(default_factory=dict)
-    asked: dict[int, str] = field(default_factory=dict)
+    waits_for: dict[Content | int, str] = field(default_factory=dict)
     was_asked: bool = False
     found: dict[str, set[Content]] = field(default_factory=dict)
     lost: set[Content] = field(default_factory=set)
-    brought: dict[str, set[Content]] = field(default_factory=dict)
+    brought: dict[Content, str] = field(default_factory=dict)
     is_settled: bool = False
     pins: Pins = field(default_factory=dict)
     is_answered: bool = False
@@ -129,10 +129,6 @@ class Lookup:
     length: int = 0
     looked_at: float = 0.0
     version: int = 0
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self.waits_for or self.asked)
 
 
 @dataclass(eq=False)
@@ -149,10 +145,11 @@ class OffloadRequest:
         trail: by group the position and name of contents kept while decoding, until the answer outgrows them.
         ragged_tokens: no window block that begins before this is kept: a peer may not have filled it.
         is_admitted: it has had blocks at some time.
-        is_offered, sources: it was promised restored tokens; how many of them each lower tier brought.
+        sources: how many of the tokens promised to it each lower tier brought; None if none were promised.
         pin: its session's pin, which holds its kept contents, if a hint asked for that.
     """
 
+    host: Host
     view: RequestView
     reads: bool
     most_tokens: int
@@ -169,8 +166,7 @@ class OffloadRequest:
     lookup: Lookup | None = None
     ragged_tokens: int = 0
     is_admitted: bool = False
-    is_offered: bool = False
-    sources: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, int] | None = None
     pin: Pin | None = None
 
     @property
@@ -178,16 +174,18 @@ class OffloadRequest:
         """The last boundary in the known tokens; windows and states kept after it belong to the answer."""
         return self.boundaries[-1] if self.boundaries else 0
 
-    def lay_out(self, requirements: HitRequirements, checkpoint_tokens: int) -> None:
-        self.known_tokens = self.view.num_tokens
-        found = set(requirements.boundaries(min(self.known_tokens, self.most_tokens), checkpoint_tokens))
+    def lay_out(self) -> None:
+        self.known_tokens, requirements = self.view.num_tokens, self.host.requirements
+        most_tokens = min(self.known_tokens, self.most_tokens)
+        found = set(requirements.boundaries(most_tokens, self.host.config.checkpoint_tokens))
         if 0 < self.junction < self.known_tokens:
             found.add(self.junction)
         self.boundaries = tuple(sorted(found))
         self.kept = requirements.kept(self.boundaries)
 
-    def checkpoints(self, requirements: HitRequirements) -> tuple[int, ...]:
+    def checkpoints(self) -> tuple[int, ...]:
         """Token counts at which its state is worth storing: boundaries, and those that the answer may add."""
+        requirements = self.host.requirements
         align, last = requirements.align_tokens, requirements.last_boundary(self.known_tokens)
         if self.boundaries and self.boundaries[-1] < last:
             return self.boundaries
@@ -198,14 +196,12 @@ class OffloadRequest:
         self.next_position = {}
         self.computed_tokens = self.computed_before = 0
 
-    def computed(
-        self, num_tokens: int, groups: Sequence[HitGroup], new_block_ids: Sequence[Sequence[int]] | None
-    ) -> None:
+    def computed(self, num_tokens: int, new_block_ids: Sequence[Sequence[int]] | None) -> None:
         """A step was launched: ``num_tokens`` are computed, and the request has new blocks, by group."""
         self.computed_before, self.computed_tokens = self.computed_tokens, num_tokens
         if new_block_ids is None:
             return
-        for group in groups:
+        for group in self.host.requirements.groups:
             if not group.is_state and (ids := new_block_ids[group.group]):
                 self.block_ids.setdefault(group.group, []).extend(ids)
 
@@ -227,21 +223,16 @@ class OffloadRequest:
         is_prefill = self.computed_before < self.known_tokens
         return group.held(max(0, self.computed_before if is_prefill else self.computed_tokens - 1))
 
-    def worth_keeping(
-        self, requirements: HitRequirements, group: HitGroup, positions: range, *, decoded: bool
-    ) -> list[int]:
+    def worth_keeping(self, group: HitGroup, positions: range) -> list[int]:
         """The positions of a window group that are to be kept."""
         found: list[int] = []
         for span in self.kept.get(group.group, ()):
             found.extend(range(max(positions.start, span.start), min(positions.stop, span.stop)))
-        if decoded:
+        if self.host.config.decoded:
             begin = max(positions.start, self.last_boundary // group.block_tokens)
-            found.extend(at for at in range(begin, positions.stop) if requirements.lasts(group, at))
+            found.extend(at for at in range(begin, positions.stop) if self.host.requirements.lasts(group, at))
         return found
 
-
-Hashes = Callable[[RequestView, int], Sequence[bytes]]
-"""The chain hashes of a request's full blocks; the second argument is the block size in tokens."""
 
 REASONS = {
     "offload_rows_short": "host memory had no row for a block: all are pinned, or being filled",
@@ -306,8 +297,6 @@ class Jobs:
         self._by_deadline: deque[Job] = deque()
         self._serial = 0
         self._now = self._ticked_at = 0.0
-        self.num_awaited = 0
-        """The number of jobs that a request may wait for: not done, and not overdue."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -320,7 +309,6 @@ class Jobs:
         while self._by_deadline and self._by_deadline[0].deadline <= self._now:
             job = self._by_deadline.popleft()
             if job.number in self._jobs:
-                self.num_awaited -= bool(job.unreported)
                 job.overdue = True
                 found.append(job)
         return found
@@ -334,7 +322,6 @@ class Jobs:
         job = Job(self._serial, kind, group, hashes, tier, all_ranks, all_ranks if keep else 0, deadline)
         self._jobs[job.number] = job
         self._by_deadline.append(job)
-        self.num_awaited += 1
         return job
 
     def report(self, report: OffloadReport) -> tuple[Job, ...]:
@@ -348,7 +335,6 @@ class Jobs:
                 job.unreported &= ~bit
                 job.named.update(named)
                 if not job.unreported:
-                    self.num_awaited -= not job.overdue
                     ended[number] = job
         for number in report.kept:
             job = self._jobs.get(number)
@@ -363,10 +349,9 @@ class Jobs:
         jobs = [job for job in self._jobs.values() if job.group == group and job.unkept]
         return {name for job in jobs for name in job.hashes}
 
-    @property
-    def are_due(self) -> bool:
-        """Whether a job that is not overdue lacks a report, if only the one that it was kept."""
-        return any(not job.overdue for job in self._jobs.values())
+    def are_due(self, *, with_kept: bool) -> bool:
+        """Whether a job that is not overdue lacks a report; ``with_kept``: if only that it was kept."""
+        return any((with_kept or job.unreported) and not job.overdue for job in self._jobs.values())
 
     def is_open(self, job: Job) -> bool:
         return job.number in self._jobs
@@ -380,25 +365,54 @@ class Jobs:
             job.stale = True
 
 
+@dataclass(frozen=True)
+class KeptBlocks:
+    """The traits that a stack states of the blocks kept below the device's memory.
+
+    Attributes:
+        requirements, row_bytes: of those of ``groups`` that are kept; rows are as long on all ranks.
+        hashes: names the contents of a request's blocks, for the block sizes of groups, and for
+            ``align_tokens`` where a group keeps states. Called often: a view is better than a new list.
+        events: receives the contents that tiers gain and lose.
+        parks: on every rank, loads can fill rows.
+    """
+
+    groups: Sequence[KVCacheGroup]
+    requirements: HitRequirements
+    hashes: Names
+    row_bytes: Mapping[int, int]
+    clock: Callable[[], float]
+    num_ranks: int = 1
+    events: TierEvents | None = None
+    parks: bool = False
+
+
 class Host:
-    """The state that the scheduler half's modules share: hit requirements, host and lower index, pins, jobs.
+    """The state that the scheduler half's modules share, and the orders of the next step but for stores.
 
     The first failure of each reason is logged, and all are counted: by a worker, as this half has no metrics.
     """
 
-    def __init__(
-        self,
-        requirements: HitRequirements,
-        index: TierIndex,
-        pins: SessionPins,
-        hashes: Hashes,
-        num_ranks: int,
-    ) -> None:
-        self.requirements, self.index, self.pins, self.hashes = requirements, index, pins, hashes
-        self.lower, self.jobs = LowerIndex(num_ranks), Jobs(num_ranks)
+    def __init__(self, config: OffloadConfig, kept: KeptBlocks) -> None:
+        self.config, self.requirements, self.hashes = config, kept.requirements, kept.hashes
+        least_rows = kept.requirements.least_rows(config.min_tokens)
+        self.plan = plan_for(config, kept.groups, kept.row_bytes, least_rows)
+        self.index = TierIndex(self.plan, kept.events)
+        self.pins = SessionPins(self.index, self.plan, config.pin_quota, config.disk_bytes)
+        self.lower, self.jobs = LowerIndex(kept.num_ranks, kept.events), Jobs(kept.num_ranks)
         self.totals: Counter[str] = Counter()
-        self.events: TierEvents | None = None
+        self.events = kept.events
         self._untaken: list[str] = []
+        self.restores: list[Restore] = []
+        self.fetches: list[TierFetch] = []
+        self.seeks: list[Seek] = []
+
+    def take(self) -> tuple[tuple[Restore, ...], tuple[TierFetch, ...], tuple[Seek, ...]]:
+        """The orders since the last call, but for stores."""
+        orders = tuple(self.restores), tuple(self.fetches), tuple(self.seeks)
+        for taken in (self.restores, self.fetches, self.seeks):
+            taken.clear()
+        return orders
 
     def forget_names(self, group: int, names: Iterable[bytes]) -> None:
         """Drop the event origins of contents that no tier will store any more."""

@@ -7,25 +7,19 @@ raises because of a client's parameters or a worker's report.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
-from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.index.budgets import plan_for
-from kvconnect.offload.index.session_pins import SessionPins
-from kvconnect.offload.index.tier_index import TierIndex
-from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.host import NEVER, Hashes, Host, JobKind, OffloadRequest
+from kvconnect.offload.scheduler.host import NEVER, Host, JobKind, KeptBlocks, OffloadRequest
 from kvconnect.offload.scheduler.parking_lot import ParkingLot
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.sessions import Notice, Sessions
 from kvconnect.offload.scheduler.stores import Stores
-from kvconnect.offload.tier import DISK, HOST, lower_tier_names
-from kvconnect.offload.tier_events import TierEvents
+from kvconnect.offload.tier import HOST
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.transfer.orders import OffloadOrders, OffloadReport, Results
 from kvconnect.transfer.stack import RequestView, Step
@@ -40,44 +34,18 @@ class OffloadScheduler:
 
     Hooks named as in ``halves.scheduler_half.SchedulerHalf`` keep its contract.
 
-    Args:
-        requirements, row_bytes: of the cache groups that are kept.
-        hashes: called often, so it should return a view rather than a new list; for the block sizes of
-            groups, and for ``align_tokens`` where a group keeps states.
-        clock: the time in seconds.
-
-    Raises:
-        ConfigError: the host memory does not suffice for a single hit.
+    Raises ``ConfigError``: the host memory does not suffice for a single hit.
     """
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        groups: Sequence[KVCacheGroup],
-        requirements: HitRequirements,
-        *,
-        hashes: Hashes,
-        row_bytes: Mapping[int, int],
-        num_ranks: int = 1,
-        clock: Callable[[], float],
-    ) -> None:
-        self._config, self._clock, self._row_bytes = config, clock, row_bytes
-        self.plan = plan_for(config, groups, row_bytes, requirements.least_rows(config.min_tokens))
-        index = TierIndex(self.plan)
-        pins = SessionPins(index, self.plan, config.pin_quota, config.disk_bytes)
-        self.host = Host(requirements, index, pins, hashes, num_ranks)
-        self._lookup = PrefixLookup(self.host, config)
-        self.parking = ParkingLot(self.host, self.plan, config)
+    def __init__(self, config: OffloadConfig, kept: KeptBlocks) -> None:
+        self._clock, self._row_bytes = kept.clock, kept.row_bytes
+        self.host = Host(config, kept)
+        self._lookup = PrefixLookup(self.host)
+        self.parking = ParkingLot(self.host)
         """KV of requests that wait for blocks."""
-        self._sessions = Sessions(self.host, self._lookup, config)
-        self._stores = Stores(
-            self.host,
-            self._lookup,
-            most_tokens=requirements.most_tokens(self.plan.limits),
-            decoded=config.decoded,
-            keep=bool(lower_tier_names(config)),
-        )
-        self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
+        self._sessions = Sessions(self.host, self._lookup)
+        self._stores = Stores(self.host, self._lookup)
+        self._state_groups = {group.group: group for group in kept.requirements.groups if group.is_state}
         self._requests: dict[str, OffloadRequest] = {}
         self._clear = False
         self._num_clears = 0
@@ -91,7 +59,7 @@ class OffloadScheduler:
             self.host.count("offload_parameters_refused")
             most = None
         most = 0 if not writes else NEVER if most is None else most
-        self._requests[request.request_id] = OffloadRequest(request, reads, most)
+        self._requests[request.request_id] = OffloadRequest(self.host, request, reads, most)
         self._stores.due[request.request_id] = 0
         self._sessions.arrive(request, reads=reads)
 
@@ -121,18 +89,17 @@ class OffloadScheduler:
         if not record.reads or request.request_id in self._lookup.restoring or now < self._resumes_at:
             return 0, False
         count = self._lookup.find(record, num_computed_tokens, now)
-        record.is_offered |= bool(count)
         return count, bool(count)
 
     def withdraw(self, request_id: str) -> None:
         """Take back the promise to a request, which gets its KV from elsewhere."""
         if (record := self._requests.get(request_id)) is not None:
             self._lookup.release(record)
-            record.is_offered = False
+            record.sources = None
 
     def is_restored(self, request_id: str) -> bool:
         record = self._requests.get(request_id)
-        return record is not None and record.is_offered
+        return record is not None and record.sources is not None
 
     def offers(self, request_id: str) -> bool:
         record = self._requests.get(request_id)
@@ -145,7 +112,7 @@ class OffloadScheduler:
         record = self._record(request)
         record.is_admitted = True
         record.lose_blocks()
-        record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
+        record.lay_out()
         self._stores.due[request.request_id] = 0
         if num_external_tokens > 0:
             self._lookup.restore(record, block_ids, num_external_tokens)
@@ -155,7 +122,7 @@ class OffloadScheduler:
         record = self._requests.get(request.request_id)
         if record is None or not record.most_tokens or not self._state_groups:
             return ()
-        return self._record(request).checkpoints(self.host.requirements)
+        return self._record(request).checkpoints()
 
     def launched(self, step: Step) -> None:
         for state in step.states:
@@ -166,7 +133,7 @@ class OffloadScheduler:
             record = self._requests.get(request_id)
             if record is None:
                 continue
-            record.computed(num_tokens, self.host.requirements.groups, new_block_ids)
+            record.computed(num_tokens, new_block_ids)
             if num_tokens >= self._stores.due[request_id]:
                 self._stores.collect(record)
 
@@ -196,9 +163,9 @@ class OffloadScheduler:
     def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
         """By tier, how many of a request's ``num_external_tokens`` restored tokens came from it."""
         record = self._requests.get(request_id)
-        found: dict[str, int] = {}
-        left = num_external_tokens
-        for tier, count in (record.sources if record is not None else {}).items():
+        brought = {} if record is None else record.sources or {}
+        found, left = dict[str, int](), num_external_tokens
+        for tier, count in brought.items():
             if taken := min(count, left):
                 found[tier] = taken
                 left -= taken
@@ -218,12 +185,10 @@ class OffloadScheduler:
             # A load has a deadline of its own.
             if job.kind is not JobKind.PARK:
                 self._lookup.overdue(job)
-        restores, fetches, seeks = self._lookup.take()
-        restores += self.parking.take()
         clear, self._clear = self._clear, False
         self._num_clears += clear
         asked = self._sessions.orders(self._clock())
-        orders = OffloadOrders(self._stores.take(), restores, fetches, seeks, clear, **asked)
+        orders = OffloadOrders(self._stores.take(), *self.host.take(), clear, **asked)
         return msgspec.structs.replace(orders, held_rows=self.host.index.held_rows()) if orders else orders
 
     def update_results(self, results: Results) -> None:
@@ -232,9 +197,9 @@ class OffloadScheduler:
         for request_id in results.ragged:
             if (record := self._requests.get(request_id)) is not None:
                 record.ragged_tokens = record.known_tokens
-        self.parking.restored(results.received, results.failed)
         for request_id in results.received:
             failed = request_id in results.failed
+            self.parking.restored(request_id, failed=failed)
             if self._lookup.restored(request_id, failed=failed):
                 self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
                 if failed:
@@ -286,12 +251,6 @@ class OffloadScheduler:
         self.host.index.clear()
         self.host.lower.clear()
 
-    def announce(self, events: TierEvents) -> None:
-        """Send changes of all tiers to ``events`` from now on. Call it before the first request."""
-        self.host.events = self.host.index.events = self.host.lower.events = events
-        if DISK in lower_tier_names(self._config):
-            self._stores.footers = events.footers
-
     def take_events(self) -> Sequence[Any]:
         """Events of contents that tiers stored or removed, as many as suit one step; the rest stays."""
         return () if self.host.events is None else self.host.events.take()
@@ -299,10 +258,9 @@ class OffloadScheduler:
     @property
     def pending(self) -> bool:
         """Whether orders or events are left, or a request or an event waits for reports of workers."""
-        waits = self._lookup.restoring or self.parking.restoring or self.host.jobs.num_awaited
-        waits = waits or len(self._stores) or self._clear
-        is_heard = self.host.events is not None and (self.host.events or self.host.jobs.are_due)
-        return bool(waits or is_heard)
+        events, jobs = self.host.events, self.host.jobs
+        waits = self._lookup.restoring or self.parking.restoring or len(self._stores) or self._clear
+        return bool(waits or events) or jobs.are_due(with_kept=events is not None)
 
     def state(self) -> dict[str, int]:
         return {
@@ -331,6 +289,6 @@ class OffloadScheduler:
         if not record.prompt_tokens:
             # First lookup: the prompt is final now.
             record.prompt_tokens = request.num_tokens
-            record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
+            record.lay_out()
             record.pin = self._sessions.begin(request, is_kept=record.most_tokens > 0)
         return record

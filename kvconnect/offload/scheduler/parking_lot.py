@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from kvconnect.config import OffloadConfig
-from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.offload.scheduler.host import Host, Job, JobKind
 from kvconnect.plan.blocks import NULL_BLOCK, GroupBlocks
 from kvconnect.transfer.kept import Parked
@@ -21,17 +19,16 @@ from kvconnect.transfer.orders import Park, Restore, RowCopies
 class ParkingLot:
     """All parked KV of a node, in at most ``park_share`` of the rows of each class. See ``Parking``."""
 
-    def __init__(self, host: Host, plan: ArenaPlan, config: OffloadConfig) -> None:
-        self._host, self._class_of = host, plan.class_of
-        self._most = [int(config.park_share * rows.num_rows) for rows in plan.classes]
+    def __init__(self, host: Host) -> None:
+        self._host, self._class_of = host, host.plan.class_of
+        self._most = [int(host.config.park_share * rows.num_rows) for rows in host.plan.classes]
         self._taken = Counter[int]()
-        self.after_s = config.park_after_s
+        self.after_s = host.config.park_after_s
         self._filling: dict[int, Parked] = {}
-        # The parked KV that has rows, with the numbers of its open jobs; and what no request takes any more.
-        self._parked: dict[Parked, set[int]] = {}
-        self._left: set[Parked] = set()
+        """By open job, what it parks."""
+        self._parked: set[Parked] = set()
+        """The parked KV that has rows."""
         self.restoring: dict[str, Parked] = {}
-        self._restores: list[Restore] = []
         self._serial = itertools.count(1)
 
     def __len__(self) -> int:
@@ -63,51 +60,43 @@ class ParkingLot:
             job = self._host.jobs.open(JobKind.PARK, group, names)
             parks.append(Park(job.number, group, tuple(names), tuple(rows)))
         parked = Parked(tuple(groups), tuple(parks))
-        self._parked[parked] = {park.job for park in parks}
-        self._filling.update(dict.fromkeys(self._parked[parked], parked))
+        self._parked.add(parked)
+        self._filling.update((park.job, parked) for park in parks)
         return parked
 
     def ended(self, job: Job) -> None:
         """All ranks have reported a job."""
         self._host.jobs.close(job)
         parked = self._filling.pop(job.number)
-        is_open = self._parked[parked]
-        is_open.discard(job.number)
         parked.is_lost |= bool(job.named) or job.stale
-        if not is_open:
-            parked.is_ready = not parked.is_lost
-            if parked.is_lost or parked in self._left:
-                self._free(parked)
+        self._settle(parked)
 
     def leave(self, parked: Parked) -> None:
-        if self._parked.get(parked):
-            self._left.add(parked)
-        elif parked in self._parked:
-            self._free(parked)
+        parked.is_lost = True
+        self._settle(parked)
+
+    def _settle(self, parked: Parked) -> None:
+        """Once its jobs are over, parked KV is ready, or lost and without rows."""
+        if parked in self._parked and not any(park.job in self._filling for park in parked.parks):
+            parked.is_ready = not parked.is_lost
+            if parked.is_lost:
+                self._free(parked)
 
     def restore(self, request_id: str, parked: Parked, blocks: Sequence[GroupBlocks]) -> None:
         rows_of = {group.group: group for group in parked.groups}
         copies = tuple(_copies(rows_of[one.group], one) for one in blocks)
         self.restoring[request_id] = parked
-        self._restores.append(Restore(request_id, tuple(copy for copy in copies if copy.rows)))
+        self._host.restores.append(Restore(request_id, tuple(copy for copy in copies if copy.rows)))
 
-    def restored(self, request_ids: Iterable[str], failed: Mapping[str, object]) -> None:
-        """Loads have ended, restores among them."""
-        for request_id in request_ids if self.restoring else ():
-            parked = self.restoring.pop(request_id, None)
-            if parked is not None:
-                self._free(parked)
-                if request_id in failed:
-                    self._host.count("offload_restore_failed")
-
-    def take(self) -> tuple[Restore, ...]:
-        """The restores since the last call."""
-        taken, self._restores = tuple(self._restores), []
-        return taken
+    def restored(self, request_id: str, *, failed: bool) -> None:
+        """A load of a request ended, perhaps a restore."""
+        if (parked := self.restoring.pop(request_id, None)) is not None:
+            self._free(parked)
+            if failed:
+                self._host.count("offload_restore_failed")
 
     def _free(self, parked: Parked) -> None:
-        del self._parked[parked]
-        self._left.discard(parked)
+        self._parked.remove(parked)
         for park in parked.parks:
             self._host.index.drop(park.group, park.names)
             self._taken[self._class_of[park.group]] -= len(park.rows)

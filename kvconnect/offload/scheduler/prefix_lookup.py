@@ -6,9 +6,10 @@ only shortens the hit. Repeated lookups cost nothing until something has changed
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 
-from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
@@ -27,22 +28,18 @@ each step stores some, and a search over a long prompt's windows takes milliseco
 class PrefixLookup:
     """Finds hits, and orders fetches of their missing contents from lower tiers to host memory."""
 
-    def __init__(self, host: Host, config: OffloadConfig) -> None:
-        self._host, self._tiers = host, lower_tier_names(config)
-        self._min_tokens, self._wait_s = max(1, config.min_tokens), config.wait_s
-        self._waiters: dict[Content, list[Lookup]] = {}
-        self._seekers: dict[int, Lookup] = {}
-        self._stuck: set[Content] = set()
+    def __init__(self, host: Host) -> None:
+        self._host, self._tiers = host, lower_tier_names(host.config)
+        self._min_tokens, self._wait_s = max(1, host.config.min_tokens), host.config.wait_s
+        self._waiters: dict[Content | int, list[Lookup]] = {}
+        self._stuck: set[Content | int] = set()
         self._resting: dict[str, float] = {}
         self.restoring: dict[str, Pins] = {}
         """By request whose restore is under way, the contents pinned for it."""
-        self._restores: list[Restore] = []
-        self._fetches: list[TierFetch] = []
-        self._seeks: list[Seek] = []
         self._version = 0  # Grows whenever contents arrive in host memory.
 
     def __len__(self) -> int:
-        return len(self._waiters) + len(self._seekers)
+        return len(self._waiters)
 
     # Lookups of requests
 
@@ -57,11 +54,11 @@ class PrefixLookup:
             and (lookup.length or lookup.version == self._version or now < lookup.looked_at + _NEGATIVE_TTL_S)
         ):
             return lookup.length
-        if lookup.is_waiting:
+        if lookup.waits_for:
             if now < lookup.deadline:
                 return None
             self._host.count("offload_wait_timeout")
-            for tier in {*lookup.waits_for.values(), *lookup.asked.values()}:
+            for tier in lookup.waits_for.values():
                 self._resting[tier] = now + _REST_WAITS * self._wait_s
             self._stuck.update(lookup.waits_for)
             self._abandon(lookup)
@@ -110,7 +107,7 @@ class PrefixLookup:
             ]
         except LocalError as error:
             self._host.count("offload_refused")
-            self._restores.append(Restore(request_id, (), f"it cannot be restored: {error}"))
+            self._host.restores.append(Restore(request_id, (), f"it cannot be restored: {error}"))
             return
         if num_tokens == lookup.length:
             # The promised contents stay pinned as they are.
@@ -120,7 +117,7 @@ class PrefixLookup:
             for names, copies in wanted:
                 self._host.index.pin(copies.group, names)
                 pins[copies.group] = names
-        self._restores.append(Restore(request_id, tuple(copies for _, copies in wanted if copies.rows)))
+        self._host.restores.append(Restore(request_id, tuple(copies for _, copies in wanted if copies.rows)))
 
     def restored(self, request_id: str, *, failed: bool) -> bool:
         """A load of a request ended; returns whether it was a restore. A failed one drops its contents."""
@@ -131,12 +128,6 @@ class PrefixLookup:
             self._host.index.drop(group, names)
         self._host.unpin(pins)
         return True
-
-    def take(self) -> tuple[tuple[Restore, ...], tuple[TierFetch, ...], tuple[Seek, ...]]:
-        orders = tuple(self._restores), tuple(self._fetches), tuple(self._seeks)
-        for taken in (self._restores, self._fetches, self._seeks):
-            taken.clear()
-        return orders
 
     def _copies(
         self, request: OffloadRequest, group: HitGroup, ids: Sequence[int], start: int, end: int
@@ -163,23 +154,25 @@ class PrefixLookup:
         """Contents are in host memory now: read from ``tier``, or stored from the device if it is empty."""
         self._version += 1
         self._resting.pop(tier, None)
-        for lookup, (index, name) in self._ended(group, names):
-            self._host.index.pin(index, [name])
-            lookup.pins.setdefault(index, []).append(name)
-            if tier:
-                lookup.brought.setdefault(tier, set()).add((index, name))
+        for name in names if self._waiters or self._stuck else ():
+            for lookup in self._ended((group, name)):
+                self._host.index.pin(group, [name])
+                lookup.pins.setdefault(group, []).append(name)
+                if tier:
+                    lookup.brought[group, name] = tier
 
     def lost(self, group: int, names: Iterable[bytes]) -> None:
-        for lookup, content in self._ended(group, names):
-            lookup.lost.add(content)
+        for name in names:
+            for lookup in self._ended((group, name)):
+                lookup.lost.add((group, name))
 
-    def _ended(self, group: int, names: Iterable[bytes]) -> Iterator[tuple[Lookup, Content]]:
-        for name in names if self._waiters or self._stuck else ():
-            content = (group, name)
-            self._stuck.discard(content)
-            for lookup in self._waiters.pop(content, ()):
-                lookup.waits_for.pop(content, None)
-                yield lookup, content
+    def _ended(self, awaited: Content | int) -> Sequence[Lookup]:
+        """The lookups that waited for a content, or a seek job."""
+        self._stuck.discard(awaited)
+        lookups = self._waiters.pop(awaited, ())
+        for lookup in lookups:
+            lookup.waits_for.pop(awaited, None)
+        return lookups
 
     def overdue(self, job: Job) -> None:
         """A job is overdue: no request waits for it any more."""
@@ -210,26 +203,20 @@ class PrefixLookup:
         self._host.jobs.close(job)
         if not job.unreported:
             self._resting.pop(job.tier, None)
-        lookup = self._seekers.pop(job.number, None)
-        if lookup is None:
-            return
-        lookup.asked.pop(job.number, None)
-        if not job.unreported and not job.stale:
-            num_ranks = self._host.jobs.num_ranks
-            found = {(job.group, name) for name, ranks in job.named.items() if ranks == num_ranks}
-            lookup.found.setdefault(job.tier, set()).update(found)
+        num_ranks = self._host.jobs.num_ranks
+        found = {(job.group, name) for name, ranks in job.named.items() if ranks == num_ranks}
+        for lookup in self._ended(job.number):
+            if not job.unreported and not job.stale:
+                lookup.found.setdefault(job.tier, set()).update(found)
 
     def _abandon(self, lookup: Lookup) -> None:
         """Stop waiting: from now on the lookup counts only contents in host memory."""
-        for content in lookup.waits_for:
-            left = self._waiters[content]
+        for awaited in lookup.waits_for:
+            left = self._waiters[awaited]
             left.remove(lookup)
             if not left:
-                del self._waiters[content]
-        for job in lookup.asked:
-            del self._seekers[job]
+                del self._waiters[awaited]
         lookup.waits_for.clear()
-        lookup.asked.clear()
         lookup.is_settled = True
 
     # The search
@@ -253,7 +240,7 @@ class PrefixLookup:
         at_least = here if here - start_tokens >= self._min_tokens else start_tokens
         if best - at_least >= self._min_tokens:
             self._bring(request, lookup, start_tokens, best)
-            if lookup.is_waiting:
+            if lookup.waits_for:
                 return None
             # No row was free. The hit in host memory may be shorter than before.
             here, _ = self._longest(request, start_tokens, None)
@@ -283,28 +270,26 @@ class PrefixLookup:
         known = [state is ContentState.READY for state in states]
         if lookup is None or all(known):
             return known
-        absent = [at for at, state in enumerate(states) if state is ContentState.ABSENT]
-        tiers = self._tiers_of(group, [names[at] for at in absent], lookup)
-        for at, tier in zip(absent, tiers, strict=True):
-            known[at] = bool(tier) and (group, names[at]) not in lookup.lost
-        for at, state in enumerate(states):
+        absent = compress(names, [state is ContentState.ABSENT for state in states])
+        tiers = self._tiers_of(group, list(absent), lookup)
+        for at, (name, state) in enumerate(zip(names, states, strict=True)):
             if state is ContentState.PENDING:
-                content = (group, names[at])
-                known[at] = content not in self._stuck and content not in lookup.lost
+                known[at] = (group, name) not in self._stuck and (group, name) not in lookup.lost
+            elif name in tiers:
+                known[at] = (group, name) not in lookup.lost
         return known
 
-    def _tiers_of(self, group: int, names: Sequence[bytes], lookup: Lookup) -> list[str]:
-        # The nearest tier that has each content; empty for none.
-        found = [""] * len(names)
+    def _tiers_of(self, group: int, names: Sequence[bytes], lookup: Lookup) -> dict[bytes, str]:
+        """The nearest tier that has each content, without contents that no tier has."""
+        found: dict[bytes, str] = {}
         for tier in self._tiers if names else ():
             if tier in SOUGHT:
                 answered = lookup.found.get(tier, ())
-                has: Sequence[bool] = [(group, name) in answered for name in names] if answered else ()
+                has = [(group, name) in answered for name in names] if answered else []
             else:
-                has = self._host.lower.has(tier, group, names) if tier not in self._resting else ()
-            for at, is_there in enumerate(has):
-                if is_there and not found[at]:
-                    found[at] = tier
+                has = self._host.lower.has(tier, group, names) if tier not in self._resting else []
+            for name in compress(names, has):
+                found.setdefault(name, tier)
         return found
 
     def _needed(
@@ -327,9 +312,8 @@ class PrefixLookup:
             # Pin ready contents before any row is taken: they must not be evicted for missing ones.
             lookup.pins[index] = by_state[ContentState.READY]
             self._host.index.pin(index, lookup.pins[index])
-            self._await(lookup, index, by_state[ContentState.PENDING])
-            absent = by_state[ContentState.ABSENT]
-            for name, tier in zip(absent, self._tiers_of(index, absent, lookup), strict=True):
+            self._await(lookup, ((index, name) for name in by_state[ContentState.PENDING]))
+            for name, tier in self._tiers_of(index, by_state[ContentState.ABSENT], lookup).items():
                 missing.setdefault((index, tier), []).append(name)
         coming: dict[int, list[bytes]] = {}
         for (index, tier), names in missing.items():
@@ -338,7 +322,7 @@ class PrefixLookup:
             if len(taken) < len(names):
                 self._host.count("offload_rows_short")
             lookup.lost.update((index, name) for name in set(names) - set(taken))
-            self._await(lookup, index, taken, tier)
+            self._await(lookup, ((index, name) for name in taken), tier)
         if self._host.events is not None:
             for group, parts, _ in needed:
                 hashes = self._host.hashes(request.view, group.block_tokens)
@@ -350,13 +334,13 @@ class PrefixLookup:
         taken, rows = self._host.index.reserve(group, names)
         if taken:
             job = self._host.jobs.open(JobKind.FETCH, group, tuple(taken), tier=tier)
-            self._fetches.append(TierFetch(job.number, tier, group, tuple(taken), tuple(rows)))
+            self._host.fetches.append(TierFetch(job.number, tier, group, tuple(taken), tuple(rows)))
         return taken
 
-    def _await(self, lookup: Lookup, group: int, names: Iterable[bytes], tier: str = "") -> None:
-        for name in names:
-            lookup.waits_for[group, name] = tier
-            self._waiters.setdefault((group, name), []).append(lookup)
+    def _await(self, lookup: Lookup, awaited: Iterable[Content | int], tier: str = "") -> None:
+        for one in awaited:
+            lookup.waits_for[one] = tier
+            self._waiters.setdefault(one, []).append(lookup)
 
     def _seek(self, request: OffloadRequest, lookup: Lookup, start_tokens: int) -> bool:
         # Ask only for contents that are neither in host memory nor known in a tier with an index.
@@ -369,17 +353,13 @@ class PrefixLookup:
                 unknown = tuple(name for name, is_known in zip(names, known, strict=True) if not is_known)
                 if unknown:
                     job = self._host.jobs.open(JobKind.SEEK, group.group, unknown, tier=tier)
-                    self._seeks.append(Seek(job.number, tier, group.group, unknown))
-                    self._seekers[job.number] = lookup
-                    lookup.asked[job.number] = tier
-        return bool(lookup.asked)
+                    self._host.seeks.append(Seek(job.number, tier, group.group, unknown))
+                    self._await(lookup, [job.number], tier)
+        return bool(lookup.waits_for)
 
     def _sources(self, lookup: Lookup) -> dict[str, int]:
         """By tier the promised tokens that it brought, counted in the first group."""
         group = (self._host.requirements.whole or self._host.requirements.partial)[0]
-        found: dict[str, int] = {}
-        for tier, contents in lookup.brought.items():
-            count = sum((group.group, name) in contents for name in lookup.pins[group.group])
-            if count:
-                found[tier] = min(count * group.block_tokens, lookup.length)
-        return found
+        brought = (lookup.brought.get((group.group, name)) for name in lookup.pins[group.group])
+        counts = Counter(tier for tier in brought if tier)
+        return {tier: min(count * group.block_tokens, lookup.length) for tier, count in counts.items()}

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.session_pins import Pin
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
@@ -109,15 +108,14 @@ class Notice:
 class Sessions:
     """Carries out the actions of all requests on the pins of their sessions."""
 
-    def __init__(self, host: Host, lookup: PrefixLookup, config: OffloadConfig) -> None:
-        self._host, self._lookup, self._config, self._pins = host, lookup, config, host.pins
+    def __init__(self, host: Host, lookup: PrefixLookup) -> None:
+        self._host, self._lookup, self._config, self._pins = host, lookup, host.config, host.pins
         self._groups = [group.group for group in host.requirements.groups]
         # The group by whose names prompts are compared, and by whose blocks tokens are counted.
         self._first = (host.requirements.whole or host.requirements.partial)[0]
         self._turns: dict[str, _Turn] = {}
         self.notices: dict[str, Notice] = {}
         """The requests that are notices, until they end."""
-        self._announced: Counter[str] = Counter()
         self._counted: Counter[tuple[str, str]] = Counter()
         self._actions: Mapping[str, Callable[[_Turn, _Ask, int, float], Outcome]] = {
             "pin": self._pin,
@@ -175,17 +173,17 @@ class Sessions:
             return
         self.notices[view.request_id] = notice = Notice(ask, view.num_tokens)
         quota = self._host.requirements.most_tokens(self._pins.quota())
+        brought = (one.most_tokens for one in self.notices.values() if one.ask.payload.tenant == tenant)
         if ask.payload.to == DISK:
             ask.answer = _rejected("accepted: to host or device")
         elif len(self.notices) > MOST_NOTICES:
             ask.answer = _rejected(
                 f"{MOST_NOTICES} notices are being carried out; accepted: once one has ended"
             )
-        elif (room := quota - self._announced[tenant]) <= 0:
+        elif (room := quota - sum(brought)) <= 0:
             ask.answer = _rejected(f"notices of this tenant bring {quota} tokens, its quota")
         else:
             notice.most_tokens = min(view.num_tokens, room)
-            self._announced[tenant] += notice.most_tokens
 
     def begin(self, view: RequestView, *, is_kept: bool) -> Pin | None:
         """The prompt of a request is known: returns the pin that holds its contents from now on, if any."""
@@ -212,8 +210,6 @@ class Sessions:
             # What was brought counts as the request's own, although its prompt was cut.
             num_tokens = max(num_tokens, notice.found_tokens)
             notice.ask.answer = notice.ask.answer or self._brought(notice)
-            self._announced[notice.ask.payload.tenant] -= notice.most_tokens
-            self._announced = +self._announced
         for ask in turn.asks:
             ask.answer = ask.answer or self._actions[ask.kind](turn, ask, num_tokens, now)
             kind = ask.kind if ask.kind in self._actions else "unknown"

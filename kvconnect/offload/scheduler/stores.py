@@ -7,14 +7,14 @@ the shortage is counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvconnect.cache.specs import div_ceil
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import NEVER, Host, Job, JobKind, OffloadRequest
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
-from kvconnect.offload.tier import HOST
+from kvconnect.offload.tier import DISK, HOST, lower_tier_names
 from kvconnect.offload.tier_events import Part
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.transfer.orders import RowCopies, Store
@@ -25,23 +25,17 @@ MOST_AT_ONCE = 1024
 
 
 class Stores:
-    """Collects the blocks that the next orders store, up to ``most_tokens``: the longest hit in host memory.
+    """Collects the blocks that the next orders store, of a request up to the longest hit in host memory."""
 
-    ``decoded``: blocks of answers are stored too. ``keep``: lower tiers write the stored rows.
-    """
-
-    def __init__(
-        self, host: Host, lookup: PrefixLookup, *, most_tokens: int, decoded: bool, keep: bool
-    ) -> None:
-        self._host, self._lookup = host, lookup
-        self._most_tokens, self._decoded, self._keep = most_tokens, decoded, keep
+    def __init__(self, host: Host, lookup: PrefixLookup) -> None:
+        self._host, self._lookup, self._decoded = host, lookup, host.config.decoded
+        self._most_tokens = host.requirements.most_tokens(host.plan.limits)
+        self._tiers = lower_tier_names(host.config)
         self._windows = tuple(group for group in host.requirements.partial if not group.is_state)
         self._batches: dict[int, dict[bytes, tuple[int, int]]] = {}
         """By group and name the block and the row of each content that the next orders store."""
         self.due: dict[str, int] = {}
         """By request the token count from which there is more to collect; the owner adds and removes keys."""
-        self.footers: Callable[[int, Sequence[bytes]], tuple[bytes, ...]] | None = None
-        """Makes footers by group and names, for events after a restart; None without events or a disk."""
 
     def __len__(self) -> int:
         return sum(map(len, self._batches.values()))
@@ -100,15 +94,15 @@ class Stores:
 
     def take(self) -> tuple[Store, ...]:
         batches, self._batches = self._batches, {}
+        # The disk keeps footers for events after a restart.
+        events, keep = self._host.events if DISK in self._tiers else None, bool(self._tiers)
         stores = []
         for group, batch in batches.items():
             if batch:
                 names, (block_ids, rows) = tuple(batch), zip(*batch.values(), strict=True)
-                job = self._host.jobs.open(JobKind.STORE, group, names, keep=self._keep)
-                footers = self.footers(group, names) if self.footers is not None else ()
-                stores.append(
-                    Store(job.number, RowCopies(group, block_ids, rows), names, self._keep, footers)
-                )
+                job = self._host.jobs.open(JobKind.STORE, group, names, keep=keep)
+                footers = () if events is None else events.footers(group, names)
+                stores.append(Store(job.number, RowCopies(group, block_ids, rows), names, keep, footers))
         return tuple(stores)
 
     def settle(self, job: Job) -> None:
@@ -172,15 +166,14 @@ class Stores:
             self._host.count("offload_rows_short")
             return is_behind
         end = first + len(names)
-        self._hold(request, group, names)
         if ContentState.ABSENT in states:
             taken = self._reserve(group, names, block_ids)
             self._describe(group, [(request.view, hashes, first, end)])
-            self._hold(request, group, names)
             states = index.states(number, names) if taken < states.count(ContentState.ABSENT) else []
             if ContentState.ABSENT in states:
                 self._host.count("offload_rows_short")
                 end = first + states.index(ContentState.ABSENT)
+        self._hold(request, group, names)
         request.next_position[number] = end
         return is_behind
 
@@ -207,8 +200,7 @@ class Stores:
         if first >= end:
             return
         request.next_position[group.group] = end
-        positions = range(first, end)
-        wanted = request.worth_keeping(self._host.requirements, group, positions, decoded=self._decoded)
+        wanted = request.worth_keeping(group, range(first, end))
         if not is_last:
             held = request.held(group)
             wanted = [at for at in wanted if any(at in part for part in held)]
