@@ -93,14 +93,13 @@ class Case:
 
     def per_page(self) -> tuple[float, float]:
         """Of one copy for each page, out and back: the pages of a block side by side in its row."""
-        rows = self.layout.groups[0]
         blocks = np.array(self.source, dtype=np.int64)
         page = np.array([region.address for region in self.cache.table().regions], dtype=np.int64)
         pages: Column = (blocks[:, None] * self.page_bytes + page[None, :]).reshape(-1)
         hosts = self.arena.addresses(0, np.array(self.rows["scattered"], dtype=np.int64))
         places = np.arange(self.regions, dtype=np.int64) * self.page_bytes
         in_rows: Column = (hosts[:, None] + places[None, :]).reshape(-1)
-        assert rows.content_bytes == self.page_bytes * self.regions
+        assert sum(lane.length for lane in self.layout.lanes[0]) == self.page_bytes * self.regions
         copy = self._page_copies(np.full(len(pages), self.page_bytes, dtype=np.int64))
         return self.gb_per_s(lambda: copy(pages, in_rows)), self.gb_per_s(lambda: copy(in_rows, pages))
 
