@@ -375,13 +375,13 @@ class Lending(Named):
     def __init__(self, **given):
         self.tier = Double()
         super().__init__(self.tier, peer_share=0.3, **given)
-        self.work, self.classes = self.rig.worker._loop, self.rig.worker.plan.classes
+        self.work = self.rig.worker._loop
         self.work.disk_bytes_per_s = 1e6
         fetch = self.work.fetch
 
         def look(job, name, now):
             if job.key is None:
-                rows = self.classes[job.row_class]
+                rows = self.rig.worker.plan.row_class(job.copies.group)
                 assert all(rows.num_rows <= row < rows.num_all for row in job.copies.rows)
                 self.read += len(job.hashes)
             fetch(job, name, now)

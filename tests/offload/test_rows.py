@@ -99,7 +99,6 @@ def test_rows_are_blocks_of_a_region_table(made, row):
     rows, pages = row_table(table, arena)
     for group, ratio in ratios.items():
         at = arena.address + plan.offset_bytes(group, row)
-        assert pages[group].content_bytes == len(bytes_of_pages(table, group, 0))
         ids = pages[group].ids(np.array([row, plan.row_class(group).num_rows - 1]))
         assert ids.shape == (2, ratio)
         assert rows.geometry_of(group).blocks_per_kv_block == 1

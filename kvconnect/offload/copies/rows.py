@@ -182,7 +182,6 @@ class RowPages:
     ``page_step`` after the one before.
     """
 
-    content_bytes: int
     row_step: int
     page_step: int
     ratio: int
@@ -217,9 +216,7 @@ def row_table(table: RegionTable, arena: RowArena) -> tuple[RegionTable, dict[in
             )
         stride = math.gcd(rows.row_bytes, *lengths) if ratio > 1 else rows.row_bytes
         step = max(lengths, default=0) // stride if ratio > 1 else 0
-        at = pages[group] = RowPages(
-            sum(region.page_bytes for region in mine) * ratio, rows.row_bytes // stride, step, ratio
-        )
+        at = pages[group] = RowPages(rows.row_bytes // stride, step, ratio)
         num_blocks = int(at.ids(np.array([rows.num_all - 1])).max()) + 1
         address = arena.address + rows.offset_bytes - rows.row_bytes
         for region in mine:

@@ -90,7 +90,7 @@ class OffloadWorker:
         layout = RowLayout.build(self._table)
         self.plan = plan = plan_for(config, cache_config.groups, layout.row_bytes, least_rows)
         self.namespace = self._name()
-        self._metrics, self._jobs = OffloadMetrics(), RankJobs(rank, plan.class_of)
+        self._metrics, self._jobs = OffloadMetrics(), RankJobs(rank)
         with ExitStack() as undo:
             # Tiers first: a bad folder is detected before memory is allocated.
             tiers = self._make_tiers(self.namespace, plan)
