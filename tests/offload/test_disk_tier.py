@@ -62,8 +62,8 @@ def test_a_restart_reports_footers_and_rows_without_one_too(tmp_path):
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
     cut.write_bytes(cut.read_bytes()[:-9])
     second = open_tier(tmp_path, reads_footers=True)
-    until(lambda: second.tracker._update.changes.keys() == set(rows), "told")
     update = second.poll()
+    assert set(update.changed(True)) == set(rows)
     lost = {content for content in rows if row_name(content) in (spoilt.name, cut.name)}
     assert len(paths) == 40
     assert {content for content, footer in update.footers.items() if not footer} == lost
@@ -84,7 +84,6 @@ def test_an_error_of_ours_over_one_footer_hides_no_other_row(tmp_path, monkeypat
         row_files.RowFiles, "read_footer", lambda _, content: b"f" if content != bad else 1 // 0
     )
     second = open_tier(tmp_path, reads_footers=True)
-    until(lambda: not second.state()["recovering"], "reported")
     update = second.poll()
     assert set(update.changed(True)) == set(rows)
     assert update.footers == {content: b"" if content == bad else b"f" for content in rows}
@@ -104,7 +103,7 @@ def test_what_is_there_and_written_again_is_reported_again(tmp_path):
 
 def test_what_is_gone_before_it_was_told_is_not_reported():
     tracker = CompletionTracker()
-    catalog = Catalog(tracker, waits=True)
+    catalog = Catalog(tracker)
     files = [RowFile(row_name((0, bytes([at]))), (0, bytes([at])), 9, float(at)) for at in range(3)]
     catalog.adopt(files, catalog.epoch)
     assert not tracker.take()
@@ -129,9 +128,8 @@ def test_a_row_that_is_whole_after_a_clear_is_not_there():
     assert catalog.doomed() == [row_name((0, b"a"))]
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_questions_are_answered_while_a_great_many_rows_are_found_at_a_start(waits):
-    catalog = Catalog(CompletionTracker(), waits=waits)
+def test_questions_are_answered_while_a_great_many_rows_are_found_at_a_start():
+    catalog = Catalog(CompletionTracker())
     names = [at.to_bytes(4, "big") for at in range(5_000)]
     files = [RowFile(row_name((0, name)), (0, name), 9, 0.0) for name in names]
     known = []

@@ -487,7 +487,7 @@ def on_disk(tmp_path):
 
 def recovered(rig):
     (tier,) = rig.worker._loop.tiers
-    assert tier.recovered.wait(10)
+    until(lambda: not tier.state()["recovering"])
 
 
 def test_what_is_kept_before_and_after_weights_are_replaced_does_not_meet(tmp_path):
