@@ -82,14 +82,12 @@ def open_tier(
     namespace=NAMESPACE,
     rank=0,
     world_size=1,
-    facts=None,
     label="",
+    model="",
     **settings,
 ) -> DiskTier:
     """A disk tier that has found what was there before."""
-    tier = DiskTier(
-        path, FolderOwner(namespace, rank, world_size, facts or {}, label), limit_bytes, **settings
-    )
+    tier = DiskTier(path, FolderOwner(namespace, rank, world_size, {}, label, model), limit_bytes, **settings)
     until(lambda: not tier.state()["recovering"], "it does not recover")
     return tier
 

@@ -180,7 +180,7 @@ def test_an_error_of_ours_does_not_end_the_thread(rig):
     assert rig.failures("internal") == 2
 
 
-def test_a_label_is_no_part_of_a_name_and_is_kept_on_disk(tmp_path):
+def test_a_label_is_no_part_of_a_name_and_is_kept_on_disk_with_the_model(tmp_path):
     disk = {"disk_path": str(tmp_path), "disk_bytes": 8 << 20}
     named = []
     for label in ("/models/one", "/models/other"):
@@ -189,7 +189,8 @@ def test_a_label_is_no_part_of_a_name_and_is_kept_on_disk(tmp_path):
         rig.close()
     assert named[0] == named[1]
     (folder,) = cache_folders(tmp_path)
-    assert look(folder)["label"] == "/models/other"
+    found = look(folder)
+    assert (found["label"], found["model"]) == ("/models/other", "m")
 
 
 def test_changes_are_told_once(rig):

@@ -12,6 +12,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from kvconnect.cache.identity import MODEL
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
 from kvconnect.offload.disk.row_files import (
@@ -47,7 +48,9 @@ def open_disk_tier(
     facts = json.loads(namespace.text)["facts"]
     # Finding rows takes the salt: a reader of the folder must not learn it.
     facts.pop("salt", None)
-    owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts, namespace.label)
+    # Stated by itself: the whole identity may be too long for a description.
+    model = facts["identity"].get(MODEL, {}).get("", "")
+    owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts, namespace.label, model)
     return DiskTier(
         Path(config.disk_path),
         owner,
