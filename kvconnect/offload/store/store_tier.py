@@ -520,13 +520,7 @@ def _places(rows: Sequence[TierRow], start: int) -> _Places:
     return tuple(offsets), tuple(lengths)
 
 
-def open_store_tier(
-    config: OffloadConfig,
-    namespace: Namespace,
-    *,
-    most_row_bytes: int,
-    call_timeout_s: float = _CALL_TIMEOUT_S,
-) -> StoreTier:
+def open_store_tier(config: OffloadConfig, namespace: Namespace, *, most_row_bytes: int) -> StoreTier:
     """The store tier of one rank, as configured."""
     master = split_address(config.store)
     assert master is not None, "check_offload has refused it"
@@ -546,7 +540,6 @@ def open_store_tier(
         namespace.digest.hex(),
         max_queued_bytes=config.max_queued_bytes,
         batch_bytes=max(_BATCH_BYTES, HEADER_BYTES + most_row_bytes + _ALIGN_BYTES),
-        call_timeout_s=call_timeout_s,
         # The store must unregister memory that this rank gave to it; else other nodes go on reading there.
         says_goodbye=config.store_bytes > 0,
     )
