@@ -187,7 +187,7 @@ def test_the_numbers_of_a_restore_lie_in_no_memory_that_the_model_still_reads():
     rig.close()
 
 
-def test_waiting_for_staging_memory_is_counted_and_timed():
+def test_waiting_for_staging_memory_is_timed():
     rig = Rig(wide_side())
     everything = RowCopies(0, tuple(range(1, 31)), tuple(range(30)))
     # The model keeps the device busy, so that nothing has left when the next order comes.
@@ -196,7 +196,6 @@ def test_waiting_for_staging_memory_is_counted_and_timed():
     for ticket in tickets:
         ticket.wait()
         assert ticket.error is None
-    assert rig.copier.staging_waits > 0
     assert max(ticket.waited_s for ticket in tickets) > 0
     rig.close()
 

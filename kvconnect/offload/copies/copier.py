@@ -74,13 +74,9 @@ class Copier:
 
     The thread that launches steps calls ``snapshot`` and ``mark``; one other thread may call ``restore``
     meanwhile.
-
-    Attributes:
-        staging_waits: how often a snapshot waited for free staging memory.
     """
 
     def __init__(self, parts: RowParts, arena: RowArena) -> None:
-        self.staging_waits = 0
         self._parts, self._arena = parts, arena
         self._mover = NumpyMover([lanes for kind in parts.lanes_of for lanes in kind], is_placed=True)
 
@@ -230,7 +226,6 @@ class StagedCopier(Copier):
     def __init__(
         self, parts: RowParts, device: CudaDevice, storing: Direction, restoring: Direction, keep: object
     ) -> None:
-        self.staging_waits = 0
         self._parts, self._device, self._keep = parts, device, keep
         self._storing, self._restoring = storing, restoring
         self._to_host, self._from_host, self._unpacks = (device.make_queue() for _ in range(3))
@@ -281,7 +276,6 @@ class StagedCopier(Copier):
                 host, place, length = piece.copies
                 if pack:
                     if fence is not None and not fence.query():
-                        self.staging_waits += 1
                         before = first.record(timed=True)
                         first.wait_for(fence)
                         waits.append((before, first.record(timed=True)))
