@@ -140,7 +140,13 @@ class StoreLink:
         trouble = "an error of our own"
         try:
             codes = process.ask(lane, order, self._call_timeout_s)
-            trouble = "its master does not answer" if any(code in UNREACHABLE_CODES for code in codes) else ""
+            if any(code in UNREACHABLE_CODES for code in codes):
+                trouble = "its master does not answer"
+            elif order.verb is Verb.CLEAR and min(codes) < 0:
+                self._tracker.fail("store_not_cleared")
+                trouble = f"it could not be cleared: code {min(codes)}"
+            else:
+                trouble = ""
         except KVConnectError as error:
             trouble = str(error)
         finally:
@@ -155,12 +161,6 @@ class StoreLink:
                 elif self.process is process:
                     self._lose(trouble)
         return None if trouble else codes
-
-    def lose(self, why: str) -> None:
-        """Stop using the process, because the store failed."""
-        with self.changed:
-            if self.process is not None:
-                self._lose(why)
 
     def close(self, timeout_s: float) -> bool:
         """End the process; returns whether it has ended, so that its shared memory is quiescent."""
@@ -422,12 +422,7 @@ class StoreTier(LowerTier):
             epoch = self._epoch
             if self._cleared == epoch:
                 return True
-            codes = self._link.ask(lane, Order(Verb.CLEAR, (self._prefix,)))
-            if codes is None:
-                return False
-            if any(code < 0 for code in codes):
-                self.tracker.fail("store_not_cleared")
-                self._link.lose(f"it could not be cleared: code {min(codes)}")
+            if self._link.ask(lane, Order(Verb.CLEAR, (self._prefix,))) is None:
                 return False
             self._cleared = epoch
         return True
