@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.worker import tier_loop
 from kvconnect.transfer.orders import RowCopies, Store, TierFetch
 from tests.offload.worker_kit import Double, Rig, caches
 
@@ -479,10 +480,12 @@ def test_what_is_not_read_after_all_is_not_intact(lending, what):
     lending.tier.release()
 
 
-def test_a_peers_fetch_does_not_wait_for_a_disk_that_hangs_and_its_rows_are_not_lent_again(lending):
+def test_a_peers_fetch_does_not_wait_for_a_disk_that_hangs_and_its_rows_are_not_lent_again(
+    lending, monkeypatch
+):
     lending.write("aaaaaa")
     lending.tier.mood = "late"
-    lending.work.peer_read_timeout_s = 0.01
+    monkeypatch.setattr(tier_loop, "PEER_READ_TIMEOUT_S", 0.01)
     kept = lending.hold("aaaaaa")
     lending.rig.until(lambda: lending.rig.failures("disk_read_timeout") == 3)
     assert not kept.is_intact(), "the fetch is refused"

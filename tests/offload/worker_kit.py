@@ -52,8 +52,8 @@ class _Worker(OffloadWorker):
         self._given = make_tiers
         super().__init__(*given, **more)
 
-    def _make_tiers(self, namespace, plan):
-        return self._given(namespace) if self._given else super()._make_tiers(namespace, plan)
+    def _make_tiers(self, namespace):
+        return self._given(namespace) if self._given else super()._make_tiers(namespace)
 
 
 class Rig:

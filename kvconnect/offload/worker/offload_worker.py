@@ -23,7 +23,7 @@ from kvconnect.errors import EngineError, LayoutError
 from kvconnect.metrics import Changes, OffloadMetrics
 from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
-from kvconnect.offload.index.budgets import ArenaPlan, plan_for
+from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.tier import LowerTier
@@ -93,7 +93,7 @@ class OffloadWorker:
         self._metrics, self._jobs = OffloadMetrics(), RankJobs(rank)
         with ExitStack() as undo:
             # Tiers first: a bad folder is detected before memory is allocated.
-            tiers = self._make_tiers(self.namespace, plan)
+            tiers = self._make_tiers(self.namespace)
             for tier in tiers:
                 undo.callback(tier.close)
             self._arena = arena = make_arena(plan, device)
@@ -160,9 +160,9 @@ class OffloadWorker:
         self._identity = self._identity.replace(weights=weights)
         self.namespace = namespace = self._name()
         logger.info("rank %d keeps blocks in namespace %s now", self._rank, namespace.name)
-        self._loop.replace(lambda: self._make_tiers(namespace, self.plan))
+        self._loop.replace(lambda: self._make_tiers(namespace))
 
-    def _make_tiers(self, namespace: Namespace, plan: ArenaPlan) -> Sequence[LowerTier]:
+    def _make_tiers(self, namespace: Namespace) -> Sequence[LowerTier]:
         """Open the lower tiers, nearest first. Raises ``ConfigError``: one cannot be used as configured."""
         config, made = self._config, list[LowerTier]()
         with ExitStack() as undo:
@@ -178,7 +178,7 @@ class OffloadWorker:
             if config.store:
                 from kvconnect.offload.store.store_tier import open_store_tier
 
-                most = max(rows.row_bytes for rows in plan.classes)
+                most = max(rows.row_bytes for rows in self.plan.classes)
                 made.append(store := open_store_tier(config, namespace, most_row_bytes=most))
                 undo.callback(store.close)
                 if self._announces:
