@@ -174,15 +174,9 @@ def test_only_its_owner_may_look(tmp_path):
 
 def test_a_folder_has_one_process(tmp_path):
     first = open_driver(tmp_path)
+    # Locks are of open files, so a second one of this process is refused as another process's.
     with pytest.raises(ConfigError, match=f"{first.tier.path} is used by process {os.getpid()}"):
         open_tier(tmp_path)
-    code = (
-        "import sys; from pathlib import Path; from tests.offload.disk_kit import open_tier\n"
-        "try: open_tier(Path(sys.argv[1]))\nexcept Exception as error: print(error)"
-    )
-    told = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
-    assert str(first.tier.path) in told.stdout
-    assert f"process {os.getpid()}" in told.stdout
     first.tier.close()
     open_tier(tmp_path).close()
 
@@ -810,9 +804,12 @@ def test_nothing_wrong_is_served_after_kills():
     assert report["most_of_bound"] <= 1.0
 
 
+_DAMAGED = 200
+
+
 @pytest.fixture(scope="module")
 def damage(tmp_path_factory):
-    reports = run_damage(tmp_path_factory.mktemp("damage"), 600, seed=1)
+    reports = run_damage(tmp_path_factory.mktemp("damage"), _DAMAGED, seed=1)
     return {(report.kind, report.when): report for report in reports}
 
 
@@ -822,17 +819,17 @@ def test_nothing_damaged_is_served(damage, kind, when):
     report = damage[kind, when]
     assert report.wrong == 0
     assert report.problems == []
-    assert report.served + report.missed == 600
+    assert report.served + report.missed == _DAMAGED
 
 
 def test_what_is_not_damaged_is_served(damage):
     for when in ("closed", "open"):
         report = damage["flipped rows", when]
         assert report.damaged
-        assert report.served == 600 - report.damaged
+        assert report.served == _DAMAGED - report.damaged
         assert report.failures == {"disk_corrupt": report.damaged}
     assert damage["flipped", "open"].served == damage["foreign", "closed"].served == 0
-    assert damage["appended", "closed"].served == damage["appended", "open"].served == 600
+    assert damage["appended", "closed"].served == damage["appended", "open"].served == _DAMAGED
     zeroed = damage["zeroed pages", "closed"]
     assert zeroed.damaged
-    assert zeroed.served == 600 - zeroed.damaged
+    assert zeroed.served == _DAMAGED - zeroed.damaged

@@ -248,7 +248,6 @@ def test_the_process_does_not_outlive_a_parent_that_is_killed(own_master):
         parent.stdout.close()
 
 
-pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")
 PROMPT = make_prompt(200, seed=1)
 
 

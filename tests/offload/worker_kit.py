@@ -161,6 +161,10 @@ class Rig:
         self.collect()
 
 
+def hashes(*numbers):
+    return tuple(b"hash%d" % number for number in numbers)
+
+
 def copies(group, pairs):
     """``pairs`` are of block and row."""
     return RowCopies(group, tuple(block for block, _ in pairs), tuple(row for _, row in pairs))
