@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import threading
 import time
 
@@ -565,4 +564,3 @@ def test_whatever_peers_fetch_is_right_and_stays_while_it_is_sent(data):
         lending.rig.until_idle()
     finally:
         lending.rig.close()
-        gc.collect()
