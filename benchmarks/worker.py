@@ -21,10 +21,11 @@ from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import Identity
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.rank_traits import RankCache, RankTraits, SentCache
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.orders import Hold, Load, Orders, Results
+from kvconnect.transfer.stack import RankCache
 
 _POLL_S = 0.0005
 

@@ -14,12 +14,13 @@ import pytest
 from kvconnect.cache.shard import shard_heads
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.registry import available_engines
-from kvconnect.halves.rank_traits import RankCache, RankTraits, SentCache
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.node.pair_demo import PROTOCOLS
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Hold, Load, Orders
+from kvconnect.transfer.stack import RankCache
 from tests.identities import named
 from tests.transfer.shapes import Model, ShapedCache, Truth, same_blocks
 

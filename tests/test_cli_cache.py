@@ -16,7 +16,6 @@ from tests.offload.disk_kit import NAMESPACE, open_driver, row_paths
 from tests.offload.tier_suite import some_rows
 
 ROWS = some_rows(100, 1, length=1000)
-FACTS = {"stack": {"model": "some/model"}, "rank": 0}
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def cache(tmp_path):
 
 def keep(path, rows=ROWS, **settings):
     """Leave rows in a path; the folder they are in."""
-    driver = open_driver(path, 8 << 20, facts=FACTS, **settings)
+    driver = open_driver(path, 8 << 20, model="ModelClass", **settings)
     assert driver.write(rows) == ()
     assert driver.tier.close()
     return driver.tier.path
@@ -50,12 +49,12 @@ def test_ls_says_what_is_there(cache, tmp_path):
     (tmp_path / "something else").mkdir()
     text = cache("ls")
     assert folder.name in text
-    assert "some/model\n" in text
-    assert "/models/mine (some/model)" in text
+    assert "ModelClass\n" in text
+    assert "/models/mine (ModelClass)" in text
     first, second = cache("ls", "--json")["folders"]
     assert first["name"] == folder.name
     assert first["namespace"] == NAMESPACE
-    assert (first["model"], first["rank"], first["records"]) == ("some/model", 0, 100)
+    assert (first["model"], first["rank"], first["records"]) == ("ModelClass", 0, 100)
     assert first["length_bytes"] == 100 * (1000 + HEADER_BYTES)
     assert first["holder"] == ""
     assert (second["name"], second["rank"], second["records"]) == (other.name, 3, 7)

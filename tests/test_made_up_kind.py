@@ -30,7 +30,7 @@ from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.leases import Lease
 from kvconnect.transfer.orders import Progress
-from kvconnect.transfer.stack import Computed, Step
+from kvconnect.transfer.stack import Computed, RankCache, Step
 from tests.caches import attention_layer, block_values, fill_random
 from tests.identities import named
 from tests.slots import carry_over
@@ -205,8 +205,8 @@ class Stack:
         self.sees, self.step_tokens = (sinks, last), step_tokens
         self.free = list(range(1, 60))
         config = OffloadConfig(cpu_bytes=1 << 20, checkpoint_tokens=16)
-        caches = self.side.config, self.side.kernels, self.side.tensors
-        self.worker = OffloadWorker(config, *caches, identity=named())
+        cache = RankCache(self.side.config, self.side.kernels, self.side.tensors)
+        self.worker = OffloadWorker(config, cache, identity=named())
         kept = KeptBlocks(
             self.side.config.groups,
             HitRequirements.of(self.side.config.groups, self.worker.row_bytes, 4),

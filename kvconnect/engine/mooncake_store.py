@@ -28,6 +28,8 @@ from kvconnect.errors import EngineError
 
 _PR_SET_PDEATHSIG = 1
 _CONNECT_TIMEOUT_S = 2.0
+# How long one transfer of the library may take.
+_TRANSFER_TIMEOUT_S = 5
 # Mooncake's own memory for values outside of registered memory; there are no such values.
 _LOCAL_BUFFER_BYTES = 1 << 20
 
@@ -39,7 +41,7 @@ class MooncakeStore:
     """
 
     def __init__(self, settings: Settings, memory: mmap.mmap) -> None:
-        prepare_environment(settings.protocol, settings.device_name, settings.timeout_s)
+        prepare_environment(settings.protocol, "", _TRANSFER_TIMEOUT_S)
         _reach(settings.master)
         self._store: Any = _load_library().MooncakeDistributedStore()
         code = self._store.setup(
@@ -48,7 +50,7 @@ class MooncakeStore:
             settings.segment_bytes,
             _LOCAL_BUFFER_BYTES,
             settings.protocol,
-            settings.device_name,
+            "",
             settings.master,
         )
         if code:

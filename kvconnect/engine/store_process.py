@@ -48,8 +48,8 @@ class Verb(str, enum.Enum):
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a store process. ``StoreProcess`` fills in ``parent``, ``memory`` and ``lanes``.
 
-    ``segment_bytes`` of the child's memory become part of the store. ``timeout_s`` bounds one transfer of
-    the library. ``parent`` is a pid; ``memory`` and ``lanes`` are descriptors that the child inherits.
+    ``segment_bytes`` of the child's memory become part of the store. ``parent`` is a pid; ``memory`` and
+    ``lanes`` are descriptors that the child inherits.
     """
 
     master: str
@@ -57,8 +57,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     protocol: str
     host: str
     segment_bytes: int
-    device_name: str = ""
-    timeout_s: int = 5
     parent: int = 0
     memory: int = -1
     lanes: tuple[int, ...] = ()
@@ -87,11 +85,10 @@ class StoreMemory:
         self.descriptor = os.memfd_create("kvconnect-store", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.descriptor, length_bytes)
-            self._map = mmap.mmap(self.descriptor, length_bytes)
+            self.view = memoryview(mmap.mmap(self.descriptor, length_bytes))
         except BaseException:
             os.close(self.descriptor)
             raise
-        self.view = memoryview(self._map)
 
     def close(self) -> None:
         """Close the descriptor, but not the mapping behind ``view``. Idempotent."""
@@ -149,7 +146,7 @@ class StoreProcess:
         except OSError as error:
             raise EngineError(f"the store's process does not take orders: {error}") from error
         codes = self._answer(lane, timeout_s)
-        if order.verb in (Verb.PUT, Verb.GET, Verb.EXIST, Verb.REMOVE) and len(codes) != len(order.keys):
+        if order.keys and len(codes) != len(order.keys):
             raise EngineError(f"the store answered {len(codes)} codes for {len(order.keys)} keys")
         return codes
 
@@ -170,8 +167,7 @@ class StoreProcess:
     def kill(self) -> None:
         """Kill the child, and wait for its end. May be called from any thread; idempotent."""
         with self._kill_lock:
-            if self._process.poll() is None:
-                self._process.kill()
+            self._process.kill()
             self._process.wait()
             for lane in self._lanes:
                 # The lane may be shut down already.

@@ -183,14 +183,9 @@ def _open_offload(
     from kvconnect.offload.worker.offload_worker import OffloadWorker
 
     assert config.extra.offload is not None
-    cache = kept.cache
     offload = OffloadWorker(
         config.extra.offload,
-        cache.config,
-        cache.kernel_block_sizes,
-        cache.tensors,
-        cache.heads,
-        cache.scales,
+        kept.cache,
         identity=kept.identity,
         rank=traits.rank,
         world_size=traits.world_size,

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvconnect.cache.identity import Identity, Naming
-from kvconnect.cache.region_table import CacheTensor, Scales
-from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.peer.messages import CacheMeaning
+from kvconnect.transfer.stack import RankCache
 
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-
-
-@dataclass(frozen=True)
-class RankCache:
-    """The caches of one rank, ready to be registered.
-
-    ``kernel_block_sizes``: tokens by cache group. ``heads``: which of the model's heads a layer's tensor
-    holds on this rank. ``scales``: the factors of quantised values of K and of V.
-    """
-
-    config: KVCacheConfig
-    kernel_block_sizes: Mapping[int, int]
-    tensors: Mapping[str, CacheTensor]
-    heads: Mapping[str, HeadInterval] | None = None
-    scales: Mapping[str, Scales] | None = None
 
 
 @dataclass(frozen=True)

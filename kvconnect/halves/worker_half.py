@@ -34,7 +34,6 @@ from kvconnect.peer.messages import Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import ASLEEP, STOPPING
-from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.transfer.kept import KeptByName
 from kvconnect.transfer.local import open_local
 from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results, joined
@@ -126,12 +125,7 @@ class TransferWorker:
     def _open(self, sent: SentCache, reserved_bytes: int, offload: OffloadWorker | None) -> WorkerTransfers:
         """Describe the caches, and register slots with the engine in one call."""
         cache, config, extra = sent.cache, self._config, self._config.extra
-        # Everything built from here on, the region table first, is in kernel blocks.
-        kernel_block_sizes = {
-            group: sync_block_size(cache.config.groups[group].block_size, kernel)
-            for group, kernel in cache.kernel_block_sizes.items()
-        }
-        table = RegionTable.build(cache.config, kernel_block_sizes, cache.tensors, cache.heads, cache.scales)
+        table = cache.table()
         introduction = Introduction(
             engine_id=config.engine_id,
             incarnation=uuid.uuid4().hex,
@@ -141,7 +135,7 @@ class TransferWorker:
             engine_card=b"",
             table=TableCard.of(table),
         )
-        device = next(iter(cache.tensors.values())).tensor.device
+        device = cache.device
         local = open_local(config, self._engine, introduction, table, device, reserved_bytes, self._metrics)
         if local.stream is not None:
             self._steps = DeviceSteps(self._record)

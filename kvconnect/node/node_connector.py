@@ -19,7 +19,7 @@ from kvconnect.halves.building import (
     build_worker_half,
     configured_trust,
 )
-from kvconnect.halves.rank_traits import KeptCache, RankCache, RankTraits, SentCache, SharedCache
+from kvconnect.halves.rank_traits import KeptCache, RankTraits, SentCache, SharedCache
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.node.block_manager import HASH_SCHEME, BlockPool
@@ -36,7 +36,7 @@ from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.handles import digest_prompt
 from kvconnect.peer.keyring import names_key
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.transfer.stack import LongestRequest, RequestView, StackTraits
+from kvconnect.transfer.stack import LongestRequest, RankCache, RequestView, StackTraits
 
 _TRIES = 5
 

@@ -103,6 +103,8 @@ TEXTS = {
     **dict.fromkeys(("disk_corrupt", "disk_truncated", "disk_foreign"), _DAMAGED.format("disk")),
     "store_full": "nothing is kept, as the store is full: give it more memory",
     **dict.fromkeys(("store_wrong_size", "store_corrupt", "store_foreign"), _DAMAGED.format("store")),
+    "store_unreachable": "the store cannot be used, and keeps nothing until it can: look at offload.store "
+    "and its master",
     "store_io": "the store failed: look at the log of its master",
     "store_bad_row": "a row cannot be kept, which is an internal error: report it",
     "store_queue_full": "a part is not kept, as the store is slower than what comes",

@@ -26,8 +26,8 @@ from kvconnect.cache.specs import (
     UniformTypeSpec,
 )
 from kvconnect.errors import ConfigError, LayoutError
-from kvconnect.halves.rank_traits import RankCache
 from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.transfer.stack import RankCache
 
 _PAGED = ("swa", "dsa")
 """State components with one page per page of tokens, of the end of a prompt."""

@@ -34,8 +34,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from kvconnect.cache.identity import Naming
+from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.plan.blocks import BlockIdsByGroup
+from kvconnect.runner_kit.kernel_blocks import sync_block_size
 
 
 class RequestView(Protocol):
@@ -151,3 +157,34 @@ class Step(NamedTuple):
 
     computed: Sequence[Computed] = ()
     states: Sequence[StateBlock] = ()
+
+
+@dataclass(frozen=True)
+class RankCache:
+    """The caches of one rank, ready to be registered.
+
+    ``kernel_block_sizes``: tokens by cache group. ``heads``: which of the model's heads a layer's tensor
+    holds on this rank. ``scales``: the factors of quantised values of K and of V.
+    """
+
+    config: KVCacheConfig
+    kernel_block_sizes: Mapping[int, int]
+    tensors: Mapping[str, CacheTensor]
+    heads: Mapping[str, HeadInterval] | None = None
+    scales: Mapping[str, Scales] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).tensor.device
+
+    def table(self) -> RegionTable:
+        """The region table, in kernel blocks, as is everything that is built from it.
+
+        Raises ``ConfigError``: a kernel block is larger than a group's block; ``LayoutError``: a cache cannot
+        be expressed.
+        """
+        sizes = {
+            group: sync_block_size(self.config.groups[group].block_size, kernel)
+            for group, kernel in self.kernel_block_sizes.items()
+        }
+        return RegionTable.build(self.config, sizes, self.tensors, self.heads, self.scales)

@@ -30,7 +30,7 @@ from kvconnect.cache.specs import (
     div_exact,
 )
 from kvconnect.errors import ConfigError, LayoutError, listed
-from kvconnect.halves.rank_traits import RankCache
+from kvconnect.transfer.stack import RankCache
 from kvconnect.vllm.states import Section, state_sections
 from kvconnect.vllm.values import BYTES, Quantised, is_by_block, read_quantised
 from kvconnect.vllm.weights import all_ranks, draft_model

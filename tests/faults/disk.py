@@ -26,6 +26,7 @@ from kvconnect.offload.disk.folder import FolderOwner, row_name
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.tier import Content, Kind, TierRow
 from tests.faults.stage import RowReport, progress
+from tests.offload.tier_suite import until
 
 NAMESPACE = hashlib.sha256(b"python -m tests.faults disk").hexdigest()
 OTHER_NAMESPACE = hashlib.sha256(b"another").hexdigest()
@@ -223,9 +224,7 @@ def _look(path: Path, life: int, limit_bytes: int, acknowledged: list[int], repo
     start = time.monotonic()
     tier = open_tier(path, limit_bytes)
     try:
-        if not tier.recovered.wait(60.0):
-            report.problems.append(f"life {life}: not recovered after a minute")
-            return
+        until(lambda: not tier.state()["recovering"], f"life {life}: not recovered", _RUN_S)
         report.slowest_open_s = max(report.slowest_open_s, time.monotonic() - start)
         if (taken := taken_bytes(path)) > limit_bytes:
             report.problems.append(f"after life {life}: {taken} bytes of {limit_bytes}")
@@ -433,8 +432,7 @@ KINDS: dict[str, Callable[[Spans, random.Random], set[int]]] = {
 
 def _open(path: Path, namespace: str = NAMESPACE) -> DiskTier:
     tier = open_tier(path, _LIMIT_BYTES, namespace)
-    if not tier.recovered.wait(60.0):
-        raise TimeoutError(f"{path} is not recovered after a minute")
+    until(lambda: not tier.state()["recovering"], f"{path} is not recovered", _RUN_S)
     return tier
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, row_name
-from tests.offload.tier_suite import HANG_S, TierDriver
+from tests.offload.tier_suite import TierDriver, until
 
 NAMESPACE = "0123456789abcdef" * 4
 
@@ -82,15 +82,13 @@ def open_tier(
     namespace=NAMESPACE,
     rank=0,
     world_size=1,
-    facts=None,
     label="",
+    model="",
     **settings,
 ) -> DiskTier:
     """A disk tier that has found what was there before."""
-    tier = DiskTier(
-        path, FolderOwner(namespace, rank, world_size, facts or {}, label), limit_bytes, **settings
-    )
-    assert tier.recovered.wait(HANG_S)
+    tier = DiskTier(path, FolderOwner(namespace, rank, world_size, {}, label, model), limit_bytes, **settings)
+    until(lambda: not tier.state()["recovering"], "it does not recover")
     return tier
 
 

@@ -7,6 +7,8 @@ import ctypes
 import numpy as np
 import torch
 
+from kvconnect.offload.index.budgets import ArenaPlan, RowClass
+
 
 class Image:
     """A copy of every byte behind a cache's tensors, wherever they are."""
@@ -40,6 +42,16 @@ class Image:
 
     def same_as(self, other):
         return all(np.array_equal(data, other.storages[base]) for base, data in self.storages.items())
+
+
+def plan_rows(row_bytes, num_rows):
+    """A class for each group, so many rows in each."""
+    classes, at = [], 0
+    for length in row_bytes.values():
+        classes.append(RowClass(length, num_rows, at))
+        at = classes[-1].end_bytes
+    index = {group: number for number, group in enumerate(row_bytes)}
+    return ArenaPlan(tuple(classes), index, dict.fromkeys(row_bytes, num_rows), at)
 
 
 def rows_of(arena, group):

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 
 from tests.ports import free_port
 
@@ -31,17 +30,16 @@ class StoreMaster:
 
     Args:
         port: where it shall listen; 0 for a free port.
-        arguments: further arguments of the program.
     """
 
-    def __init__(self, port: int = 0, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(self, port: int = 0) -> None:
         binary = master_binary()
         if binary is None:
             raise FileNotFoundError(f"no {_BINARY}: pip install kvconnect[mooncake-cpu]")
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._process = subprocess.Popen(
-            [str(binary), f"--rpc_port={self.port}", f"--metrics_port={free_port()}", *arguments],
+            [str(binary), f"--rpc_port={self.port}", f"--metrics_port={free_port()}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -71,14 +69,11 @@ class StoreMaster:
 
     def kill(self) -> None:
         """End it at once. Idempotent."""
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
         self._process.wait()
 
     def __enter__(self) -> StoreMaster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()

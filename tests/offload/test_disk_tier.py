@@ -62,8 +62,8 @@ def test_a_restart_reports_footers_and_rows_without_one_too(tmp_path):
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
     cut.write_bytes(cut.read_bytes()[:-9])
     second = open_tier(tmp_path, reads_footers=True)
-    until(lambda: second.tracker._update.changes.keys() == set(rows), "told")
     update = second.poll()
+    assert set(update.changed(True)) == set(rows)
     lost = {content for content in rows if row_name(content) in (spoilt.name, cut.name)}
     assert len(paths) == 40
     assert {content for content, footer in update.footers.items() if not footer} == lost
@@ -84,7 +84,6 @@ def test_an_error_of_ours_over_one_footer_hides_no_other_row(tmp_path, monkeypat
         row_files.RowFiles, "read_footer", lambda _, content: b"f" if content != bad else 1 // 0
     )
     second = open_tier(tmp_path, reads_footers=True)
-    until(lambda: not second.state()["recovering"], "reported")
     update = second.poll()
     assert set(update.changed(True)) == set(rows)
     assert update.footers == {content: b"" if content == bad else b"f" for content in rows}
@@ -104,7 +103,7 @@ def test_what_is_there_and_written_again_is_reported_again(tmp_path):
 
 def test_what_is_gone_before_it_was_told_is_not_reported():
     tracker = CompletionTracker()
-    catalog = Catalog(tracker, waits=True)
+    catalog = Catalog(tracker)
     files = [RowFile(row_name((0, bytes([at]))), (0, bytes([at])), 9, float(at)) for at in range(3)]
     catalog.adopt(files, catalog.epoch)
     assert not tracker.take()
@@ -129,9 +128,8 @@ def test_a_row_that_is_whole_after_a_clear_is_not_there():
     assert catalog.doomed() == [row_name((0, b"a"))]
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_questions_are_answered_while_a_great_many_rows_are_found_at_a_start(waits):
-    catalog = Catalog(CompletionTracker(), waits=waits)
+def test_questions_are_answered_while_a_great_many_rows_are_found_at_a_start():
+    catalog = Catalog(CompletionTracker())
     names = [at.to_bytes(4, "big") for at in range(5_000)]
     files = [RowFile(row_name((0, name)), (0, name), 9, 0.0) for name in names]
     known = []
@@ -176,15 +174,9 @@ def test_only_its_owner_may_look(tmp_path):
 
 def test_a_folder_has_one_process(tmp_path):
     first = open_driver(tmp_path)
+    # Locks are of open files, so a second one of this process is refused as another process's.
     with pytest.raises(ConfigError, match=f"{first.tier.path} is used by process {os.getpid()}"):
         open_tier(tmp_path)
-    code = (
-        "import sys; from pathlib import Path; from tests.offload.disk_kit import open_tier\n"
-        "try: open_tier(Path(sys.argv[1]))\nexcept Exception as error: print(error)"
-    )
-    told = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
-    assert str(first.tier.path) in told.stdout
-    assert f"process {os.getpid()}" in told.stdout
     first.tier.close()
     open_tier(tmp_path).close()
 
@@ -812,9 +804,12 @@ def test_nothing_wrong_is_served_after_kills():
     assert report["most_of_bound"] <= 1.0
 
 
+_DAMAGED = 200
+
+
 @pytest.fixture(scope="module")
 def damage(tmp_path_factory):
-    reports = run_damage(tmp_path_factory.mktemp("damage"), 600, seed=1)
+    reports = run_damage(tmp_path_factory.mktemp("damage"), _DAMAGED, seed=1)
     return {(report.kind, report.when): report for report in reports}
 
 
@@ -824,17 +819,17 @@ def test_nothing_damaged_is_served(damage, kind, when):
     report = damage[kind, when]
     assert report.wrong == 0
     assert report.problems == []
-    assert report.served + report.missed == 600
+    assert report.served + report.missed == _DAMAGED
 
 
 def test_what_is_not_damaged_is_served(damage):
     for when in ("closed", "open"):
         report = damage["flipped rows", when]
         assert report.damaged
-        assert report.served == 600 - report.damaged
+        assert report.served == _DAMAGED - report.damaged
         assert report.failures == {"disk_corrupt": report.damaged}
     assert damage["flipped", "open"].served == damage["foreign", "closed"].served == 0
-    assert damage["appended", "closed"].served == damage["appended", "open"].served == 600
+    assert damage["appended", "closed"].served == damage["appended", "open"].served == _DAMAGED
     zeroed = damage["zeroed pages", "closed"]
     assert zeroed.damaged
-    assert zeroed.served == 600 - zeroed.damaged
+    assert zeroed.served == _DAMAGED - zeroed.damaged

@@ -12,9 +12,10 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import ConfigError, EngineError, LayoutError, LocalError
-from kvconnect.offload.copies.rows import GroupRows, RowArena, RowLayout, RowParts, row_table
+from kvconnect.offload.copies.rows import RowArena, RowLayout, RowParts, row_table
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass, plan_arena
 from kvconnect.transfer.orders import RowCopies
+from tests.offload.rows_by_hand import plan_rows
 from tests.offload.rows_by_hand import rows_of as rows_by_hand
 from tests.pack.sides import NUM_BLOCKS, Side, models, shapes
 
@@ -52,27 +53,26 @@ def tables(draw):
 def test_a_row_is_the_pages_of_a_block_one_after_the_other(made, block):
     table, _ = made
     layout = RowLayout.build(table)
-    assert list(layout.groups) == [geometry.group for geometry in table.groups]
-    for group, rows in layout.groups.items():
+    assert list(layout.lanes) == [geometry.group for geometry in table.groups]
+    assert layout.num_blocks == NUM_BLOCKS
+    for group, lanes in layout.lanes.items():
         wanted = bytes_of_pages(table, group, block)
-        assert bytes_of_lanes(rows.lanes, block) == wanted
-        assert rows.content_bytes == len(wanted)
-        assert rows.row_bytes % 64 == 0
-        assert 0 <= rows.row_bytes - rows.content_bytes < 64
-        assert rows.num_blocks == NUM_BLOCKS
-    assert layout.row_bytes == {group: rows.row_bytes for group, rows in layout.groups.items()}
+        assert bytes_of_lanes(lanes, block) == wanted
+        assert layout.row_bytes[group] % 64 == 0
+        assert 0 <= layout.row_bytes[group] - len(wanted) < 64
 
 
 @settings(max_examples=50)
 @given(made=tables(), block=st.integers(0, NUM_BLOCKS - 1), part_bytes=st.sampled_from([64, 128, 4096]))
 def test_lanes_of_all_parts_are_the_row(made, block, part_bytes):
     table, _ = made
-    for group, rows in RowLayout.build(table).groups.items():
+    layout = RowLayout.build(table)
+    for group, row_bytes in layout.row_bytes.items():
         lanes = []
-        for first in range(0, rows.row_bytes, part_bytes):
-            for alike in rows.lanes_of(5, first, first + part_bytes):
+        for first in range(0, row_bytes, part_bytes):
+            for alike in layout.lanes_of(group, 5, first, first + part_bytes):
                 walk, access = alike.walk, alike.access
-                assert (alike.group, alike.num_blocks) == (5, rows.num_blocks)
+                assert (alike.group, alike.num_blocks) == (5, NUM_BLOCKS)
                 assert walk.tokens == walk.heads == walk.planes == 1
                 assert access.unit in (1, 2, 4, 8, 16)
                 for address, offset in zip(alike.address.tolist(), alike.wire_offset.tolist(), strict=True):
@@ -99,7 +99,6 @@ def test_rows_are_blocks_of_a_region_table(made, row):
     rows, pages = row_table(table, arena)
     for group, ratio in ratios.items():
         at = arena.address + plan.offset_bytes(group, row)
-        assert pages[group].content_bytes == layout.groups[group].content_bytes
         ids = pages[group].ids(np.array([row, plan.row_class(group).num_rows - 1]))
         assert ids.shape == (2, ratio)
         assert rows.geometry_of(group).blocks_per_kv_block == 1
@@ -124,9 +123,9 @@ def test_layers_side_by_side_in_one_block_are_one_lane():
         for index, name in enumerate(names)
     }
     config = KVCacheConfig(6, (KVCacheGroup(names, FullAttentionSpec(4, 4, 8, torch.float16)),))
-    rows = RowLayout.build(RegionTable.build(config, {0: 4}, tensors)).groups[0]
-    assert [(lane.length, lane.stride, lane.offset) for lane in rows.lanes] == [(1024, 1024, 0)]
-    (alike,) = rows.lanes_of(0, 0, 1024)
+    layout = RowLayout.build(RegionTable.build(config, {0: 4}, tensors))
+    assert [(lane.length, lane.stride, lane.offset) for lane in layout.lanes[0]] == [(1024, 1024, 0)]
+    (alike,) = layout.lanes_of(0, 0, 0, 1024)
     assert alike.access.unit == 16
 
 
@@ -139,19 +138,14 @@ def test_a_group_without_layers_here_has_rows_without_content():
     tensor = CacheTensor(torch.zeros(6, 4, 1, 16, dtype=torch.float16), "block token head content")
     layout = RowLayout.build(RegionTable.build(config, {0: 4, 1: 64}, {"a": tensor}))
     assert layout.row_bytes == {0: 128, 1: 64}
-    assert layout.groups[1].content_bytes == 0
-    assert layout.groups[1].num_blocks == 6
+    assert layout.lanes[1] == []
+    assert layout.num_blocks == 6
 
 
 def rows_of(row_bytes, num_rows, border_bytes=1 << 20):
     """Rows of these lengths by group, without lanes, in memory that is pinned so many bytes at a time."""
-    groups = {group: GroupRows(group, 100, length, length, ()) for group, length in enumerate(row_bytes)}
-    classes, at = [], 0
-    for length in row_bytes:
-        classes.append(RowClass(length, num_rows, at))
-        at = classes[-1].end_bytes
-    plan = ArenaPlan(tuple(classes), {group: group for group in groups}, dict.fromkeys(groups, 1), at)
-    return RowLayout(groups), RowArena(plan, Pins(), piece_bytes=border_bytes)
+    layout = RowLayout(100, dict.fromkeys(range(len(row_bytes)), ()), dict(enumerate(row_bytes)))
+    return layout, RowArena(plan_rows(layout.row_bytes, num_rows), Pins(), piece_bytes=border_bytes)
 
 
 @given(

@@ -268,7 +268,8 @@ def test_rows_for_a_store_that_is_down_are_not_copied(store, make, monkeypatch):
     tier, driver = make(retry_s=(60.0, 60.0))
     store.refuses_to_start = 1
     until(lambda: tier.state()["link"] == "down" or store.processes)
-    tier._link.lose("a test")
+    with tier._link.changed:
+        tier._link._lose("a test")
     copied = []
     monkeypatch.setattr(RecordFormat, "header", lambda *_: copied.append(True))
     rows = some_rows(3, 13)

@@ -26,13 +26,11 @@ pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_mas
 SEGMENT_BYTES = 64 << 20
 
 
-def open_tier(master, *, salt="", store_bytes=SEGMENT_BYTES, queue_bytes=1 << 30, call_timeout_s=10.0):
+def open_tier(master, *, salt="", store_bytes=SEGMENT_BYTES, queue_bytes=1 << 30):
     config = OffloadConfig(
         cpu_bytes=1 << 20, store=master, store_bytes=store_bytes, max_queued_bytes=queue_bytes
     )
-    return open_store_tier(
-        config, Namespace.of({"salt": salt}), most_row_bytes=1 << 20, call_timeout_s=call_timeout_s
-    )
+    return open_store_tier(config, Namespace.of({"salt": salt}), most_row_bytes=1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +84,8 @@ def test_a_master_that_dies_is_missed_and_one_that_comes_back_is_used(own_master
 
 
 def test_a_master_that_hangs_is_given_up_within_a_bound(own_master):
-    tier = open_tier(own_master.address, call_timeout_s=2.0)
+    tier = open_tier(own_master.address)
+    tier._link._call_timeout_s = 2.0
     driver, rows = TierDriver(tier), some_rows(10, 6)
     assert driver.write(rows) == ()
     own_master.hang()
@@ -249,7 +248,6 @@ def test_the_process_does_not_outlive_a_parent_that_is_killed(own_master):
         parent.stdout.close()
 
 
-pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")
 PROMPT = make_prompt(200, seed=1)
 
 

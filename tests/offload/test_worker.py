@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.folder import cache_folders, look
 from kvconnect.transfer.orders import OffloadOrders, Restore, Results, Seek, Store, TierFetch
 from tests.offload.rows_by_hand import rows_of
-from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies
+from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies, hashes
 
 
 @pytest.fixture
@@ -22,10 +20,6 @@ def rig():
 def test_memory_that_is_too_small_for_one_hit_is_refused_before_any_of_it_is_taken():
     with pytest.raises(ConfigError, match=r"cpu_bytes is 65536: .* the shortest hit needs 1000 of them"):
         Rig(least_rows={1: 1000})
-
-
-def hashes(*numbers):
-    return tuple(b"hash%d" % number for number in numbers)
 
 
 def test_what_is_stored_is_restored_though_the_blocks_were_overwritten(rig):
@@ -45,43 +39,6 @@ def test_what_is_stored_is_restored_though_the_blocks_were_overwritten(rig):
     assert rig.sample("offload_rows", move="restored", tier="cpu") == 6
     row_bytes = rig.worker.row_bytes
     assert rig.sample("offload_bytes", move="restored", tier="cpu") == 2 * sum(row_bytes.values())
-
-
-moves = st.lists(
-    st.tuples(
-        st.sampled_from(["store", "restore"]),
-        st.integers(0, NUM_GROUPS - 1),
-        st.dictionaries(st.integers(0, 5), st.integers(1, NUM_BLOCKS - 1), min_size=1, max_size=4),
-    ),
-    max_size=8,
-)
-
-
-@settings(deadline=None, max_examples=60)
-@given(moves)
-def test_any_order_of_stores_and_restores_moves_the_right_bytes(steps):
-    rig = Rig()
-    image, rows = rig.image(), {}
-    for number, (what, group, pairs) in enumerate(steps):
-        chosen = {block: row for row, block in pairs.items()}
-        if what == "store":
-            chosen_rows = {row: block for block, row in chosen.items()}
-            order = copies(group, [(block, row) for row, block in chosen_rows.items()])
-            rig.order(stores=(Store(number, order, hashes(*chosen_rows)),))
-            rig.until(lambda number=number: number in rig.stored)
-            assert rig.stored[number] == ()
-            for row, block in chosen_rows.items():
-                rows[group, row] = image.row(group, block).copy()
-        else:
-            there = [(block, row) for block, row in chosen.items() if (group, row) in rows]
-            rig.order(restores=(Restore(str(number), (copies(group, there),)),))
-            rig.until(lambda number=number: str(number) in rig.received)
-            for block, row in there:
-                image.write(group, block, rows[group, row])
-        assert rig.image().same_as(image)
-    rig.until_idle()
-    assert not rig.failed
-    rig.close()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +137,7 @@ def test_an_error_of_ours_does_not_end_the_thread(rig):
     assert rig.failures("internal") == 2
 
 
-def test_a_label_is_no_part_of_a_name_and_is_kept_on_disk(tmp_path):
+def test_a_label_is_no_part_of_a_name_and_is_kept_on_disk_with_the_model(tmp_path):
     disk = {"disk_path": str(tmp_path), "disk_bytes": 8 << 20}
     named = []
     for label in ("/models/one", "/models/other"):
@@ -189,7 +146,8 @@ def test_a_label_is_no_part_of_a_name_and_is_kept_on_disk(tmp_path):
         rig.close()
     assert named[0] == named[1]
     (folder,) = cache_folders(tmp_path)
-    assert look(folder)["label"] == "/models/other"
+    found = look(folder)
+    assert (found["label"], found["model"]) == ("/models/other", "m")
 
 
 def test_changes_are_told_once(rig):

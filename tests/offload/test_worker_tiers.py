@@ -17,11 +17,7 @@ from kvconnect.transfer.orders import CHANGES_AT_ONCE, Restore, Seek, Store, Tie
 from tests.offload.memory_tier import MemoryTier
 from tests.offload.rows_by_hand import rows_of
 from tests.offload.tier_suite import LowerTierSuite, until
-from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Double, Rig, copies
-
-
-def hashes(*numbers):
-    return tuple(b"hash%d" % number for number in numbers)
+from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Double, Rig, copies, hashes
 
 
 class Late:
@@ -487,7 +483,7 @@ def on_disk(tmp_path):
 
 def recovered(rig):
     (tier,) = rig.worker._loop.tiers
-    assert tier.recovered.wait(10)
+    until(lambda: not tier.state()["recovering"])
 
 
 def test_what_is_kept_before_and_after_weights_are_replaced_does_not_meet(tmp_path):

@@ -18,6 +18,7 @@ from kvconnect.cache.specs import (
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.transfer.orders import OffloadOrders, Restore, RowCopies
+from kvconnect.transfer.stack import RankCache
 from tests.caches import attention_layer, fill_random
 from tests.identities import named
 from tests.offload.memory_tier import MemoryTier
@@ -52,8 +53,8 @@ class _Worker(OffloadWorker):
         self._given = make_tiers
         super().__init__(*given, **more)
 
-    def _make_tiers(self, namespace, plan):
-        return self._given(namespace) if self._given else super()._make_tiers(namespace, plan)
+    def _make_tiers(self, namespace):
+        return self._given(namespace) if self._given else super()._make_tiers(namespace)
 
 
 class Rig:
@@ -76,9 +77,7 @@ class Rig:
         self.worker = _Worker(
             make_tiers or (tiers and (lambda namespace: tiers)),
             OffloadConfig(**given),
-            config,
-            sizes,
-            self.tensors,
+            RankCache(config, sizes, self.tensors),
             identity=named(weights=weights),
             least_rows=least_rows or {},
             label=label,
@@ -159,6 +158,10 @@ class Rig:
     def close(self):
         self.worker.close()
         self.collect()
+
+
+def hashes(*numbers):
+    return tuple(b"hash%d" % number for number in numbers)
 
 
 def copies(group, pairs):

@@ -14,7 +14,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
-from kvconnect.halves.rank_traits import RankCache, RankTraits, SentCache
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.offload.copies.copier import fitted_staging
 from kvconnect.pack.arena import (
@@ -27,6 +27,7 @@ from kvconnect.pack.arena import (
 )
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer import local
+from kvconnect.transfer.stack import RankCache
 from tests.identities import named
 
 GIB = 1 << 30

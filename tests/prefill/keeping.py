@@ -38,7 +38,7 @@ class Keeper:
         layout = RowLayout.build(self.cache.table)
         plan = plan_arena(1 << 20, layout.row_bytes, dict.fromkeys(layout.row_bytes, 1))
         self.copier = make_copier(layout, RowArena(plan), "cpu")
-        self.jobs, self._class_of = RankJobs(0, plan.class_of), plan.class_of
+        self.jobs, self._class_of = RankJobs(0), plan.class_of
         arena = self.copier._arena
         self.rows = self.jobs.names = NamedRows(self.naming, needs, self.cache.table, arena, self.jobs)
         # Those of one class are of several groups.

@@ -136,7 +136,7 @@ def test_a_peer_learns_how_much_is_kept():
     assert ask(ranks, ranks.prefix("a", 128)).num_tokens == 64
     (answer,) = ranks.network.heard(m.PrefixFound)
     assert answer.total_bytes == sum(
-        keeper.rows._pages[group.group].content_bytes * sum(map(len, group.needed(64)))
+        keeper.rows._block_bytes[group.group] * sum(map(len, group.needed(64)))
         for keeper in ranks.keepers
         for group in keeper.needs.groups
     )

@@ -112,7 +112,7 @@ class SimTiers(OffloadWorker):
             self.config, memory.config.groups, layout.row_bytes, requirements.least_rows()
         )
         self._table, self._rank, self._identity, self.load_rows = memory.table, worker.rank, named(), None
-        self._metrics, self._jobs = OffloadMetrics(), RankJobs(worker.rank, plan.class_of)
+        self._metrics, self._jobs = OffloadMetrics(), RankJobs(worker.rank)
         self._arena = arena = RowArena(plan)
         copier = SimCopier(worker, Copier(RowParts(layout, arena), arena))
         self._own_loop = loop = SimLoop(worker, copier, arena, self)

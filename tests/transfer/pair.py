@@ -18,7 +18,6 @@ from kvconnect.cache.shard import shard_heads
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.engine.base import Span
-from kvconnect.halves.rank_traits import RankCache
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
 from kvconnect.pack.arena import Arena
@@ -37,6 +36,7 @@ from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.orders import Hold, Load, Orders, Reports, Results
 from kvconnect.transfer.slots import SlotPool, SlotState
+from kvconnect.transfer.stack import RankCache
 from tests.engine.faulty_engine import FaultyEngine
 from tests.identities import named
 from tests.peer.memory_network import MemoryNetwork

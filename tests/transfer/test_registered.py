@@ -15,11 +15,12 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.halves.rank_traits import RankCache, RankTraits, SentCache
+from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import CacheMeaning
+from kvconnect.transfer.stack import RankCache
 from tests.identities import named
 from tests.ports import free_port
 

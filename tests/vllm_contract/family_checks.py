@@ -24,7 +24,7 @@ from kvconnect.plan.wire import ORDERS, align_wire
 from kvconnect.transfer.orders import RowCopies
 from kvconnect.vllm.geometry import VllmCache, head_counts, worker_cache
 from kvconnect.vllm.values import attention_layers
-from tests.offload.test_copies import plan_rows
+from tests.offload.rows_by_hand import plan_rows
 from tests.slots import carry_over
 from tests.vllm_contract import families
 
@@ -105,7 +105,8 @@ def hand_over(architecture: str) -> str:
 def kept(side: Side) -> None:
     before = [page.clone() for _, page in side.pages()]
     layout = RowLayout.build(side.table)
-    arena = make_arena(plan_rows(layout), "cpu")
+    most = max(len(blocks.block_ids) for blocks in side.blocks)
+    arena = make_arena(plan_rows(layout.row_bytes, most), "cpu")
     copier = make_copier(layout, arena, "cpu")
     copies = [
         RowCopies(blocks.group, blocks.block_ids, tuple(range(len(blocks.block_ids))))

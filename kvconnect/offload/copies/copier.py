@@ -74,13 +74,9 @@ class Copier:
 
     The thread that launches steps calls ``snapshot`` and ``mark``; one other thread may call ``restore``
     meanwhile.
-
-    Attributes:
-        staging_waits: how often a snapshot waited for free staging memory.
     """
 
     def __init__(self, parts: RowParts, arena: RowArena) -> None:
-        self.staging_waits = 0
         self._parts, self._arena = parts, arena
         self._mover = NumpyMover([lanes for kind in parts.lanes_of for lanes in kind], is_placed=True)
 
@@ -194,8 +190,7 @@ class Direction:
     """
 
     def __init__(self, parts: RowParts, launcher: Launcher, ring: Ring) -> None:
-        self.ring = ring
-        self._launcher = launcher
+        self.launcher, self.ring = launcher, ring
         # Steps store few blocks, and similar numbers of them, so prepared layouts recur.
         self._prepare = lru_cache(_MOST_PREPARED)(lambda pages: launcher.prepare(0, (), parts.moves(pages)))
         self._lent: list[NumberBuffer] = []
@@ -209,14 +204,10 @@ class Direction:
         # Allocate in this queue's stream: torch reuses memory of another stream there at once, even while
         # kernels of this queue still use it.
         with queue.current():
-            lent, staged = self._launcher.stage(layouts, [piece.numbers for piece in pieces])
+            lent, staged = self.launcher.stage(layouts, [piece.numbers for piece in pieces])
         self._lent.append(lent)
-        queue.run(partial(self._launcher.load, lent))
+        queue.run(partial(self.launcher.load, lent))
         return staged
-
-    def start(self, queue: CudaQueue, staged: StagedChunk, rows_at: int, pack: bool) -> None:
-        """Launch the kernel that moves a piece between its blocks and staging memory at ``rows_at``."""
-        queue.run(partial(self._launcher.start, staged, rows_at, pack))
 
     def keep_until(self, end: Any) -> None:
         """Keep the number columns loaded so far until the event ``end``."""
@@ -230,7 +221,6 @@ class StagedCopier(Copier):
     def __init__(
         self, parts: RowParts, device: CudaDevice, storing: Direction, restoring: Direction, keep: object
     ) -> None:
-        self.staging_waits = 0
         self._parts, self._device, self._keep = parts, device, keep
         self._storing, self._restoring = storing, restoring
         self._to_host, self._from_host, self._unpacks = (device.make_queue() for _ in range(3))
@@ -279,13 +269,13 @@ class StagedCopier(Copier):
             for piece, staged in zip(pieces, all_staged, strict=True):
                 address, fence = way.ring.take(piece.total_bytes)
                 host, place, length = piece.copies
+                launch = partial(way.launcher.start, staged, address, pack)
                 if pack:
                     if fence is not None and not fence.query():
-                        self.staging_waits += 1
                         before = first.record(timed=True)
                         first.wait_for(fence)
                         waits.append((before, first.record(timed=True)))
-                    way.start(first, staged, address, pack)
+                    first.run(launch)
                     last.wait_for(first.record())
                     last.copy(address + place, host, length)
                 else:
@@ -293,7 +283,7 @@ class StagedCopier(Copier):
                         first.wait_for(fence)
                     first.copy(host, address + place, length)
                     last.wait_for(first.record())
-                    way.start(last, staged, address, pack)
+                    last.run(launch)
                 end = last.record()
                 way.ring.seal(end)
             way.keep_until(end)

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.cache.region_table import Region, RegionTable, Storage
+from kvconnect.cache.region_table import RegionTable, Storage
 from kvconnect.errors import ConfigError, KVConnectError, LayoutError, LocalError, listed
 from kvconnect.offload.copies.cuda_device import CudaDevice
-from kvconnect.offload.index.budgets import ROW_ALIGN_BYTES, ArenaPlan
+from kvconnect.offload.index.budgets import ArenaPlan, aligned_row_bytes
 from kvconnect.pack.batches import Move, PageRange
 from kvconnect.pack.page_lanes import Column, Lanes, flat_lane, join_lanes
 from kvconnect.transfer.orders import RowCopies
@@ -133,66 +133,45 @@ class RowLane(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class GroupRows:
-    """The lanes by which rows of one cache group map to its blocks in device memory.
+class RowLayout:
+    """The lanes by which rows map to the ``num_blocks`` blocks of a worker in device memory, by cache group.
 
-    A row has ``content_bytes``, then padding up to ``row_bytes``, a multiple of 64.
+    A row of ``row_bytes``, a multiple of 64, is padded at its end.
     """
 
-    group: int
     num_blocks: int
-    content_bytes: int
-    row_bytes: int
-    lanes: tuple[RowLane, ...]
-
-    def lanes_of(self, kind: int, first: int, stop: int) -> tuple[Lanes, ...]:
-        """Lanes for bytes ``first`` to ``stop - 1`` of rows, to a slot of these bytes, as group ``kind``."""
-        cut = [
-            flat_lane(kind, self.num_blocks, address + begin - offset, stride, end - begin, begin - first)
-            for address, stride, length, offset in self.lanes
-            if (begin := max(offset, first)) < (end := min(offset + length, stop))
-        ]
-        return join_lanes(cut, [(kind, 1)])
-
-
-@dataclass(frozen=True, eq=False)
-class RowLayout:
-    """The row layouts of all cache groups of a worker, by group index."""
-
-    groups: Mapping[int, GroupRows]
+    lanes: Mapping[int, Sequence[RowLane]]
+    row_bytes: Mapping[int, int]
 
     @classmethod
     def build(cls, table: RegionTable) -> RowLayout:
         """The layout for a table's blocks. A group without layers on this worker has rows without content."""
         ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in table.groups}
-        most = max(region.num_blocks // ratios[region.group] for region in table.regions)
-        regions: dict[int, list[Region]] = {group: [] for group in ratios}
+        lanes = {group: list[RowLane]() for group in ratios}
+        content_bytes = dict.fromkeys(ratios, 0)
         for region in table.regions:
-            regions[region.group].append(region)
+            group, length = region.group, region.page_bytes
+            mine, stride = lanes[group], region.block_stride * ratios[group]
+            for address in range(region.address, region.address + stride, region.block_stride):
+                last = mine[-1] if mine else None
+                if last is not None and (last.address + last.length, last.stride) == (address, stride):
+                    mine[-1] = last._replace(length=last.length + length)
+                else:
+                    mine.append(RowLane(address, stride, length, content_bytes[group]))
+                content_bytes[group] += length
+        most = max(region.num_blocks // ratios[region.group] for region in table.regions)
         return cls(
-            {group: _group_rows(group, found, ratios[group], most) for group, found in regions.items()}
+            most, lanes, {group: aligned_row_bytes(max(1, length)) for group, length in content_bytes.items()}
         )
 
-    @property
-    def row_bytes(self) -> dict[int, int]:
-        """Bytes of a row, padding included, by group index."""
-        return {group: rows.row_bytes for group, rows in self.groups.items()}
-
-
-def _group_rows(group: int, regions: Sequence[Region], ratio: int, num_blocks: int) -> GroupRows:
-    lanes: list[RowLane] = []
-    at = 0
-    for region in regions:
-        stride, length = region.block_stride * ratio, region.page_bytes
-        for address in range(region.address, region.address + stride, region.block_stride):
-            last = lanes[-1] if lanes else None
-            if last is not None and (last.address + last.length, last.stride) == (address, stride):
-                lanes[-1] = last._replace(length=last.length + length)
-            else:
-                lanes.append(RowLane(address, stride, length, at))
-            at += length
-    row_bytes = max(1, -(-at // ROW_ALIGN_BYTES)) * ROW_ALIGN_BYTES
-    return GroupRows(group, num_blocks, at, row_bytes, tuple(lanes))
+    def lanes_of(self, group: int, kind: int, first: int, stop: int) -> tuple[Lanes, ...]:
+        """Lanes for bytes ``first`` to ``stop - 1`` of rows, to a slot of these bytes, as group ``kind``."""
+        cut = [
+            flat_lane(kind, self.num_blocks, address + begin - offset, stride, end - begin, begin - first)
+            for address, stride, length, offset in self.lanes[group]
+            if (begin := max(offset, first)) < (end := min(offset + length, stop))
+        ]
+        return join_lanes(cut, [(kind, 1)])
 
 
 @dataclass(frozen=True)
@@ -203,7 +182,6 @@ class RowPages:
     ``page_step`` after the one before.
     """
 
-    content_bytes: int
     row_step: int
     page_step: int
     ratio: int
@@ -238,9 +216,7 @@ def row_table(table: RegionTable, arena: RowArena) -> tuple[RegionTable, dict[in
             )
         stride = math.gcd(rows.row_bytes, *lengths) if ratio > 1 else rows.row_bytes
         step = max(lengths, default=0) // stride if ratio > 1 else 0
-        at = pages[group] = RowPages(
-            sum(region.page_bytes for region in mine) * ratio, rows.row_bytes // stride, step, ratio
-        )
+        at = pages[group] = RowPages(rows.row_bytes // stride, step, ratio)
         num_blocks = int(at.ids(np.array([rows.num_all - 1])).max()) + 1
         address = arena.address + rows.offset_bytes - rows.row_bytes
         for region in mine:
@@ -276,17 +252,17 @@ class RowParts:
     """
 
     def __init__(self, layout: RowLayout, arena: RowArena, part_bytes: int = 0) -> None:
-        self._layout, self._arena = layout, arena
+        self._num_blocks, self._arena = layout.num_blocks, arena
         self.lanes_of: list[tuple[Lanes, ...]] = []
         self._kinds: dict[int, tuple[Column, Column, Column]] = {}
         for group in arena.plan.groups:
-            rows = layout.groups[group]
-            begin = np.arange(0, rows.row_bytes, part_bytes or rows.row_bytes, dtype=np.int64)
-            length = np.diff(begin, append=rows.row_bytes)
+            row_bytes = layout.row_bytes[group]
+            begin = np.arange(0, row_bytes, part_bytes or row_bytes, dtype=np.int64)
+            length = np.diff(begin, append=row_bytes)
             kind = len(self.lanes_of) + np.arange(len(begin))
             self._kinds[group] = kind, begin, length
             cuts = zip(kind.tolist(), begin.tolist(), (begin + length).tolist(), strict=True)
-            self.lanes_of += [rows.lanes_of(*cut) for cut in cuts]
+            self.lanes_of += [layout.lanes_of(group, *cut) for cut in cuts]
 
     def moves(self, pages: Sequence[PageRange]) -> tuple[Move, ...]:
         """The kernel's moves for page ranges, in which a kind is the group, and parts are counted."""
@@ -311,11 +287,10 @@ class RowParts:
         if len(blocks) != len(rows):
             raise LocalError(f"{len(blocks)} blocks of cache group {group} came with {len(rows)} rows")
         addresses = self._arena.addresses(group, rows)
-        num_blocks = self._layout.groups[group].num_blocks
-        if len(blocks) and not 0 < int(blocks.min()) <= int(blocks.max()) < num_blocks:
+        if len(blocks) and not 0 < int(blocks.min()) <= int(blocks.max()) < self._num_blocks:
             raise LocalError(
-                f"cache group {group} has blocks 1 to {num_blocks - 1}; asked for are {int(blocks.min())} to "
-                f"{int(blocks.max())}"
+                f"cache group {group} has blocks 1 to {self._num_blocks - 1}; asked for are "
+                f"{int(blocks.min())} to {int(blocks.max())}"
             )
         kind, begin, length = self._kinds[group]
         columns = np.empty((4, len(blocks), len(kind)), dtype=np.int64)

@@ -12,6 +12,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from kvconnect.cache.identity import MODEL
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
 from kvconnect.offload.disk.row_files import (
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 READ_THREADS = 8
 _LEAST_BYTES_PER_THREAD = 1 << 20
 _CLOSE_TIMEOUT_S = 5.0
-_FOOTERS_AT_ONCE = 256
+_REPORTED_AT_ONCE = 256
 
 
 def open_disk_tier(
@@ -47,7 +48,9 @@ def open_disk_tier(
     facts = json.loads(namespace.text)["facts"]
     # Finding rows takes the salt: a reader of the folder must not learn it.
     facts.pop("salt", None)
-    owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts, namespace.label)
+    # Stated by itself: the whole identity may be too long for a description.
+    model = facts["identity"].get(MODEL, {}).get("", "")
+    owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts, namespace.label, model)
     return DiskTier(
         Path(config.disk_path),
         owner,
@@ -67,7 +70,7 @@ class DiskTier(LowerTier):
         owner: the rank and namespace of the rows.
         limit_bytes: most bytes that the tier takes on the disk.
         max_queued_bytes: most bytes of rows that wait to be written.
-        reads_footers: whether recovered rows are reported with their footers, a part at a time.
+        reads_footers: whether recovered rows are reported with their footers.
         retry_s: first and longest pause after a failed write, doubled each time.
         open_folder: opens a folder; for tests.
     """
@@ -86,11 +89,11 @@ class DiskTier(LowerTier):
         open_folder: OpenFolder = DiskFolder,
     ) -> None:
         self.path = path.absolute() / owner.folder_name
-        self.recovered = threading.Event()
         self._max_queued_bytes = max_queued_bytes
         self.tracker = CompletionTracker()
         self.tracker.is_recovering = True
-        self._catalog = Catalog(self.tracker, waits=reads_footers)
+        self._reads_footers = reads_footers
+        self._catalog = Catalog(self.tracker)
         # After a failed write the disk is left alone, twice as long each time.
         self._retry_s = retry_s
         self._pause_s = self._retry_at = 0.0
@@ -185,7 +188,6 @@ class DiskTier(LowerTier):
             self._rows.make_room(0)
         finally:
             self._readers.submit(self._report_found)
-            self.recovered.set()
 
     def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
         """Write rows that the folder does not have, and settle all of them, written or failed."""
@@ -233,9 +235,10 @@ class DiskTier(LowerTier):
     # ---- on a reader's thread
 
     def _report_found(self) -> None:
-        """Report recovered contents with their footers, if the tier reads footers."""
-        while not self._rows.is_closing and (found := self._catalog.unreported(_FOOTERS_AT_ONCE)):
-            self._catalog.report(found, {content: self._footer(content) for content in found})
+        """Report recovered contents, a part at a time."""
+        while not self._rows.is_closing and (found := self._catalog.unreported(_REPORTED_AT_ONCE)):
+            footers = {content: self._footer(content) for content in found} if self._reads_footers else {}
+            self._catalog.report(found, footers)
         self.tracker.recovered()
 
     def _footer(self, content: Content) -> bytes:

@@ -42,7 +42,8 @@ _REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished|[0-9]{12}\.kv"
 class FolderOwner:
     """The owner of a folder's rows: one rank of ``world_size``, in one namespace.
 
-    ``namespace`` is the digest in hexadecimal; ``facts`` and ``label`` describe it to operators.
+    ``namespace`` is the digest in hexadecimal; ``facts``, ``label`` and ``model``, the class that computes,
+    describe it to operators.
     """
 
     namespace: str
@@ -50,6 +51,7 @@ class FolderOwner:
     world_size: int = 1
     facts: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
+    model: str = ""
 
     @property
     def folder_name(self) -> str:
@@ -188,8 +190,8 @@ class DiskFolder:
     def describe(self, owner: FolderOwner) -> None:
         """Write the owner, with its short facts, into the folder for operators."""
         facts = {key: fact for key, fact in owner.facts.items() if len(json.dumps(fact)) <= _MAX_FACT_BYTES}
-        described = {"namespace": owner.namespace, "label": owner.label[:MAX_LABEL], "rank": owner.rank}
-        text = json.dumps({**described, "facts": facts})
+        names = {"label": owner.label[:MAX_LABEL], "model": owner.model[:MAX_LABEL]}
+        text = json.dumps({"namespace": owner.namespace, **names, "rank": owner.rank, "facts": facts})
         file = self.open(_FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self.write(file, [text.encode()], 0)
@@ -310,7 +312,7 @@ def look(path: Path) -> dict[str, Any]:
         "namespace": str(described.get("namespace", parsed[0])),
         "rank": parsed[1],
         "label": str(described.get("label", ""))[:MAX_LABEL],
-        "model": _model_of(described.get("facts")),
+        "model": str(described.get("model", ""))[:MAX_LABEL],
         "records": len(rows),
         "length_bytes": sum(row.length_bytes for row in rows),
         "oldest_s": rows[0].used_s if rows else 0.0,
@@ -374,11 +376,3 @@ def _rows(path: Path) -> list[RowFile]:
         return [file for file in list_files(path) if file.content is not None]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
-def _model_of(facts: Any) -> str:
-    stack = facts.get("stack", facts) if isinstance(facts, dict) else {}
-    model = stack.get("model", "") if isinstance(stack, dict) else ""
-    while isinstance(model, dict):
-        model = model.get("model") or model.get("name") or next(iter(model.values()), "")
-    return str(model)[:MAX_LABEL]

@@ -83,13 +83,12 @@ class KeptFile:
 class Catalog:
     """Contents and the bytes of their files in LRU order. Reports changes to a tracker. Thread-safe.
 
-    ``taken_bytes`` is the most that all files take on disk. ``epoch`` grows with every ``clear``. With
-    ``waits``, recovered contents are reported by ``report``, once their footers are read.
+    ``taken_bytes`` is the most that all files take on disk. ``epoch`` grows with every ``clear``. Recovered
+    contents are reported by ``report``, once their footers are read.
     """
 
-    def __init__(self, tracker: CompletionTracker, *, waits: bool = False) -> None:
+    def __init__(self, tracker: CompletionTracker) -> None:
         self.taken_bytes = self.epoch = 0
-        self._waits = waits
         self._unreported: list[Content] = []
         self._tracker = tracker
         self._lock = threading.Lock()
@@ -139,10 +138,7 @@ class Catalog:
                 self.taken_bytes += sum(file.disk_bytes for file in some)
                 self._doomed.update((file.name, file.disk_bytes) for file in some if file.content not in rows)
                 self._rows.update(rows)
-                if self._waits:
-                    self._unreported += rows
-                else:
-                    self._tracker.add(list(rows))
+                self._unreported += rows
 
     def unreported(self, most: int) -> list[Content]:
         """Take up to ``most`` recovered contents that were not reported yet, most recently used first."""

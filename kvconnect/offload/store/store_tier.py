@@ -31,6 +31,7 @@ from kvconnect.offload.tier import MAX_HASH_BYTES, CompletionTracker, Content, K
 
 logger = logging.getLogger(__name__)
 
+_UNREACHABLE = "store_unreachable"
 MOST = 1 << 17
 """The most contents announced to routers; of more, the least recently used are reported as removed."""
 
@@ -59,10 +60,10 @@ class Announced(CompletionTracker):
         """The store does not have these contents, or they are announced no more."""
         self.remove([content for content in contents if self._seen.pop(content, contents) is None])
 
-    def lost(self, reason: str) -> None:
+    def lost(self, why: str) -> None:
         """The store cannot be reached: report all announced contents as removed."""
         self.gone(list(self._seen))
-        self.fail(reason)
+        self.fail(_UNREACHABLE, f"store: {why}")
 
     def forget_changes(self) -> None:
         """The owner cleared the store: forget announced contents, and report none as removed."""
@@ -80,7 +81,7 @@ class StoreLink:
 
     Args:
         start: makes a process; called on the link's thread, which outlives it. Raises ``EngineError``.
-        on_failure: called with a reason when the process was lost, on any thread.
+        tracker: notified when the process was lost, on any thread.
         on_start: called on the link's thread after each attempt to start a process.
         call_timeout_s, retry_s, says_goodbye: see ``StoreTier``.
 
@@ -91,7 +92,7 @@ class StoreLink:
     def __init__(
         self,
         start: Callable[[], StoreProcess],
-        on_failure: Callable[[str], None],
+        tracker: Announced,
         on_start: Callable[[], None],
         *,
         call_timeout_s: float,
@@ -99,13 +100,12 @@ class StoreLink:
         says_goodbye: bool = True,
     ) -> None:
         self.changed = threading.Condition()
-        self._start, self._on_failure, self._on_start = start, on_failure, on_start
+        self._start, self._tracker, self._on_start = start, tracker, on_start
         self._call_timeout_s, self._retry_s, self._says_goodbye = call_timeout_s, retry_s, says_goodbye
         self.process: StoreProcess | None = None
         self._lost: StoreProcess | None = None
         self._is_wanted, self._has_started, self._is_closed = True, False, False
         self._pause_s, self._retry_at = retry_s[0], 0.0
-        self._is_logged = False
         self._num_asking = 0
         self._thread = threading.Thread(target=self._run, name="kvconnect-store", daemon=True)
         self._thread.start()
@@ -140,7 +140,13 @@ class StoreLink:
         trouble = "an error of our own"
         try:
             codes = process.ask(lane, order, self._call_timeout_s)
-            trouble = "its master does not answer" if any(code in UNREACHABLE_CODES for code in codes) else ""
+            if any(code in UNREACHABLE_CODES for code in codes):
+                trouble = "its master does not answer"
+            elif order.verb is Verb.CLEAR and min(codes) < 0:
+                self._tracker.fail("store_not_cleared")
+                trouble = f"it could not be cleared: code {min(codes)}"
+            else:
+                trouble = ""
         except KVConnectError as error:
             trouble = str(error)
         finally:
@@ -156,12 +162,6 @@ class StoreLink:
                     self._lose(trouble)
         return None if trouble else codes
 
-    def lose(self, why: str) -> None:
-        """Stop using the process, because the store failed."""
-        with self.changed:
-            if self.process is not None:
-                self._lose(why)
-
     def close(self, timeout_s: float) -> bool:
         """End the process; returns whether it has ended, so that its shared memory is quiescent."""
         with self.changed:
@@ -175,14 +175,7 @@ class StoreLink:
         self._lost, self.process = self.process, None
         self._retry_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, self._retry_s[1])
-        self._on_failure("store_unreachable")
-        if not self._is_logged:
-            self._is_logged = True
-            logger.warning(
-                "the store cannot be used, and keeps nothing until it can; look at offload.store and its "
-                "master: %s",
-                why,
-            )
+        self._tracker.lost(why)
 
     # ---- on the link's thread
 
@@ -229,8 +222,8 @@ class StoreLink:
             self.changed.notify_all()
             if process is None:
                 self._lose(why)
-            elif self._is_logged:
-                self._is_logged = False
+            elif _UNREACHABLE in self._tracker.logged:
+                self._tracker.logged.remove(_UNREACHABLE)
                 logger.info("the store can be used again")
         self._on_start()
 
@@ -291,7 +284,7 @@ class StoreTier(LowerTier):
         self._lanes = {kind: IoThreads(f"kvconnect-store-{kind}", 1, self._note) for kind in LANES}
         self._link = StoreLink(
             lambda: start(memory),
-            self.tracker.lost,
+            self.tracker,
             self._clear_if_due,
             call_timeout_s=call_timeout_s,
             retry_s=retry_s,
@@ -429,12 +422,7 @@ class StoreTier(LowerTier):
             epoch = self._epoch
             if self._cleared == epoch:
                 return True
-            codes = self._link.ask(lane, Order(Verb.CLEAR, (self._prefix,)))
-            if codes is None:
-                return False
-            if any(code < 0 for code in codes):
-                self.tracker.fail("store_not_cleared")
-                self._link.lose(f"it could not be cleared: code {min(codes)}")
+            if self._link.ask(lane, Order(Verb.CLEAR, (self._prefix,))) is None:
                 return False
             self._cleared = epoch
         return True
@@ -527,13 +515,7 @@ def _places(rows: Sequence[TierRow], start: int) -> _Places:
     return tuple(offsets), tuple(lengths)
 
 
-def open_store_tier(
-    config: OffloadConfig,
-    namespace: Namespace,
-    *,
-    most_row_bytes: int,
-    call_timeout_s: float = _CALL_TIMEOUT_S,
-) -> StoreTier:
+def open_store_tier(config: OffloadConfig, namespace: Namespace, *, most_row_bytes: int) -> StoreTier:
     """The store tier of one rank, as configured."""
     master = split_address(config.store)
     assert master is not None, "check_offload has refused it"
@@ -553,7 +535,6 @@ def open_store_tier(
         namespace.digest.hex(),
         max_queued_bytes=config.max_queued_bytes,
         batch_bytes=max(_BATCH_BYTES, HEADER_BYTES + most_row_bytes + _ALIGN_BYTES),
-        call_timeout_s=call_timeout_s,
         # The store must unregister memory that this rank gave to it; else other nodes go on reading there.
         says_goodbye=config.store_bytes > 0,
     )

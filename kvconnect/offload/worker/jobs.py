@@ -14,7 +14,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvconnect.outcome import Cause, Reason
@@ -62,20 +61,15 @@ class RankJob:
     hashes: tuple[bytes, ...]
     owed: tuple[Report, ...]
     copies: RowCopies
-    row_class: int
     is_void: bool = False
     num_writing: int = 0
     footers: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 class RankJobs:
-    """All jobs of one rank that owe a report, and reports that were not taken yet. Thread-safe.
+    """All jobs of one rank that owe a report, and reports that were not taken yet. Thread-safe."""
 
-    ``class_of``: the class of rows by cache group.
-    """
-
-    def __init__(self, rank: int, class_of: Mapping[int, int] = MappingProxyType({})) -> None:
-        self._class_of = class_of
+    def __init__(self, rank: int) -> None:
         self.names: NamedRows | None = None
         """The names of rows, if peers may fetch KV by name."""
         self._rank = rank
@@ -101,7 +95,7 @@ class RankJobs:
         self, key: int | str | None, hashes: tuple[bytes, ...], *owed: Report, copies: RowCopies = NO_COPIES
     ) -> RankJob:
         """Open a job that owes the reports ``owed``."""
-        job = RankJob(next(self._numbers), key, hashes, owed, copies, self._class_of.get(copies.group, -1))
+        job = RankJob(next(self._numbers), key, hashes, owed, copies)
         if self.names is not None:
             self.names.take(job)
         with self._lock:

@@ -17,7 +17,6 @@ class LoadRows:
     """See ``ParkedRows``. Raises ``LayoutError``: the rows cannot be expressed as a region table."""
 
     def __init__(self, table: RegionTable, arena: RowArena, jobs: RankJobs) -> None:
-        self.table: RegionTable
         self.table, self._pages = row_table(table, arena)
         self._jobs = jobs
         self._open: dict[int, RankJob] = {}

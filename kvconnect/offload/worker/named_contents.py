@@ -7,6 +7,7 @@ was put where, and a reader compares the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.cache.identity import Naming, Prefix
+from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import Content
@@ -31,6 +33,7 @@ class NamedContents:
     """Places by the names of their contents. Evicted contents keep names until their places are taken.
 
     Args:
+        device: the region table of the device.
         class_of: by cache group the class of its places; groups of a class share them.
         sizes: by class, how many places there are.
 
@@ -42,6 +45,7 @@ class NamedContents:
         self,
         naming: Naming,
         requirements: HitRequirements,
+        device: RegionTable,
         class_of: Mapping[int, int],
         sizes: Sequence[int],
     ) -> None:
@@ -53,6 +57,10 @@ class NamedContents:
                 )
         self.naming = naming
         self._requirements, self._class_of = requirements, class_of
+        ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in device.groups}
+        self._block_bytes = Counter[int]()
+        for region in device.regions:
+            self._block_bytes[region.group] += region.page_bytes * ratios[region.group]
         # By class and place the number of what took it last, and its last content; by group the place of each
         # name.
         self._taken = [np.zeros(size, dtype=np.int64) for size in sizes]
@@ -126,6 +134,10 @@ class NamedContents:
                 (group, parts, [name for part in parts for name in self._names(prefix, group, part)])
             )
         return found
+
+    def _length_bytes(self, needed: Sequence[Needed]) -> int:
+        """The bytes of what a hit needs."""
+        return sum(self._block_bytes[group.group] * sum(map(len, parts)) for group, parts, _ in needed)
 
     def _names(self, prefix: Prefix, group: HitGroup, part: range) -> Sequence[bytes]:
         step = group.block_tokens // self.naming.tokens

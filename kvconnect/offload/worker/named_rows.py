@@ -39,7 +39,6 @@ class NamedRows(NamedContents):
     """The rows of an arena by name, as ``KeptByName``; a row's number is that of the job that filled it.
 
     Args:
-        table: the device's region table, whose blocks the rows are copies of.
         loop: reads contents from disk into lent rows; None if peers get nothing from disk.
 
     Raises:
@@ -51,16 +50,15 @@ class NamedRows(NamedContents):
         self,
         naming: Naming,
         requirements: HitRequirements,
-        table: RegionTable,
+        device: RegionTable,
         arena: RowArena,
         jobs: RankJobs,
         loop: TierLoop | None = None,
     ) -> None:
         plan = arena.plan
         class_of = {group: plan.class_of[group] for group in plan.groups}
-        super().__init__(naming, requirements, class_of, [rows.num_all for rows in plan.classes])
-        self.table: RegionTable
-        self.table, self._pages = row_table(table, arena)
+        super().__init__(naming, requirements, device, class_of, [rows.num_all for rows in plan.classes])
+        self.table, self._pages = row_table(device, arena)
         self._plan, self._jobs, self._loop = plan, jobs, loop
         self._reading: dict[int, RankJob] = {}
         # Rows that fetches of peers read; an entry goes when its fetch drops it.
@@ -71,8 +69,9 @@ class NamedRows(NamedContents):
     def take(self, job: RankJob) -> None:
         """Note that a job takes its rows. Call it before any byte of them changes."""
         if job.copies.rows:
-            # An order for a row that does not exist fails in the copy.
-            np.put(self._taken[job.row_class], job.copies.rows, job.number, mode="clip")
+            # An order for a group or a row that does not exist fails in the copy.
+            index = self._class_of.get(job.copies.group, -1)
+            np.put(self._taken[index], job.copies.rows, job.number, mode="clip")
 
     def forget(self, *, only_lent: bool = False) -> None:
         """Remove the names of all rows, or of lent rows only; jobs that took rows before name none either."""
@@ -81,7 +80,8 @@ class NamedRows(NamedContents):
 
     def fill(self, job: RankJob, failed: Collection[bytes] = ()) -> None:
         """Name the rows of a job by its contents, except ``failed`` ones; a disk read may be under way."""
-        taken, group, wrong = self._taken[job.row_class], job.copies.group, set(failed)
+        group, wrong = job.copies.group, set(failed)
+        taken = self._taken[self._class_of[group]]
         for name, row in zip(job.hashes, job.copies.rows, strict=True):
             if name in wrong:
                 # Lets ``Kept.is_intact`` detect that the row was not read.
@@ -150,11 +150,6 @@ class NamedRows(NamedContents):
             known[absent] = self._loop.on_disk([(group, names[at]) for at in absent.tolist()])
         return known
 
-    def _length_bytes(self, needed: Sequence[Needed]) -> int:
-        return sum(
-            self._pages[group.group].content_bytes * sum(map(len, parts)) for group, parts, _ in needed
-        )
-
     def _lend(self, needed: Sequence[Needed]) -> list[_Lent] | None:
         """By group the contents that no row has, and free lent rows for them; None: too few are free.
 
@@ -163,7 +158,7 @@ class NamedRows(NamedContents):
         is_free = [np.arange(rows.num_all) >= rows.num_rows for rows in self._plan.classes]
         for job in self._reading.values():
             if job.owed:
-                is_free[job.row_class][list(job.copies.rows)] = False
+                is_free[self._class_of[job.copies.group]][list(job.copies.rows)] = False
         for index, rows, _ in (rows for kept in self._kept for rows in kept.rows):
             is_free[index][rows] = False
         absent: list[tuple[int, int, list[bytes]]] = []

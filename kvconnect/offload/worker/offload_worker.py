@@ -15,15 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 from kvconnect.cache.identity import Identity, Naming
-from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
-from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import EngineError, LayoutError
 from kvconnect.metrics import Changes, OffloadMetrics
 from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
-from kvconnect.offload.index.budgets import ArenaPlan, plan_for
+from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.tier import LowerTier
@@ -31,8 +28,8 @@ from kvconnect.offload.worker.jobs import RankJobs, Report
 from kvconnect.offload.worker.load_rows import LoadRows
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.tier_loop import TierLoop
-from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.transfer.orders import OffloadOrders, Results, RowCopies
+from kvconnect.transfer.stack import RankCache
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +41,7 @@ class OffloadWorker:
     steps current.
 
     Args:
-        kernel_block_sizes: tokens, for the cache groups that are kept.
-        tensors, heads, scales: as for ``RegionTable.build``.
+        cache: of the cache groups that are kept.
         identity: the serving stack's facts for the namespace.
         reserved_bytes: of free GPU memory, left to the serving stack.
         least_rows: by group, the rows that the shortest hit needs.
@@ -60,11 +56,7 @@ class OffloadWorker:
     def __init__(
         self,
         config: OffloadConfig,
-        cache_config: KVCacheConfig,
-        kernel_block_sizes: Mapping[int, int],
-        tensors: Mapping[str, CacheTensor],
-        heads: Mapping[str, HeadInterval] | None = None,
-        scales: Mapping[str, Scales] | None = None,
+        cache: RankCache,
         *,
         identity: Identity,
         rank: int = 0,
@@ -74,26 +66,21 @@ class OffloadWorker:
         label: str = "",
         announces: bool = False,
     ) -> None:
-        self._config, self._cache_config = config, cache_config
+        self._config, self._cache = config, cache
+        # The tensors must outlive the copier, even if the serving stack drops its references.
+        self._tensors = dict(cache.tensors)
         self._rank, self._world_size, self._identity = rank, world_size, identity
         self._label, self._announces = label, announces
         self.load_rows: LoadRows | None = None
         """The rows as a target of loads; None if loads fill none."""
-        sizes = {
-            group: sync_block_size(cache_config.groups[group].block_size, kernel)
-            for group, kernel in kernel_block_sizes.items()
-        }
-        self._table = RegionTable.build(cache_config, sizes, tensors, heads, scales)
-        # The tensors must outlive the copier, even if the serving stack drops its references.
-        self._tensors = dict(tensors)
-        device = next(iter(tensors.values())).tensor.device
-        layout = RowLayout.build(self._table)
-        self.plan = plan = plan_for(config, cache_config.groups, layout.row_bytes, least_rows)
+        self._table = cache.table()
+        layout, device = RowLayout.build(self._table), cache.device
+        self.plan = plan = plan_for(config, cache.config.groups, layout.row_bytes, least_rows)
         self.namespace = self._name()
-        self._metrics, self._jobs = OffloadMetrics(), RankJobs(rank, plan.class_of)
+        self._metrics, self._jobs = OffloadMetrics(), RankJobs(rank)
         with ExitStack() as undo:
             # Tiers first: a bad folder is detected before memory is allocated.
-            tiers = self._make_tiers(self.namespace, plan)
+            tiers = self._make_tiers(self.namespace)
             for tier in tiers:
                 undo.callback(tier.close)
             self._arena = arena = make_arena(plan, device)
@@ -118,7 +105,7 @@ class OffloadWorker:
 
     def _name(self) -> Namespace:
         own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
-        kept = {"cache": cache_facts(self._cache_config), "rows": row_facts(self._table)}
+        kept = {"cache": cache_facts(self._cache.config), "rows": row_facts(self._table)}
         return Namespace.of({**kept, **own, "identity": self._identity.facts}, self._label)
 
     @property
@@ -160,9 +147,9 @@ class OffloadWorker:
         self._identity = self._identity.replace(weights=weights)
         self.namespace = namespace = self._name()
         logger.info("rank %d keeps blocks in namespace %s now", self._rank, namespace.name)
-        self._loop.replace(lambda: self._make_tiers(namespace, self.plan))
+        self._loop.replace(lambda: self._make_tiers(namespace))
 
-    def _make_tiers(self, namespace: Namespace, plan: ArenaPlan) -> Sequence[LowerTier]:
+    def _make_tiers(self, namespace: Namespace) -> Sequence[LowerTier]:
         """Open the lower tiers, nearest first. Raises ``ConfigError``: one cannot be used as configured."""
         config, made = self._config, list[LowerTier]()
         with ExitStack() as undo:
@@ -178,7 +165,7 @@ class OffloadWorker:
             if config.store:
                 from kvconnect.offload.store.store_tier import open_store_tier
 
-                most = max(rows.row_bytes for rows in plan.classes)
+                most = max(rows.row_bytes for rows in self.plan.classes)
                 made.append(store := open_store_tier(config, namespace, most_row_bytes=most))
                 undo.callback(store.close)
                 if self._announces:

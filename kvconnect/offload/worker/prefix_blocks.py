@@ -7,7 +7,6 @@ that was read, and then is not noted, was read whole. A stack that does not step
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 
@@ -33,7 +32,6 @@ class PrefixBlocks(NamedContents):
     later one takes the block.
 
     Args:
-        device: the region table of the device.
         num_blocks: logical blocks, the null block included.
         rows: what is offered of host memory; None for nothing.
 
@@ -50,12 +48,8 @@ class PrefixBlocks(NamedContents):
         rows: KeptByName | None = None,
     ) -> None:
         class_of = dict.fromkeys((group.group for group in requirements.groups), 0)
-        super().__init__(naming, requirements, class_of, [num_blocks])
+        super().__init__(naming, requirements, device, class_of, [num_blocks])
         self._rows = rows
-        pages, ratios = Counter[int](), {group.group: group.blocks_per_kv_block for group in device.groups}
-        for region in device.regions:
-            pages[region.group] += region.page_bytes * ratios[region.group]
-        self._block_bytes = pages
         # By number, whether the device has computed what was named; those that it had are left out.
         self._computed: dict[int, Finished] = {}
         self._step = self._base = 0
@@ -104,9 +98,7 @@ class PrefixBlocks(NamedContents):
         here = self._hit(prefix, max_tokens)
         if here < below[0] or not here:
             return below
-        needed = self._needed(prefix, here)
-        total_bytes = sum(self._block_bytes[group.group] * sum(map(len, parts)) for group, parts, _ in needed)
-        return here, total_bytes, *below[2:]
+        return here, self._length_bytes(self._needed(prefix, here)), *below[2:]
 
     def hold(self, prefix: Prefix, num_tokens: int) -> Kept | None:
         """See ``KeptByName``."""

@@ -76,7 +76,6 @@ class TierLoop:
         self._copier, self._arena, self._jobs, self._metrics = copier, arena, jobs, metrics
         self.held_rows: Sequence[int] = ()
         """Rows in use in host memory, by class, as stated in the scheduler half's last orders."""
-        self.peer_read_timeout_s = PEER_READ_TIMEOUT_S
         self.copies: list[_Copy] = []
         """Copies of the device that have not ended."""
         self.calls: dict[tuple[str, str, int], tuple[RankJob, float]] = {}
@@ -139,8 +138,7 @@ class TierLoop:
 
     def on_disk(self, contents: Sequence[Content]) -> Sequence[bool]:
         """For each content whether this rank has it on disk now."""
-        disk = next((tier for tier in self.tiers if tier.name == DISK), None)
-        return [False] * len(contents) if disk is None else disk.has(contents)
+        return next((tier.has(contents) for tier in self.tiers if tier.name == DISK), [False] * len(contents))
 
     def close(self) -> None:
         self._is_stopping = True
@@ -238,7 +236,7 @@ class TierLoop:
         tier = self._tier(job, name)
         if tier is not None:
             if job.key is None:
-                self._for_peers.append((now + self.peer_read_timeout_s, job))
+                self._for_peers.append((now + PEER_READ_TIMEOUT_S, job))
             self._begin(tier, "read", job, self._memory(job), now)
 
     def seek(self, job: RankJob, name: str, now: float) -> None:
@@ -300,7 +298,7 @@ class TierLoop:
         while self._for_peers and self._for_peers[0][0] <= now:
             _, job = self._for_peers.popleft()
             if job.owed:
-                text = f"did not end a read within {self.peer_read_timeout_s:g} s: its rows stay out of use"
+                text = f"did not end a read within {PEER_READ_TIMEOUT_S:g} s: its rows stay out of use"
                 self._log(DISK, "read", text)
                 self._metrics.failures.labels("disk_read_timeout").inc()
                 self._jobs.lose_names(job)
