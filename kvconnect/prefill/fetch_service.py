@@ -378,7 +378,7 @@ class FetchService:
             self.not_quiescent = {key: end for key, end in self.not_quiescent.items() if end > now}
             self.not_quiescent[sending.key] = until
         if not sending.error:
-            lease.served.add(sending.consumer)
+            lease.finished.add(sending.consumer)
             if self._repeats.logged:
                 self._succeeded(sending)
         self._book.end_if_due(lease, now)

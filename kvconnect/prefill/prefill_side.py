@@ -134,7 +134,7 @@ class PrefillSide(TransferPart, Service):
         early = self.pending.hold(order.handle)
         if early is not None and lease.owner in (None, early.owner):
             lease.owner, lease.consumers = early.owner, early.consumers
-            lease.released |= early.ranks
+            lease.finished |= early.ranks
         for link in sorted(self.pending.watchers(order.handle)):
             lease.renewers.add(link)
             self.inbound_peers.send(link, Renewed(epochs=((order.handle, lease.epoch),)))
