@@ -30,7 +30,7 @@ from kvconnect.prefill.kept_fetches import EVICTED, not_all
 from kvconnect.prefill.leases import Consumer, Lease, LeaseBook, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter, found_by
 from kvconnect.prefill.outbox import ChunkSupply, Parcel, SlotOutbox
-from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks, check_fetch
+from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks
 from kvconnect.prefill.send_path import SendPath, SendPaths
 from kvconnect.prefill.sender import Sender, Sending
 from kvconnect.timeline import Moment
@@ -66,7 +66,7 @@ class FetchService:
 
     def advance(self, now: float) -> None:
         """Retry pending fetches, submit batches to the engine, answer ended fetches, request credit."""
-        for pending in self.pending.take_due(self._is_ready, self._is_polled, now):
+        for pending in self.pending.take_touched():
             try:
                 self.begin(pending, now)
             except Exception as error:
@@ -102,18 +102,11 @@ class FetchService:
             self.pending.touch_fetch(key)
             self.sender.touch(key)
 
-    def _is_polled(self, early: PendingFetch) -> bool:
-        """Whether a fetch waits for a device, a disk or its link, which report their end to no thread."""
-        if early.handle in self._book.leases:
-            return True
-        if (lease := self._book.streaming.get(early.handle)) is not None:
-            self._wait_for_device(lease, early.key)
-        return False
-
     def begin(self, pending: PendingFetch, now: float) -> None:
-        """Begin a fetch, leave it pending, or answer the peer that it is refused."""
+        """Begin a fetch that arrived or waits, leave it pending, or answer the peer that it is refused."""
         inbound = self._inbound_peers.get(pending.link)
         if inbound is None or inbound.session.peer is None:
+            self.pending.remove(pending)
             return
         try:
             self._begin(inbound, inbound.session.peer, pending, now)
@@ -143,7 +136,6 @@ class FetchService:
         if source is None:
             self._wait(pending, now)
             return
-        check_fetch(fetch)
         path, streamed = self._measured_path(inbound, pending.link, now), source.held is None
         if path is None:
             self._wait(pending, now, is_served=True)
@@ -161,6 +153,7 @@ class FetchService:
         spared = outbox.grant(fetch.grants)
         sending.due_reported = 0 if streamed or pending.has_waited else None
         self._note(sending, Moment.FETCH_BEGUN, len(fetch.chunks))
+        self.pending.remove(pending)
         # Last, after all that can raise: a lease with a sending that never begins would never end.
         source.sending.add(key)
         self.sender.begin(sending)
@@ -170,9 +163,7 @@ class FetchService:
 
     def cancel(self, key: TransferKey, reason: Reason) -> None:
         """End a fetch early, whether it is being served or pending."""
-        early = self.pending.fetches.get(key)
-        if early is not None:
-            self.pending.remove(early)
+        if (early := self.pending.fetches.get(key)) is not None:
             self._refuse(early, reason)
         self.sender.cancel(key, reason)
 
@@ -199,16 +190,6 @@ class FetchService:
         elif key in self.pending.fetches:
             self._inbound_peers.send(key[0], CreditRequest(key[1], 0, _generations(granted.grants)))
 
-    def _is_ready(self, early: PendingFetch) -> bool:
-        path = self.paths.get(early.link)
-        is_measured = path is not None and path.is_measured
-        is_calibrating = not is_measured and (early.link, _CALIBRATION) in self.sender.sendings
-        try:
-            return not is_calibrating and self._source(early) is not None
-        except Exception:
-            # `begin` meets the same error, and answers the peer.
-            return True
-
     def _source(self, early: PendingFetch) -> Lease | None:
         """The lease that can serve a fetch now: held and computed, or streaming with its first chunk ready.
 
@@ -227,19 +208,26 @@ class FetchService:
         return lease if early.first_tokens <= lease.streamed.advance() else None
 
     def _wait(self, pending: PendingFetch, now: float, *, is_served: bool = False) -> None:
-        """Leave a fetch pending, and return its landing slots to D meanwhile.
+        """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile.
 
         Raises:
-            PeerError: the fetch may not wait.
+            PeerError: the fetch may not wait any more.
         """
-        fetch = pending.fetch
+        fetch, handle, had_waited = pending.fetch, pending.handle, pending.has_waited
         if refusal := self.pending.admit(pending, now, is_served=is_served):
             raise PeerError.of(refusal)
-        if fetch.chunks and not pending.has_waited:
-            request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
-            self._inbound_peers.send(pending.link, request)
-        if self._reports.has_wanted and fetch.handle in self.pending.expected:
-            self._reports.add(Results(wanted=((fetch.handle, fetch.first_token),)))
+        if not had_waited:
+            if fetch.chunks:
+                request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
+                self._inbound_peers.send(pending.link, request)
+            pending.fetch = msgspec.structs.replace(fetch, grants=())
+            if self._reports.has_wanted and handle in self.pending.expected:
+                self._reports.add(Results(wanted=((handle, fetch.first_token),)))
+        if handle in self._book.leases:
+            # A device, a disk and a link report their end to no thread.
+            self.pending.touched[pending.key] = None
+        elif (lease := self._book.streaming.get(handle)) is not None:
+            self._wait_for_device(lease, pending.key)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
         """Claim a lease for one rank: a fetch covers all tokens of the lease, and a rank may fetch it once.
@@ -424,6 +412,7 @@ class FetchService:
         self._metrics.timeline.note(moment, number, handle=handle, transfer_id=sending.key[1])
 
     def _refuse(self, pending: PendingFetch, reason: Reason) -> None:
+        self.pending.remove(pending)
         self._metrics.transfers.labels("sent", "refused").inc()
         if (inbound := self._inbound_peers.get(pending.link)) is not None:
             self._inbound_peers.service.refused(inbound, reason)
