@@ -22,7 +22,6 @@ from kvconnect.peer.messages import (
     CreditRequest,
     Fetch,
     Grant,
-    Introduction,
     Landed,
     Written,
 )
@@ -34,7 +33,7 @@ from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, chec
 from kvconnect.prefill.send_path import SendPath, SendPaths
 from kvconnect.prefill.sender import Sender, Sending
 from kvconnect.timeline import Moment
-from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, decode_node, rank_name
+from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, rank_name
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.orders import Results
 from kvconnect.transfer.parts import TransferContext
@@ -105,11 +104,11 @@ class FetchService:
     def begin(self, pending: PendingFetch, now: float) -> None:
         """Begin a fetch that arrived or waits, leave it pending, or answer the peer that it is refused."""
         inbound = self._inbound_peers.get(pending.link)
-        if inbound is None or inbound.session.peer is None:
+        if inbound is None:
             self.pending.remove(pending)
             return
         try:
-            self._begin(inbound, inbound.session.peer, pending, now)
+            self._begin(inbound, pending, now)
         except PeerError as error:
             self._refuse(pending, error.reason)
         except LayoutError as error:
@@ -119,14 +118,14 @@ class FetchService:
             logger.debug("a fetch could not be planned", exc_info=True)
             self._refuse(pending, Cause.INTERNAL(f"it could not be planned: {type(error).__name__}"))
 
-    def _begin(self, inbound: InboundPeer, peer: Introduction, pending: PendingFetch, now: float) -> None:
+    def _begin(self, inbound: InboundPeer, pending: PendingFetch, now: float) -> None:
         """Begin a fetch, or leave it pending.
 
         Raises:
             PeerError: the peer has no right to the request, or the fetch may not wait.
             LayoutError: the two caches do not fit, or the fetch names blocks that are not held.
         """
-        fetch = pending.fetch
+        fetch, peer = pending.fetch, inbound.peer
         if inbound.disagrees is not None:
             raise PeerError.of(inbound.disagrees)
         if (held := self._book.leases.get(fetch.handle)) is not None:
@@ -323,13 +322,11 @@ class FetchService:
 
     def _announce(self, path: SendPath, inbound: InboundPeer, link: str) -> None:
         """Report to a peer, once a connection, the lane to it, and whether P's settings refuse that lane."""
-        peer = inbound.session.peer
-        if path.meter is None and peer is not None:
+        if path.meter is None:
             refused = refusal(self._config, path.found, "prefill")
             found = msgspec.structs.replace(path.found, refusal=str(refused or ""))
-            who = decode_node(peer, inbound.host)
-            path.meter = LinkMeter(who, found, self._transports, path.calibrated_s)
-            self._transports.met(who, found)
+            path.meter = LinkMeter(str(inbound), found, self._transports, path.calibrated_s)
+            self._transports.met(str(inbound), found)
             self._inbound_peers.send(link, found)
 
     def _finish(self, sending: Sending, now: float) -> None:

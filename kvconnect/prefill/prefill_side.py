@@ -187,12 +187,9 @@ class PrefillSide(TransferPart, Service):
 
     def forgotten(self, link: str) -> None:
         self.fetches.paths.forget(link)
-        self.kept.forget(link)
 
     def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
-        peer = inbound.session.peer
-        if peer is None:
-            return
+        peer = inbound.peer
         match message:
             case Fetch():
                 self._metrics.timeline.note(
@@ -211,10 +208,10 @@ class PrefillSide(TransferPart, Service):
                 inbound.session.send(self._renewed(handles, peer.engine_id, link, now))
             case FindPrefix():
                 refusal = self._draining or self.fetches.look_at(inbound, link, now)
-                inbound.session.send(self.kept.find(link, inbound, message, refusal, now))
+                inbound.session.send(self.kept.find(inbound, message, refusal, now))
             case PinPrefix():
                 try:
-                    self.kept.pin(link, inbound, message, self._draining, now)
+                    self.kept.pin(inbound, message, self._draining, now)
                 except PeerError as error:
                     self.pending.end(message.handle, error.reason)
 
