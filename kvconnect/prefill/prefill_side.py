@@ -34,7 +34,7 @@ from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
 from kvconnect.transfer.orders import Hold, Orders, Progress, Results, Withdraw
-from kvconnect.transfer.parts import Finished, Pace, TransferContext, TransferPart, carry_out_each
+from kvconnect.transfer.parts import Finished, Pace, TransferContext, carry_out_each
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _NO_LONGER = Cause.FETCHED_BEFORE("the request is no longer held: every rank tha
 ASLEEP = Cause.STOPPING("the prefill node sleeps, and keeps no KV meanwhile")
 
 
-class PrefillSide(TransferPart, Service):
+class PrefillSide(Service):
     """The leases, and the fetches of peers that they serve."""
 
     name = "the leases"
@@ -68,12 +68,13 @@ class PrefillSide(TransferPart, Service):
         self._drain_until = math.inf
         self._giving_up = context.timers.timer(self._give_up)
         self._drained: Callable[[], None] | None = None
-        Service.__init__(self, context.repeats)
+        super().__init__(context.repeats)
         inbound_peers.service = self
 
     # Orders of the scheduler
 
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
+        """Carry out one step's orders; ``finished``: by step, a check whether the device has finished it."""
         before = orders.step - 1
         # In this order: a handle may be withdrawn, expected anew and held in one step. Pending fetches of a
         # withdrawn handle are answered at the next advance.
@@ -219,7 +220,7 @@ class PrefillSide(TransferPart, Service):
         self.sender.completed(completion, now)
 
     def advance(self, now: float) -> bool:
-        """Serve fetches, and answer those that have ended."""
+        """Serve fetches, and answer those that have ended. Whether any work advanced without an event."""
         self.fetches.advance(now)
         if self._drained is not None and self._is_idle:
             drained, self._drained = self._drained, None
@@ -228,11 +229,12 @@ class PrefillSide(TransferPart, Service):
 
     @property
     def has_work(self) -> bool:
+        """``advance`` has work in a turn without an event."""
         return bool(self.sender.active or self.pending.touched)
 
     @property
     def pace(self) -> Pace:
-        return Pace.SENDING if self.sender.active or self.pending.touched else Pace.IDLE
+        return Pace.SENDING if self.has_work else Pace.IDLE
 
     def _give_up(self, now: float) -> None:
         """The time to drain is over: end all leases, sendings and pending fetches."""
