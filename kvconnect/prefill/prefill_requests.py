@@ -116,8 +116,8 @@ class PrefillRequests:
         draft: OrdersDraft,
     ) -> None:
         self._config, self._groups, self._draft = config, groups, draft
-        self._extra, self._batch_of = config.extra, stack.batch_of
-        self._stack, self._handles, self._new_handle = stack, handles, new_handle
+        self._extra, self._stack = config.extra, stack
+        self._handles, self._new_handle = handles, new_handle
         self._directory = tuple(draft.directory)
         self._epoch, self._batch_secret = new_handle(), new_handle()
         # With the longest claims, so that an error is raised now: later it would end the scheduler.
@@ -218,25 +218,19 @@ class PrefillRequests:
 
     def launched(self, step: Step) -> None:
         """Take a step that was given to the device: the requests it computes, and their new blocks."""
-        for request_id, num_tokens, new_block_ids in step.computed:
-            self._went_on_to(request_id, num_tokens, new_block_ids)
-
-    def _went_on_to(
-        self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None
-    ) -> None:
-        """A prefill has ``computed_tokens`` now, and by cache group these blocks more."""
-        prefill = self._requests.get(request_id)
-        if prefill is None:
-            return
-        if prefill.is_streamed:
-            self._take_blocks(prefill, new_block_ids)
-            self._went_on[request_id] = None
-        if prefill.computed < prefill.num_tokens:
-            prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
-            prefill.step = self._draft.step
-            self._draft.note(Moment.LAUNCHED, prefill.handle, request_id, prefill.computed)
-            if prefill.computed == prefill.num_tokens and not prefill.is_streamed:
-                self.due.pop(request_id, None)
+        for request_id, computed_tokens, new_block_ids in step.computed:
+            prefill = self._requests.get(request_id)
+            if prefill is None:
+                continue
+            if prefill.is_streamed:
+                self._take_blocks(prefill, new_block_ids)
+                self._went_on[request_id] = None
+            if prefill.computed < prefill.num_tokens:
+                prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
+                prefill.step = self._draft.step
+                self._draft.note(Moment.LAUNCHED, prefill.handle, request_id, prefill.computed)
+                if prefill.computed == prefill.num_tokens and not prefill.is_streamed:
+                    self.due.pop(request_id, None)
 
     def _take_blocks(self, prefill: _Prefill, new_block_ids: BlockIdsByGroup | None) -> None:
         for group, tokens in self._streamed_groups.items():
@@ -412,7 +406,7 @@ class PrefillRequests:
             "tp_size": len(self._directory),
             HANDLE_KEY: token,
         }
-        batch, number = self._batch_of(request.request_id) if self._batch_of is not None else ("", 0)
+        batch, number = self._stack.batch_of(request.request_id)
         if handle:
             params[TRANSFER_KEY] = transfer_id
         elif batch and not number and self._takes_all_of(batch):
@@ -424,15 +418,14 @@ class PrefillRequests:
     def _takes_all_of(self, batch: str) -> bool:
         """Whether P can hold the later prompts of a batch: none that came was refused, and there is room."""
         refused = (request_id for request_id, prefill in self._requests.items() if prefill.is_refused)
-        batch_of = self._batch_of
-        return not self._is_full and not any(batch_of and batch_of(one)[0] == batch for one in refused)
+        return not self._is_full and all(self._stack.batch_of(one)[0] != batch for one in refused)
 
     def _named(self, request: RequestView) -> tuple[Mapping[str, Any], bool]:
         """A request's parameters; and False for a batch's later prompt, whose transfer id is the batch's."""
         params = transfer_params(request)
-        if self._batch_of is None or params.get(TRANSFER_KEY) is not None:
+        if params.get(TRANSFER_KEY) is not None:
             return params, True
-        batch, number = self._batch_of(request.request_id)
+        batch, number = self._stack.batch_of(request.request_id)
         if not 0 < number <= MOST_LATER_PROMPTS:
             return params, True
         return {**params, TRANSFER_KEY: self._batch_id(batch)}, False
