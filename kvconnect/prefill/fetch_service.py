@@ -331,7 +331,7 @@ class FetchService:
 
     def _finish(self, sending: Sending, now: float) -> None:
         lease = sending.lease
-        if lease is None or sending.consumer is None:
+        if lease is None:
             inbound = self._inbound_peers.get(sending.key[0])
             path = self.paths.get(sending.key[0])
             if inbound is not None and path is not None and path.probe is sending.outbox:
@@ -370,8 +370,7 @@ class FetchService:
 
     def _succeeded(self, sending: Sending) -> None:
         """The next failure of this peer is a new one."""
-        if sending.consumer is not None:
-            self._repeats.succeeded(rank_name(sending.consumer[0], sending.consumer[2]))
+        self._repeats.succeeded(rank_name(sending.consumer[0], sending.consumer[2]))
         if (inbound := self._inbound_peers.get(sending.key[0])) is not None:
             self._repeats.succeeded(str(inbound))
 
@@ -392,7 +391,7 @@ class FetchService:
 
     def _log_unsent(self, sending: Sending) -> None:
         reason, consumer = sending.error, sending.consumer
-        if reason is None or consumer is None or sending.again:
+        if reason is None or sending.again:
             return
         who = rank_name(consumer[0], consumer[2])
         if self._repeats.is_first(who, reason.cause):

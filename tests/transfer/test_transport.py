@@ -14,7 +14,7 @@ from kvconnect.engine.base import Completion
 from kvconnect.engine.lanes import Fabric, Transport
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import Fetch
-from kvconnect.prefill.calibration import ProbeOutbox, Sample
+from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.link_meter import LinkMeter
 from kvconnect.transfer.link_reports import Transports, refusal
 from tests.engine.faulty_engine import FaultyEngine
@@ -307,8 +307,8 @@ def test_a_calibration_connects_by_a_small_batch_and_then_fills_the_scratch_memo
 
 def test_a_batch_takes_as_long_as_those_of_its_size_in_the_calibration():
     probe, _ = probed(1e9)
-    probe.samples = [Sample(size, 1e-3 + size / 1e9) for size in (4096, 65536, MIB, MIB)]
-    probe.samples.append(Sample(MIB, 5.0))
+    seconds = [(size, 1e-3 + size / 1e9) for size in (4096, 65536, MIB, MIB)]
+    probe.samples = [Completion(1, True, True, *sample) for sample in (*seconds, (MIB, 5.0))]
     for size in (4096, 30000, 65536, 500000, MIB):
         assert probe.seconds_of(size) == pytest.approx(1e-3 + size / 1e9)
     assert probe.seconds_of(4 * MIB) == pytest.approx(4 * probe.seconds_of(MIB))
