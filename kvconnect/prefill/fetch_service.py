@@ -376,32 +376,20 @@ class FetchService:
 
     def _count(self, sending: Sending) -> None:
         """Count a fetch that has ended, by its result."""
-        metrics, ok = self._metrics, not sending.error
+        metrics, error = self._metrics, sending.error
         # A peer that cancelled knows why; after "again" the peer fetches anew.
         failed = "cancelled" if sending.cancelled else "again" if sending.again else "failed"
-        metrics.transfers.labels("sent", "ok" if ok else failed).inc()
+        metrics.transfers.labels("sent", failed if error else "ok").inc()
         metrics.transfer_bytes.labels("sent", sending.lane).inc(sending.total_bytes)
         metrics.copies.labels("sent").inc(sending.outbox.copies)
         metrics.transfer_seconds.labels("sent").inc(sending.seconds)
-        if ok and sending.streamed:
+        if not error and sending.streamed:
             metrics.streamed.inc()
-        if not ok and not sending.cancelled:
+        if error and not sending.cancelled:
             metrics.failures.labels("preempted" if sending.again else "send").inc()
-            self._log_unsent(sending)
-
-    def _log_unsent(self, sending: Sending) -> None:
-        reason, consumer = sending.error, sending.consumer
-        if reason is None or sending.again:
-            return
-        who = rank_name(consumer[0], consumer[2])
-        if self._repeats.is_first(who, reason.cause):
-            logger.warning(
-                "%s could not be sent to %s: %s %s (further ones are only counted, as send)",
-                sending.lease,
-                who,
-                reason,
-                reason.label,
-            )
+            if not sending.again:
+                who = rank_name(sending.consumer[0], sending.consumer[2])
+                self._repeats.warn_first("send", who, f"{sending.lease} could not be sent to {who}:", error)
 
     def _note(self, sending: Sending, moment: str, number: int) -> None:
         handle = sending.lease.handle if sending.lease is not None else ""

@@ -313,14 +313,8 @@ class LeaseBook:
                 reason = Cause.LEASE_OVER(
                     f"it was held for {self._config.lease_max_s:g} s, which is lease_max_s"
                 )
-            if self._repeats.is_first(_DECODE_NODES, reason.cause):
-                logger.warning(
-                    "%s was not fetched, its blocks are freed: %s %s (further ones are only counted, as "
-                    "lease_expired, until one is fetched)",
-                    lease,
-                    reason,
-                    reason.label,
-                )
+            what = f"{lease} was not fetched, its blocks are freed:"
+            self._repeats.warn_first("lease_expired, until one is fetched", _DECODE_NODES, what, reason)
             self._end(lease, held, reason, now)
 
     def revoke_all(self, reason: Reason, now: float) -> None:

@@ -125,13 +125,8 @@ class Service:
 
     def refused(self, inbound: InboundPeer, reason: Reason) -> None:
         """Log the first refused fetch of a peer and cause."""
-        if self._repeats.is_first(str(inbound), reason.cause):
-            logger.warning(
-                "a fetch of %s was refused: %s %s (further ones are only counted, as refused transfers)",
-                inbound,
-                reason,
-                reason.label,
-            )
+        who = str(inbound)
+        self._repeats.warn_first("refused transfers", who, f"a fetch of {who} was refused:", reason)
 
 
 class InboundPeers:
@@ -209,13 +204,7 @@ class InboundPeers:
             case Ended(reason=reason, refused=refused):
                 self._metrics.failures.labels("peer_refused").inc()
                 who = decode_node(refused, inbound.host)
-                if self._repeats.is_first(who, reason.cause):
-                    logger.warning(
-                        "%s was refused: %s %s (further ones are only counted, as peer_refused)",
-                        who,
-                        reason,
-                        reason.label,
-                    )
+                self._repeats.warn_first("peer_refused", who, f"{who} was refused:", reason)
 
     def _keep(self, link: str, inbound: InboundPeer) -> None:
         """Keep a peer; beyond ``max_peers``, drop the peer not in use that was silent longest.
