@@ -330,6 +330,7 @@ class Pair:
             self.prefill_model,
             slot_bytes=self.prefill_slot_bytes or self.slot_bytes,
             scratch_bytes=self.scratch_bytes,
+            engine=self.engine(),
             shared=self.shared,
             role="kv_producer" if self.are_apart else "kv_both",
         )
@@ -341,10 +342,15 @@ class Pair:
             self.decode_model,
             slot_bytes=self.slot_bytes,
             scratch_bytes=self.scratch_bytes,
+            engine=self.engine(),
             shared=self.shared,
             role="kv_consumer" if self.are_apart else "kv_both",
         )
         self.prefill.storage.copy_(torch.randn(self.prefill.storage.shape))
+
+    def engine(self) -> FaultyEngine:
+        """That of one side."""
+        return FaultyEngine(clock=self.clock)
 
     def add(self, engine_id: str) -> FakeWorker:
         """One more worker, with a cache of other contents."""
