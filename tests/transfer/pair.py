@@ -48,6 +48,8 @@ SLOT_BYTES = 1024
 PAGE_BYTES = BLOCK_TOKENS * HEADS * 8 * 2
 P_IDS, D_IDS = (5, 6, 9), (21, 3, 8)
 """The blocks of a request on either side, where a test does not care which."""
+OTHER = (11, 12, 13), (31, 32, 33)
+"""Those of another one."""
 _LIMIT = 64 << 20
 
 Tap = Callable[[Message], Sequence[Message]]
