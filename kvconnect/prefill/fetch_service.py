@@ -108,7 +108,8 @@ class FetchService:
             self.pending.remove(pending)
             return
         try:
-            self._begin(inbound, pending, now)
+            if not self._begin(inbound, pending, now):
+                self._wait(pending, now)
         except PeerError as error:
             self._refuse(pending, error.reason)
         except LayoutError as error:
@@ -118,11 +119,11 @@ class FetchService:
             logger.debug("a fetch could not be planned", exc_info=True)
             self._refuse(pending, Cause.INTERNAL(f"it could not be planned: {type(error).__name__}"))
 
-    def _begin(self, inbound: InboundPeer, pending: PendingFetch, now: float) -> None:
-        """Begin a fetch, or leave it pending.
+    def _begin(self, inbound: InboundPeer, pending: PendingFetch, now: float) -> bool:
+        """Begin a fetch. False: it has to wait.
 
         Raises:
-            PeerError: the peer has no right to the request, or the fetch may not wait.
+            PeerError: the peer has no right to the request.
             LayoutError: the two caches do not fit, or the fetch names blocks that are not held.
         """
         fetch, peer = pending.fetch, inbound.peer
@@ -133,17 +134,14 @@ class FetchService:
             self._book.end_if_due(held, now)
         source = self._source(pending) if now < pending.deadline else None
         if source is None:
-            self._wait(pending, now)
-            return
+            return False
         path, streamed = self._measured_path(inbound, pending.link, now), source.held is None
         if path is None:
-            self._wait(pending, now, is_served=True)
-            return
+            return False
         if path.meter is not None and path.meter.found.refusal:
             raise PeerError(path.meter.found.refusal, Cause.LANE_REFUSED)
         if streamed and not path.streams:
-            self._wait(pending, now)
-            return
+            return False
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         self._claim(source, fetch, consumer, pending.key)
         outbox, key = self._outbox(source, pending, path), pending.key
@@ -159,6 +157,7 @@ class FetchService:
         if sending.due_reported is not None:
             self._inbound_peers.send(key[0], Accepted(fetch.transfer_id, sending.epoch))
             self._request_credit(sending, spared)
+        return True
 
     def cancel(self, key: TransferKey, reason: Reason) -> None:
         """End a fetch early, whether it is being served or pending."""
@@ -206,14 +205,14 @@ class FetchService:
             return None
         return lease if early.first_tokens <= lease.streamed.advance() else None
 
-    def _wait(self, pending: PendingFetch, now: float, *, is_served: bool = False) -> None:
+    def _wait(self, pending: PendingFetch, now: float) -> None:
         """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile.
 
         Raises:
             PeerError: the fetch may not wait any more.
         """
         fetch, handle, had_waited = pending.fetch, pending.handle, pending.has_waited
-        if refusal := self.pending.admit(pending, now, is_served=is_served):
+        if refusal := self.pending.admit(pending, now):
             raise PeerError.of(refusal)
         if not had_waited:
             if fetch.chunks:

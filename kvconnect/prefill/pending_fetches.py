@@ -216,13 +216,10 @@ class PendingFetches:
             release.timer.cancel()
         return release
 
-    def admit(self, early: PendingFetch, now: float, *, is_served: bool = False) -> Reason | None:
-        """Let a fetch wait, for the first time or on. Returns why it cannot, or None.
-
-        ``is_served``: the KV is there, and only the link is not measured yet.
-        """
+    def admit(self, early: PendingFetch, now: float) -> Reason | None:
+        """Let a fetch wait, for the first time or on. Returns why it cannot, or None."""
         handle, key, until = early.handle, early.key, early.deadline
-        is_known = is_served or handle in self._held or handle in self.expected
+        is_known = handle in self._held or handle in self.expected
         if not is_known:
             until = min(until, early.received_at + self._early_fetch_s)
         if handle in self.over:
