@@ -23,6 +23,7 @@ _COUNTED = "(further ones are only counted, as …)"
 _WARNED = {
     "warn": (1, f"{{}} {_COUNTED}"),
     "complain": (1, f"side channel: turned away {{}} {_COUNTED}"),
+    "warn_first": (2, f"{{}} … … {_COUNTED}"),
     "_log": (2, "offload, …: it {} (further ones are only counted)"),
     "count_misuse": (3, f"a message of … was dropped: {{}} {_COUNTED}"),
 }

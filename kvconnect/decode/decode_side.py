@@ -42,7 +42,6 @@ from kvconnect.transfer.parts import (
     Finished,
     Pace,
     TransferContext,
-    TransferPart,
     always,
     carry_out_each,
     count_misuse,
@@ -53,7 +52,7 @@ logger = logging.getLogger(__name__)
 _MOST_OUTCOMES = 1024
 
 
-class DecodeSide(TransferPart):
+class DecodeSide:
     """All loads of a worker, by request id."""
 
     name = "the loads"
@@ -83,6 +82,7 @@ class DecodeSide(TransferPart):
     # Orders of the scheduler
 
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
+        """As ``PrefillSide.carry_out``."""
         metrics, keep, ask = self._metrics, self.renewals.keep, self.finds.ask
         # Every rank gets the orders: rank 0 looks prefixes up, and counts events of the scheduler half.
         is_first = self._local.introduction.rank == 0
@@ -242,6 +242,7 @@ class DecodeSide(TransferPart):
 
     @property
     def has_work(self) -> bool:
+        """``advance`` has work in a turn without an event."""
         return bool(self._due) or self.bay.busy
 
     @property

@@ -29,7 +29,7 @@ from kvconnect.timeline import Turns
 from kvconnect.transfer.inbound_peers import InboundPeers
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.orders import Orders, Reports
-from kvconnect.transfer.parts import Finished, Pace, Timers, TransferContext, TransferPart
+from kvconnect.transfer.parts import Finished, Pace, Timers, TransferContext
 
 _OTHER_WEIGHTS = Cause.OTHER_WEIGHTS(
     "the prefill node's weights are no longer those that it was computed with"
@@ -75,7 +75,7 @@ class WorkerTransfers:
         self.prefill = PrefillSide(context, self.inbound_peers) if config.is_producer else None
         self.decode = DecodeSide(context) if config.is_consumer else None
         # The parts carry out a step's orders in this sequence.
-        parts: tuple[TransferPart | None, ...] = (self.prefill, self.decode)
+        parts = (self.prefill, self.decode)
         self._parts = [part for part in parts if part is not None]
         metrics.slots_landing_limit.set(len(local.landing.slots))
         metrics.slots_send_limit.set(len(local.send.slots))
@@ -198,8 +198,8 @@ class WorkerTransfers:
         for completion in completions or ():
             progress = True
             try:
-                for part in self._parts:
-                    part.completed(completion, now)
+                if self.prefill is not None:
+                    self.prefill.completed(completion, now)
             except Exception as error:
                 count_error(self._metrics, error, "a completion")
         has_event = self.timers.run(now) or progress
@@ -259,9 +259,8 @@ class WorkerTransfers:
     def _take(self, arrival: Arrival, now: float) -> None:
         if isinstance(arrival, Frame) and arrival.link.startswith("in:"):
             self.inbound_peers.receive(arrival.link, arrival.data, now, arrival.host)
-            return
-        for part in self._parts:
-            part.receive(arrival, now)
+        elif self.decode is not None:
+            self.decode.receive(arrival, now)
 
     def _sleep_s(self, progress: bool, pace: Pace, timer_s: float) -> float:
         """The seconds to sleep; ``timer_s``: those until the first timer is due."""

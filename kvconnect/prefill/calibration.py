@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,15 +19,8 @@ _LONGEST_S = 0.5
 """The probe ends after a batch that took longer, in seconds: the link is known to be slow by then."""
 
 
-class Sample(NamedTuple):
-    """One timed batch of a probe: bytes copied, and the seconds that the copy took."""
-
-    total_bytes: int
-    seconds: float
-
-
 class ProbeOutbox:
-    """Batches of growing length, one in flight at a time. ``samples`` has the bytes and seconds of each.
+    """Batches of growing length, one in flight at a time; ``samples`` are those that count.
 
     Has the interface of ``SlotOutbox``; a batch of a probe carries no parcel, and needs no packing.
 
@@ -43,7 +35,7 @@ class ProbeOutbox:
     goes_on = True
 
     def __init__(self, source: int, target: int, scratch_bytes: int) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[Completion] = []
         # The first batch establishes the connection; its time is not a sample.
         length = min(_FIRST_BYTES, scratch_bytes)
         lengths = [length, length]
@@ -99,7 +91,7 @@ class ProbeOutbox:
     def ended(self, completion: Completion) -> Parcel | None:
         """Take a batch's completion as a sample, and offer the next batch. Returns no parcel."""
         if completion.ok and self._is_connected:
-            self.samples.append(Sample(completion.total_bytes, completion.seconds))
+            self.samples.append(completion)
         if not self._is_connected or completion.seconds <= _LONGEST_S:
             self._next = next(self._batches, None)
         self._is_connected = True

@@ -22,7 +22,6 @@ from kvconnect.peer.messages import (
     CreditRequest,
     Fetch,
     Grant,
-    Introduction,
     Landed,
     Written,
 )
@@ -30,11 +29,11 @@ from kvconnect.prefill.kept_fetches import EVICTED, not_all
 from kvconnect.prefill.leases import Consumer, Lease, LeaseBook, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter, found_by
 from kvconnect.prefill.outbox import ChunkSupply, Parcel, SlotOutbox
-from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks, check_fetch
+from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks
 from kvconnect.prefill.send_path import SendPath, SendPaths
 from kvconnect.prefill.sender import Sender, Sending
 from kvconnect.timeline import Moment
-from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, decode_node, rank_name
+from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, rank_name
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.orders import Results
 from kvconnect.transfer.parts import TransferContext
@@ -66,7 +65,7 @@ class FetchService:
 
     def advance(self, now: float) -> None:
         """Retry pending fetches, submit batches to the engine, answer ended fetches, request credit."""
-        for pending in self.pending.take_due(self._is_ready, self._is_polled, now):
+        for pending in self.pending.take_touched():
             try:
                 self.begin(pending, now)
             except Exception as error:
@@ -102,21 +101,15 @@ class FetchService:
             self.pending.touch_fetch(key)
             self.sender.touch(key)
 
-    def _is_polled(self, early: PendingFetch) -> bool:
-        """Whether a fetch waits for a device, a disk or its link, which report their end to no thread."""
-        if early.handle in self._book.leases:
-            return True
-        if (lease := self._book.streaming.get(early.handle)) is not None:
-            self._wait_for_device(lease, early.key)
-        return False
-
     def begin(self, pending: PendingFetch, now: float) -> None:
-        """Begin a fetch, leave it pending, or answer the peer that it is refused."""
+        """Begin a fetch that arrived or waits, leave it pending, or answer the peer that it is refused."""
         inbound = self._inbound_peers.get(pending.link)
-        if inbound is None or inbound.session.peer is None:
+        if inbound is None:
+            self.pending.remove(pending)
             return
         try:
-            self._begin(inbound, inbound.session.peer, pending, now)
+            if not self._begin(inbound, pending, now):
+                self._wait(pending, now)
         except PeerError as error:
             self._refuse(pending, error.reason)
         except LayoutError as error:
@@ -126,14 +119,14 @@ class FetchService:
             logger.debug("a fetch could not be planned", exc_info=True)
             self._refuse(pending, Cause.INTERNAL(f"it could not be planned: {type(error).__name__}"))
 
-    def _begin(self, inbound: InboundPeer, peer: Introduction, pending: PendingFetch, now: float) -> None:
-        """Begin a fetch, or leave it pending.
+    def _begin(self, inbound: InboundPeer, pending: PendingFetch, now: float) -> bool:
+        """Begin a fetch. False: it has to wait.
 
         Raises:
-            PeerError: the peer has no right to the request, or the fetch may not wait.
+            PeerError: the peer has no right to the request.
             LayoutError: the two caches do not fit, or the fetch names blocks that are not held.
         """
-        fetch = pending.fetch
+        fetch, peer = pending.fetch, inbound.peer
         if inbound.disagrees is not None:
             raise PeerError.of(inbound.disagrees)
         if (held := self._book.leases.get(fetch.handle)) is not None:
@@ -141,18 +134,14 @@ class FetchService:
             self._book.end_if_due(held, now)
         source = self._source(pending) if now < pending.deadline else None
         if source is None:
-            self._wait(pending, now)
-            return
-        check_fetch(fetch)
+            return False
         path, streamed = self._measured_path(inbound, pending.link, now), source.held is None
         if path is None:
-            self._wait(pending, now, is_served=True)
-            return
+            return False
         if path.meter is not None and path.meter.found.refusal:
             raise PeerError(path.meter.found.refusal, Cause.LANE_REFUSED)
         if streamed and not path.streams:
-            self._wait(pending, now)
-            return
+            return False
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         self._claim(source, fetch, consumer, pending.key)
         outbox, key = self._outbox(source, pending, path), pending.key
@@ -161,18 +150,18 @@ class FetchService:
         spared = outbox.grant(fetch.grants)
         sending.due_reported = 0 if streamed or pending.has_waited else None
         self._note(sending, Moment.FETCH_BEGUN, len(fetch.chunks))
+        self.pending.remove(pending)
         # Last, after all that can raise: a lease with a sending that never begins would never end.
         source.sending.add(key)
         self.sender.begin(sending)
         if sending.due_reported is not None:
             self._inbound_peers.send(key[0], Accepted(fetch.transfer_id, sending.epoch))
             self._request_credit(sending, spared)
+        return True
 
     def cancel(self, key: TransferKey, reason: Reason) -> None:
         """End a fetch early, whether it is being served or pending."""
-        early = self.pending.fetches.get(key)
-        if early is not None:
-            self.pending.remove(early)
+        if (early := self.pending.fetches.get(key)) is not None:
             self._refuse(early, reason)
         self.sender.cancel(key, reason)
 
@@ -199,16 +188,6 @@ class FetchService:
         elif key in self.pending.fetches:
             self._inbound_peers.send(key[0], CreditRequest(key[1], 0, _generations(granted.grants)))
 
-    def _is_ready(self, early: PendingFetch) -> bool:
-        path = self.paths.get(early.link)
-        is_measured = path is not None and path.is_measured
-        is_calibrating = not is_measured and (early.link, _CALIBRATION) in self.sender.sendings
-        try:
-            return not is_calibrating and self._source(early) is not None
-        except Exception:
-            # `begin` meets the same error, and answers the peer.
-            return True
-
     def _source(self, early: PendingFetch) -> Lease | None:
         """The lease that can serve a fetch now: held and computed, or streaming with its first chunk ready.
 
@@ -226,20 +205,27 @@ class FetchService:
             return None
         return lease if early.first_tokens <= lease.streamed.advance() else None
 
-    def _wait(self, pending: PendingFetch, now: float, *, is_served: bool = False) -> None:
-        """Leave a fetch pending, and return its landing slots to D meanwhile.
+    def _wait(self, pending: PendingFetch, now: float) -> None:
+        """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile.
 
         Raises:
-            PeerError: the fetch may not wait.
+            PeerError: the fetch may not wait any more.
         """
-        fetch = pending.fetch
-        if refusal := self.pending.admit(pending, now, is_served=is_served):
+        fetch, handle, had_waited = pending.fetch, pending.handle, pending.has_waited
+        if refusal := self.pending.admit(pending, now):
             raise PeerError.of(refusal)
-        if fetch.chunks and not pending.has_waited:
-            request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
-            self._inbound_peers.send(pending.link, request)
-        if self._reports.has_wanted and fetch.handle in self.pending.expected:
-            self._reports.add(Results(wanted=((fetch.handle, fetch.first_token),)))
+        if not had_waited:
+            if fetch.chunks:
+                request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
+                self._inbound_peers.send(pending.link, request)
+            pending.fetch = msgspec.structs.replace(fetch, grants=())
+            if self._reports.has_wanted and handle in self.pending.expected:
+                self._reports.add(Results(wanted=((handle, fetch.first_token),)))
+        if handle in self._book.leases:
+            # A device, a disk and a link report their end to no thread.
+            self.pending.touched[pending.key] = None
+        elif (lease := self._book.streaming.get(handle)) is not None:
+            self._wait_for_device(lease, pending.key)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
         """Claim a lease for one rank: a fetch covers all tokens of the lease, and a rank may fetch it once.
@@ -335,18 +321,16 @@ class FetchService:
 
     def _announce(self, path: SendPath, inbound: InboundPeer, link: str) -> None:
         """Report to a peer, once a connection, the lane to it, and whether P's settings refuse that lane."""
-        peer = inbound.session.peer
-        if path.meter is None and peer is not None:
+        if path.meter is None:
             refused = refusal(self._config, path.found, "prefill")
             found = msgspec.structs.replace(path.found, refusal=str(refused or ""))
-            who = decode_node(peer, inbound.host)
-            path.meter = LinkMeter(who, found, self._transports, path.calibrated_s)
-            self._transports.met(who, found)
+            path.meter = LinkMeter(str(inbound), found, self._transports, path.calibrated_s)
+            self._transports.met(str(inbound), found)
             self._inbound_peers.send(link, found)
 
     def _finish(self, sending: Sending, now: float) -> None:
         lease = sending.lease
-        if lease is None or sending.consumer is None:
+        if lease is None:
             inbound = self._inbound_peers.get(sending.key[0])
             path = self.paths.get(sending.key[0])
             if inbound is not None and path is not None and path.probe is sending.outbox:
@@ -378,52 +362,40 @@ class FetchService:
             self.not_quiescent = {key: end for key, end in self.not_quiescent.items() if end > now}
             self.not_quiescent[sending.key] = until
         if not sending.error:
-            lease.served.add(sending.consumer)
+            lease.finished.add(sending.consumer)
             if self._repeats.logged:
                 self._succeeded(sending)
         self._book.end_if_due(lease, now)
 
     def _succeeded(self, sending: Sending) -> None:
         """The next failure of this peer is a new one."""
-        if sending.consumer is not None:
-            self._repeats.succeeded(rank_name(sending.consumer[0], sending.consumer[2]))
+        self._repeats.succeeded(rank_name(sending.consumer[0], sending.consumer[2]))
         if (inbound := self._inbound_peers.get(sending.key[0])) is not None:
             self._repeats.succeeded(str(inbound))
 
     def _count(self, sending: Sending) -> None:
         """Count a fetch that has ended, by its result."""
-        metrics, ok = self._metrics, not sending.error
+        metrics, error = self._metrics, sending.error
         # A peer that cancelled knows why; after "again" the peer fetches anew.
         failed = "cancelled" if sending.cancelled else "again" if sending.again else "failed"
-        metrics.transfers.labels("sent", "ok" if ok else failed).inc()
+        metrics.transfers.labels("sent", failed if error else "ok").inc()
         metrics.transfer_bytes.labels("sent", sending.lane).inc(sending.total_bytes)
         metrics.copies.labels("sent").inc(sending.outbox.copies)
         metrics.transfer_seconds.labels("sent").inc(sending.seconds)
-        if ok and sending.streamed:
+        if not error and sending.streamed:
             metrics.streamed.inc()
-        if not ok and not sending.cancelled:
+        if error and not sending.cancelled:
             metrics.failures.labels("preempted" if sending.again else "send").inc()
-            self._log_unsent(sending)
-
-    def _log_unsent(self, sending: Sending) -> None:
-        reason, consumer = sending.error, sending.consumer
-        if reason is None or consumer is None or sending.again:
-            return
-        who = rank_name(consumer[0], consumer[2])
-        if self._repeats.is_first(who, reason.cause):
-            logger.warning(
-                "%s could not be sent to %s: %s %s (further ones are only counted, as send)",
-                sending.lease,
-                who,
-                reason,
-                reason.label,
-            )
+            if not sending.again:
+                who = rank_name(sending.consumer[0], sending.consumer[2])
+                self._repeats.warn_first("send", who, f"{sending.lease} could not be sent to {who}:", error)
 
     def _note(self, sending: Sending, moment: str, number: int) -> None:
         handle = sending.lease.handle if sending.lease is not None else ""
         self._metrics.timeline.note(moment, number, handle=handle, transfer_id=sending.key[1])
 
     def _refuse(self, pending: PendingFetch, reason: Reason) -> None:
+        self.pending.remove(pending)
         self._metrics.transfers.labels("sent", "refused").inc()
         if (inbound := self._inbound_peers.get(pending.link)) is not None:
             self._inbound_peers.service.refused(inbound, reason)

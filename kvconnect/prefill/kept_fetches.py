@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 
-from kvconnect.cache.identity import MAX_NAMES
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import PIN_PREFIX, FindPrefix, PinPrefix, PrefixFound
@@ -22,25 +21,6 @@ logger = logging.getLogger(__name__)
 EVICTED = Cause.EVICTED("the prefill node evicted it while it was sent")
 TOO_MANY = Cause.BUSY("the prefill node was asked for more names than it looks up for one decode node")
 _NOTHING = Cause.NOT_HELD("the prefill node keeps nothing under names for peers")
-
-_NAMES_PER_S = 200_000
-"""Reading and looking up that many takes about a twentieth of the transfer thread's time, per cache group."""
-
-
-class NameAllowance:
-    """How many names P looks up for a peer: a burst of one prompt (``MAX_NAMES``), then a steady rate."""
-
-    def __init__(self) -> None:
-        self._left, self._looked_at = float(MAX_NAMES), 0.0
-
-    def take(self, names: int, now: float) -> bool:
-        """Take ``names`` from the allowance. Returns whether it covers them; if not, nothing is taken."""
-        grown = self._left + (now - self._looked_at) * _NAMES_PER_S
-        self._left, self._looked_at = min(float(MAX_NAMES), grown), now
-        if names > self._left:
-            return False
-        self._left -= names
-        return True
 
 
 def not_all(num_tokens: int) -> PeerError:
@@ -55,14 +35,9 @@ class KeptFetches:
         self._local, self._metrics, self._book = context.local, context.metrics, book
         self._most_leases, self._repeats = context.config.max_leases, context.repeats
         self._reports = context.reports
-        self._allowances: dict[str, NameAllowance] = {}
-
-    def forget(self, link: str) -> None:
-        """Drop the allowance of a connection that has ended."""
-        self._allowances.pop(link, None)
 
     def find(
-        self, link: str, inbound: InboundPeer, asked: FindPrefix, refusal: Reason | None, now: float
+        self, inbound: InboundPeer, asked: FindPrefix, refusal: Reason | None, now: float
     ) -> PrefixFound:
         """The answer to a prefix lookup; its ``error`` is a refusal, not a lack of the names."""
         kept, refusal = self._local.kept, refusal or inbound.disagrees
@@ -70,20 +45,18 @@ class KeptFetches:
             return PrefixFound(asked.number, error=refusal or _NOTHING)
         # Names before ``start_tokens`` are not looked up, and cost nothing.
         num_names = len(asked.prefix.names) - asked.prefix.start_tokens // asked.prefix.naming.tokens
-        if not self._allowance(link).take(max(0, num_names), now):
+        if not inbound.names.take(max(0, num_names), now):
             return PrefixFound(asked.number, error=TOO_MANY, is_busy=True)
         return PrefixFound(asked.number, *kept.find(asked.prefix, asked.max_tokens))
 
-    def pin(
-        self, link: str, inbound: InboundPeer, asked: PinPrefix, refusal: Reason | None, now: float
-    ) -> None:
+    def pin(self, inbound: InboundPeer, asked: PinPrefix, refusal: Reason | None, now: float) -> None:
         """Pin the rows of these names under a lease: once per handle, for all ranks of the peer's engine.
 
         Raises:
             PeerError: the rows cannot be pinned; fetches of the handle are refused with this reason.
         """
-        peer, handle, kept = inbound.session.peer, asked.handle, self._local.kept
-        if peer is None or handle in self._book.leases:
+        handle, kept = asked.handle, self._local.kept
+        if handle in self._book.leases:
             return
         if not handle.startswith(PIN_PREFIX):
             # The handle may be one that this node issued: ending it would void that request.
@@ -100,15 +73,12 @@ class KeptFetches:
             )
         # Only the names of the first ``num_tokens`` tokens are looked up.
         names = min(len(asked.prefix.names), asked.num_tokens // asked.prefix.naming.tokens)
-        if not self._allowance(link).take(names, now):
+        if not inbound.names.take(names, now):
             raise PeerError.of(TOO_MANY)
         found = kept.hold(asked.prefix, asked.num_tokens)
         if found is None:
             raise not_all(asked.num_tokens)
-        self._book.pin(handle, peer.engine_id, asked.num_tokens, found, now)
+        self._book.pin(handle, inbound.peer.engine_id, asked.num_tokens, found, now)
         self._metrics.named_leases.labels("device" if found.on_device else "host").inc()
         if found.on_device:
             self._reports.read(block for group in found.groups for block in group.block_ids if block)
-
-    def _allowance(self, link: str) -> NameAllowance:
-        return self._allowances.setdefault(link, NameAllowance())

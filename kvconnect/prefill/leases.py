@@ -81,9 +81,10 @@ class Held:
 class Lease:
     """A prompt that P computes or holds for the ranks of one engine (``owner``).
 
-    Each of ``consumers`` ranks may fetch it once. Before it is ``held`` it may lose its blocks, which voids
-    all chunks sent so far; each new set of blocks has a new ``epoch``. ``renewers``: the connections over
-    which peers renewed the lease. D computes the last ``replay`` tokens (0 or 1) again.
+    Each of ``consumers`` ranks may fetch it once; those in ``finished`` were served, or have released it.
+    Before it is ``held`` it may lose its blocks, which voids all chunks sent so far; each new set of blocks
+    has a new ``epoch``. ``renewers``: the connections over which peers renewed the lease. D computes the last
+    ``replay`` tokens (0 or 1) again.
     """
 
     handle: str
@@ -91,8 +92,7 @@ class Lease:
     epoch: int = 0
     owner: str | None = None
     consumers: int | None = None
-    served: set[Consumer] = field(default_factory=set)
-    released: set[Consumer] = field(default_factory=set)
+    finished: set[Consumer] = field(default_factory=set)
     sending: set[TransferKey] = field(default_factory=set)
     renewers: set[str] = field(default_factory=set)
     replay: int = 1
@@ -121,16 +121,16 @@ class Lease:
         """
         if self.owner not in (None, consumer[0]):
             raise PeerError(BY_ANOTHER, Cause.FETCHED_BEFORE)
-        if consumer in self.served or consumer in self.released:
+        if consumer in self.finished:
             raise PeerError("this decode rank has fetched or released the request", Cause.FETCHED_BEFORE)
         self.owner, self.consumers = consumer[0], consumers
 
     @property
     def satisfied(self) -> bool:
         """Every rank of the owner was served or has released the lease."""
-        if self.consumers is None or not (self.served or self.released):
+        if self.consumers is None or not self.finished:
             return False
-        return len({rank for _, _, rank in self.served | self.released}) >= self.consumers
+        return len({rank for _, _, rank in self.finished}) >= self.consumers
 
     @property
     def is_whole(self) -> bool:
@@ -279,7 +279,7 @@ class LeaseBook:
         if lease.owner not in (None, consumer[0]):
             return
         lease.owner, lease.consumers = consumer[0], consumers
-        lease.released.add(consumer)
+        lease.finished.add(consumer)
         self.end_if_due(lease, now)
 
     def end_if_due(self, lease: Lease, now: float) -> None:
@@ -313,14 +313,8 @@ class LeaseBook:
                 reason = Cause.LEASE_OVER(
                     f"it was held for {self._config.lease_max_s:g} s, which is lease_max_s"
                 )
-            if self._repeats.is_first(_DECODE_NODES, reason.cause):
-                logger.warning(
-                    "%s was not fetched, its blocks are freed: %s %s (further ones are only counted, as "
-                    "lease_expired, until one is fetched)",
-                    lease,
-                    reason,
-                    reason.label,
-                )
+            what = f"{lease} was not fetched, its blocks are freed:"
+            self._repeats.warn_first("lease_expired, until one is fetched", _DECODE_NODES, what, reason)
             self._end(lease, held, reason, now)
 
     def revoke_all(self, reason: Reason, now: float) -> None:

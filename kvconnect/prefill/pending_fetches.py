@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
-
-import msgspec
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
@@ -32,15 +30,11 @@ _CHUNKS_PER_SLOT = 4
 
 @dataclass
 class PendingFetch:
-    """A fetch that may have to wait; ``has_waited`` once P has returned its landing slots to the peer.
-
-    ``timer`` fires when the fetch has waited too long.
-    """
+    """A fetch that may have to wait. ``timer``, made when it first does, fires after too long a wait."""
 
     link: str
     fetch: Fetch
     received_at: float
-    has_waited: bool = False
     timer: Timer | None = None
 
     @property
@@ -52,6 +46,11 @@ class PendingFetch:
     def key(self) -> TransferKey:
         """The fetch's connection and transfer number."""
         return self.link, self.fetch.transfer_id
+
+    @property
+    def has_waited(self) -> bool:
+        """It waits or has waited: P has returned its landing slots to the peer."""
+        return self.timer is not None
 
     @functools.cached_property
     def deadline(self) -> float:
@@ -79,20 +78,15 @@ class EarlyRelease:
     ranks: set[Consumer] = field(default_factory=set)
 
 
-def check_fetch(fetch: Fetch) -> None:
-    """Refuse a fetch whose chunks reach beyond its tokens, by a PeerError."""
-    for chunk in fetch.chunks:
-        if any(span.stop > max(1, fetch.num_tokens) for span in chunk.spans):
-            raise PeerError(f"chunks go beyond the {fetch.num_tokens} tokens of the fetch")
-
-
 def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
-    """Refuse, by a PeerError, chunks that name a token twice, or more chunks than the slot size calls for.
+    """Refuse chunks by a PeerError: beyond the fetch's tokens, naming one twice, or more than slots call for.
 
     Computes no byte offsets: those cost far more per chunk than reading the message does.
     """
     wire, streams = chunker.wire, len(chunker.wire.streams)
     longest = max(1, fetch.num_tokens)
+    if any(span.stop > longest for chunk in fetch.chunks for span in chunk.spans):
+        raise PeerError(f"chunks go beyond the {fetch.num_tokens} tokens of the fetch")
     area = sum(
         max(0, min(chunk.stop_stream, streams) - chunk.first_stream) * (span.stop - span.start)
         for chunk in fetch.chunks
@@ -129,7 +123,7 @@ class PendingFetches:
         self._timers = timers
         self._by_handle: dict[str, dict[TransferKey, None]] = {}
         self.touched: dict[TransferKey, None] = {}
-        """Fetches to look at in the next turn: an event touched them, or a device or disk is polled."""
+        """Fetches to look at in the next turn: an event touched them, or a device, disk or link is polled."""
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
         self.over: OrderedDict[str, Reason] = OrderedDict()
         """By ended handle: why P holds nothing under it. The oldest are dropped beyond ``max_leases``."""
@@ -157,8 +151,15 @@ class PendingFetches:
         if key in self.fetches:
             self.touched[key] = None
 
+    def take_touched(self) -> list[PendingFetch]:
+        """The fetches to look at in this turn; they stay pending."""
+        touched, self.touched = self.touched, {}
+        return [self.fetches[key] for key in touched]
+
     def remove(self, early: PendingFetch) -> None:
-        """Remove a fetch, which no longer waits."""
+        """Remove a fetch, which no longer waits, if it did."""
+        if self.fetches.get(early.key) is not early:
+            return
         del self.fetches[early.key]
         self.touched.pop(early.key, None)
         of_handle = self._by_handle[early.handle]
@@ -215,13 +216,12 @@ class PendingFetches:
             release.timer.cancel()
         return release
 
-    def admit(self, early: PendingFetch, now: float, *, is_served: bool = False) -> Reason | None:
-        """Let a fetch wait, without its slots. Returns why it cannot, or None.
-
-        ``is_served``: the KV is there, and only the link is not measured yet.
-        """
-        handle = early.handle
-        is_known = is_served or self._is_known(early)
+    def admit(self, early: PendingFetch, now: float) -> Reason | None:
+        """Let a fetch wait, for the first time or on. Returns why it cannot, or None."""
+        handle, key, until = early.handle, early.key, early.deadline
+        is_known = handle in self._held or handle in self.expected
+        if not is_known:
+            until = min(until, early.received_at + self._early_fetch_s)
         if handle in self.over:
             return self.over[handle]
         # Handles of this node's scheduler carry the epoch of its start; transfer ids carry none.
@@ -229,7 +229,7 @@ class PendingFetches:
             return Cause.NOT_HELD(
                 "the handle is of an earlier start of the prefill node, which holds nothing of that any more"
             )
-        if now >= (early.deadline if is_known else self._deadline(early)):
+        if now >= until:
             if is_known:
                 waited_s = now - early.received_at
                 return Cause.TIMEOUT(
@@ -239,18 +239,17 @@ class PendingFetches:
             if self._is_of_other_prompt(handle, now):
                 return Cause.OTHER_PROMPT("the prefill node has this transfer id with another prompt")
             return Cause.NOT_HELD(NO_REQUEST)
-        if len(self.fetches) >= self._capacity:
-            return Cause.BUSY(
-                f"{len(self.fetches)} fetches wait at the prefill node already, which takes no more"
-            )
-        key = early.key
-        if key in self.fetches:
-            return Cause.PROTOCOL(f"transfer {key[1]} of this decode rank waits already")
-        fetch = msgspec.structs.replace(early.fetch, grants=()) if early.fetch.grants else early.fetch
-        timer = self._timers.timer(lambda now: self.touch_fetch(key))
-        self.fetches[key] = replace(early, fetch=fetch, has_waited=True, timer=timer)
-        self._by_handle.setdefault(handle, {})[key] = None
-        self.touched[key] = None
+        if early.timer is None:
+            if len(self.fetches) >= self._capacity:
+                return Cause.BUSY(
+                    f"{len(self.fetches)} fetches wait at the prefill node already, which takes no more"
+                )
+            if key in self.fetches:
+                return Cause.PROTOCOL(f"transfer {key[1]} of this decode rank waits already")
+            early.timer = self._timers.timer(lambda now: self.touch_fetch(key))
+            self.fetches[key] = early
+            self._by_handle.setdefault(handle, {})[key] = None
+        early.timer.at(until)
         return None
 
     def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
@@ -272,32 +271,6 @@ class PendingFetches:
         if handle not in self.expected:
             self.let_go.pop(handle, None)
 
-    def take_due(
-        self, is_ready: Callable[[PendingFetch], bool], is_polled: Callable[[PendingFetch], bool], now: float
-    ) -> list[PendingFetch]:
-        """Take the touched fetches that can begin, or have waited too long.
-
-        The others are looked at after their next event or, if ``is_polled``, in the next call.
-        """
-        due: list[PendingFetch] = []
-        touched, self.touched = self.touched, {}
-        for key in touched:
-            early = self.fetches[key]
-            until = self._deadline(early)
-            if early.handle in self.over or now >= until or is_ready(early):
-                due.append(early)
-                continue
-            if early.timer is not None:
-                early.timer.at(until)
-            if is_polled(early):
-                self.touched[key] = None
-        for early in due:
-            self.remove(early)
-        return due
-
-    def _is_known(self, early: PendingFetch) -> bool:
-        return early.handle in self._held or early.handle in self.expected
-
     def _is_of_other_prompt(self, handle: str, now: float) -> bool:
         # Several prompts may share one transfer id, so this is certain only after the time to wait is over.
         transfer_id = announced_id(handle)
@@ -307,7 +280,3 @@ class PendingFetches:
             # Computed once per time stamp: thousands of fetches of a peer may expire together.
             self._announced = now, {announced_id(known) for known in (*self._held, *self.expected)}
         return transfer_id in self._announced[1]
-
-    def _deadline(self, early: PendingFetch) -> float:
-        until = math.inf if self._is_known(early) else early.received_at + self._early_fetch_s
-        return min(early.deadline, until)

@@ -66,63 +66,6 @@ class _Prefill:
     computed_sent: int = 0
 
 
-class _Places:
-    """Places for at most ``most`` requests that are held, or promised a handle under which they will be held.
-
-    ``owners``: request id by handle of a transfer id. ``held``: the handle of each held request, by its id.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.owners: dict[str, str] = {}
-        self.held: dict[str, str] = {}
-        self._most, self._num_unnamed = most, 0
-
-    @property
-    def are_taken(self) -> bool:
-        return len(self.owners) + self._num_unnamed >= self._most
-
-    def hold(self, request_id: str, handle: str) -> None:
-        self.held[request_id] = handle
-        self._num_unnamed += handle not in self.owners
-
-    def free(self, request_id: str) -> None:
-        if self.owners.pop(self.held.pop(request_id), None) is None:
-            self._num_unnamed -= 1
-
-
-class _Releasable:
-    """The requests that a router can release, by its name for them."""
-
-    def __init__(self) -> None:
-        # By name and request: the handle that it is held under, empty while it is computed.
-        self._handles: dict[str, dict[str, str]] = {}
-        self._names: dict[str, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def add(self, request_id: str, name: str) -> None:
-        self._names[request_id] = name
-        self._handles.setdefault(name, {})[request_id] = ""
-
-    def held(self, request_id: str, handle: str) -> None:
-        if (name := self._names.get(request_id)) is not None:
-            self._handles[name][request_id] = handle
-
-    def forget(self, request_id: str) -> None:
-        if (name := self._names.pop(request_id, None)) is not None:
-            del self._handles[name][request_id]
-            if not self._handles[name]:
-                del self._handles[name]
-
-    def take(self, name: str) -> Mapping[str, str]:
-        """The requests of a name, which are forgotten, each with its handle."""
-        found = dict(self._handles.get(name, {}))
-        for request_id in found:
-            self.forget(request_id)
-        return found
-
-
 class PrefillRequests:
     """The requests that P computes for others: which are held, and the parameters for D.
 
@@ -144,16 +87,20 @@ class PrefillRequests:
         draft: OrdersDraft,
     ) -> None:
         self._config, self._groups, self._draft = config, groups, draft
-        self._extra, self._batch_of = config.extra, stack.batch_of
-        self._stack, self._handles, self._new_handle = stack, handles, new_handle
+        self._extra, self._stack = config.extra, stack
+        self._handles, self._new_handle = handles, new_handle
         self._directory = tuple(draft.directory)
         self._epoch, self._batch_secret = new_handle(), new_handle()
         # With the longest claims, so that an error is raised now: later it would end the scheduler.
         self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
         self._requests: dict[str, _Prefill] = {}
         self._went_on: dict[str, None] = {}
-        self._places = _Places(config.extra.max_leases)
-        self._releasable = _Releasable()
+        # By handle the request that is held under it, or was promised it as the handle of its transfer id.
+        self._owners: dict[str, str] = {}
+        # By id the handle of each held request.
+        self._held: dict[str, str] = {}
+        # By id a router's name for each request that it can release.
+        self._releasable: dict[str, str] = {}
         # Handles of held requests that are to be given up, with the reason.
         self._given_up: dict[str, Reason] = {}
         self._answers: dict[str, dict[str, Any]] = {}
@@ -177,7 +124,7 @@ class PrefillRequests:
     def pause(self) -> None:
         """The stack waits until no request holds blocks: give up those that are held, and hold none."""
         self._draining = self._draining or _PAUSED
-        self._given_up.update(dict.fromkeys(self._places.held.values(), _PAUSED))
+        self._given_up.update(dict.fromkeys(self._held.values(), _PAUSED))
 
     def resume(self) -> None:
         """The stack goes on after a pause."""
@@ -204,7 +151,7 @@ class PrefillRequests:
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
         params, is_routers = self._named(request)
         if RELEASE_KEY in params and (name := self._release_name(request)):
-            self._releasable.add(request_id, name)
+            self._releasable[request_id] = name
         if params.get(TRANSFER_KEY) is None:
             return
         try:
@@ -212,7 +159,7 @@ class PrefillRequests:
         except PeerError as error:
             self._draft.warn("transfer_id", "%s; its KV is not held", error)
             return
-        parent_of, owner = self._stack.parent_of, self._places.owners.get(handle, request_id)
+        parent_of, owner = self._stack.parent_of, self._owners.get(handle, request_id)
         if owner != request_id:
             # A batch may have one prompt twice: a decode node fetches it once, so this is no error.
             if is_routers and parent_of(owner) != parent_of(request_id):
@@ -222,11 +169,11 @@ class PrefillRequests:
                     "router has to name each by its own",
                     request_id,
                 )
-        elif self._places.are_taken:
+        elif self._is_full:
             prefill.is_refused = True
             self._draft.withdraw(handle, self._refuse_full())
         else:
-            self._places.owners[handle] = request_id
+            self._owners[handle] = request_id
             prefill.handle = handle
             self._draft.expected.append(handle)
             if is_routers and self._streamed_groups and num_tokens >= self._extra.stream_min_tokens:
@@ -243,25 +190,19 @@ class PrefillRequests:
 
     def launched(self, step: Step) -> None:
         """Take a step that was given to the device: the requests it computes, and their new blocks."""
-        for request_id, num_tokens, new_block_ids in step.computed:
-            self._went_on_to(request_id, num_tokens, new_block_ids)
-
-    def _went_on_to(
-        self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None
-    ) -> None:
-        """A prefill has ``computed_tokens`` now, and by cache group these blocks more."""
-        prefill = self._requests.get(request_id)
-        if prefill is None:
-            return
-        if prefill.is_streamed:
-            self._take_blocks(prefill, new_block_ids)
-            self._went_on[request_id] = None
-        if prefill.computed < prefill.num_tokens:
-            prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
-            prefill.step = self._draft.step
-            self._draft.note(Moment.LAUNCHED, prefill.handle, request_id, prefill.computed)
-            if prefill.computed == prefill.num_tokens and not prefill.is_streamed:
-                self.due.pop(request_id, None)
+        for request_id, computed_tokens, new_block_ids in step.computed:
+            prefill = self._requests.get(request_id)
+            if prefill is None:
+                continue
+            if prefill.is_streamed:
+                self._take_blocks(prefill, new_block_ids)
+                self._went_on[request_id] = None
+            if prefill.computed < prefill.num_tokens:
+                prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
+                prefill.step = self._draft.step
+                self._draft.note(Moment.LAUNCHED, prefill.handle, request_id, prefill.computed)
+                if prefill.computed == prefill.num_tokens and not prefill.is_streamed:
+                    self.due.pop(request_id, None)
 
     def _take_blocks(self, prefill: _Prefill, new_block_ids: BlockIdsByGroup | None) -> None:
         for group, tokens in self._streamed_groups.items():
@@ -343,34 +284,30 @@ class PrefillRequests:
                 params = dict(answer)
             else:
                 held = self._hold(request, block_ids, prefill)
-                if isinstance(held, Reason):
-                    reason = held
-                else:
-                    params, handle = held, self._draft.holds[-1].handle
-                    self._places.hold(request_id, handle)
-                    self._answers[parent] = dict(params)
-                    self._releasable.held(request_id, handle)
-                    return True, params
-        self._releasable.forget(request_id)
+                if not isinstance(held, Reason):
+                    self._answers[parent] = dict(held)
+                    return True, held
+                reason = held
+        self._releasable.pop(request_id, None)
         if prefill.handle:
-            del self._places.owners[prefill.handle]
+            del self._owners[prefill.handle]
             self._draft.withdraw(prefill.handle, reason)
         return False, params
 
     def update_results(self, results: Results) -> None:
         """Take the workers' results: free the requests whose leases have ended."""
         for request_id in results.sent:
-            if request_id in self._places.held:
+            if (handle := self._held.pop(request_id, None)) is not None:
                 self._draft.note(Moment.FREED, "", request_id)
-                self._places.free(request_id)
-                self._releasable.forget(request_id)
+                del self._owners[handle]
+                self._releasable.pop(request_id, None)
                 self._answers.pop(self._stack.parent_of(request_id), None)
 
     def state(self) -> dict[str, int]:
         """Counts of the requests kept here. All zero when idle."""
         return {
-            "held": len(self._places.held),
-            "promised": len(self._places.owners),
+            "held": len(self._held),
+            "promised": len(self._owners) - len(self._held),
             "streaming": sum(prefill.is_streamed for prefill in self._requests.values()),
             "computing": sum(prefill.has_blocks for prefill in self._requests.values()),
             "releasable": len(self._releasable),
@@ -378,9 +315,12 @@ class PrefillRequests:
 
     def _release(self, request: RequestView) -> None:
         """End what is held for the requests of a router's name, and hold none of those that are computed."""
-        for request_id, handle in self._releasable.take(self._release_name(request)).items():
-            if handle:
-                self._given_up[handle] = _RELEASED
+        name = self._release_name(request)
+        # A search, as a client leaves far less often than a request comes.
+        for request_id in [one for one, known in self._releasable.items() if known == name]:
+            del self._releasable[request_id]
+            if request_id in self._held:
+                self._given_up[self._held[request_id]] = _RELEASED
             else:
                 self._requests[request_id].is_released = True
 
@@ -391,6 +331,11 @@ class PrefillRequests:
         except PeerError as error:
             self._draft.warn("release", "%s; nothing is released by it", error)
             return ""
+
+    @property
+    def _is_full(self) -> bool:
+        """``max_leases`` requests are held or promised: each of them has its place."""
+        return len(self._owners) >= self._extra.max_leases
 
     def _refuse_full(self) -> Reason:
         reason = Cause.BUSY(
@@ -409,7 +354,7 @@ class PrefillRequests:
             return Cause.NOT_HELD("the prompt leaves no KV to hold")
         if self._draining:
             return self._draining
-        if not handle and self._places.are_taken:
+        if not handle and self._is_full:
             return self._refuse_full()
         transfer_id = self._named(request)[0].get(TRANSFER_KEY)
         if transfer_id is not None and not handle:
@@ -436,27 +381,26 @@ class PrefillRequests:
             "tp_size": len(self._directory),
             HANDLE_KEY: token,
         }
-        batch, number = self._batch_of(request.request_id) if self._batch_of is not None else ("", 0)
+        batch, number = self._stack.batch_of(request.request_id)
         if handle:
             params[TRANSFER_KEY] = transfer_id
         elif batch and not number and self._takes_all_of(batch):
             params[BATCH_KEY] = self._batch_id(batch)
+        self._held[request.request_id] = handle or token
+        self._owners[handle or token] = request.request_id
         return params
 
     def _takes_all_of(self, batch: str) -> bool:
         """Whether P can hold the later prompts of a batch: none that came was refused, and there is room."""
         refused = (request_id for request_id, prefill in self._requests.items() if prefill.is_refused)
-        batch_of = self._batch_of
-        return not self._places.are_taken and not any(
-            batch_of and batch_of(one)[0] == batch for one in refused
-        )
+        return not self._is_full and all(self._stack.batch_of(one)[0] != batch for one in refused)
 
     def _named(self, request: RequestView) -> tuple[Mapping[str, Any], bool]:
         """A request's parameters; and False for a batch's later prompt, whose transfer id is the batch's."""
         params = transfer_params(request)
-        if self._batch_of is None or params.get(TRANSFER_KEY) is not None:
+        if params.get(TRANSFER_KEY) is not None:
             return params, True
-        batch, number = self._batch_of(request.request_id)
+        batch, number = self._stack.batch_of(request.request_id)
         if not 0 < number <= MOST_LATER_PROMPTS:
             return params, True
         return {**params, TRANSFER_KEY: self._batch_id(batch)}, False

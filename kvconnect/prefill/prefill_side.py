@@ -34,7 +34,7 @@ from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
 from kvconnect.transfer.orders import Hold, Orders, Progress, Results, Withdraw
-from kvconnect.transfer.parts import Finished, Pace, TransferContext, TransferPart, carry_out_each
+from kvconnect.transfer.parts import Finished, Pace, TransferContext, carry_out_each
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _NO_LONGER = Cause.FETCHED_BEFORE("the request is no longer held: every rank tha
 ASLEEP = Cause.STOPPING("the prefill node sleeps, and keeps no KV meanwhile")
 
 
-class PrefillSide(TransferPart, Service):
+class PrefillSide(Service):
     """The leases, and the fetches of peers that they serve."""
 
     name = "the leases"
@@ -68,12 +68,13 @@ class PrefillSide(TransferPart, Service):
         self._drain_until = math.inf
         self._giving_up = context.timers.timer(self._give_up)
         self._drained: Callable[[], None] | None = None
-        Service.__init__(self, context.repeats)
+        super().__init__(context.repeats)
         inbound_peers.service = self
 
     # Orders of the scheduler
 
     def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
+        """Carry out one step's orders; ``finished``: by step, a check whether the device has finished it."""
         before = orders.step - 1
         # In this order: a handle may be withdrawn, expected anew and held in one step. Pending fetches of a
         # withdrawn handle are answered at the next advance.
@@ -134,7 +135,7 @@ class PrefillSide(TransferPart, Service):
         early = self.pending.hold(order.handle)
         if early is not None and lease.owner in (None, early.owner):
             lease.owner, lease.consumers = early.owner, early.consumers
-            lease.released |= early.ranks
+            lease.finished |= early.ranks
         for link in sorted(self.pending.watchers(order.handle)):
             lease.renewers.add(link)
             self.inbound_peers.send(link, Renewed(epochs=((order.handle, lease.epoch),)))
@@ -187,12 +188,9 @@ class PrefillSide(TransferPart, Service):
 
     def forgotten(self, link: str) -> None:
         self.fetches.paths.forget(link)
-        self.kept.forget(link)
 
     def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
-        peer = inbound.session.peer
-        if peer is None:
-            return
+        peer = inbound.peer
         match message:
             case Fetch():
                 self._metrics.timeline.note(
@@ -211,10 +209,10 @@ class PrefillSide(TransferPart, Service):
                 inbound.session.send(self._renewed(handles, peer.engine_id, link, now))
             case FindPrefix():
                 refusal = self._draining or self.fetches.look_at(inbound, link, now)
-                inbound.session.send(self.kept.find(link, inbound, message, refusal, now))
+                inbound.session.send(self.kept.find(inbound, message, refusal, now))
             case PinPrefix():
                 try:
-                    self.kept.pin(link, inbound, message, self._draining, now)
+                    self.kept.pin(inbound, message, self._draining, now)
                 except PeerError as error:
                     self.pending.end(message.handle, error.reason)
 
@@ -222,7 +220,7 @@ class PrefillSide(TransferPart, Service):
         self.sender.completed(completion, now)
 
     def advance(self, now: float) -> bool:
-        """Serve fetches, and answer those that have ended."""
+        """Serve fetches, and answer those that have ended. Whether any work advanced without an event."""
         self.fetches.advance(now)
         if self._drained is not None and self._is_idle:
             drained, self._drained = self._drained, None
@@ -231,11 +229,12 @@ class PrefillSide(TransferPart, Service):
 
     @property
     def has_work(self) -> bool:
+        """``advance`` has work in a turn without an event."""
         return bool(self.sender.active or self.pending.touched)
 
     @property
     def pace(self) -> Pace:
-        return Pace.SENDING if self.sender.active or self.pending.touched else Pace.IDLE
+        return Pace.SENDING if self.has_work else Pace.IDLE
 
     def _give_up(self, now: float) -> None:
         """The time to drain is over: end all leases, sendings and pending fetches."""

@@ -136,13 +136,11 @@ class SendPaths:
 
         Raises:
             LayoutError: the two caches do not fit; the text has every reason.
-            PeerError: the engine cannot use the peer's card, or the peer has not introduced itself.
+            PeerError: the engine cannot use the peer's card.
         """
-        path, peer = self._paths.get(link), inbound.session.peer
-        if peer is None:
-            raise PeerError("the decode node has not introduced itself")
+        path = self._paths.get(link)
         if path is None:
-            path = self._paths[link] = self._make_path(inbound.session.ours, peer)
+            path = self._paths[link] = self._make_path(inbound.session.ours, inbound.peer)
             over = "shared memory" if path.mapped else self._local.engine.capabilities
             logger.info("%s fetches: over %s", inbound, over)
         if path.mapped is None:
@@ -219,12 +217,11 @@ class SendPaths:
 
     def connect(self, inbound: InboundPeer, path: SendPath) -> None:
         """Connect the engine to a peer. Raises as ``path_to``."""
-        peer = inbound.session.peer
-        assert peer is not None, "it has a path"
         if path.name not in self._connected:
-            self._check_host(inbound, peer)
+            card = inbound.peer.engine_card
+            self._check_host(inbound, card)
             try:
-                self._local.engine.connect(path.name, peer.engine_card)
+                self._local.engine.connect(path.name, card)
             except EngineError as error:
                 raise PeerError(f"the engine cannot reach {path.who}: {error}", Cause.ENGINE) from error
             self._connected[path.name] = None
@@ -232,13 +229,13 @@ class SendPaths:
         if len(self._connected) > self._config.max_peers:
             self._disconnect_idle(self._in_use() | {path.name})
 
-    def _check_host(self, inbound: InboundPeer, peer: Introduction) -> None:
+    def _check_host(self, inbound: InboundPeer, card: bytes) -> None:
         """Refuse a card that names another host than the peer's: that host would receive the peer's KV.
 
         Raises:
             PeerError: the peer's card names a host that is neither its own nor listed in ``allow_peers``.
         """
-        named = card_host(peer.engine_card)
+        named = card_host(card)
         is_own = not named or not inbound.host or same_host(named, inbound.host)
         if is_own or self._allowed.allows(named, None):
             return

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Sending:
-    """P's record of one fetch under way, or of a calibration, which has no ``lease``.
+    """P's record of one fetch under way, or of a calibration, which has no ``lease`` and no ``consumer``.
 
     An ``error`` ends it early. ``again``: the peer may fetch anew; ``cancelled``: the peer cancelled it.
     ``streamed``: its prefill was under way when it began. ``in_flight``: bytes by id of its batches.
@@ -43,7 +43,7 @@ class Sending:
     deadline: float
     started_at: float
     lease: Lease | None = None
-    consumer: Consumer | None = None
+    consumer: Consumer = ("", "", 0)
     streamed: bool = False
     in_flight: dict[int, int] = field(default_factory=dict)
     total_bytes: int = 0
@@ -88,7 +88,7 @@ class Sending:
             error=self.error,
             again=self.again and self.quiescent,
             epoch=self.epoch,
-            unsettled=tuple(self.unsettled) if isinstance(self.outbox, SlotOutbox) else None,
+            unsettled=tuple(self.unsettled),
             attachment=b"" if held is None else held.order.attachment,
             on_device=held is not None and held.kept is not None and held.kept.on_device,
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from kvconnect.outcome import Cause
+from kvconnect.outcome import Cause, Reason
+
+logger = logging.getLogger(__name__)
 
 _MOST_PEERS = 4096
 _OUT_OF_REACH = {Cause.LOST: Cause.OUT_OF_REACH}
@@ -32,6 +35,12 @@ class DuplicateFilter:
         is_first = found not in logged
         logged.add(found)
         return is_first
+
+    def warn_first(self, counted_as: str, peer: Hashable, what: str, reason: Reason) -> None:
+        """Log ``what`` failed, and why, if it is the first failure of this peer and cause."""
+        if self.is_first(peer, reason.cause):
+            text = "%s %s %s (further ones are only counted, as %s)"
+            logger.warning(text, what, reason, reason.label, counted_as)
 
     def reached(self, peer: Hashable) -> None:
         """The peer answered: that it is out of reach would be a new failure."""

@@ -9,9 +9,10 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvconnect.addresses import RankAddress
+from kvconnect.cache.identity import MAX_NAMES
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.agreement import other_weights
 from kvconnect.peer.messages import (
@@ -41,16 +42,44 @@ logger = logging.getLogger(__name__)
 NO_PREFILL = Cause.WRONG_ROLE("the node that was asked hands out no KV: its kv_role is kv_consumer")
 
 
+_NAMES_PER_S = 200_000
+"""Reading and looking up that many takes about a twentieth of the transfer thread's time, per cache group."""
+
+
+class NameAllowance:
+    """How many names P looks up for a peer: a burst of one prompt (``MAX_NAMES``), then a steady rate."""
+
+    def __init__(self) -> None:
+        self._left, self._looked_at = float(MAX_NAMES), 0.0
+
+    def take(self, names: int, now: float) -> bool:
+        """Take ``names`` from the allowance. Returns whether it covers them; if not, nothing is taken."""
+        grown = self._left + (now - self._looked_at) * _NAMES_PER_S
+        self._left, self._looked_at = min(float(MAX_NAMES), grown), now
+        if names > self._left:
+            return False
+        self._left -= names
+        return True
+
+
 @dataclass
 class InboundPeer:
     """One connection that a peer opened to this worker, from ``host`` if the channel knows the address.
 
-    ``disagrees``: this node's weights were replaced after the greeting, and the peer has others.
+    ``disagrees``: this node's weights were replaced after the greeting, and the peer has others. ``names``:
+    how many names P still looks up for it.
     """
 
     session: Session
     host: str = ""
     disagrees: Reason | None = None
+    names: NameAllowance = field(default_factory=NameAllowance)
+
+    @property
+    def peer(self) -> Introduction:
+        """Its introduction, which every peer that is kept or served has made."""
+        assert self.session.peer is not None
+        return self.session.peer
 
     def __str__(self) -> str:
         return decode_node(self.session.peer, self.host)
@@ -97,13 +126,8 @@ class Service:
 
     def refused(self, inbound: InboundPeer, reason: Reason) -> None:
         """Log the first refused fetch of a peer and cause."""
-        if self._repeats.is_first(str(inbound), reason.cause):
-            logger.warning(
-                "a fetch of %s was refused: %s %s (further ones are only counted, as refused transfers)",
-                inbound,
-                reason,
-                reason.label,
-            )
+        who = str(inbound)
+        self._repeats.warn_first("refused transfers", who, f"a fetch of {who} was refused:", reason)
 
 
 class InboundPeers:
@@ -152,8 +176,7 @@ class InboundPeers:
         """This node's introduction has changed: compare each peer's weights with the new one."""
         for inbound in self._peers.values():
             inbound.session.ours = ours = self._local.introduce()
-            if (peer := inbound.session.peer) is not None:
-                inbound.disagrees = other_weights(ours.meaning, peer.meaning)
+            inbound.disagrees = other_weights(ours.meaning, inbound.peer.meaning)
 
     def _find(self, link: str, host: str) -> InboundPeer:
         """The peer of a connection. A peer without an introduction is not kept, and displaces no other."""
@@ -180,13 +203,7 @@ class InboundPeers:
             case Ended(reason=reason, refused=refused):
                 self._metrics.failures.labels("peer_refused").inc()
                 who = decode_node(refused, inbound.host)
-                if self._repeats.is_first(who, reason.cause):
-                    logger.warning(
-                        "%s was refused: %s %s (further ones are only counted, as peer_refused)",
-                        who,
-                        reason,
-                        reason.label,
-                    )
+                self._repeats.warn_first("peer_refused", who, f"{who} was refused:", reason)
             case _:
                 self.service.serve(link, inbound, event, now)
 

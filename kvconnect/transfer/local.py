@@ -300,8 +300,8 @@ def _make_arenas(
             f"to spare, at most {most_bytes} in one operation of the engine), but must hold a page of layer "
             f"{layer!r}: give slot_bytes at least {least}, or leave it out"
         )
-    # Peers are calibrated with the scratch memory of one arena.
-    scratch_bytes = _scratch_bytes(slot_bytes, device.type == "cuda")
+    # Peers are calibrated with the scratch memory of one arena: enough for a fast link to show its rate.
+    scratch_bytes = slot_bytes if device.type == "cuda" else min(slot_bytes, _CPU_SCRATCH_BYTES)
     arenas = {
         kind: Arena(
             device,
@@ -337,8 +337,3 @@ def _make_arenas(
             slot_bytes,
         )
     return arenas
-
-
-def _scratch_bytes(slot_bytes: int, on_cuda: bool) -> int:
-    """The bytes of scratch memory: enough for a fast link to show its rate."""
-    return slot_bytes if on_cuda else min(slot_bytes, _CPU_SCRATCH_BYTES)

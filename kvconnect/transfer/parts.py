@@ -1,4 +1,4 @@
-"""The base of a worker's transfer parts, their shared context, and their timers."""
+"""What the parts of a worker's transfer thread share: their context, timers and paces."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.base import Completion
 from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause
-from kvconnect.peer.channel import Arrival, Channel
+from kvconnect.peer.channel import Channel
 from kvconnect.transfer.duplicate_filter import DuplicateFilter
 from kvconnect.transfer.local import Local
-from kvconnect.transfer.orders import Orders, Reports
+from kvconnect.transfer.orders import Reports
 
 logger = logging.getLogger(__name__)
 
@@ -195,38 +194,6 @@ class Pace(enum.IntEnum):
     """Sends are under way, which are slower the less often the engine is polled."""
     DUE = 3
     """An event has not been handled yet."""
-
-
-class TransferPart:
-    """P's or D's part of the transfers, called only by the transfer thread.
-
-    A hook does nothing unless a part overrides it.
-    """
-
-    name = ""
-
-    def carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
-        """Carry out one step's orders; ``finished``: by step, a check whether the device has finished it."""
-
-    def receive(self, arrival: Arrival, now: float) -> None:
-        """Take an arrival over a connection that this worker opened."""
-
-    def completed(self, completion: Completion, now: float) -> None:
-        """Take the engine's completion of a batch."""
-
-    def advance(self, now: float) -> bool:
-        """Advance all work. Returns whether any work advanced without a message or a completion."""
-        return False
-
-    @property
-    def has_work(self) -> bool:
-        """``advance`` has work in a turn without an event."""
-        return False
-
-    @property
-    def pace(self) -> Pace:
-        """How soon the thread has to turn again."""
-        return Pace.IDLE
 
 
 DROPPED = "a message to %s was dropped, and later ones are only counted (side_channel_send): it reads none"

@@ -14,8 +14,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.jobs import RankJobs, Report
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
-from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.transfer.orders import Load, NamedBlocks, Orders, RowCopies
+from kvconnect.transfer.orders import NamedBlocks, Orders, RowCopies
 from kvconnect.transfer.parts import always
 from tests.transfer.ranks import Blocks, Ranks
 from tests.transfer.shapes import Truth
@@ -136,21 +135,8 @@ class KeepingRanks(Ranks):
         self, request: str, num_tokens: int, known_tokens: int = 0, *, prefix: Prefix | None = None, name=""
     ) -> Blocks:
         """Have all ranks of D load a prompt by name; the blocks that it gets."""
-        blocks = self.blocks("D", num_tokens, known_tokens)
-        groups: tuple[GroupBlocks, ...] = tuple(sorted(blocks.values(), key=lambda held: held.group))
-        load = Load(
-            request,
-            f"pin:own-{request}",
-            "P",
-            "h",
-            self.prefill[0].channel.port,
-            num_tokens,
-            groups,
-            prefix=prefix or self.prefix(name or request, num_tokens, known_tokens),
-        )
-        for worker in self.decode:
-            worker.order(Orders(loads=(load,)))
-        return blocks
+        prefix = prefix or self.prefix(name or request, num_tokens, known_tokens)
+        return self.fetched(request, num_tokens, known_tokens, handle=f"pin:own-{request}", prefix=prefix)
 
     def run_until_ended(self, count: int = 1, rounds: int = 400) -> None:
         self.run_until_received(count, rounds)

@@ -14,8 +14,8 @@ from kvconnect.cache.identity import MAX_NAMES, Naming
 from kvconnect.config import ExtraConfig
 from kvconnect.peer import messages as m
 from kvconnect.plan.chunks import TokenSpan
-from kvconnect.prefill.kept_fetches import _NAMES_PER_S, NameAllowance
 from kvconnect.prefill.prefill_side import STOPPING
+from kvconnect.transfer.inbound_peers import _NAMES_PER_S, NameAllowance
 from kvconnect.transfer.orders import Find, Orders
 from kvconnect.transfer.params import NO_REQUEST
 from kvconnect.transfer.slots import SlotPool
@@ -194,8 +194,8 @@ def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
     ranks.keep("a", 64)
     prefix = ranks.prefix("a", 64)
     assert ask(ranks, prefix).num_tokens == 64
-    (names,) = ranks.prefill[0].transfers.prefill.kept._allowances.values()
-    names._left = -1e9
+    ((_, inbound),) = ranks.prefill[0].transfers.inbound_peers
+    inbound.names._left = -1e9
     refused = ask(ranks, prefix)
     assert "more names than it looks up" in refused.error.text
     assert refused.is_busy
@@ -206,8 +206,8 @@ def test_names_before_the_first_that_is_wanted_do_not_count():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
-    (names,) = ranks.prefill[0].transfers.prefill.kept._allowances.values()
-    names._left = 2.0
+    ((_, inbound),) = ranks.prefill[0].transfers.inbound_peers
+    inbound.names._left = 2.0
     assert ask(ranks, ranks.prefix("a", 64, 48)).num_tokens == 64
     assert ask(ranks, ranks.prefix("a", 64, 48)).is_busy
     ranks.assert_idle()

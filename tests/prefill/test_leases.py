@@ -9,10 +9,9 @@ from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
 from kvconnect.peer.messages import Accepted, Landed, Renew, Renewed, Written
 from kvconnect.transfer.orders import Orders, Withdraw
-from tests.transfer.pair import D_IDS, P_IDS, Pair
+from tests.transfer.pair import D_IDS, OTHER, P_IDS, Pair
 
 SHORT = {"lease_s": 3.0, "lease_max_s": 20.0}
-OTHER = (11, 12, 13), (31, 32, 33)
 
 
 def queued(**config):

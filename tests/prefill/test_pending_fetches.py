@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from kvconnect.config import ExtraConfig
@@ -20,18 +18,13 @@ def _failed(*error: object) -> None:
 
 
 def waiting():
-    """A fetch of a prefill under way, which was looked at once and has to wait."""
+    """A fetch of a prefill under way, which has to wait."""
     pending = PendingFetches(ExtraConfig(), set(), Timers(_failed))
     pending.expect(HANDLE)
     fetch = Fetch(1, HANDLE, num_tokens=20, consumers=1, timeout_s=30.0)
     assert pending.admit(PendingFetch("link", fetch, 0.0), 0.0) is None
-    assert take(pending, is_ready=False) == []
     assert not pending.touched
     return pending
-
-
-def take(pending, *, is_ready=True):
-    return [early.key for early in pending.take_due(lambda _: is_ready, lambda _: False, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -48,9 +41,10 @@ def take(pending, *, is_ready=True):
 def test_an_event_has_the_fetch_looked_at_in_the_next_turn(event):
     pending = waiting()
     event(pending)
-    assert pending.touched
-    assert take(pending) == [("link", 1)]
-    assert (len(pending), pending.touched) == (0, {})
+    (early,) = pending.take_touched()
+    assert (early.key, pending.touched) == (("link", 1), {})
+    pending.remove(early)
+    assert not len(pending)
 
 
 def test_events_of_others_do_not():
@@ -59,12 +53,3 @@ def test_events_of_others_do_not():
         event("another")
     pending.touch_fetch(("link", 2))
     assert not pending.touched
-
-
-def test_a_fetch_that_is_polled_is_looked_at_in_every_turn():
-    pending = waiting()
-    pending.touch(HANDLE)
-    for _ in range(3):
-        assert pending.take_due(lambda _: False, lambda _: True, 0.0) == []
-        assert pending.touched
-    assert math.isfinite(pending.fetches["link", 1].deadline)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.identity import Naming, Prefix
+from kvconnect.cache.shard import HeadInterval
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 from kvconnect.peer import messages as m
@@ -14,7 +15,7 @@ from kvconnect.transfer.orders import NamedBlocks
 from kvconnect.transfer.parts import always
 from tests.prefill.keeping import KeepingRanks
 from tests.prefill.test_kept_fetches import FULL, SHAPES, ask
-from tests.transfer.shapes import Model, same_blocks
+from tests.transfer.shapes import Model, ShapedCache, same_blocks
 
 SEEN_IN_PART = Model({"full": 1, "window": 1, "latent": 1})
 
@@ -101,9 +102,9 @@ BLOCKS, NAMES = 6, 8
 )
 def test_a_block_is_found_under_the_name_of_its_content_alone(steps):
     """Names may reach the thread that serves peers after later steps have given away their blocks."""
-    worker = sharing().prefill[0]
-    needs = HitRequirements.of(worker.cache.config.groups, (0,), 8)
-    shared = PrefixBlocks(Naming("test", 8), needs, worker.cache.table, BLOCKS)
+    cache = ShapedCache(FULL, same_blocks(8), BLOCKS, HeadInterval(0, FULL.heads), 0)
+    needs = HitRequirements.of(cache.config.groups, (0,), 8)
+    shared = PrefixBlocks(Naming("test", 8), needs, cache.table, BLOCKS)
     has, latest, late, step = {}, {}, [], 0
     for named, reused, event, is_late in steps:
         step = 1 if event == "restart" else step + 1

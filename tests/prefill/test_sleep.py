@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvconnect.config import ExtraConfig
 from kvconnect.peer.messages import Hello
 from kvconnect.prefill.prefill_side import ASLEEP
 from kvconnect.transfer.orders import Orders
 from tests.prefill.prefills import Prefill
-from tests.transfer.pair import D_IDS, P_IDS, Pair
-
-OTHER = (11, 12, 13), (31, 32, 33)
-
-
-@pytest.fixture
-def pair():
-    return Pair(ExtraConfig(num_slots=2))
+from tests.transfer.pair import D_IDS, OTHER, P_IDS
 
 
 def sleeping(pair):

@@ -21,7 +21,7 @@ from kvconnect.prefill.leases import Lease
 from kvconnect.prefill.outbox import ChunkSupply
 from kvconnect.transfer.orders import Hold, Orders, Progress
 from tests.transfer.ranks import Ranks
-from tests.transfer.shapes import Model, Truth, kind_of, same_blocks
+from tests.transfer.shapes import Model, Truth, same_blocks
 from tests.transfer.test_packed_geometry import models, shapes, topologies
 
 
@@ -48,22 +48,7 @@ class SteppedPrefill:
     def compute(self, stop: int, *, whole: bool = False) -> None:
         """Write the KV of the tokens before ``stop``; a state only if it is the last one."""
         for worker in self.ranks.prefill:
-            cache = worker.cache
-            for name, rows in self.truth.rows.items():
-                kind = kind_of(name)
-                if name not in cache.tensors:
-                    continue
-                if kind == "state":
-                    if whole:
-                        cache.bytes_of(name)[self.blocks[kind].block_ids[0]] = rows
-                    continue
-                heads = range(1) if kind == "latent" else range(cache.heads.start, cache.heads.stop)
-                for token in range(self.computed, stop):
-                    for head in heads:
-                        for plane in range(rows.shape[2]):
-                            row = cache.row(name, self.blocks[kind], token, head, plane)
-                            if row is not None:
-                                row[:] = rows[token, head, plane]
+            worker.cache.write(self.truth, self.blocks, range(self.computed, stop), whole)
         self.computed = max(self.computed, stop)
 
     def to(self, stop: int) -> None:

@@ -48,6 +48,8 @@ SLOT_BYTES = 1024
 PAGE_BYTES = BLOCK_TOKENS * HEADS * 8 * 2
 P_IDS, D_IDS = (5, 6, 9), (21, 3, 8)
 """The blocks of a request on either side, where a test does not care which."""
+OTHER = (11, 12, 13), (31, 32, 33)
+"""Those of another one."""
 _LIMIT = 64 << 20
 
 Tap = Callable[[Message], Sequence[Message]]
@@ -330,6 +332,7 @@ class Pair:
             self.prefill_model,
             slot_bytes=self.prefill_slot_bytes or self.slot_bytes,
             scratch_bytes=self.scratch_bytes,
+            engine=self.engine(),
             shared=self.shared,
             role="kv_producer" if self.are_apart else "kv_both",
         )
@@ -341,10 +344,15 @@ class Pair:
             self.decode_model,
             slot_bytes=self.slot_bytes,
             scratch_bytes=self.scratch_bytes,
+            engine=self.engine(),
             shared=self.shared,
             role="kv_consumer" if self.are_apart else "kv_both",
         )
         self.prefill.storage.copy_(torch.randn(self.prefill.storage.shape))
+
+    def engine(self) -> FaultyEngine:
+        """That of one side."""
+        return FaultyEngine(clock=self.clock)
 
     def add(self, engine_id: str) -> FakeWorker:
         """One more worker, with a cache of other contents."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
+from msgspec.structs import replace
+
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.shard import Topology, shard_heads
 from kvconnect.cache.specs import div_ceil
@@ -118,8 +120,10 @@ class Ranks:
             worker.order(Orders(holds=(order,), directory=self.directory))
         return truth
 
-    def fetched(self, request: str, num_tokens: int, known_tokens: int = 0, *, drop: bool = True) -> Blocks:
-        """Have all ranks of D fetch a request; the blocks that it gets."""
+    def fetched(
+        self, request: str, num_tokens: int, known_tokens: int = 0, *, drop: bool = True, **changes
+    ) -> Blocks:
+        """Have all ranks of D fetch a request, by an order with these changes; the blocks that it gets."""
         blocks = self.blocks("D", num_tokens, known_tokens, drop)
         load = Load(
             request,
@@ -131,7 +135,7 @@ class Ranks:
             _in_order(blocks),
         )
         for worker in self.decode:
-            worker.order(Orders(loads=(load,)))
+            worker.order(Orders(loads=(replace(load, **changes),)))
         return blocks
 
     @property

@@ -7,7 +7,8 @@ it back one row at a time, by indexing tensors: it shares no code with plans, wi
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -204,42 +205,40 @@ class ShapedCache:
         width = self.model.width * DTYPE.itemsize
         return row if "plane" in axes or kind == "latent" else row[plane * width : (plane + 1) * width]
 
-    def write(self, truth: Truth, blocks: dict[str, GroupBlocks]) -> None:
-        """Put a request's KV where its blocks are."""
-        for name, rows in self._own(truth):
-            kind = kind_of(name)
-            if kind == "state":
-                self.bytes_of(name)[blocks[kind].block_ids[0]] = rows
-                continue
-            heads = range(1) if kind == "latent" else range(self.heads.start, self.heads.stop)
-            for token in range(truth.num_tokens):
-                for head in heads:
-                    for plane in range(rows.shape[2]):
-                        row = self.row(name, blocks[kind], token, head, plane)
-                        if row is not None:
-                            row[:] = rows[token, head, plane]
+    def write(self, truth: Truth, blocks: dict[str, GroupBlocks], *part) -> None:
+        """Put a request's KV, or a part of it, where its blocks are; see ``_rows``."""
+        for _, row, known in self._rows(truth, blocks, *part):
+            row[:] = known
 
     def differences(self, truth: Truth, blocks: dict[str, GroupBlocks]) -> list[str]:
         """What of a request is not in these blocks as it should be; before a window nothing need be."""
-        wrong = []
-        for name, rows in self._own(truth):
-            kind = kind_of(name)
-            if kind == "state":
-                if not np.array_equal(self.bytes_of(name)[blocks[kind].block_ids[0]], rows):
-                    wrong.append(name)
-                continue
-            visible = truth.num_tokens - self.model.window if kind == "window" else 0
-            heads = range(1) if kind == "latent" else range(self.heads.start, self.heads.stop)
-            for token in range(max(0, visible), truth.num_tokens):
-                for head in heads:
-                    for plane in range(rows.shape[2]):
-                        row = self.row(name, blocks[kind], token, head, plane)
-                        if row is not None and not np.array_equal(row, rows[token, head, plane]):
-                            wrong.append(f"{name}: token {token}, head {head}, plane {plane}")
-        return wrong
+        seen_from = truth.num_tokens - self.model.window
+        return [
+            f"{name}: token {token}, head {head}, plane {plane}"
+            for (name, token, head, plane), row, known in self._rows(truth, blocks)
+            if (kind_of(name) != "window" or token >= seen_from) and not np.array_equal(row, known)
+        ]
 
-    def _own(self, truth: Truth) -> list[tuple[str, np.ndarray]]:
-        return [(name, rows) for name, rows in truth.rows.items() if name in self.tensors]
+    def _rows(
+        self,
+        truth: Truth,
+        blocks: dict[str, GroupBlocks],
+        tokens: range | None = None,
+        has_states: bool = True,
+    ) -> Iterator[tuple[tuple[str, int, int, int], np.ndarray, np.ndarray]]:
+        """Each row that this rank has of a request, or of some tokens: its place, a view, and its content."""
+        wanted = range(truth.num_tokens) if tokens is None else tokens
+        for name in self.tensors:
+            kind, rows = kind_of(name), truth.rows[name]
+            if kind == "state":
+                if has_states:
+                    yield (name, 0, 0, 0), self.bytes_of(name)[blocks[kind].block_ids[0]], rows
+                continue
+            heads = range(1) if kind == "latent" else range(self.heads.start, self.heads.stop)
+            for place in itertools.product(wanted, heads, range(rows.shape[2])):
+                row = self.row(name, blocks[kind], *place)
+                if row is not None:
+                    yield (name, *place), row, rows[place]
 
     def outside(self, blocks: dict[str, GroupBlocks]) -> dict[str, np.ndarray]:
         """Every byte of all other blocks; a copy."""

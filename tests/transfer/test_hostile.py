@@ -87,15 +87,7 @@ GOOD = (7, 8, 10, 11, 12), (30, 31, 33, 34, 35)
 
 def change(pair, kind, times=1, **fields):
     """Have the next messages of a kind say something else."""
-    left = [times]
-
-    def tap(message):
-        if isinstance(message, kind) and left[0]:
-            left[0] -= 1
-            return [msgspec.structs.replace(message, **fields)]
-        return [message]
-
-    pair.network.taps.append(tap)
+    insert(pair, kind, lambda message: [msgspec.structs.replace(message, **fields)], times)
 
 
 def insert(pair, kind, make, times=1):

@@ -14,11 +14,11 @@ from kvconnect.engine.base import Completion
 from kvconnect.engine.lanes import Fabric, Transport
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import Fetch
-from kvconnect.prefill.calibration import ProbeOutbox, Sample
+from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.link_meter import LinkMeter
 from kvconnect.transfer.link_reports import Transports, refusal
 from tests.engine.faulty_engine import FaultyEngine
-from tests.transfer.pair import SLOT_BYTES, Clock, FakeWorker, Pair
+from tests.transfer.pair import SLOT_BYTES, Clock, Pair
 
 MIB = 1 << 20
 SCRATCH_BYTES = 8 * SLOT_BYTES
@@ -41,24 +41,12 @@ class LinkedPair(Pair):
 
     def __init__(self, words="tcp", seconds=0.05, *, prefill=None, decode=None) -> None:
         self.words, self.seconds = words, seconds
-        super().__init__(ExtraConfig(**(decode or {})), prefill_config=ExtraConfig(**(prefill or {})))
+        on_decode, on_prefill = (ExtraConfig(**(given or {})) for given in (decode, prefill))
+        super().__init__(on_decode, prefill_config=on_prefill, scratch_bytes=SCRATCH_BYTES)
         self.prefill.local.fabric = Fabric(speeds={"eth7": 1})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        configs = {"P": self.prefill_config or self.config, "D": self.config}
-        self.prefill, self.decode = (
-            FakeWorker(
-                name,
-                blocks,
-                self.network,
-                configs[name],
-                scratch_bytes=SCRATCH_BYTES,
-                engine=LinkEngine(self.words, self.seconds, self.clock),
-            )
-            for name, blocks in (("P", self.prefill_blocks), ("D", self.decode_blocks))
-        )
-        self.prefill.storage.normal_()
+    def engine(self) -> LinkEngine:
+        return LinkEngine(self.words, self.seconds, self.clock)
 
     def request(self, name: str, seconds: float = 2.0) -> None:
         self.start(name)
@@ -307,8 +295,8 @@ def test_a_calibration_connects_by_a_small_batch_and_then_fills_the_scratch_memo
 
 def test_a_batch_takes_as_long_as_those_of_its_size_in_the_calibration():
     probe, _ = probed(1e9)
-    probe.samples = [Sample(size, 1e-3 + size / 1e9) for size in (4096, 65536, MIB, MIB)]
-    probe.samples.append(Sample(MIB, 5.0))
+    seconds = [(size, 1e-3 + size / 1e9) for size in (4096, 65536, MIB, MIB)]
+    probe.samples = [Completion(1, True, True, *sample) for sample in (*seconds, (MIB, 5.0))]
     for size in (4096, 30000, 65536, 500000, MIB):
         assert probe.seconds_of(size) == pytest.approx(1e-3 + size / 1e9)
     assert probe.seconds_of(4 * MIB) == pytest.approx(4 * probe.seconds_of(MIB))

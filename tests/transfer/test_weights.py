@@ -7,9 +7,8 @@ import pytest
 from kvconnect.config import ExtraConfig
 from kvconnect.transfer.orders import Orders
 from tests.prefill.prefills import Prefill
-from tests.transfer.pair import D_IDS, P_IDS, Pair
+from tests.transfer.pair import D_IDS, OTHER, P_IDS, Pair
 
-OTHER = (11, 12, 13), (31, 32, 33)
 QUICK = {"retry_max_s": 1.0, "lease_s": 20.0}
 
 
