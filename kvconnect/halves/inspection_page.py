@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import LoadRecord, RankFetchState
 from kvconnect.decode.peers import Peer
 from kvconnect.halves.worker_transfers import WorkerTransfers
@@ -45,7 +44,6 @@ _MOST_PEERS = 256
 
 def write_inspection(
     transfers: WorkerTransfers,
-    config: ExtraConfig,
     timeline: Timeline,
     counts: Mapping[str, int],
     tiers: Mapping[str, dict[str, Any]],

@@ -262,8 +262,7 @@ class TransferWorker:
     def _inspect(self, argument: str) -> bytes:
         """On the transfer thread."""
         counts = {name: count for name, count in self.state().items() if name != "engine"}
-        extra, timeline = self._config.extra, self._metrics.timeline
-        return write_inspection(self._transfers, extra, timeline, counts, self._tiers(), argument)
+        return write_inspection(self._transfers, self._metrics.timeline, counts, self._tiers(), argument)
 
     def know_ranks(self, directory: Iterable[RankAddress]) -> None:
         """Set the addresses of all ranks of this node; without this call the first orders bring them."""
