@@ -248,10 +248,7 @@ class RankFetches:
     def _check_landing(self, fetch: RankFetch) -> None:
         """Commit a fetch whose chunks were all unpacked, or fail the load."""
         load, landing = fetch.load, fetch.landing
-        is_unpacking = fetch.state is RankFetchState.UNPACKING
-        if landing is not None and landing.error and (is_unpacking or fetch.state is RankFetchState.ASKED):
-            load.fail(landing.error)
-        if not is_unpacking or fetch.is_unpacking:
+        if fetch.state is not RankFetchState.UNPACKING or fetch.is_unpacking:
             return
         self.bay.close(landing, None)
         # A fetch of nothing has no landing.

@@ -130,7 +130,7 @@ def _load(load: LoadRecord, now: float) -> LoadView:
         phase=_phase(load),
         age_s=now - load.ordered_at,
         left_s=load.deadline - now,
-        landed_bytes=sum(landing.landed_bytes for landing in landings),
+        landed_bytes=sum(one.staged[chunk].total_bytes for one in landings for chunk in one.committed),
         total_bytes=sum(landing.total_bytes for landing in landings),
     )
 

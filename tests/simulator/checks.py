@@ -96,7 +96,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("send slots", worker.send.taken),
             ("loads", len(decode.loads)),
             ("awaited handles", len(decode.renewals.awaited)),
-            ("landing slots", decode.bay.taken),
+            ("landing slots", worker.landing.taken),
             ("landings", len(decode.bay)),
         ):
             left[f"{worker.who}'s {what}"] = count

@@ -236,8 +236,7 @@ class FakeWorker:
             {id(slot) for landing in landings if landing.closed is closed for slot in landing.lent.values()}
             for closed in (False, True)
         )
-        unpacking = {id(parcel.slot) for landing in landings for parcel in landing.unpacking}
-        unpacking |= {id(slot) for landing in landings for slot, _ in landing.packed}
+        unpacking = {id(slot) for one in landings for slot, *_ in (*one.unpacking, *one.packed)}
         assert _by_state(self.landing) == {
             SlotState.THEIRS: lent,
             SlotState.OURS: unpacking,
