@@ -248,7 +248,7 @@ class DecodeSide(TransferPart):
         if self._due:
             return Pace.DUE
         # Landed chunks wait for the device, or a peer may be writing with an engine that must be polled.
-        must_poll = self._local.engine.capabilities.target_must_poll and self.rank_fetches.num_owed > 0
+        must_poll = self._local.engine.capabilities.target_must_poll and self.rank_fetches.is_any_owed
         return Pace.BUSY if self.bay.busy or must_poll else Pace.IDLE
 
     # Peers

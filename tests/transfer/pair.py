@@ -270,7 +270,6 @@ class FakeWorker:
         if (decode := self.transfers.decode) is not None:
             assert not decode.loads
             assert len(decode.rank_fetches) == 0
-            assert not decode.rank_fetches.num_owed
             assert not decode.bay.busy
             assert len(decode.bay) == 0
             assert not decode.bay._hungry
