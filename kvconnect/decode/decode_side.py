@@ -283,7 +283,7 @@ class DecodeSide(TransferPart):
             return
         peer = link.peer
         peer.is_whole = peer.is_whole or link.rank == 0
-        self._failures.met(peer.key)
+        self._repeats.reached(peer.key)
         if not link.was_met:
             link.was_met = True
             logger.info("%s is met: KV comes over %s", link, self._local.engine.capabilities)
