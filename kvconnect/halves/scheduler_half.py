@@ -98,7 +98,7 @@ class SchedulerHalf:
                 if params.get(wanted) and getattr(self, part) is None and not is_release(params):
                     self.draft.warn("wrong_role", warning)
             if self.decode is not None:
-                self.decode.new_request(request)
+                self.decode.share(request)
             if self.prefill is not None:
                 self.prefill.new_request(request)
         if self.offload is not None:
