@@ -69,7 +69,7 @@ class SimEngine(FaultyEngine):
         self.may_move: dict[int, tuple[Batch, float]] = {}
         self.is_closed = False
         self.armed: Callable[[], None] | None = None
-        self._stuck: list[tuple[Batch, MemoryEngine | None]] = []
+        self._stuck: list[Batch] = []
         self._settling: dict[int, float] = {}
         self._aimed_at: dict[int, MemoryEngine | None] = {}
         self._world = world
@@ -113,16 +113,16 @@ class SimEngine(FaultyEngine):
         """The process is stopped: what is under way may go on when it runs again."""
         for batch, _ in list(self.may_move.values()):
             if self.faults.resumes and self._world.chance(self.faults.resumes):
-                self._stuck.append((batch, self.target_of(batch)))
+                self._stuck.append(batch)
                 self.may_move[batch.batch_id] = (batch, math.inf)
 
     def go_on(self) -> None:
         """It runs again, and its library's threads before its transfer thread."""
         stuck, self._stuck = self._stuck, []
-        for batch, target in stuck:
+        for batch in stuck:
             if batch.batch_id in self.may_move:
                 self._world.note(self.who, "goes on with", batch.batch_id)
-                self._copy_late(batch, target)
+                self._copy_late(batch)
                 self.may_move[batch.batch_id] = (batch, self._world.now)
 
     def cancel(self, batch_id: int) -> None:
@@ -172,29 +172,28 @@ class SimEngine(FaultyEngine):
         """The process is killed: what its kernel has taken may still arrive, nothing else."""
         world = self._world
         sent = [batch for batch, _ in self.may_move.values() if world.chance(0.5)]
-        targets = [(batch, self.target_of(batch)) for batch in sent]
         self.may_move = {batch.batch_id: (batch, world.now + 1.0) for batch in sent}
         self.is_closed = True
         self.close()
         self._finished.clear()
-        for batch, target in targets:
-            world.after(0.9 * world.random.random(), functools.partial(self._land, batch, target))
+        for batch in sent:
+            world.after(0.9 * world.random.random(), functools.partial(self._land, batch))
 
     def _go_on(self, batch: Batch) -> None:
         """A batch that failed without being quiescent: its bytes move when nobody expects it."""
         until = self._world.now + self.faults.late_s * self._world.random.random()
-        target = self.target_of(batch)
         self._late.clear()
         self.may_move[batch.batch_id] = (batch, until)
-        self._world.at(until, lambda: self._land(batch, target))
+        self._world.at(until, lambda: self._land(batch))
 
-    def _land(self, batch: Batch, target: MemoryEngine | None) -> None:
+    def _land(self, batch: Batch) -> None:
         if self.may_move.pop(batch.batch_id, None) is None:
             return
         self._world.note(self.who, "late bytes land", batch.batch_id)
-        self._copy_late(batch, target)
+        self._copy_late(batch)
 
-    def _copy_late(self, batch: Batch, target: MemoryEngine | None) -> None:
+    def _copy_late(self, batch: Batch) -> None:
+        target = self.target_of(batch)
         if isinstance(target, SimEngine) and not target.is_closed:
             self._copy_here(batch, target)
 

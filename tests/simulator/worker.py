@@ -159,6 +159,11 @@ class SimWorker:
         now_s = self.world.now - self._stopped_at if self.channel.stopped else 0.0
         return self._stopped_s + now_s
 
+    @property
+    def awake_s(self) -> float:
+        """A clock that stands still while its process is stopped."""
+        return self.world.now - self.stopped_s
+
     def packing_touches(self, blocks: frozenset[int], side: str) -> bool:
         """Whether a kernel that was launched and has not run packs from these blocks, or unpacks to them."""
         return any(
