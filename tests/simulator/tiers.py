@@ -29,7 +29,7 @@ from kvconnect.offload.worker.jobs import RankJobs
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload.worker.tier_loop import TierLoop
-from kvconnect.transfer.orders import Orders, RowCopies
+from kvconnect.transfer.orders import RowCopies
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.identities import named
 from tests.offload.memory_tier import MemoryTier
@@ -120,14 +120,6 @@ class SimTiers(OffloadWorker):
         self._jobs.names = NamedRows(naming, requirements, memory.table, arena, self._jobs)
         if keeps.park_share:
             self.open_for_loads()
-
-    def carry_out(self, orders: Orders) -> None:
-        """A step's orders: after all that the device was given before it, and before its kernels."""
-        self.before_step(orders.offload)
-        self.start(orders.offload)
-        for load in orders.loads:
-            if load.parks and self.load_rows is not None:
-                self.load_rows.begin(load.parks)
 
     def stop(self) -> None:
         """The process is stopped where it is, or gone."""
