@@ -79,7 +79,6 @@ class KeptBlocks:
     hashes: Names
     row_bytes: Mapping[int, int]
     num_ranks: int
-    clock: Callable[[], float]
     events: TierEvents | None = None
     parks: bool = False
 
@@ -118,7 +117,7 @@ def build_scheduler_half(
         LocalError: the directory is empty, and the configuration names an engine.
     """
     traits, trust = traits or StackTraits(), trust or Trust(Handles(clock=time.time))
-    offload = None if kept is None else _make_offload(config, kept)
+    offload = _make_offload(config, kept, traits)
     draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
     rank0 = draft.directory[0] if draft.directory else None
     receipts = Receipts(
@@ -164,8 +163,10 @@ def build_scheduler_half(
     return make_half(prefill=prefill, decode=decode, pulls=pulls, shared=prefixes)
 
 
-def _make_offload(config: TransferConfig, kept: KeptBlocks) -> OffloadScheduler | None:
-    if config.extra.offload is None:
+def _make_offload(
+    config: TransferConfig, kept: KeptBlocks | None, traits: StackTraits
+) -> OffloadScheduler | None:
+    if kept is None or config.extra.offload is None:
         return None
     from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 
@@ -176,7 +177,7 @@ def _make_offload(config: TransferConfig, kept: KeptBlocks) -> OffloadScheduler 
         hashes=kept.hashes,
         row_bytes=kept.row_bytes,
         num_ranks=kept.num_ranks,
-        clock=kept.clock,
+        clock=traits.clock or time.monotonic,
     )
     if kept.events is not None:
         offload.announce(kept.events)

@@ -121,7 +121,6 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
                 hashes=_content_hashes,
                 row_bytes=worker.offload.row_bytes,
                 num_ranks=1,
-                clock=time.monotonic,
                 parks=worker.offload.load_rows is not None,
             )
         scheduler = build_scheduler_half(

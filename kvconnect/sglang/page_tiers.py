@@ -64,7 +64,6 @@ class PageTiers:
                 hashes=lambda pages, block_tokens: pages.names,
                 row_bytes=offload.row_bytes,
                 num_ranks=1,
-                clock=time.monotonic,
             )
             self.scheduler = build_scheduler_half(config, cache_config, kept=kept)
             undo.pop_all()

@@ -43,7 +43,6 @@ class Node:
             hashes=lambda request, tokens: (),
             row_bytes=dict.fromkeys(range(len(groups)), 64),
             num_ranks=RANKS,
-            clock=lambda: self.now,
             parks=parks,
         )
         self.half = build_scheduler_half(

@@ -241,7 +241,6 @@ def kept_blocks(node: SimNode) -> KeptBlocks | None:
         hashes=partial(_names, keeps.hashing),
         row_bytes=tiers.row_bytes,
         num_ranks=node.plan.world_size,
-        clock=node.world.clock,
         parks=tiers.load_rows is not None,
     )
 
