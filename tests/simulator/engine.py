@@ -28,8 +28,8 @@ class EngineFaults:
 
     ``late_s``: how long after a failure that was not quiescent its bytes may still move. ``resumes``: how
     often a batch that was under way when its process was stopped goes on when that runs again, whatever
-    its time is. ``settle_s``: a library that cannot call back what it was given: a batch that is cancelled
-    ends when its bytes have moved, or is given up, not quiescent, after that time; 0 for one that can.
+    its time is. ``settles``: a library that cannot call back what it was given: a batch that is cancelled
+    fails when its bytes have moved.
     """
 
     batch_s: float = 0.002
@@ -39,7 +39,7 @@ class EngineFaults:
     busy: float = 0.0
     cut: float = 0.0
     corrupt: float = 0.0
-    settle_s: float = 0.0
+    settles: bool = False
     late_s: float = 1.0
     resumes: float = 0.0
 
@@ -70,7 +70,7 @@ class SimEngine(FaultyEngine):
         self.is_closed = False
         self.armed: Callable[[], None] | None = None
         self._stuck: list[Batch] = []
-        self._settling: dict[int, float] = {}
+        self._settling: set[int] = set()
         self._aimed_at: dict[int, MemoryEngine | None] = {}
         self._world = world
         self._watch = watch
@@ -126,28 +126,18 @@ class SimEngine(FaultyEngine):
                 self.may_move[batch.batch_id] = (batch, self._world.now)
 
     def cancel(self, batch_id: int) -> None:
-        if not self.faults.settle_s or batch_id not in self._flights:
+        if self.faults.settles and batch_id in self._flights:
+            self._settling.add(batch_id)
+        else:
             super().cancel(batch_id)
-        elif batch_id not in self._settling:
-            self._settling[batch_id] = self._world.now + self.faults.settle_s
-            self._world.after(self.faults.settle_s, self._wake)
-
-    def abandon(self, batch_id: int) -> None:
-        """Give a batch up now: it ends as a failure, and its bytes may still move."""
-        self._settling[batch_id] = self._world.now
-        super().cancel(batch_id)
 
     def poll(self) -> list[Completion]:
-        for batch_id, until in list(self._settling.items()):
-            if until <= self._world.now and batch_id in self._flights:
-                self.abandon(batch_id)
         completions = []
         for done in super().poll():
             batch, _ = self.may_move[done.batch_id]
-            if self._settling.pop(done.batch_id, None) is not None:
-                is_abandoned = not done.ok and done.error == "cancelled"
-                error = done.error or "cancelled"
-                done = replace(done, ok=False, quiescent=done.quiescent and not is_abandoned, error=error)
+            if done.batch_id in self._settling:
+                self._settling.remove(done.batch_id)
+                done = replace(done, ok=False, error=done.error or "cancelled")
             if done.quiescent and not done.ok and self.faults.busy and self._world.chance(0.3):
                 # Whatever ended it, a cancel and a timeout too: a library need not be able to call it back.
                 done = replace(done, quiescent=False)
