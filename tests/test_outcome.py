@@ -90,7 +90,7 @@ def test_a_request_that_the_scheduler_refuses_to_load_is_found_by_its_id():
     pair.decode.transfers.order(draft.take(), lambda: True)
     pair.run(1)
     worker = pair.decode
-    page = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "request mpl-3")
+    page = write_inspection(worker.transfers, worker.metrics.timeline, {}, {}, "request mpl-3")
     (outcome,) = msgspec.msgpack.decode(page, type=Inspection).ended
     assert str(outcome).startswith(
         "request cmpl-3 was not loaded from prefill node P at h:1 by lease: the handle"
@@ -104,10 +104,10 @@ def test_what_became_of_one_request_is_asked_by_a_part_of_its_id():
         pair.load(name, D_IDS)
         pair.run(30, step_s=0.5)
     worker = pair.decode
-    page = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "request pl-2")
+    page = write_inspection(worker.transfers, worker.metrics.timeline, {}, {}, "request pl-2")
     found = msgspec.msgpack.decode(page, type=Inspection)
     (outcome,) = found.ended
     assert str(outcome).startswith("request cmpl-2 was not loaded from prefill node P at h:")
     assert found.is_last
-    every = write_inspection(worker.transfers, pair.config, worker.metrics.timeline, {}, {}, "0")
+    every = write_inspection(worker.transfers, worker.metrics.timeline, {}, {}, "0")
     assert len(msgspec.msgpack.decode(every, type=Inspection).ended) == 2

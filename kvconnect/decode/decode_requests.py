@@ -98,9 +98,8 @@ class EarlyLoads:
 
     def may_begin(self, num_tokens: int) -> bool:
         """Whether there is room for an early load of ``num_tokens``."""
-        if len(self._blocks_of) >= self._most_loads or self._num_blocks >= self._most_blocks:
-            return False
-        return self._num_blocks + self._blocks(num_tokens) <= self._most_blocks
+        has_place = len(self._blocks_of) < self._most_loads
+        return has_place and self._num_blocks + self._blocks(num_tokens) <= self._most_blocks
 
     def begin(self, request_id: str, num_tokens: int) -> None:
         """Count the blocks of an early load, which is ordered now."""
@@ -148,10 +147,6 @@ class DecodeRequests:
         self._waiting: dict[str, tuple[RequestView, float]] = {}
         self._being_parked: list[_Share] = []
         self._is_short = False
-
-    def new_request(self, request: RequestView) -> None:
-        """Register a request that arrived with parameters."""
-        self.share(request)
 
     def share(self, request: RequestView) -> _Share | None:
         """The handle that a request names, and all requests that name it; None if its KV is not fetched.

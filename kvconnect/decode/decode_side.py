@@ -250,7 +250,7 @@ class DecodeSide:
         if self._due:
             return Pace.DUE
         # Landed chunks wait for the device, or a peer may be writing with an engine that must be polled.
-        must_poll = self._local.engine.capabilities.target_must_poll and self.rank_fetches.num_owed > 0
+        must_poll = self._local.engine.capabilities.target_must_poll and self.rank_fetches.is_any_owed
         return Pace.BUSY if self.bay.busy or must_poll else Pace.IDLE
 
     # Peers
@@ -283,7 +283,7 @@ class DecodeSide:
             return
         peer = link.peer
         peer.is_whole = peer.is_whole or link.rank == 0
-        self._failures.met(peer.key)
+        self._repeats.reached(peer.key)
         if not link.was_met:
             link.was_met = True
             logger.info("%s is met: KV comes over %s", link, self._local.engine.capabilities)

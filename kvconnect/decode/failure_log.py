@@ -45,23 +45,16 @@ class FailureLog:
         self._timer = context.timers.timer(lambda now: self._write())
         self.new: dict[tuple[PeerKey, bool | Cause], _Failure] = {}
 
-    def met(self, peer: PeerKey) -> None:
-        """A peer introduced itself."""
-        self._repeats.reached(peer)
-
-    def lost(self, peer: PeerKey, reason: Reason) -> None:
-        """A connection to a peer has ended."""
-        self._at(peer, reason)
-
     def ended(self, peer: PeerKey, outcome: Outcome) -> None:
         """A load has ended."""
         reason = outcome.reason
         if reason is None:
             self._repeats.succeeded(peer)
         elif reason.cause is not Cause.ABORTED:
-            self._at(peer, reason).outcomes.append(outcome)
+            self.lost(peer, reason).outcomes.append(outcome)
 
-    def _at(self, peer: PeerKey, reason: Reason) -> _Failure:
+    def lost(self, peer: PeerKey, reason: Reason) -> _Failure:
+        """A connection to a peer has ended, or a load from it has failed."""
         return self.new.setdefault((peer, reason.cause in _REACH or reason.cause), _Failure(reason))
 
     def write(self, now: float) -> None:

@@ -22,7 +22,6 @@ from kvconnect.transfer.parts import TransferContext, count_misuse
 
 logger = logging.getLogger(__name__)
 
-_Counts = tuple[int, float, int, float]
 _RATE_SHARE = 1 / 16
 """The share of ``find_s`` that an answer waits for the link's rate; a useful link has one by then."""
 
@@ -83,7 +82,7 @@ class Finds:
                 self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)
             elif now >= asked.deadline:
                 late = f"it did not answer a lookup within {self._config.find_s:g} s"
-                self._end(number, error=Cause.TIMEOUT(late))
+                self._end(number, Cause.TIMEOUT(late))
             elif not asked.link:
                 self._try(number, asked, now)
         self._timer.at(min((asked.deadline for asked in self._asked.values()), default=math.inf))
@@ -109,7 +108,7 @@ class Finds:
             count_misuse(self._metrics, self._repeats, str(link), problem)
         error = Cause.PROTOCOL(problem) if problem else message.error
         if error or max(message.num_tokens, message.disk_tokens) <= asked.order.prefix.start_tokens:
-            self._end(message.number, error=error, is_busy=message.is_busy)
+            self._end(message.number, error, is_busy=message.is_busy)
         else:
             asked.answer = message
             asked.deadline = min(asked.deadline, now + _RATE_SHARE * self._config.find_s)
@@ -118,12 +117,12 @@ class Finds:
     def lost(self, link: str, reason: Reason) -> None:
         """A connection has ended: end the lookups that it carried, with this reason."""
         for number in [number for number, asked in self._asked.items() if asked.link == link]:
-            self._end(number, error=reason)
+            self._end(number, reason)
 
     def _try(self, number: int, asked: _Asked, now: float) -> None:
         peer, order = self._peers.reach(asked.peer, now), asked.order
         if reason := peer.refusal(now):
-            self._end(number, error=reason)
+            self._end(number, reason)
         elif peer.is_ready and (theirs := peer.links[0].session.peer) is not None:
             if theirs.naming != order.prefix.naming:
                 # A peer without a naming keeps nothing for others: that is a result, too.
@@ -131,7 +130,7 @@ class Finds:
                 return
             path = self._path(peer.links[0])
             if isinstance(path, str):
-                self._end(number, error=Cause.OTHER_LAYOUT(path))
+                self._end(number, Cause.OTHER_LAYOUT(path))
                 return
             asked.link = peer.links[0].name
             self._peers.send(asked.link, FindPrefix(number, order.prefix, order.max_tokens))
@@ -151,18 +150,10 @@ class Finds:
         )
         # The peer reads rows from disk before it sends any of them.
         counts = answer.num_tokens, here_s, answer.disk_tokens, disk_s + answer.disk_s
-        self._end(number, counts, link.refusal)
+        self._report(number, Found(self._asked[number].order.request_id, *counts, error=link.refusal))
 
-    def _end(
-        self,
-        number: int,
-        found: _Counts = (0, 0.0, 0, 0.0),
-        error: Reason | None = None,
-        *,
-        is_busy: bool = False,
-    ) -> None:
-        request_id = self._asked[number].order.request_id
-        self._report(number, Found(request_id, *found, error=error, is_busy=is_busy))
+    def _end(self, number: int, error: Reason | None, *, is_busy: bool = False) -> None:
+        self._report(number, Found(self._asked[number].order.request_id, error=error, is_busy=is_busy))
 
     def _report(self, number: int, found: Found) -> None:
         del self._asked[number]

@@ -31,46 +31,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class _Unpacking:
-    """A chunk that D's kernel is unpacking into pages; ``expected`` is its digest as sent."""
-
-    chunk: int
-    slot: Slot
-    ticket: PackTicket
-    expected: int | None
-
-
-@dataclass(eq=False)
 class Landing:
-    """The landing of one fetch, sent over connection ``link`` to the node ``holder``.
+    """The landing of one fetch of ``load``, which was sent over connection ``link``.
 
-    ``lent``: granted slots by generation. ``arrived``: chunks that the peer reported written. ``due``: chunks
-    that the peer can send by now, as it reports. ``landed_bytes``: bytes in their pages. ``digests``: by
-    chunk in its pages, if digests are checked. Chunks wait in ``packed`` until ``is_unused``: the device has
-    finished all earlier use of their blocks. A fetch that has ended is ``closed``; its landing stays while
-    slots are being unpacked, or in ``quarantine``, as the peer may still write to them. ``changed`` is called
-    when the landing has failed, or is idle again.
+    ``due``: chunks that the peer can send by now, as it reports. ``lent``: granted slots by generation.
+    ``arrived``: chunks that the peer reported written; they wait in ``packed`` until the device has finished
+    all earlier use of their blocks, and those of ``unpacking`` for D's kernels. ``committed``: chunks in
+    their pages, each with its digest, None where digests are not checked. A fetch that has ended is
+    ``closed``; its landing stays while slots are being unpacked, or in ``quarantine``, as the peer may still
+    write to them. The load is advanced when the landing is idle again.
     """
 
     transfer_id: int
-    handle: str
-    holder: str
-    link: str
+    load: LoadRecord
+    link: RankLink
     packer: Packer
     staged: Sequence[StagedChunk]
-    is_unused: Callable[[], bool]
-    waiting_grants: int
     due: int
-    changed: Callable[[], None]
     quarantine: Timer
     lent: dict[int, Slot] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
     packed: deque[tuple[Slot, Landed]] = field(default_factory=deque)
-    unpacking: deque[_Unpacking] = field(default_factory=deque)
-    committed: int = 0
-    digests: dict[int, int] = field(default_factory=dict)
-    landed_bytes: int = 0
-    error: Reason | None = None
+    unpacking: deque[tuple[Slot, Landed, PackTicket]] = field(default_factory=deque)
+    committed: dict[int, int | None] = field(default_factory=dict)
     closed: bool = False
 
     @functools.cached_property
@@ -81,12 +64,12 @@ class Landing:
     @property
     def missing(self) -> int:
         """The number of chunks that are not in their pages, verified."""
-        return len(self.staged) - self.committed
+        return len(self.staged) - len(self.committed)
 
     def fail(self, reason: Reason) -> None:
-        """Fail the landing. The first reason is the one reported."""
-        self.error = self.error or reason
-        self.changed()
+        """Fail the load, unless its fetch has ended: then the load has failed, or the fetch is repeated."""
+        if not self.closed:
+            self.load.fail(reason)
 
     @property
     def is_quarantined(self) -> bool:
@@ -96,7 +79,7 @@ class Landing:
     @property
     def wants_slots(self) -> bool:
         """The peer can send chunks now for which it has no slot."""
-        return self.waiting_grants > len(self.staged) - self.due
+        return len(self.lent) + len(self.arrived) < self.due
 
     @property
     def idle(self) -> bool:
@@ -121,11 +104,6 @@ class LandingBay:
         self._quarantined = 0
 
     @property
-    def taken(self) -> int:
-        """The number of slots that are granted, being unpacked, or in quarantine."""
-        return self._pool.taken
-
-    @property
     def busy(self) -> bool:
         """Chunks are being unpacked, or wait for the device. Neither end wakes a thread."""
         return bool(self._working)
@@ -142,23 +120,11 @@ class LandingBay:
         link: RankLink,
     ) -> tuple[Landing, tuple[Grant, ...]]:
         """Prepare for the chunks of a fetch, and grant the first slots, perhaps none."""
-        holder, count = link.peer.address, len(staged)
-        landing = Landing(
-            transfer_id,
-            load.order.handle,
-            holder,
-            link.name,
-            packer,
-            staged,
-            load.is_unused,
-            count,
-            count,
-            load.touch,
-            self._timers.timer(lambda now: self._free(landing, ())),
-        )
+        count, quarantine = len(staged), self._timers.timer(lambda now: self._free(landing, ()))
+        landing = Landing(transfer_id, load, link, packer, staged, count, quarantine)
         self._landings[transfer_id] = landing
         # Half of the free slots, so that the next fetch need not wait for the first to end.
-        first = min(count, (self._pool.free + 1) // 2, self._pool.room_for(holder))
+        first = min(count, (self._pool.free + 1) // 2, self._pool.room_for(link.peer.address))
         if any(self._may_lend(waiting) for waiting in self._hungry):
             first = 0
         grants = tuple(self._lend(landing) for _ in range(first))
@@ -176,7 +142,6 @@ class LandingBay:
             return
         for generation in landing.lent.keys() & set(message.spared):
             self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
-            landing.waiting_grants += 1
         landing.due = min(len(landing.staged), message.chunks)
         if not landing.wants_slots and landing in self._hungry:
             self._hungry.remove(landing)
@@ -212,7 +177,7 @@ class LandingBay:
 
     def _unpack(self, landing: Landing) -> None:
         """Start to unpack landed chunks, once the device has finished all earlier use of their blocks."""
-        while landing.packed and landing.is_unused():
+        while landing.packed and landing.load.is_unused():
             slot, message = landing.packed.popleft()
             seed = slot.generation if self._check_digest else None
             coder = self._coder if message.coded else None
@@ -225,19 +190,18 @@ class LandingBay:
                 text = f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
                 landing.fail(Cause.LANDING(text))
                 continue
-            expected = message.digest if self._check_digest else None
-            landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
+            landing.unpacking.append((slot, message, ticket))
             self._note(landing, Moment.UNPACKING, message.chunk)
 
     def advance(self) -> None:
         """Take unpacked chunks, and grant the slots that became free. A wrong digest fails its landing."""
         for landing in list(self._working):
             self._unpack(landing)
-            while landing.unpacking and landing.unpacking[0].ticket.done:
-                self._take(landing, landing.unpacking.popleft())
+            while landing.unpacking and landing.unpacking[0][2].done:
+                self._take(landing, *landing.unpacking.popleft())
             if landing.idle:
                 del self._working[landing]
-                landing.changed()
+                landing.load.touch()
                 self._forget_if_over(landing)
         self._feed()
         if self._pool.taken != self._shown:
@@ -247,7 +211,7 @@ class LandingBay:
     def hasten(self, links: Container[str], until: float) -> None:
         """End the quarantine of slots that were granted over these connections at ``until`` at the latest."""
         for landing in self._landings.values():
-            if landing.is_quarantined and landing.link in links:
+            if landing.is_quarantined and landing.link.name in links:
                 landing.quarantine.by(until)
 
     def close(
@@ -278,7 +242,7 @@ class LandingBay:
         The other slots stay in quarantine until ``until``, or until an earlier time set before.
         """
         landing = self._landings.get(written.transfer_id)
-        if landing is None or not landing.is_quarantined or landing.link != link:
+        if landing is None or not landing.is_quarantined or landing.link.name != link:
             return
         if not written.quiescent:
             landing.quarantine.by(until)
@@ -304,28 +268,25 @@ class LandingBay:
         if landing.closed and landing.idle and not landing.lent:
             self._landings.pop(landing.transfer_id, None)
 
-    def _take(self, landing: Landing, unpacked: _Unpacking) -> None:
-        self._pool.move(unpacked.slot, SlotEvent.RETURN)
-        self._note(landing, Moment.UNPACKED, unpacked.chunk)
-        if unpacked.ticket.digest == unpacked.expected:
-            landing.committed += 1
-            if unpacked.expected is not None:
-                landing.digests[unpacked.chunk] = unpacked.expected
-            landing.landed_bytes += landing.staged[unpacked.chunk].total_bytes
+    def _take(self, landing: Landing, slot: Slot, message: Landed, ticket: PackTicket) -> None:
+        self._pool.move(slot, SlotEvent.RETURN)
+        self._note(landing, Moment.UNPACKED, message.chunk)
+        expected = message.digest if self._check_digest else None
+        if ticket.digest == expected:
+            landing.committed[message.chunk] = expected
             return
-        text = f"chunk {unpacked.chunk} landed with another digest than it was sent with"
+        text = f"chunk {message.chunk} landed with another digest than it was sent with"
         landing.fail(Cause.DIGEST(text))
 
     def _lend(self, landing: Landing) -> Grant:
-        slot = self._pool.take(SlotEvent.LEND, landing.holder)
+        slot = self._pool.take(SlotEvent.LEND, landing.link.peer.address)
         landing.lent[slot.generation] = slot
-        landing.waiting_grants -= 1
         return Grant(slot.address, slot.length_bytes, slot.generation)
 
     def _may_lend(self, landing: Landing) -> bool:
         """A slot is free for a landing, and of use now; while its blocks are in use, one slot is enough."""
-        is_of_use = landing.wants_slots and self._pool.room_for(landing.holder) > 0
-        return is_of_use and (not (landing.lent or landing.packed) or landing.is_unused())
+        is_of_use = landing.wants_slots and self._pool.room_for(landing.link.peer.address) > 0
+        return is_of_use and (not (landing.lent or landing.packed) or landing.load.is_unused())
 
     def _feed(self) -> None:
         """Grant the free slots in turn, first to landings without a slot."""
@@ -338,8 +299,9 @@ class LandingBay:
             self._hungry.remove(landing)
             self._queue(landing)
         for landing, grants in granted.items():
-            self._send(landing.link, CreditGrant(landing.transfer_id, tuple(grants)))
+            self._send(landing.link.name, CreditGrant(landing.transfer_id, tuple(grants)))
             self._note(landing, Moment.CREDITS_SENT, len(grants))
 
     def _note(self, landing: Landing, moment: str, number: int) -> None:
-        self._metrics.timeline.note(moment, number, handle=landing.handle, transfer_id=landing.transfer_id)
+        handle = landing.load.order.handle
+        self._metrics.timeline.note(moment, number, handle=handle, transfer_id=landing.transfer_id)

@@ -68,10 +68,6 @@ class _Pull:
         # Names of the tokens at that time: after a preemption the request has more tokens.
         self.names.clear()
 
-    def end(self) -> None:
-        """End the lookups of this request."""
-        self.prefix, self.found, self.is_over = None, None, True
-
     @property
     def key(self) -> bytes:
         """The first name that is looked up: the same for all requests of one prompt."""
@@ -190,8 +186,8 @@ class PullRequests:
         self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
         gain = num_external_tokens - pull.local
         self.loading[request_id] = _Loading(pull.asked, pull.key, handle, num_external_tokens, gain, now)
-        pull.outcome = LOADED
-        pull.end()
+        pull.outcome, pull.is_over = LOADED, True
+        pull.prefix = pull.found = None
 
     def preempted(self, request_id: str) -> None:
         """A request lost its blocks and begins anew: it may be pulled, unless a pull of it has failed."""
@@ -385,7 +381,7 @@ class PullRequests:
         self._drop(request_id, pull, NOT_WORTH_IT)
         if pull.outcome and not pull.is_over:
             self._count(request_id, pull.outcome)
-        pull.end()
+        pull.is_over = True
 
     def _leave(self, request_id: str, key: bytes) -> None:
         if self._under_way.get(key) == request_id:

@@ -28,7 +28,6 @@ from kvconnect.peer.messages import (
     PinPrefix,
     Written,
 )
-from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
 from kvconnect.transfer.kept import ParkedRows
@@ -42,7 +41,6 @@ MOST_REPEATS = 4
 _MOST_CANCELLED = 4096
 """Cancelled fetches that are remembered: the peer's messages about them are no fault."""
 
-Blocks = tuple[GroupBlocks, ...]
 Opened = tuple[tuple[Chunk, ...], tuple[Grant, ...]]
 AboutFetch = Accepted | Landed | CreditRequest | Written
 
@@ -54,14 +52,17 @@ class RankFetches:
         self.bay = LandingBay(context, peers.send)
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._peers, self._repeats = peers, context.repeats
-        self.num_owed = 0
-        """Rank fetches without an answer yet: until it arrives the peer may write to landing slots."""
         self._asked: dict[int, RankFetch] = {}
         self._cancelled: OrderedDict[int, str] = OrderedDict()
         self._transfer_ids = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._asked)
+
+    @property
+    def is_any_owed(self) -> bool:
+        """A rank fetch has no answer yet: until it arrives the peer may write to landing slots."""
+        return any(fetch.state is RankFetchState.ASKED for fetch in self._asked.values())
 
     def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
         """Send a rank the fetch of its part of a load, or fail the load."""
@@ -82,7 +83,6 @@ class RankFetches:
         fetch.move(RankFetchEvent.ASK)
         fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
         self._asked[transfer_id] = fetch
-        self.num_owed += 1
         message = Fetch(
             transfer_id=transfer_id,
             handle=order.handle,
@@ -248,10 +248,7 @@ class RankFetches:
     def _check_landing(self, fetch: RankFetch) -> None:
         """Commit a fetch whose chunks were all unpacked, or fail the load."""
         load, landing = fetch.load, fetch.landing
-        is_unpacking = fetch.state is RankFetchState.UNPACKING
-        if landing is not None and landing.error and (is_unpacking or fetch.state is RankFetchState.ASKED):
-            load.fail(landing.error)
-        if not is_unpacking or fetch.is_unpacking:
+        if fetch.state is not RankFetchState.UNPACKING or fetch.is_unpacking:
             return
         self.bay.close(landing, None)
         # A fetch of nothing has no landing.
@@ -296,10 +293,7 @@ class RankFetches:
 
     def _leave(self, fetch: RankFetch, event: RankFetchEvent) -> None:
         """Change a fetch's state; forget its transfer number if it has ended or is to be repeated."""
-        was_owed = fetch.state is RankFetchState.ASKED
         fetch.move(event)
-        if was_owed:
-            self.num_owed -= 1
         if fetch.over or fetch.state is RankFetchState.MEETING:
             self._asked.pop(fetch.transfer_id, None)
 

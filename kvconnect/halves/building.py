@@ -6,6 +6,7 @@ A stack states its caches, its requests and what its KV depends on; it makes no 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -113,10 +114,11 @@ def build_scheduler_half(
         wall_clock=trust.handles.clock,
         warn=draft.warn,
     )
+    make_half = functools.partial(
+        SchedulerHalf, draft, offload=offload, receipts=receipts, zeroes_loads=traits.zeroes_loads
+    )
     if config.extra.engine == "none":
-        half = SchedulerHalf(offload=offload, receipts=receipts)
-        half.zeroes_loads = traits.zeroes_loads
-        return half
+        return make_half()
     if rank0 is None:
         raise LocalError("the scheduler half needs the address of rank 0 at least")
     groups = cache_config.groups
@@ -143,9 +145,7 @@ def build_scheduler_half(
         decode = DecodeRequests(config, cache_config, traits, trust.handles, trust.peers, draft, parking)
         if traits.names and traits.naming and traits.clock:
             pulls = PullRequests(config, groups, traits, trust.peers, trust.new_handle, draft)
-    half = SchedulerHalf(draft, prefill, decode, pulls, offload, shared=prefixes, receipts=receipts)
-    half.zeroes_loads = traits.zeroes_loads
-    return half
+    return make_half(prefill=prefill, decode=decode, pulls=pulls, shared=prefixes)
 
 
 def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:

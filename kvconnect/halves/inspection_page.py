@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import LoadRecord, RankFetchState
 from kvconnect.decode.peers import Peer
 from kvconnect.halves.worker_transfers import WorkerTransfers
@@ -45,7 +44,6 @@ _MOST_PEERS = 256
 
 def write_inspection(
     transfers: WorkerTransfers,
-    config: ExtraConfig,
     timeline: Timeline,
     counts: Mapping[str, int],
     tiers: Mapping[str, dict[str, Any]],
@@ -132,7 +130,7 @@ def _load(load: LoadRecord, now: float) -> LoadView:
         phase=_phase(load),
         age_s=now - load.ordered_at,
         left_s=load.deadline - now,
-        landed_bytes=sum(landing.landed_bytes for landing in landings),
+        landed_bytes=sum(one.staged[chunk].total_bytes for one in landings for chunk in one.committed),
         total_bytes=sum(landing.total_bytes for landing in landings),
     )
 

@@ -24,6 +24,7 @@ from kvconnect.transfer.stack import RequestView, Step
 
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+    from kvconnect.offload.scheduler.sessions import Notice
     from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
 
 _ROLES: Mapping[str, tuple[str, str]] = {
@@ -43,8 +44,8 @@ _ROLES: Mapping[str, tuple[str, str]] = {
 class SchedulerHalf:
     """The parts that a configuration needs; without any, every hook answers that there is nothing to do.
 
-    ``draft``: collects the orders of prefill, decode and pulls; None without transfers. See
-    ``building.build_scheduler_half``.
+    ``draft`` collects the orders of prefill, decode and pulls, and what is counted of receipts.
+    ``zeroes_loads``: see ``StackTraits``. See ``building.build_scheduler_half``.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class SchedulerHalf:
         *,
         shared: SharedPrefixes | None = None,
         receipts: Receipts | None = None,
+        zeroes_loads: bool = False,
     ) -> None:
-        self.draft, self.prefill, self.decode = draft, prefill, decode
+        self.draft, self.prefill, self.decode = draft or OrdersDraft([]), prefill, decode
         self.pulls, self.offload, self._shared = pulls, offload, shared
-        self.zeroes_loads = False
-        """The stack zeroes blocks to be loaded after ``before_step`` of the load's step."""
-        self.notices: Mapping[str, object] = {} if offload is None else offload.notices
+        self.has_transfers = prefill is not None or decode is not None
+        self._zeroes_loads = zeroes_loads
+        self.notices: Mapping[str, Notice] = {} if offload is None else offload.notices
         """The requests that only announce their prompt: see ``settle_notice``."""
         # Most requests want none: it is called only while one that does exists.
         self.receipts = receipts
@@ -93,12 +95,12 @@ class SchedulerHalf:
         params = transfer_params(request)
         if self.pulls is not None and reads and (self.pulls.has_sources or SOURCES_KEY in params):
             self.pulls.new_request(request)
-        if self.draft is not None and params:
+        if self.has_transfers and params:
             for wanted, (part, warning) in _ROLES.items():
                 if params.get(wanted) and getattr(self, part) is None and not is_release(params):
                     self.draft.warn("wrong_role", warning)
             if self.decode is not None:
-                self.decode.new_request(request)
+                self.decode.share(request)
             if self.prefill is not None:
                 self.prefill.new_request(request)
         if self.offload is not None:
@@ -108,8 +110,8 @@ class SchedulerHalf:
 
     def prefill_tokens(self, request: RequestView) -> int:
         """The number of prompt tokens to compute on this node."""
-        if self.notices and self.offload is not None and request.request_id in self.notices:
-            return min(request.num_tokens, self.offload.notices[request.request_id].most_tokens + 1)
+        if self.notices and request.request_id in self.notices:
+            return min(request.num_tokens, self.notices[request.request_id].most_tokens + 1)
         return request.num_tokens if self.prefill is None else self.prefill.prefill_tokens(request)
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -151,7 +153,7 @@ class SchedulerHalf:
         """A request was admitted with all these blocks; some of the tokens offered to it are loaded."""
         offload, is_restored = self.offload, False
         if offload is not None:
-            is_restored = self.draft is None or offload.offers(request.request_id)
+            is_restored = offload.offers(request.request_id)
             offload.update_after_alloc(request, block_ids, num_external_tokens if is_restored else 0)
         fetched_tokens = 0 if is_restored else num_external_tokens
         if self.prefill is not None:
@@ -176,7 +178,7 @@ class SchedulerHalf:
             total_bytes, digest = self.offload.restore_of(request_id)
             origin = "+".join(by_origin)
             load = LoadPart(origin=origin, tokens=num_tokens, ended="", bytes=total_bytes, digest=digest)
-        elif num_tokens and self.draft is not None:
+        elif num_tokens:
             loads = self.draft.loads
             if loads and loads[-1].request_id == request_id:
                 loads[-1] = msgspec.structs.replace(loads[-1], wants_outcome=True)
@@ -189,12 +191,11 @@ class SchedulerHalf:
             why = self.decode.refusal_of(request_id)
         receipts.admitted(request, load, by_origin, "" if why is None else why.cause.value)
 
-    @staticmethod
-    def _note_parking(receipts: Receipts, draft: OrdersDraft) -> None:
+    def _note_parking(self, receipts: Receipts) -> None:
         """Pass the loads into host memory to the receipts, and have their outcomes reported."""
-        for index, load in enumerate(draft.loads):
+        for index, load in enumerate(self.draft.loads):
             if load.parks and load.request_id in receipts.records:
-                draft.loads[index] = msgspec.structs.replace(load, wants_outcome=True)
+                self.draft.loads[index] = msgspec.structs.replace(load, wants_outcome=True)
                 receipts.parking(load.request_id, _part_of(load, load.num_tokens, "device"))
 
     def checkpoints(self, request: RequestView) -> Sequence[int]:
@@ -246,10 +247,10 @@ class SchedulerHalf:
             ordered()
         if self.pulls is not None and self.pulls.requests:
             self.pulls.ordered()
-        if self.receipts is not None and self.receipts.records and self.draft is not None:
-            self._note_parking(self.receipts, self.draft)
-        orders = Orders() if self.draft is None else self.draft.take()
-        if self.zeroes_loads:
+        if self.receipts is not None and self.receipts.records:
+            self._note_parking(self.receipts)
+        orders = self.draft.take()
+        if self._zeroes_loads:
             orders = msgspec.structs.replace(orders, zeroes_loads=True)
         if self.offload is None:
             return orders
@@ -286,8 +287,7 @@ class SchedulerHalf:
             receipt = self.receipts.finished(request, params, delivered=delivered)
             if receipt is not None:
                 params = {**(params or {}), RECEIPT_KEY: receipt} if delivered else params
-                if self.draft is not None:
-                    self.draft.receipts.append(receipt)
+                self.draft.receipts.append(receipt)
         return is_held, params
 
     def update_results(self, results: Results) -> None:

@@ -100,7 +100,6 @@ class TransferWorker:
         self._reports.has_wanted = traits.reports_fetches
         self._tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict if offload is None else offload.tiers
         self._shared: PrefixBlocks | None = None
-        self._steps: DeviceSteps | None = None
         self._is_closed = False
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s, port %d",
@@ -114,8 +113,6 @@ class TransferWorker:
         logger.info("side channel: %s", keyring.describe() if keyring else "insecure, as configured")
         try:
             self._transfers = self._open(sent, traits.reserved_bytes, offload)
-            self.marks_steps = self._shared is not None or (config.is_producer and self._steps is not None)
-            """Whether ``before_step`` has work."""
             self._transfers.start(self._release)
         except BaseException:
             # ZeroMQ's context waits for ever if it is collected before its sockets.
@@ -137,8 +134,8 @@ class TransferWorker:
         )
         device = cache.device
         local = open_local(config, self._engine, introduction, table, device, reserved_bytes, self._metrics)
-        if local.stream is not None:
-            self._steps = DeviceSteps(self._record)
+        # A CPU finishes each step at once.
+        self._steps = DeviceSteps(_record if local.stream is not None else lambda: always)
         kept: KeptByName | None = None if offload is None else offload.names
         if (shared := sent.shared) is not None:
             from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
@@ -206,7 +203,7 @@ class TransferWorker:
         """
         if self._shared is not None:
             self._shared.begin(orders.step, orders.reused)
-        if self._config.is_producer and self._steps is not None:
+        if self._config.is_producer:
             self._steps.begin(orders.step)
 
     def start(self, orders: Orders) -> None:
@@ -220,11 +217,11 @@ class TransferWorker:
             self._transfers.receipts.extend(orders.receipts)
         if not orders:
             return
-        finished = self._finished if self._steps is None else self._steps.finished
         if orders.named and self._shared is not None:
-            name, number, is_computed = self._shared.name, self._shared.number, finished(orders.step - 1)
+            name, number = self._shared.name, self._shared.number
+            is_computed = self._steps.finished(orders.step - 1)
             self._transfers.call(lambda now: name(orders.named, number, is_computed))
-        self._transfers.order(orders, finished)
+        self._transfers.order(orders, self._steps.finished)
 
     def results(self) -> Results:
         return self._reports.take()
@@ -256,8 +253,7 @@ class TransferWorker:
     def _inspect(self, argument: str) -> bytes:
         """On the transfer thread."""
         counts = {name: count for name, count in self.state().items() if name != "engine"}
-        extra, timeline = self._config.extra, self._metrics.timeline
-        return write_inspection(self._transfers, extra, timeline, counts, self._tiers(), argument)
+        return write_inspection(self._transfers, self._metrics.timeline, counts, self._tiers(), argument)
 
     def know_ranks(self, directory: Iterable[RankAddress]) -> None:
         """Set the addresses of all ranks of this node; without this call the first orders bring them."""
@@ -322,17 +318,12 @@ class TransferWorker:
             opened.callback(self._channel.close)
             opened.callback(self._engine.close)
 
-    @staticmethod
-    def _finished(step: int) -> Finished:
-        """The check for a CPU, which finishes each step at once."""
-        return always
 
-    @staticmethod
-    def _record() -> Finished:
-        """A check whether the device has finished all work so far: engines do not follow its streams."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event.query
+def _record() -> Finished:
+    """A check whether the device has finished all work so far: engines do not follow its streams."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.query
 
 
 class WorkerHalf:
@@ -387,7 +378,7 @@ class WorkerHalf:
 
         To be called for every step. Orders with ``zeroes_loads`` begin later. Never waits.
         """
-        if self.transfer is not None and self.transfer.marks_steps:
+        if self.transfer is not None:
             self.transfer.before_step(orders)
         if self.offload is not None and orders.offload != NO_OFFLOAD:
             self.offload.before_step(orders.offload)

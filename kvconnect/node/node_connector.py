@@ -120,7 +120,6 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
                 requirements,
                 hashes=_content_hashes,
                 row_bytes=worker.offload.row_bytes,
-                clock=time.monotonic,
                 parks=worker.offload.load_rows is not None,
             )
         scheduler = build_scheduler_half(

@@ -92,7 +92,7 @@ class KVConnectManager(BaseKVManager):
         self.page_bytes = pools.page_bytes
         self.directory = PrefillDirectory(trust, config.extra.handshake_timeout_s)
         if getattr(server_args, "enable_metrics", False):
-            MultiprocessMetrics(self.worker, number)
+            MultiprocessMetrics(self.worker.changes, number)
         if disaggregation_mode.value == "prefill":
             self._introduction = trust.handles.introduce(address.host, address.port)
             self._address = address

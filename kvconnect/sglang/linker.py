@@ -84,7 +84,7 @@ class KVConnectLinker(PageTiers, UnifiedCacheLinker):
         self._side = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         super().__init__(config, RankTraits(number, tensor, kept=kept), page_tokens)
         if getattr(server_args, "enable_metrics", False):
-            MultiprocessMetrics(self.worker, number)
+            MultiprocessMetrics(self.worker.changes, number)
         _linkers.add(self)
         _add_hooks()
 

@@ -64,7 +64,6 @@ class PageTiers:
                 traits.kept.requirements,
                 hashes=lambda pages, block_tokens: pages.names,
                 row_bytes=offload.row_bytes,
-                clock=time.monotonic,
             )
             self.scheduler = build_scheduler_half(config, cache_config, kept=kept)
             undo.pop_all()

@@ -154,7 +154,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         half = self._half
         if self._awaits_workers:
             self._early[request.request_id] = request
-        if half.draft is not None and getattr(request, "resumable", False) and request.kv_transfer_params:
+        if half.has_transfers and getattr(request, "resumable", False) and request.kv_transfer_params:
             # More of the prompt comes later, and vLLM does not report when the prompt is complete.
             if not self._has_warned:
                 self._has_warned = True

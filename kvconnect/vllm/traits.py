@@ -118,7 +118,6 @@ def make_scheduler_half(
             row_bytes=_same_rows(workers),
             # vLLM's world size may include all data-parallel engines.
             num_ranks=vllm_config.parallel_config.pipeline_parallel_size * stage_ranks(vllm_config),
-            clock=time.monotonic,
             events=events,
             parks=all(meta.parks for meta in workers.values()),
         )

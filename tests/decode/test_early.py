@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvconnect.addresses import RankAddress
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
-from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.decode.decode_requests import EarlyLoads
-from kvconnect.halves.building import build_scheduler_half
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.transfer.orders import Await, LetGo, Results
-from kvconnect.transfer.stack import LongestRequest, StackTraits
-from tests.halves.test_scheduler_half import Request
+from kvconnect.transfer.stack import LongestRequest
+from tests.halves.test_scheduler_half import Request, connector
 
 FULL = KVCacheGroup(("f",), FullAttentionSpec(4, 1, 4, torch.float16))
 WINDOW = KVCacheGroup(("w",), SlidingWindowSpec(4, 1, 4, torch.float16, sliding_window=8))
@@ -26,13 +23,7 @@ LONGEST = LongestRequest(24, 24)
 
 def half(num_blocks: int = 13, longest: LongestRequest | None = LONGEST, **extra: Any):
     """D's scheduler half. A request of 24 tokens needs 6 of the 12 blocks."""
-    config = ExtraConfig(insecure=True, **extra)
-    return build_scheduler_half(
-        TransferConfig(kv_role="kv_consumer", engine_id="D", kv_connector_extra_config=config),
-        KVCacheConfig(num_blocks, (FULL,)),
-        StackTraits(longest=longest),
-        directory=[RankAddress(0, "h", 1)],
-    )
+    return connector("kv_consumer", (FULL,), num_blocks=num_blocks, longest=longest, **extra)
 
 
 def announced(name: str, num_tokens: int = 12) -> Request:
@@ -40,18 +31,18 @@ def announced(name: str, num_tokens: int = 12) -> Request:
     return Request(name, num_tokens, params)
 
 
-def begin(connector: SchedulerHalf, request: Request) -> bool:
+def begin(made: SchedulerHalf, request: Request) -> bool:
     """Whether a request gets blocks for its load."""
-    count, _ = connector.matched_tokens(request, 0)
+    count, _ = made.matched_tokens(request, 0)
     if count is None:
         return False
     blocks = list(range(1, 1 + -(-request.num_tokens // 4)))
-    connector.update_after_alloc(request, (blocks,), count)
+    made.update_after_alloc(request, (blocks,), count)
     return True
 
 
-def idle(connector: SchedulerHalf) -> bool:
-    return not any(connector.state().values())
+def idle(made: SchedulerHalf) -> bool:
+    return not any(made.state().values())
 
 
 @pytest.mark.parametrize(
@@ -64,41 +55,41 @@ def idle(connector: SchedulerHalf) -> bool:
     ids=["room for the longest request", "a place among those that are fetched", "nothing is reserved"],
 )
 def test_early_loads_leave_room(given, begun):
-    connector = half(**given)
-    assert [begin(connector, announced(f"t{number}")) for number in range(len(begun))] == begun
-    assert len(connector.build_orders().loads) == sum(begun)
+    made = half(**given)
+    assert [begin(made, announced(f"t{number}")) for number in range(len(begun))] == begun
+    assert len(made.build_orders().loads) == sum(begun)
 
 
 def test_what_has_to_wait_is_asked_for_once_and_begins_when_p_holds_it_or_never_will():
-    connector = half(num_blocks=7)
+    made = half(num_blocks=7)
     request = announced("t")
-    connector.new_request(request)
+    made.new_request(request)
     for _ in range(3):
-        assert not begin(connector, request)
-    assert connector.build_orders().awaited == (Await("transfer:t", "", "127.0.0.1", 9, reports=True),)
-    assert not begin(connector, request)
-    assert not connector.build_orders()
-    connector.update_results(Results(settled=("transfer:of another", "transfer:t")))
-    assert begin(connector, request)
-    assert len(connector.build_orders().loads) == 1
-    connector.update_results(Results(received=("t",)))
-    connector.request_finished(request, ([],), delivered=True)
-    assert idle(connector)
+        assert not begin(made, request)
+    assert made.build_orders().awaited == (Await("transfer:t", "", "127.0.0.1", 9, reports=True),)
+    assert not begin(made, request)
+    assert not made.build_orders()
+    made.update_results(Results(settled=("transfer:of another", "transfer:t")))
+    assert begin(made, request)
+    assert len(made.build_orders().loads) == 1
+    made.update_results(Results(received=("t",)))
+    made.request_finished(request, ([],), delivered=True)
+    assert idle(made)
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_request_that_ends_while_it_waits_lets_go(is_asked):
-    connector = half(num_blocks=7)
+    made = half(num_blocks=7)
     request = announced("t")
-    assert not begin(connector, request)
+    assert not begin(made, request)
     if is_asked:
-        connector.build_orders()
-        connector.update_results(Results(settled=("transfer:t",)))
-    connector.request_finished(request, ([],), delivered=False)
-    orders = connector.build_orders()
+        made.build_orders()
+        made.update_results(Results(settled=("transfer:t",)))
+    made.request_finished(request, ([],), delivered=False)
+    orders = made.build_orders()
     assert orders.let_go == (LetGo("t", "transfer:t", "", "127.0.0.1", 9),)
     assert not orders.awaited
-    assert idle(connector)
+    assert idle(made)
 
 
 def test_a_window_keeps_its_tokens_and_those_of_a_step():

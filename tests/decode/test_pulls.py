@@ -5,25 +5,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import Naming
-from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.outcome import Cause
 from kvconnect.peer.allow_list import AllowList
-from kvconnect.peer.handles import Handles, PeerTrust
+from kvconnect.peer.handles import PeerTrust
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Found, Results
-from kvconnect.transfer.stack import StackTraits
-from tests.halves.test_scheduler_half import ATTENTION, Request, prefilled
+from tests.halves.test_scheduler_half import Request, connector, prefilled
 
 NAMING = Naming("s", 16)
 SOURCE, OTHER = "10.0.0.9:5600", "10.0.0.8:5600"
@@ -33,22 +28,10 @@ class Node:
     """A node that has ``sources``, with a clock of its own; requests are named for their prompts."""
 
     def __init__(self, *sources: str, role="kv_both", allow: Sequence[str] = (), **extra) -> None:
-        self.now, self.handles = 100.0, iter(f"handle{n}" for n in range(1000))
-        given = {"sources": sources, **extra}
-        config = parse_kv_transfer_config(
-            {"kv_role": role, "engine_id": "D", "kv_connector_extra_config": given}
-        )
-        self.hooks = build_scheduler_half(
-            config,
-            KVCacheConfig(100, (ATTENTION,)),
-            StackTraits(clock=lambda: self.now, naming=NAMING, names=self._names),
-            directory=(RankAddress(0, "10.0.0.1", 5600),),
-            trust=Trust(
-                Handles(b"what this cluster signs with"),
-                PeerTrust(AllowList(allow), 10),
-                new_handle=lambda: next(self.handles),
-            ),
-        )
+        self.now = 100.0
+        traits = {"clock": lambda: self.now, "naming": NAMING, "names": self._names}
+        trust = PeerTrust(AllowList(allow), 10)
+        self.hooks = connector(role, trust=trust, sources=sources, **traits, **extra)
         self.hooks.build_orders()
 
     @staticmethod
@@ -447,15 +430,10 @@ def test_sources_that_cannot_be_asked_are_refused(role, extra, text):
 
 
 def test_a_stack_that_makes_no_names_pulls_nothing():
-    config = parse_kv_transfer_config(
-        {"kv_role": "kv_both", "engine_id": "D", "kv_connector_extra_config": {"sources": [SOURCE]}}
-    )
-    traits = StackTraits(clock=lambda: 0.0, naming=NAMING, names=Node._names)
-    for stack in (replace(traits, naming=None), replace(traits, clock=None), replace(traits, names=None)):
-        directory = (RankAddress(0, "10.0.0.1", 5600),)
-        hooks = build_scheduler_half(config, KVCacheConfig(100, (ATTENTION,)), stack, directory=directory)
-        request = Request("a", 100)
-        hooks.new_request(request)
+    traits = {"clock": lambda: 0.0, "naming": NAMING, "names": Node._names}
+    for missing in traits:
+        hooks = connector("kv_both", sources=[SOURCE], **{**traits, missing: None})
+        hooks.new_request(Request("a", 100))
         assert hooks.pulls is None
 
 

@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvconnect.addresses import RankAddress
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.config import ExtraConfig, TransferConfig
-from kvconnect.halves.building import Trust, build_scheduler_half
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
+from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
 from kvconnect.peer.channel import LinkLost
-from kvconnect.peer.handles import Claims, Handles
+from kvconnect.peer.handles import Claims
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Message, Release, Renew
 from kvconnect.transfer.orders import Await, Orders, Withdraw
-from tests.halves.test_scheduler_half import Request
+from tests.halves.test_scheduler_half import HANDLES, Request, connector
 from tests.transfer.pair import BLOCK_TOKENS, Pair
 
 LEASE_S = 4.0
@@ -31,14 +29,8 @@ class Queue:
         self.pair = Pair(extra)
         self.renewed_at: list[float] = []
         self.pair.network.taps.append(self._note)
-        self.half = build_scheduler_half(
-            TransferConfig(kv_role="kv_consumer", engine_id="D", kv_connector_extra_config=extra),
-            KVCacheConfig(
-                50, (KVCacheGroup(("layer0",), FullAttentionSpec(BLOCK_TOKENS, 2, 4, torch.float16)),)
-            ),
-            directory=[RankAddress(0, "h", 1)],
-            trust=Trust(Handles()),
-        )
+        group = KVCacheGroup(("layer0",), FullAttentionSpec(BLOCK_TOKENS, 2, 4, torch.float16))
+        self.half = connector("kv_consumer", (group,), num_blocks=50)
 
     def _note(self, message: Message) -> tuple[Message]:
         if isinstance(message, Renew):
@@ -52,7 +44,7 @@ class Queue:
 
     def params(self, name: str, port: int | None = None) -> dict[str, Any]:
         port = port or self.pair.prefill.channel.port
-        handle = Handles().make(Claims("P", "e", name, BLOCK_TOKENS, "127.0.0.1", port, 0.0))
+        handle = HANDLES.make(Claims("P", "e", name, BLOCK_TOKENS, "127.0.0.1", port, 0.0))
         return {"do_remote_prefill": True, "kvconnect_handle": handle}
 
     def arrive(self, name: str, block: int | None, hears: bool = True) -> Request:
@@ -166,7 +158,7 @@ def test_nobody_keeps_for_longer_than_the_longest_time_and_the_load_fails_with_t
 def test_a_prefill_node_that_dies_meanwhile_fails_its_own_requests_when_they_are_loaded_and_no_others():
     queue = Queue()
     other = queue.pair.add("Q")
-    handle = Handles().make(Claims("Q", "e", "b", BLOCK_TOKENS, "127.0.0.1", other.channel.port, 0.0))
+    handle = HANDLES.make(Claims("Q", "e", "b", BLOCK_TOKENS, "127.0.0.1", other.channel.port, 0.0))
     lost = Request("b", BLOCK_TOKENS, {"do_remote_prefill": True, "kvconnect_handle": handle})
     queue.pair.hold("b", (6,), handle, worker=other)
     queue.half.new_request(lost)

@@ -6,14 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvconnect.addresses import RankAddress
-from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
-from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.peer.handles import Claims, Handles
+from kvconnect.peer.handles import Claims
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import (
     Load,
@@ -27,11 +23,11 @@ from kvconnect.transfer.orders import (
     Store,
 )
 from kvconnect.transfer.stack import Computed, StateBlock, Step
+from tests.halves.test_scheduler_half import HANDLES, connector
 from tests.offload.half_kit import Kind, Stack
 from tests.offload.worker_kit import Rig
 
 FULL = (Kind(4),)
-HANDLES = Handles(b"secret")
 
 
 def remote(num_tokens):
@@ -45,12 +41,7 @@ def both(role="kv_both"):
     stack = Stack(FULL, 8, num_blocks=400, local=False, lag=0.0, cancels=0.0)
     stack.add("first", range(64))
     stack.run(everything=True)
-    transfer = build_scheduler_half(
-        TransferConfig(kv_role=role, engine_id="D"),
-        KVCacheConfig(400, tuple(kind.spec() for kind in FULL)),
-        directory=(RankAddress(0, "10.0.0.1", 5600),),
-        trust=Trust(HANDLES),
-    )
+    transfer = connector(role, [kind.spec() for kind in FULL], num_blocks=400)
     half = SchedulerHalf(transfer.draft, transfer.prefill, transfer.decode, transfer.pulls, stack.half)
     half.build_orders()
     return stack, half

@@ -11,7 +11,7 @@ from kvconnect.halves.multiprocess_metrics import MultiprocessMetrics
 from kvconnect.metrics import Metrics
 
 metrics = Metrics()
-shown = MultiprocessMetrics(metrics, rank=3)
+shown = MultiprocessMetrics(metrics.changes, rank=3)
 for _ in range(2):
     metrics.failures.labels("digest").inc()
     metrics.leases.set(4)

@@ -7,6 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.halves.receipts import Receipts
 from kvconnect.outcome import Cause, Outcome
 from kvconnect.peer.timeline_page import digest
@@ -14,7 +17,7 @@ from kvconnect.receipt import LOADED, LoadPart, verify
 from kvconnect.transfer.orders import Results
 from kvconnect.transfer.params import HANDLE_KEY
 from kvconnect.transfer.stack import StackTraits
-from tests.halves.test_scheduler_half import HANDLES, Request, connector, prefilled
+from tests.halves.test_scheduler_half import ATTENTION, HANDLES, Request, connector, prefilled
 
 SECRET = b"what this cluster signs receipts with"
 ASKED = {"kvconnect_receipt": True}
@@ -197,6 +200,16 @@ def test_the_receipt_of_p_is_passed_on_only_with_the_handle_that_it_came_with():
         assert ("prefill" in receipt) == (number == 0), number
     assert refused == ["receipt_refused"] * 4
     assert verify(good, SECRET).handle == digest("h")
+
+
+def test_a_node_without_transfers_counts_a_receipt_that_it_refuses():
+    given = {"engine": "none", "offload": {"cpu_bytes": 1 << 20}}
+    config = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given})
+    trust = Trust(HANDLES, receipt_secret=SECRET)
+    half = build_scheduler_half(config, KVCacheConfig(100, (ATTENTION,)), trust=trust)
+    half.new_request(Request("r", 40, {"kvconnect_receipt": {"x": 1}}))
+    assert half.build_orders().failures == ("receipt_refused",)
+    assert not half.build_orders()
 
 
 def test_a_prefill_node_names_the_handle_in_its_receipt():

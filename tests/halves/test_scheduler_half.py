@@ -36,8 +36,9 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = field(default=None)
 
 
-def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, clock=None, **extra):
-    more = {name: extra.pop(name) for name in ("batch_of", "prompt_digest") if name in extra}
+def connector(role="kv_both", groups=(ATTENTION,), *, num_blocks=100, trust=None, **extra):
+    """A half with these settings, and traits of a stack among them."""
+    traits = {name: extra.pop(name) for name in StackTraits.__dataclass_fields__ if name in extra}
     limits = {name: extra.pop(name) for name in Limits.__struct_fields__ if name in extra}
     config = parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": extra})
     extra_config = msgspec.structs.replace(config.extra, **limits)
@@ -45,8 +46,8 @@ def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, cl
     handles = iter(f"handle{n}" for n in range(1000))
     return build_scheduler_half(
         config,
-        KVCacheConfig(100, tuple(groups)),
-        StackTraits(parent_of=parent_of, clock=clock, **more),
+        KVCacheConfig(num_blocks, tuple(groups)),
+        StackTraits(**traits),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         trust=Trust(HANDLES, trust, new_handle=lambda: next(handles)),
     )

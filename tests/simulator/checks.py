@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,29 +33,26 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Owed:
-    """An order that must be reported once. ``blocks`` are those that it names."""
+    """An order that must be reported once. ``blocks`` are those that it names.
+
+    ``since`` is by the clock of the worker, see ``SimWorker.awake_s``.
+    """
 
     order: Hold | Load
     blocks: frozenset[int]
     since: float
-    stopped_s: float
-
-
-@dataclass(eq=False)
-class Asked:
-    """A question to a peer that must be answered once, by whomever."""
-
-    since: float
-    stopped_s: float
 
 
 @dataclass(eq=False)
 class Books:
-    """What one worker owes, by request; and the generation of each taken slot, by address, and since when."""
+    """What one worker owes, by request; and the generation of each taken slot, by address, and since when.
+
+    Of ``finds`` it has since when each was asked, all by the worker's clock.
+    """
 
     holds: dict[str, Owed] = field(default_factory=dict)
     loads: dict[str, Owed] = field(default_factory=dict)
-    finds: dict[str, list[Asked]] = field(default_factory=dict)
+    finds: dict[str, list[float]] = field(default_factory=dict)
     restores: set[str] = field(default_factory=set)
     parks: set[int] = field(default_factory=set)
     slots: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -96,7 +93,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("send slots", worker.send.taken),
             ("loads", len(decode.loads)),
             ("awaited handles", len(decode.renewals.awaited)),
-            ("landing slots", decode.bay.taken),
+            ("landing slots", worker.landing.taken),
             ("landings", len(decode.bay)),
         ):
             left[f"{worker.who}'s {what}"] = count
@@ -168,11 +165,11 @@ class Checks:
             self.receipt_adds_up(worker, receipt)
         # For all ranks.
         for find in orders.finds if worker.rank == 0 else ():
-            books.finds.setdefault(find.request_id, []).append(Asked(self.world.now, worker.stopped_s))
+            books.finds.setdefault(find.request_id, []).append(worker.awake_s)
 
     def _owed(self, worker: SimWorker, order: Hold | Load, groups: tuple[GroupBlocks, ...]) -> Owed:
         blocks = frozenset(block for group in groups for block in group.block_ids if block)
-        return Owed(order, blocks, self.world.now, worker.stopped_s)
+        return Owed(order, blocks, worker.awake_s)
 
     def reported(self, worker: SimWorker, results: Results) -> None:
         """A worker reports what ended."""
@@ -196,21 +193,14 @@ class Checks:
 
     def restored(self, worker: SimWorker, results: Results) -> None:
         """The tiers of a worker report what ended."""
-        owed = self._books[worker].restores
+        books = self._books[worker]
         for name in results.received:
-            if name not in owed:
-                self.world.fail(
-                    "each_once", f"{worker.who} reports {name} as restored, which it does not owe"
-                )
-            owed.discard(name)
+            self.each_once(worker, "restored", name, books.restores)
+            books.restores.discard(name)
         for report in results.offload:
-            parks = self._books[worker].parks
             for job, failed in report.parked.items():
-                if job not in parks:
-                    self.world.fail(
-                        "each_once", f"{worker.who} reports {job} as parked, which it does not owe"
-                    )
-                parks.discard(job)
+                self.each_once(worker, "parked", job, books.parks)
+                books.parks.discard(job)
                 self.count("parks failed" if failed else "parks ok")
 
     def stepped(self, worker: SimWorker) -> None:
@@ -349,7 +339,7 @@ class Checks:
                 "which it was granted has not said that anything lies there",
             )
 
-    def each_once(self, worker: SimWorker, what: str, name: str, owed: dict[str, Owed]) -> None:
+    def each_once(self, worker: SimWorker, what: str, name: object, owed: Container[object]) -> None:
         """2: every id that was ordered comes back exactly once, and no other does."""
         if name not in owed:
             self.world.fail("each_once", f"{worker.who} reports {name} as {what}, which it does not owe")
@@ -391,17 +381,16 @@ class Checks:
                     f"what it should be: {wrong}",
                 )
 
-    def found_once_and_in_time(self, worker: SimWorker, found: Found, owed: dict[str, list[Asked]]) -> None:
+    def found_once_and_in_time(self, worker: SimWorker, found: Found, owed: dict[str, list[float]]) -> None:
         """2, 4: every question is answered once, by its peer or by time."""
         name = found.request_id
         self.count("found by name" if found.num_tokens else "no answer" if found.error else "found nothing")
-        if not owed.get(name):
-            self.world.fail(
-                "each_once", f"{worker.who} reports what was found for {name}, which nobody asked"
-            )
+        self.each_once(worker, "found", name, owed)
+        if name not in owed:
             return
-        asked = owed[name].pop(0)
-        took_s = self.world.now - asked.since - (worker.stopped_s - asked.stopped_s)
+        took_s = worker.awake_s - owed[name].pop(0)
+        if not owed[name]:
+            del owed[name]
         if took_s > worker.config.find_s + SLACK_S:
             self.world.fail("in_time", f"{worker.who} asked {took_s:.1f} s for {name}")
 
@@ -417,7 +406,7 @@ class Checks:
             bound = config.lease_s + config.transfer_timeout_s + SLACK_S
             # Whoever would fetch may have been stopped meanwhile, and renews when it goes on.
             bound += self._longest_wait_s + max(one.stopped_s for one in self._books)
-        took = self.world.now - owed.since - (worker.stopped_s - owed.stopped_s)
+        took = worker.awake_s - owed.since
         if took > bound:
             self.world.fail(
                 "in_time",
@@ -484,7 +473,7 @@ class Checks:
             if slot.state is SlotState.FREE:
                 taken_since.pop(slot.address, None)
                 continue
-            taken = (slot.generation, self.world.now - worker.stopped_s)
+            taken = (slot.generation, worker.awake_s)
             generation, since = taken_since.setdefault(slot.address, taken)
             if generation != slot.generation:
                 taken_since[slot.address] = taken

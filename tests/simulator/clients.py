@@ -121,8 +121,6 @@ class Client:
 
     def _start(self) -> None:
         plan = self.plan
-        if self.outcome:
-            return
         if plan.flow == "sequential":
             self._prefill(dict(_PREFILL), self._forward)
         elif plan.flow == "parallel":

@@ -7,7 +7,7 @@ are kernels too, on a stream of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.errors import LocalError
@@ -128,14 +128,12 @@ class SimPacker:
 class SimLocal(Local):
     """A worker's memory, with packers that take their time."""
 
-    packing: Stream | None = None
-    fills: Callable[[int], None] = lambda slot: None
-    takes: Callable[[int], None] = lambda slot: None
+    packing: Stream = field(kw_only=True)
+    fills: Callable[[int], None] = field(kw_only=True)
+    takes: Callable[[int], None] = field(kw_only=True)
 
     def packer(self, source: Introduction, target: Introduction, *args: Any, **kwargs: Any) -> Packer:
         packer = super().packer(source, target, *args, **kwargs)
-        if self.packing is None:
-            return packer
         # What is fetched by name, and rows that loads fill, have packers with a table of their own.
         sides = ("kept", "parked") if len(args) > _OF_BLOCKS else ("source", "target")
         return SimPacker(packer, self.packing, self.fills, self.takes, sides)  # type: ignore[return-value]

@@ -474,7 +474,7 @@ def _add_leavers(scenario: Scenario, rng: random.Random) -> None:
         node.extra = msgspec.structs.replace(node.extra, lease_s=4.0, num_slots=4)
         # Many batches, and several of them under way to one peer when one is cancelled.
         node.slot_bytes, node.max_batches = 256, 8
-        node.engine_faults.settle_s = 1.0
+        node.engine_faults.settles = True
         node.engine_faults.batch_s = rng.choice((0.05, 0.3))
     scenario.kinds.append(LEAVERS)
 

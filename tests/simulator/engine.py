@@ -28,8 +28,8 @@ class EngineFaults:
 
     ``late_s``: how long after a failure that was not quiescent its bytes may still move. ``resumes``: how
     often a batch that was under way when its process was stopped goes on when that runs again, whatever
-    its time is. ``settle_s``: a library that cannot call back what it was given: a batch that is cancelled
-    ends when its bytes have moved, or is given up, not quiescent, after that time; 0 for one that can.
+    its time is. ``settles``: a library that cannot call back what it was given: a batch that is cancelled
+    fails when its bytes have moved.
     """
 
     batch_s: float = 0.002
@@ -39,7 +39,7 @@ class EngineFaults:
     busy: float = 0.0
     cut: float = 0.0
     corrupt: float = 0.0
-    settle_s: float = 0.0
+    settles: bool = False
     late_s: float = 1.0
     resumes: float = 0.0
 
@@ -69,8 +69,8 @@ class SimEngine(FaultyEngine):
         self.may_move: dict[int, tuple[Batch, float]] = {}
         self.is_closed = False
         self.armed: Callable[[], None] | None = None
-        self._stuck: list[tuple[Batch, MemoryEngine | None]] = []
-        self._settling: dict[int, float] = {}
+        self._stuck: list[Batch] = []
+        self._settling: set[int] = set()
         self._aimed_at: dict[int, MemoryEngine | None] = {}
         self._world = world
         self._watch = watch
@@ -113,41 +113,31 @@ class SimEngine(FaultyEngine):
         """The process is stopped: what is under way may go on when it runs again."""
         for batch, _ in list(self.may_move.values()):
             if self.faults.resumes and self._world.chance(self.faults.resumes):
-                self._stuck.append((batch, self.target_of(batch)))
+                self._stuck.append(batch)
                 self.may_move[batch.batch_id] = (batch, math.inf)
 
     def go_on(self) -> None:
         """It runs again, and its library's threads before its transfer thread."""
         stuck, self._stuck = self._stuck, []
-        for batch, target in stuck:
+        for batch in stuck:
             if batch.batch_id in self.may_move:
                 self._world.note(self.who, "goes on with", batch.batch_id)
-                self._copy_late(batch, target)
+                self._copy_late(batch)
                 self.may_move[batch.batch_id] = (batch, self._world.now)
 
     def cancel(self, batch_id: int) -> None:
-        if not self.faults.settle_s or batch_id not in self._flights:
+        if self.faults.settles and batch_id in self._flights:
+            self._settling.add(batch_id)
+        else:
             super().cancel(batch_id)
-        elif batch_id not in self._settling:
-            self._settling[batch_id] = self._world.now + self.faults.settle_s
-            self._world.after(self.faults.settle_s, self._wake)
-
-    def abandon(self, batch_id: int) -> None:
-        """Give a batch up now: it ends as a failure, and its bytes may still move."""
-        self._settling[batch_id] = self._world.now
-        super().cancel(batch_id)
 
     def poll(self) -> list[Completion]:
-        for batch_id, until in list(self._settling.items()):
-            if until <= self._world.now and batch_id in self._flights:
-                self.abandon(batch_id)
         completions = []
         for done in super().poll():
             batch, _ = self.may_move[done.batch_id]
-            if self._settling.pop(done.batch_id, None) is not None:
-                is_abandoned = not done.ok and done.error == "cancelled"
-                error = done.error or "cancelled"
-                done = replace(done, ok=False, quiescent=done.quiescent and not is_abandoned, error=error)
+            if done.batch_id in self._settling:
+                self._settling.remove(done.batch_id)
+                done = replace(done, ok=False, error=done.error or "cancelled")
             if done.quiescent and not done.ok and self.faults.busy and self._world.chance(0.3):
                 # Whatever ended it, a cancel and a timeout too: a library need not be able to call it back.
                 done = replace(done, quiescent=False)
@@ -172,29 +162,28 @@ class SimEngine(FaultyEngine):
         """The process is killed: what its kernel has taken may still arrive, nothing else."""
         world = self._world
         sent = [batch for batch, _ in self.may_move.values() if world.chance(0.5)]
-        targets = [(batch, self.target_of(batch)) for batch in sent]
         self.may_move = {batch.batch_id: (batch, world.now + 1.0) for batch in sent}
         self.is_closed = True
         self.close()
         self._finished.clear()
-        for batch, target in targets:
-            world.after(0.9 * world.random.random(), functools.partial(self._land, batch, target))
+        for batch in sent:
+            world.after(0.9 * world.random.random(), functools.partial(self._land, batch))
 
     def _go_on(self, batch: Batch) -> None:
         """A batch that failed without being quiescent: its bytes move when nobody expects it."""
         until = self._world.now + self.faults.late_s * self._world.random.random()
-        target = self.target_of(batch)
         self._late.clear()
         self.may_move[batch.batch_id] = (batch, until)
-        self._world.at(until, lambda: self._land(batch, target))
+        self._world.at(until, lambda: self._land(batch))
 
-    def _land(self, batch: Batch, target: MemoryEngine | None) -> None:
+    def _land(self, batch: Batch) -> None:
         if self.may_move.pop(batch.batch_id, None) is None:
             return
         self._world.note(self.who, "late bytes land", batch.batch_id)
-        self._copy_late(batch, target)
+        self._copy_late(batch)
 
-    def _copy_late(self, batch: Batch, target: MemoryEngine | None) -> None:
+    def _copy_late(self, batch: Batch) -> None:
+        target = self.target_of(batch)
         if isinstance(target, SimEngine) and not target.is_closed:
             self._copy_here(batch, target)
 

@@ -284,9 +284,7 @@ class Network:
 
     def kill(self, port: int) -> None:
         """The process behind a port is gone: its peers see their connections end."""
-        channel = self.channels.pop(port, None)
-        if channel is None:
-            return
+        channel = self.channels.pop(port)
         channel.closed = True
         for connection in list(self.connections):
             if connection.opener is channel:

@@ -331,10 +331,7 @@ class SimNode:
         orders = self.connector.build_orders()
         self.steps.begin(orders.step)
         for worker in self.workers:
-            worker.begin(orders)
-        if orders:
-            for worker in self.workers:
-                worker.order(orders, self.steps.finished)
+            worker.order(orders)
 
     def _compute(self, chunk: ScheduledChunk) -> int:
         """Launch what computes some tokens; the next one."""

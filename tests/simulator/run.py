@@ -106,15 +106,14 @@ class Run:
             self.checks.scribbler = Scribbler(self.world, random.Random(f"{seed} scribbles"))
         self.hosts = {plan.host: Host(self.network, self.checks, plan) for plan in self.scenario.nodes}
         self.clients = [Client(self.world, self.hosts, plan) for plan in self.scenario.requests]
+        for client in self.clients:
+            if client.plan.turn_of is not None:
+                client.turn_of = self.clients[client.plan.turn_of]
         if (handles := self.scenario.handles) is not None:
             self.clients += [
                 Thief(self.world, self.hosts, plan, self.clients[plan.number], number, handles.secret)
                 for number, plan in enumerate(handles.replays)
             ]
-        by_number = {client.plan.number: client for client in self.clients if not isinstance(client, Thief)}
-        for client in by_number.values():
-            if client.plan.turn_of is not None:
-                client.turn_of = by_number[client.plan.turn_of]
         for fault in self.scenario.faults:
             self.world.after(fault.start_s, functools.partial(self._begin, fault))
         self.world.after(FAULTS_S, self._heal)
@@ -187,15 +186,13 @@ class Run:
             self._check_success()
 
     def _is_idle(self) -> bool:
-        return all(client.is_over for client in self.clients) and all(
-            not any(host.node.connector.state().values()) and self.checks.is_quiet(host.node)
-            for host in self.hosts.values()
-        )
+        is_over = all(client.is_over for client in self.clients)
+        return is_over and all(self.checks.is_quiet(host.node) for host in self.hosts.values())
 
     def _check_motion(self) -> None:
         """Safety alone would be easy, and so would be to wait until time is over."""
-        asked = (client for client in self.clients if isinstance(client, Client) and not client.is_over)
-        self.checks.nothing_stands_still({client.name: client.asks_at for client in asked})
+        waiting = {client.name: client.asks_at for client in self.clients if not client.is_over}
+        self.checks.nothing_stands_still(waiting)
 
     def _check_success(self) -> None:
         """Where nothing goes wrong nothing fails, but for clients that left: safety alone would be easy."""

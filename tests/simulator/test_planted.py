@@ -30,6 +30,7 @@ from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.orders import Reports
 from kvconnect.transfer.parts import DeviceSteps
 from kvconnect.transfer.slots import SlotEvent, SlotPool
+from tests.engine.faulty_engine import FaultyEngine
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
 from tests.simulator.run import run_seed
@@ -223,19 +224,19 @@ def goes_on_as_ever(patch):
 
 def renews_a_link_under_others(patch):
     """An engine that gives up what is cancelled, and then everything else that is under way to that peer."""
-    submit, broken = SimEngine.submit, set()
+    submit, abandon, broken = SimEngine.submit, FaultyEngine.cancel, set()
 
     def cancel(self, batch_id):
         if batch_id in self._flights:
             broken.add((self, self._flights[batch_id].batch.peer))
-            self.abandon(batch_id)
+            abandon(self, batch_id)
 
     def renew_and_submit(self, batch):
         if (self, batch.peer) in broken:
             broken.discard((self, batch.peer))
             for flight in list(self._flights.values()):
                 if flight.batch.peer == batch.peer:
-                    self.abandon(flight.batch.batch_id)
+                    abandon(self, flight.batch.batch_id)
         submit(self, batch)
 
     patch.setattr(SimEngine, "cancel", cancel)

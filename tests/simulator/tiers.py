@@ -30,7 +30,7 @@ from kvconnect.offload.worker.jobs import RankJobs
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload.worker.tier_loop import TierLoop
-from kvconnect.transfer.orders import Orders, RowCopies
+from kvconnect.transfer.orders import RowCopies
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.identities import named
 from tests.offload.memory_tier import MemoryTier
@@ -121,14 +121,6 @@ class SimTiers(OffloadWorker):
         self._jobs.names = NamedRows(naming, requirements, memory.table, arena, self._jobs)
         if keeps.park_share:
             self.open_for_loads()
-
-    def carry_out(self, orders: Orders) -> None:
-        """A step's orders: after all that the device was given before it, and before its kernels."""
-        self.before_step(orders.offload)
-        self.start(orders.offload)
-        for load in orders.loads:
-            if load.parks and self.load_rows is not None:
-                self.load_rows.begin(load.parks)
 
     def stop(self) -> None:
         """The process is stopped where it is, or gone."""
@@ -249,8 +241,8 @@ def kept_blocks(node: SimNode) -> KeptBlocks | None:
         make_requirements(node.workers[0]),
         hashes=partial(_names, keeps.hashing),
         row_bytes=tiers.row_bytes,
-        num_ranks=node.plan.world_size,
         clock=node.world.clock,
+        num_ranks=node.plan.world_size,
         parks=tiers.load_rows is not None,
     )
 

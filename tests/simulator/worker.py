@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from kvconnect.cache.identity import Prefix
 from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Span
+from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
 from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
@@ -25,7 +25,6 @@ from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import STOPPING
 from kvconnect.transfer.kept import Kept, KeptByName
 from kvconnect.transfer.orders import Orders, Reports, Results
-from kvconnect.transfer.parts import Finished
 from kvconnect.transfer.slots import SlotPool
 from tests.identities import named
 from tests.simulator.device import SimLocal, Stream
@@ -98,6 +97,8 @@ class SimWorker:
         assert self.transfers.prefill is not None
         assert self.transfers.decode is not None
         self.prefill, self.decode = self.transfers.prefill, self.transfers.decode
+        # In place of the part that has threads and sockets.
+        self._half = WorkerHalf(self, self.tiers)  # type: ignore[arg-type]
         self.checks.begin(self)
 
     def _liar(self) -> Liar:
@@ -159,6 +160,11 @@ class SimWorker:
         now_s = self.world.now - self._stopped_at if self.channel.stopped else 0.0
         return self._stopped_s + now_s
 
+    @property
+    def awake_s(self) -> float:
+        """A clock that stands still while its process is stopped."""
+        return self.world.now - self.stopped_s
+
     def packing_touches(self, blocks: frozenset[int], side: str) -> bool:
         """Whether a kernel that was launched and has not run packs from these blocks, or unpacks to them."""
         return any(
@@ -178,22 +184,26 @@ class SimWorker:
         touched = {int(block) for blocks in staged.blocks.values() for block in blocks // self._ratio}
         return touched - {0}
 
-    def begin(self, orders: Orders) -> None:
-        """A step is about to be launched."""
+    def order(self, orders: Orders) -> None:
+        """A step is about to be launched: take its orders, and remember what must be reported."""
+        self.checks.ordered(self, orders)
+        self._half.before_step(orders)
+
+    def before_step(self, orders: Orders) -> None:
+        """See ``TransferWorker``."""
         if self.shared is not None:
             self.shared.begin(orders.step, orders.reused)
 
-    def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
-        """Give the transfer thread one step's orders, and remember what it must report."""
-        if not self.is_dead:
-            if orders.named and self.shared is not None:
-                named, number = self.shared.name, self.shared.number
-                is_computed = finished(orders.step - 1)
-                self.transfers.call(lambda now: named(orders.named, number, is_computed))
-            self.checks.ordered(self, orders)
-            if self.tiers is not None:
-                self.tiers.carry_out(orders)
-            self.transfers.order(orders, finished)
+    def start(self, orders: Orders) -> None:
+        """See ``TransferWorker``."""
+        if not orders:
+            return
+        finished = self.node.steps.finished
+        if orders.named and self.shared is not None:
+            named, number = self.shared.name, self.shared.number
+            is_computed = finished(orders.step - 1)
+            self.transfers.call(lambda now: named(orders.named, number, is_computed))
+        self.transfers.order(orders, finished)
 
     def take_results(self) -> list[Results]:
         """What the transfer thread reported since the last call."""

@@ -238,8 +238,7 @@ class FakeWorker:
             {id(slot) for landing in landings if landing.closed is closed for slot in landing.lent.values()}
             for closed in (False, True)
         )
-        unpacking = {id(parcel.slot) for landing in landings for parcel in landing.unpacking}
-        unpacking |= {id(slot) for landing in landings for slot, _ in landing.packed}
+        unpacking = {id(slot) for one in landings for slot, *_ in (*one.unpacking, *one.packed)}
         assert _by_state(self.landing) == {
             SlotState.THEIRS: lent,
             SlotState.OURS: unpacking,
@@ -273,7 +272,6 @@ class FakeWorker:
         if (decode := self.transfers.decode) is not None:
             assert not decode.loads
             assert len(decode.rank_fetches) == 0
-            assert not decode.rank_fetches.num_owed
             assert not decode.bay.busy
             assert len(decode.bay) == 0
             assert not decode.bay._hungry

@@ -18,7 +18,7 @@ from tests.transfer.pair import LAYERS, PAGE_BYTES, Pair
 
 
 def answer(worker, argument=""):
-    return write_inspection(worker.transfers, worker.config, worker.metrics.timeline, {}, {}, argument)
+    return write_inspection(worker.transfers, worker.metrics.timeline, {}, {}, argument)
 
 
 def seen(worker, argument=""):

@@ -140,7 +140,7 @@ class Engine:
         self._device = Device(is_late=settings.is_late)
         self._device_steps = DeviceSteps(self._device.record)
         if (transfer := self.worker._worker.transfer) is not None:
-            transfer._steps, transfer.marks_steps = self._device_steps, True
+            transfer._steps = self._device_steps
         self._raw: set[tuple[str, str]] = set()
         self._failed: set[str] = set()
         self._due: dict[tuple[str, str], int] = {}

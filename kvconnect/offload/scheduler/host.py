@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -381,7 +382,7 @@ class KeptBlocks:
     requirements: HitRequirements
     hashes: Names
     row_bytes: Mapping[int, int]
-    clock: Callable[[], float]
+    clock: Callable[[], float] = time.monotonic
     num_ranks: int = 1
     events: TierEvents | None = None
     parks: bool = False
