@@ -409,11 +409,6 @@ def context_ranks(vllm_config: VllmConfig) -> int:
     return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
 
 
-def finest(vllm_config: VllmConfig, cache: VllmCache) -> int | None:
-    """``VllmCache.finest`` over all pipeline ranks, which must all call it."""
-    return max(of_stages(vllm_config, cache.finest(head_counts(vllm_config)) or 0)) or None
-
-
 def of_stages(vllm_config: VllmConfig, value: Any) -> list[Any]:
     """Each rank's value. Without pipeline ranks all values are equal, and only ours is returned."""
     return all_ranks(value) if vllm_config.parallel_config.pipeline_parallel_size > 1 else [value]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -85,17 +85,18 @@ def kept_config(kv_cache_config: Any) -> Any:
     )
 
 
-def hit_requirements(kv_cache_config: Any, drafts: Collection[int] = ()) -> HitRequirements:
+def hit_requirements(vllm_config: VllmConfig, kv_cache_config: Any) -> HitRequirements:
     """Which blocks of the kept groups a prefix hit needs."""
     from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 
     groups = scheduler_config(kept_config(kv_cache_config)).groups
     # A hit ends where the blocks of all groups end together.
     align = math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups))
+    drafts = _draft_groups(vllm_config, kv_cache_config)
     return HitRequirements.of(groups, kept_groups(kv_cache_config), align, drafts)
 
 
-def draft_groups(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[int, ...]:
+def _draft_groups(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[int, ...]:
     """Groups with a draft model's layers, whose KV of a token depends on the next token."""
     speculative = vllm_config.speculative_config
     ask = getattr(speculative, "use_eagle_block_drop", None)
