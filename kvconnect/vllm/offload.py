@@ -1,7 +1,7 @@
 """Translates vLLM's cache configuration for offload.
 
 Which cache groups are kept, how many tokens their blocks and hashes have, which groups a draft model reads
-ahead in, and how block hashes are made.
+ahead in, how block hashes are made, and which blocks of the device peers may fetch by them.
 """
 
 from __future__ import annotations
@@ -172,3 +172,40 @@ class BlockNames:
         hasher = get_request_block_hasher(tokens, get_hash_fn_by_name(self._algorithm))
         made: Sequence[bytes] = hasher(unhashed)
         return made
+
+
+class WatchedPool:
+    """vLLM's block pool, the one that it binds its connectors to, as ``PrefixPool``.
+
+    Its ``unpin_blocks`` gives up a reference to a block that is still read, and reports when the block goes
+    to another request or the caches are reset.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._reused: list[int] = []
+
+    def watch(self, group: int, hashes: Sequence[bytes]) -> Sequence[int]:
+        """See ``PrefixPool``."""
+        find, groups = self._pool.get_cached_block, [group]
+        blocks = [found[0] if (found := find(name, groups)) else None for name in hashes]
+        watched = [block for block in blocks if block is not None]
+        # References that are taken and given up again: what remains are the watchers.
+        self._pool.touch(watched)
+        self._pool.unpin_blocks(reversed(watched), self._on_reuse)
+        return [0 if block is None else int(block.block_id) for block in blocks]
+
+    def take_reused(self) -> Sequence[int]:
+        """See ``PrefixPool``."""
+        reused, self._reused = self._reused, []
+        return reused
+
+    def refresh(self, block_ids: Sequence[int]) -> None:
+        """See ``PrefixPool``. vLLM reuses the blocks at the end of a prefix first, as of its own requests."""
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        free = [block for block in blocks if not block.ref_cnt and block.block_hash is not None]
+        self._pool.touch(free)
+        self._pool.free_blocks(reversed(free))
+
+    def _on_reuse(self, block: Any) -> None:
+        self._reused.append(int(block.block_id))

@@ -42,12 +42,12 @@ from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
     BlockNames,
+    WatchedPool,
     hash_block_tokens,
     hit_requirements,
     kept_config,
     naming,
 )
-from kvconnect.vllm.prefix_pool import WatchedPool
 from kvconnect.vllm.requests import Adapters, batch_of, cached_tokens, parent_of, prompt_digest
 from kvconnect.vllm.stated_identity import Stated
 from kvconnect.vllm.values import attention_layers
