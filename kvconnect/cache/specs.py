@@ -229,6 +229,12 @@ class KVCacheGroup:
     spec: GroupSpec
     num_blocks: int | None = None
 
+    @classmethod
+    def of(cls, specs: Mapping[str, LayerSpec], num_blocks: int | None = None) -> KVCacheGroup:
+        """A group of these layers, by name, which may be alike or not."""
+        alike = len(set(specs.values())) == 1
+        return cls(tuple(specs), next(iter(specs.values())) if alike else UniformTypeSpec(specs), num_blocks)
+
     def __post_init__(self) -> None:
         if isinstance(self.spec, UniformTypeSpec) and set(self.spec.specs) != set(self.layer_names):
             raise LayoutError(

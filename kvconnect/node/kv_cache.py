@@ -17,7 +17,6 @@ from kvconnect.cache.specs import (
     KVCacheConfig,
     KVCacheGroup,
     StateSpec,
-    UniformTypeSpec,
     div_exact,
 )
 from kvconnect.errors import ConfigError, LayoutError
@@ -44,11 +43,7 @@ def parse_cache_dtype(name: str) -> torch.dtype:
 
 def build_cache_config(layout: CacheLayout, num_blocks: int) -> KVCacheConfig:
     """The configuration of a model's cache with ``num_blocks`` logical blocks, including the null block."""
-    groups = []
-    for layers in layout.groups:
-        specs = {layer.name: layer.spec for layer in layers}
-        alike = len(set(specs.values())) == 1
-        groups.append(KVCacheGroup(tuple(specs), layers[0].spec if alike else UniformTypeSpec(specs)))
+    groups = (KVCacheGroup.of({layer.name: layer.spec for layer in layers}) for layers in layout.groups)
     return KVCacheConfig(num_blocks, tuple(groups))
 
 

@@ -23,7 +23,6 @@ from kvconnect.cache.specs import (
     LayerSpec,
     MLASpec,
     StateSpec,
-    UniformTypeSpec,
 )
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.plan.blocks import GroupBlocks
@@ -183,11 +182,7 @@ class _Maker:
         self.cut_by_rank = True
 
     def cache(self) -> RankCache:
-        groups = []
-        for group, specs in sorted(self._specs.items()):
-            alike = len(set(specs.values())) == 1
-            spec = next(iter(specs.values())) if alike else UniformTypeSpec(specs)
-            groups.append(KVCacheGroup(tuple(specs), spec, self._blocks[group]))
+        groups = (KVCacheGroup.of(specs, self._blocks[at]) for at, specs in sorted(self._specs.items()))
         config = KVCacheConfig(self._blocks[0], tuple(groups))
         return RankCache(config, dict.fromkeys(self._specs, self._page), self._tensors, self._heads)
 

@@ -228,11 +228,6 @@ class RoomLedger:
 
     # Both
 
-    @property
-    def num_rooms(self) -> int:
-        """Rooms that have not ended; 0 when idle."""
-        return len(self._prefill) + len(self._decode)
-
     def _order(self) -> None:
         self._worker.before_step(self._draft.take())
 

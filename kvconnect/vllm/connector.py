@@ -32,8 +32,7 @@ from kvconnect.vllm.metadata import (
     hit_sources,
 )
 from kvconnect.vllm.offload import kept_groups
-from kvconnect.vllm.pauses import follow_pauses
-from kvconnect.vllm.plugin import check_vllm, register, warn_of_known_faults
+from kvconnect.vllm.plugin import check_vllm, follow_pauses, register, warn_of_known_faults
 from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
@@ -121,7 +120,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's half
 
     def _paused(self, *, is_paused: bool) -> None:
-        """See ``pauses``."""
+        """See ``follow_pauses``."""
         self._half.pause(is_paused=is_paused)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:

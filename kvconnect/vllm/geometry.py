@@ -26,7 +26,6 @@ from kvconnect.cache.specs import (
     MLASpec,
     SlidingWindowSpec,
     StateSpec,
-    UniformTypeSpec,
     div_exact,
 )
 from kvconnect.errors import ConfigError, LayoutError, listed
@@ -215,7 +214,7 @@ def worker_cache(
                 heads[name] = owned
             elif num_ranks > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
                 bound.append(name)
-        groups.append(_group_of(specs))
+        groups.append(KVCacheGroup.of(specs))
         kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratio)
     return VllmCache(
         config=KVCacheConfig(kv_cache_config.num_blocks, tuple(groups)),
@@ -268,11 +267,6 @@ def _whole_pages(name: str, tensor: torch.Tensor) -> torch.Tensor:
             )
         extent *= size
     return tensor.as_strided((tensor.shape[0], 1, 1, extent), (tensor.stride(0), extent, extent, 1))
-
-
-def _group_of(specs: Mapping[str, LayerSpec]) -> KVCacheGroup:
-    alike = len(set(specs.values())) == 1
-    return KVCacheGroup(tuple(specs), next(iter(specs.values())) if alike else UniformTypeSpec(specs))
 
 
 def _owned_heads(count: int | None, tensor: torch.Tensor, rank: int, world_size: int) -> HeadInterval | None:
@@ -407,11 +401,6 @@ def stage_ranks(vllm_config: VllmConfig) -> int:
 def context_ranks(vllm_config: VllmConfig) -> int:
     """How many ranks with the same heads keep tokens in turns; a block holds that many times its tokens."""
     return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
-
-
-def finest(vllm_config: VllmConfig, cache: VllmCache) -> int | None:
-    """``VllmCache.finest`` over all pipeline ranks, which must all call it."""
-    return max(of_stages(vllm_config, cache.finest(head_counts(vllm_config)) or 0)) or None
 
 
 def of_stages(vllm_config: VllmConfig, value: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Translates vLLM's cache configuration for offload.
 
 Which cache groups are kept, how many tokens their blocks and hashes have, which groups a draft model reads
-ahead in, and how block hashes are made.
+ahead in, how block hashes are made, and which blocks of the device peers may fetch by them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -85,17 +85,18 @@ def kept_config(kv_cache_config: Any) -> Any:
     )
 
 
-def hit_requirements(kv_cache_config: Any, drafts: Collection[int] = ()) -> HitRequirements:
+def hit_requirements(vllm_config: VllmConfig, kv_cache_config: Any) -> HitRequirements:
     """Which blocks of the kept groups a prefix hit needs."""
     from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 
     groups = scheduler_config(kept_config(kv_cache_config)).groups
     # A hit ends where the blocks of all groups end together.
     align = math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups))
+    drafts = _draft_groups(vllm_config, kv_cache_config)
     return HitRequirements.of(groups, kept_groups(kv_cache_config), align, drafts)
 
 
-def draft_groups(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[int, ...]:
+def _draft_groups(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[int, ...]:
     """Groups with a draft model's layers, whose KV of a token depends on the next token."""
     speculative = vllm_config.speculative_config
     ask = getattr(speculative, "use_eagle_block_drop", None)
@@ -171,3 +172,40 @@ class BlockNames:
         hasher = get_request_block_hasher(tokens, get_hash_fn_by_name(self._algorithm))
         made: Sequence[bytes] = hasher(unhashed)
         return made
+
+
+class WatchedPool:
+    """vLLM's block pool, the one that it binds its connectors to, as ``PrefixPool``.
+
+    Its ``unpin_blocks`` gives up a reference to a block that is still read, and reports when the block goes
+    to another request or the caches are reset.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._reused: list[int] = []
+
+    def watch(self, group: int, hashes: Sequence[bytes]) -> Sequence[int]:
+        """See ``PrefixPool``."""
+        find, groups = self._pool.get_cached_block, [group]
+        blocks = [found[0] if (found := find(name, groups)) else None for name in hashes]
+        watched = [block for block in blocks if block is not None]
+        # References that are taken and given up again: what remains are the watchers.
+        self._pool.touch(watched)
+        self._pool.unpin_blocks(reversed(watched), self._on_reuse)
+        return [0 if block is None else int(block.block_id) for block in blocks]
+
+    def take_reused(self) -> Sequence[int]:
+        """See ``PrefixPool``."""
+        reused, self._reused = self._reused, []
+        return reused
+
+    def refresh(self, block_ids: Sequence[int]) -> None:
+        """See ``PrefixPool``. vLLM reuses the blocks at the end of a prefix first, as of its own requests."""
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        free = [block for block in blocks if not block.ref_cnt and block.block_hash is not None]
+        self._pool.touch(free)
+        self._pool.free_blocks(reversed(free))
+
+    def _on_reuse(self, block: Any) -> None:
+        self._reused.append(int(block.block_id))

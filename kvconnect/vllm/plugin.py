@@ -1,4 +1,4 @@
-"""The plugin entry point: registers the name ``KVConnect`` with vLLM, and the check of its configuration.
+"""The plugin entry point: registers the name ``KVConnect`` with vLLM, and wraps what vLLM has no hook for.
 
 vLLM runs it in every process of every server, also without a connector, and may run it more than once: so it
 imports nothing slow. vLLM's factory is loaded in all these processes anyway. What a release of vLLM supports
@@ -93,6 +93,38 @@ def _check_created(options: Any) -> None:
         return made
 
     options.EngineArgs.create_engine_config = created_and_checked
+
+
+_WAITS_FOR_BLOCKS = "PAUSED_NEW"
+"""vLLM's name of the pause in which it waits; in its other pauses, requests keep their blocks."""
+
+
+@functools.cache
+def follow_pauses() -> None:
+    """Have vLLM's scheduler call ``_paused`` of its connectors as its pause state changes. Once per process.
+
+    Before vLLM sleeps it takes no new request and waits until no request holds blocks; only then it calls the
+    workers. A request that is held for a decode node would delay that until its lease is over.
+
+    To be called in the scheduler's process, which has vLLM's module by then. The method has no public name:
+    those are vLLM's hooks.
+    """
+    scheduler = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
+    set_state: Any = getattr(scheduler, "set_pause_state", None)
+    if scheduler is None or set_state is None:
+        logger.debug("this vLLM has no pause state: requests stay held until their leases are over")
+        return
+
+    @functools.wraps(set_state)
+    def set_and_inform(self: Any, pause_state: Any, *arguments: Any, **more: Any) -> Any:
+        result = set_state(self, pause_state, *arguments, **more)
+        # A MultiConnector has several.
+        for connector in getattr(self.connector, "_connectors", (self.connector,)):
+            if (inform := getattr(connector, "_paused", None)) is not None:
+                inform(is_paused=pause_state.name == _WAITS_FOR_BLOCKS)
+        return result
+
+    scheduler.set_pause_state = set_and_inform
 
 
 # Which vLLM this is

@@ -39,10 +39,6 @@ class Spans:
         # By request id: its trace headers, and its records so far.
         self._traced: dict[str, tuple[Any, list[Record]]] = {}
 
-    def __len__(self) -> int:
-        """The number of traced requests."""
-        return len(self._traced)
-
     def begin(self, request: Any) -> None:
         """Register vLLM's request if it carries trace headers."""
         if headers := getattr(request, "trace_headers", None):

@@ -39,10 +39,6 @@ class Steps:
         self._states: dict[str, list[StateBlock]] = {}
         self.refusal = ""
 
-    def __len__(self) -> int:
-        """The number of live requests."""
-        return len(self._requests)
-
     def begin(self, request: Any) -> None:
         """Register vLLM's request object, which later reports read."""
         self._requests[request.request_id] = request

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvconnect.cache.identity import Naming
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import (
@@ -30,9 +29,9 @@ from kvconnect.transfer.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
 from kvconnect.vllm.geometry import (
     context_ranks,
-    finest,
     head_counts,
     held_back,
+    of_stages,
     scheduler_config,
     stage_ranks,
     topology,
@@ -42,13 +41,12 @@ from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
     BlockNames,
-    draft_groups,
+    WatchedPool,
     hash_block_tokens,
     hit_requirements,
     kept_config,
     naming,
 )
-from kvconnect.vllm.prefix_pool import WatchedPool
 from kvconnect.vllm.requests import Adapters, batch_of, cached_tokens, parent_of, prompt_digest
 from kvconnect.vllm.stated_identity import Stated
 from kvconnect.vllm.values import attention_layers
@@ -79,7 +77,7 @@ def make_scheduler_half(
         named = settings.usable_naming(vllm_config, config, own)
         if settings.shared_naming(vllm_config, kv_cache_config, config, own, pool) is not None:
             shared = SharedBlocks(
-                hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
+                hit_requirements(vllm_config, kv_cache_config),
                 hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
                 pool=WatchedPool(pool),
             )
@@ -113,7 +111,7 @@ def make_scheduler_half(
         hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
         kept = KeptBlocks(
             scheduler_config(kept_config(kv_cache_config)).groups,
-            hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
+            hit_requirements(vllm_config, kv_cache_config),
             hashes=BlockHashes(hash_tokens, None if events is not None else adapters),
             row_bytes=_same_rows(workers),
             # vLLM's world size may include all data-parallel engines.
@@ -156,15 +154,22 @@ def make_worker_half(
     # Measured before kvconnect allocates: its memory is no part of vLLM's share.
     reserved_bytes = still_taken_bytes(vllm_config, next(iter(kv_caches.values())).device)
     kept = sent = None
+    named = naming(vllm_config, kv_cache_config, extra.offload)
     if extra.offload is not None:
+        if named is None and config.is_producer and extra.engine != "none":
+            logger.info(
+                "what is kept in host memory is not sent to peers: vLLM's block hashes begin with a number "
+                "of each process's own, or not all of its cache is kept under them. Set PYTHONHASHSEED to "
+                "the same number on all servers"
+            )
         # Restored bytes come from the same rank: nothing is converted.
         cache = described(kept_config(kv_cache_config))
         kept = KeptCache(
             cache,
             stated.identity(cache, extra.offload),
-            hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
+            hit_requirements(vllm_config, kv_cache_config),
             label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
-            naming=_peers_names(vllm_config, kv_cache_config, config),
+            naming=named,
             announces=settings.wants_events(vllm_config) and rank == 0,
         )
     if extra.engine != "none":
@@ -172,7 +177,7 @@ def make_worker_half(
         lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
         meaning = CacheMeaning(
             stated.identity(cache, extra.offload, convert_dtype=extra.convert_dtype),
-            num_heads=finest(vllm_config, cache),
+            num_heads=max(of_stages(vllm_config, cache.finest(counts) or 0)) or None,
             tensor=ranks.tensor,
             stages=ranks.stages,
             context=ranks.context,
@@ -180,25 +185,11 @@ def make_worker_half(
             held_back=held_back(kv_cache_config, lookahead),
             draft_from=counts.num_layers,
         )
-        named, shared = naming(vllm_config, kv_cache_config, extra.offload), None
-        named = settings.shared_naming(vllm_config, kv_cache_config, config, named, None)
-        if named is not None:
-            drafts = draft_groups(vllm_config, kv_cache_config)
-            shared = SharedCache(named, hit_requirements(kv_cache_config, drafts))
+        shared = None
+        if (own := settings.shared_naming(vllm_config, kv_cache_config, config, named, None)) is not None:
+            shared = SharedCache(own, hit_requirements(vllm_config, kv_cache_config))
         sent = SentCache(cache, meaning, shared)
     return build_worker_half(config, RankTraits(rank, ranks.size, reserved_bytes, sent, kept))
-
-
-def _peers_names(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> Naming | None:
-    """The naming under which peers may pull kept KV; None where they cannot."""
-    named = naming(vllm_config, kv_cache_config, config.extra.offload)
-    if named is None and config.is_producer and config.extra.engine != "none":
-        logger.info(
-            "what is kept in host memory is not sent to peers: vLLM's block hashes begin with a number of "
-            "each process's own, or not all of its cache is kept under them. Set PYTHONHASHSEED to the same "
-            "number on all servers"
-        )
-    return named
 
 
 def still_taken_bytes(vllm_config: VllmConfig, device: torch.device) -> int:

@@ -28,7 +28,7 @@ from kvconnect.sglang import linker as linker_module
 from kvconnect.sglang.linker import KVConnectLinker
 from tests.offload.store_master import StoreMaster, master_binary
 from tests.sglang.servers import WHEN_IMPORTED
-from tests.sglang_contract.linked_cache import LINKED, PAGE, PAGES, LinkedCache, Request
+from tests.sglang_contract.linked_cache import PAGE, PAGES, LinkedCache, Request
 from tests.vllm.tiny_models import write_model
 
 DISK_BYTES = 1 << 22
@@ -440,49 +440,3 @@ def test_what_is_not_kept_is_refused_by_name(make, change, text):
     given = {"components": {ComponentType.FULL}, **change}
     with pytest.raises(ConfigError, match=text):
         KVConnectLinker(SimpleNamespace(), rig.params, **given)
-
-
-BACKEND = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "kvconnect"}
-LINKER = {
-    "enable_unified_cache_external_linker": True,
-    "unified_cache_external_linker_backend": "dynamic",
-    "unified_cache_external_linker_config": LINKED,
-}
-KEPT = '{"offload": {"cpu_bytes": 1000000}}'
-
-
-@pytest.mark.parametrize(
-    ("given", "config", "texts"),
-    [
-        (LINKER, "", ["KVCONNECT_CONFIG is not set"]),
-        (LINKER, "{}", ["no 'offload'", "cpu_bytes"]),
-        (LINKER, '{"offload": {}}', ["cpu_bytes"]),
-        (LINKER, KEPT[:-1] + ', "host": "10.0.0.1"}', ["'host'"]),
-        (LINKER, '{"offload": {"cpu_bytes": 1000000, "decoded": false}}', ["offload.decoded"]),
-        ({**LINKER, "enable_lora": True}, KEPT, ["--enable-lora is True"]),
-        ({**LINKER, "speculative_algorithm": "EAGLE"}, KEPT, ["--speculative-algorithm is EAGLE"]),
-        ({**BACKEND, **LINKER}, '{"engine": "nixl"}', ["no 'offload'"]),
-        (BACKEND, KEPT, ["does not load kvconnect's linker", "--enable-unified-cache-external-linker"]),
-        ({}, KEPT, ["does not load kvconnect's linker"]),
-    ],
-)
-def test_settings_end_the_servers_start(monkeypatch, capsys, given, config, texts):
-    from kvconnect.sglang.registration import _check_arguments
-
-    monkeypatch.setenv("KVCONNECT_CONFIG", config)
-    with pytest.raises(SystemExit):
-        _check_arguments(SimpleNamespace(**given))
-    printed = capsys.readouterr().err
-    assert all(text in printed for text in texts), printed
-
-
-@pytest.mark.parametrize("given", [{}, LINKER, {**BACKEND, **LINKER}])
-def test_settings_that_can_be_used(monkeypatch, given):
-    from kvconnect.sglang.registration import _check_arguments
-
-    if given:
-        monkeypatch.setenv("KVCONNECT_CONFIG", KEPT)
-    else:
-        monkeypatch.delenv("KVCONNECT_CONFIG", raising=False)
-    _check_arguments(SimpleNamespace(**given))
-    assert given or "KVCONNECT_CONFIG" not in os.environ

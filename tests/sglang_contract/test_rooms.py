@@ -64,7 +64,8 @@ def test_a_request_moves_with_its_rows(pair):
         assert not got[5:].any()
     untouched = [page for page in range(18) if page not in D_PAGES]
     assert not any(pool[untouched].any() for pool in decode.kv)
-    assert prefill.ledger.num_rooms == decode.ledger.num_rooms == 0
+    assert not prefill.ledger._prefill
+    assert not decode.ledger._decode
     assert prefill.ledger.poll_prefill(of_p) == SUCCESS, "it is remembered"
 
 
@@ -139,7 +140,7 @@ def test_nothing_of_an_aborted_prefill_is_used(pair):
     assert prefill.ledger.poll_prefill(of_p) == FAILED
     assert ended(decode, of_d) == FAILED
     assert of_d.reason.cause in (Cause.ABORTED, Cause.PREFILL_ENDED)
-    assert prefill.ledger.num_rooms == 0
+    assert not prefill.ledger._prefill
     until(lambda: not prefill.worker.state()["expected"])
 
 
@@ -203,7 +204,7 @@ def test_a_prefill_that_no_decode_node_asks_for_fails_in_time(ranks):
     of_p = prefill.ledger.open_prefill(1)
     assert ended(prefill, of_p) == FAILED
     assert "no decode node asked" in of_p.reason.text
-    assert prefill.ledger.num_rooms == 0
+    assert not prefill.ledger._prefill
 
 
 def test_pages_of_a_dead_decode_node_are_free_within_the_lease(ranks):

@@ -31,12 +31,14 @@ from kvconnect.errors import ConfigError
 from kvconnect.halves.building import Trust
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import Handles
-from kvconnect.sglang import conn, environment, room_ledger
+from kvconnect.sglang import conn, room_ledger
 from kvconnect.sglang.bootstrap_server import KVConnectBootstrapServer
 from kvconnect.sglang.prefill_directory import KEY, PrefillDirectory
 from kvconnect.sglang.rank_pools import RankShape, read_pools
+from kvconnect.sglang.registration import _check_arguments
 from kvconnect.transfer.attached_rows import AttachedRows
 from tests.ports import free_port
+from tests.sglang_contract.linked_cache import LINKED
 
 PAGE, TOKENS = 4, 64
 
@@ -215,41 +217,69 @@ def test_the_rows_beside_a_prompts_kv_travel_in_one_piece():
         AttachedRows([1], [65537])
 
 
+BACKEND = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "kvconnect"}
+LINKER = {
+    "enable_unified_cache_external_linker": True,
+    "unified_cache_external_linker_backend": "dynamic",
+    "unified_cache_external_linker_config": LINKED,
+}
+KEPT = '{"offload": {"cpu_bytes": 1000000}}'
+
+
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("given", "config", "texts"),
     [
-        ("", "KVCONNECT_CONFIG is not set"),
-        ("{", "is not JSON"),
-        ('{"engin": "nixl"}', "did you mean 'engine'"),
-        ('{"engine": "none"}', "engine is 'none'"),
-        ('{"bootstrap_port": 1, "sources": []}', "2 mistakes"),
-        ("/no/such/file", "cannot be read"),
+        (BACKEND, "", ["KVCONNECT_CONFIG is not set"]),
+        (BACKEND, "{", ["is not JSON"]),
+        (BACKEND, '{"engin": "nixl"}', ["did you mean 'engine'"]),
+        (BACKEND, '{"engine": "none"}', ["engine is 'none'"]),
+        (BACKEND, '{"bootstrap_port": 1, "sources": []}', ["2 mistakes"]),
+        (BACKEND, "/no/such/file", ["cannot be read"]),
+        ({**BACKEND, "enable_hisparse": True}, "{}", ["--enable-hisparse is True"]),
+        (LINKER, "", ["KVCONNECT_CONFIG is not set"]),
+        (LINKER, "{}", ["no 'offload'", "cpu_bytes"]),
+        (LINKER, '{"offload": {}}', ["cpu_bytes"]),
+        (LINKER, KEPT[:-1] + ', "host": "10.0.0.1"}', ["'host'"]),
+        (LINKER, '{"offload": {"cpu_bytes": 1000000, "decoded": false}}', ["offload.decoded"]),
+        ({**LINKER, "enable_lora": True}, KEPT, ["--enable-lora is True"]),
+        ({**LINKER, "speculative_algorithm": "EAGLE"}, KEPT, ["--speculative-algorithm is EAGLE"]),
+        ({**BACKEND, **LINKER}, '{"engine": "nixl"}', ["no 'offload'"]),
+        (BACKEND, KEPT, ["does not load kvconnect's linker", "--enable-unified-cache-external-linker"]),
+        ({}, KEPT, ["does not load kvconnect's linker"]),
     ],
 )
-def test_settings_that_cannot_be_used(given, text):
-    with pytest.raises(ConfigError, match=text):
-        environment.read_settings("prefill", {"KVCONNECT_CONFIG": given})
-
-
-def test_settings_end_the_servers_start(monkeypatch, capsys):
-    from kvconnect.sglang.registration import _check_arguments
-
-    monkeypatch.delenv("KVCONNECT_CONFIG", raising=False)
-    given = SimpleNamespace(disaggregation_mode="decode", disaggregation_transfer_backend="kvconnect")
+def test_settings_end_the_servers_start(monkeypatch, capsys, given, config, texts):
+    monkeypatch.setenv("KVCONNECT_CONFIG", config)
     with pytest.raises(SystemExit):
-        _check_arguments(given)
-    assert "KVCONNECT_CONFIG is not set" in capsys.readouterr().err
-    _check_arguments(SimpleNamespace(disaggregation_mode="null", disaggregation_transfer_backend="kvconnect"))
-    _check_arguments(SimpleNamespace(disaggregation_mode="decode", disaggregation_transfer_backend="nixl"))
+        _check_arguments(SimpleNamespace(**given))
+    printed = capsys.readouterr().err
+    assert all(text in printed for text in texts), printed
+
+
+def test_a_variable_of_sglang_ends_the_servers_start(monkeypatch, capsys):
     monkeypatch.setenv("KVCONNECT_CONFIG", "{}")
-    _check_arguments(given)
-    with pytest.raises(SystemExit):
-        _check_arguments(SimpleNamespace(**vars(given), enable_hisparse=True))
-    assert "--enable-hisparse is True" in capsys.readouterr().err
     monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
     with pytest.raises(SystemExit):
-        _check_arguments(given)
+        _check_arguments(SimpleNamespace(**BACKEND))
     assert "SGLANG_DISAGG_STAGING_BUFFER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ({}, None),
+        ({**BACKEND, "disaggregation_mode": "null"}, None),
+        ({**BACKEND, "disaggregation_transfer_backend": "nixl"}, None),
+        (BACKEND, "{}"),
+        (LINKER, KEPT),
+        ({**BACKEND, **LINKER}, KEPT),
+    ],
+)
+def test_settings_that_can_be_used(monkeypatch, given, config):
+    monkeypatch.delenv("KVCONNECT_CONFIG", raising=False)
+    if config is not None:
+        monkeypatch.setenv("KVCONNECT_CONFIG", config)
+    _check_arguments(SimpleNamespace(**given))
 
 
 def rank(dp_size=1, dp_rank=0, handle="", **more):

@@ -22,14 +22,14 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvconnect.node.children import BadAnswer
+from kvconnect.node.children import BadAnswer, read_metrics
 from tests.vllm.load_figures import in_ms, quantile
 from tests.vllm.pairs import (
     GRAPHS,
@@ -143,18 +143,12 @@ class Load:
         return [self.one(index) for index in range(len(self._prompts))]
 
 
-def _failures(server: Server) -> dict[str, float]:
-    name = "vllm:kvconnect_failures_total"
-    found: dict[str, float] = {}
-    for line in server.fetch("/metrics").decode().splitlines():
-        if line.startswith(name + "{"):
-            reason = line.partition('reason="')[2].partition('"')[0]
-            found[reason] = found.get(reason, 0.0) + float(line.rpartition(" ")[2])
+def _failures(server: Server) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (name, labels), count in read_metrics(server.url).items():
+        if name == "vllm:kvconnect_failures_total":
+            found[dict(labels)["reason"]] += int(count)
     return found
-
-
-def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    return {name: value - before.get(name, 0) for name, value in after.items() if value > before.get(name, 0)}
 
 
 def until_idle(pair: Pair, within_s: float) -> dict[str, Any]:
@@ -226,7 +220,7 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
         "requests_per_s_without_leavers": round(len(stayed) / stayed_s, 2),
         **idle,
         "idle_before": before_idle,
-        "failures_counted_by_decode": _grown(failures, _failures(pair.decode)),
+        "failures_counted_by_decode": _failures(pair.decode) - failures,
         "errors": _errors([*warm, *stayed, *outcomes]),
         "wrong": [asdict(outcome) for outcome in good if not accepted.has(outcome)][:_SHOWN_ERRORS],
     }

@@ -15,19 +15,15 @@ time.
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from tests.vllm import dense_model
 from tests.vllm.load_client import LETTERS
-from tests.vllm.load_figures import streamed
 from tests.vllm.pairs import (
     Lines,
     ask,
@@ -106,25 +102,6 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
     )
 
 
-def lettered(url: str, prompt: list[int], max_tokens: int) -> list[tuple[float, int]]:
-    """Seconds from asking to each token, and the token, which is a letter."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "allowed_token_ids": LETTERS}
-    where = urlsplit(url)
-    client = http.client.HTTPConnection(str(where.hostname), where.port, timeout=120)
-    found: list[tuple[float, int]] = []
-    try:
-        began = time.perf_counter()
-        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        for line in client.getresponse():
-            for choice in streamed(line).get("choices") or ():
-                found += [(time.perf_counter() - began, ord(letter)) for letter in choice["text"]]
-    finally:
-        client.close()
-    assert len(found) == max_tokens, f"{url} answered with {len(found)} of {max_tokens} tokens"
-    return found
-
-
 def conversation(servers: Servers, given: argparse.Namespace, lines: Lines) -> None:
     """Turns over a pair, P then D, the same by the plain server, and others through a router."""
     prefill, decode, plain = servers.servers
@@ -155,7 +132,7 @@ def _conversation(
         answer = ask(decode.url, history, kv_transfer_params=handed, max_tokens=given.out)
         computed = computed_tokens(prefill) - before
         alone = ask(plain.url, other, max_tokens=given.out)
-        answered = lettered(url, routed, given.out)
+        answered = ask(url, routed, given.out, in_letters=True)
         _is_kept(decode)
         lines.write(
             "turn",
@@ -165,14 +142,14 @@ def _conversation(
             computed_tokens_by_prefill=computed,
             prefill_ms=round(1000 * prefilled_s, 1),
             first_token_ms=round(1000 * (prefilled_s + answer.first_token_s), 1),
-            routed_first_token_ms=round(1000 * answered[0][0], 1),
+            routed_first_token_ms=round(1000 * answered.first_token_s, 1),
             plain_first_token_ms=round(1000 * alone.first_token_s, 1),
             same_tokens=answer.tokens == alone.tokens if history == other else None,
         )
         question = random_prompt(given.new, seed=100 + turn)
         history = history + answer.tokens + question
         other = other + alone.tokens + question
-        routed += [token for _, token in answered] + rng.choices(LETTERS, k=given.new)
+        routed += answered.tokens + rng.choices(LETTERS, k=given.new)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:

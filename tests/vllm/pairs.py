@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from kvconnect.node.children import BadAnswer
 from tests.ports import free_port
 from tests.vllm import dense_model, tiny_models
+from tests.vllm.load_client import LETTERS
 from tests.vllm.load_figures import streamed, tokens_so_far
 from tests.vllm.servers import (
     MULTIPROCESSING,
@@ -100,15 +101,27 @@ class Answer:
 
 
 def ask(
-    url: str, prompt: Sequence[int], max_tokens: int = 8, *, with_tokens: bool = True, **more: Any
+    url: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    with_tokens: bool = True,
+    in_letters: bool = False,
+    **more: Any,
 ) -> Answer:
     """Stream a completion. Raises ``BadAnswer``: the server answered with an error, or with too few tokens.
 
-    A router that looks up a prompt's blocks does not do so for a request that wants tokens as numbers.
+    A router that looks up a prompt's blocks does not do so for a request that wants tokens as numbers. It
+    passes the prefill server's token on only where neither these nor their count are wanted: with
+    ``in_letters`` each token is a letter, and is read from the text.
     """
     body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, **more}
-    body |= {"ignore_eos": True, "stream": True} | ({"return_token_ids": True} if with_tokens else {})
-    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    body |= {"ignore_eos": True, "stream": True}
+    if in_letters:
+        body["allowed_token_ids"] = LETTERS
+    else:
+        body |= {"return_token_ids": True} if with_tokens else {}
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     where = urlsplit(url)
     client = http.client.HTTPConnection(str(where.hostname), where.port, timeout=_ANSWER_TIMEOUT_S)
     first_token_s, seen, tokens = 0.0, 0, []
@@ -123,9 +136,11 @@ def ask(
             chunk = streamed(line)
             if "error" in chunk:
                 raise BadAnswer(f"{url} answered {chunk['error']}")
-            if (so_far := tokens_so_far(chunk)) > seen:
+            for choice in chunk.get("choices", ()):
+                letters = choice["text"] if in_letters else ""
+                tokens += choice.get("token_ids") or [LETTERS[ord(letter) - ord("a")] for letter in letters]
+            if (so_far := len(tokens) if in_letters else tokens_so_far(chunk)) > seen:
                 first_token_s, seen = first_token_s or arrived - began, so_far
-            tokens += [one for choice in chunk.get("choices", ()) for one in choice.get("token_ids") or ()]
     finally:
         client.close()
     if seen != max_tokens:

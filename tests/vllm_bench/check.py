@@ -25,10 +25,7 @@ class Checker:
         self._caches = caches
         self._sights = caches.model.sights
         self._block_sizes = [group.block_size for group in caches.model.groups]
-        self.read_groups = [group for group, sight in enumerate(self._sights) if not sight.ahead]
-        """Groups that a token is sampled from; a draft model's is not among them."""
         self._is_aligned = caches.model.mamba_mode == "align"
-        self.words_read = 0
 
     def slots(self, row: Row, group: int, first: int, end: int) -> tuple[Any, Any]:
         """The blocks and the offsets in them of positions ``first`` to ``end - 1``."""
@@ -42,27 +39,19 @@ class Checker:
         Raises:
             WrongBytes: a word differs; the text names the request, the group and the position.
         """
-        found: list[tuple[int, Words] | None] = []
-        for group, sight in enumerate(self._sights):
-            if sight.is_state:
-                found.append(None)
-                continue
-            start = sight.first_visible(first)
-            stop = min(end, len(row.text) - sight.ahead)
-            if stop <= start:
-                found.append((start, np.zeros(1, np.uint64)))
-                continue
-            found.append((start, self._read(request_id, row, group, start, stop)))
+        found = [
+            None if sight.is_state else self._read(request_id, row, group, sight.first_visible(first), end)
+            for group, sight in enumerate(self._sights)
+        ]
 
         def seen(position: int) -> list[int]:
             parts = []
-            for group in self.read_groups:
-                if (read := found[group]) is None:
+            for group, (sight, sums) in enumerate(zip(self._sights, found, strict=True)):
+                if sums is None:
                     # Just written; the next step reads it from its block.
                     parts.append(row.text.seen(group, position))
                 else:
-                    start, sums = read
-                    first_visible = self._sights[group].first_visible(position)
+                    start, first_visible = sight.first_visible(first), sight.first_visible(position)
                     parts.append(int(sums[position + 1 - start] ^ sums[first_visible - start]))
             return parts
 
@@ -74,7 +63,6 @@ class Checker:
         sums = np.zeros(stop - start + 1, np.uint64)
         for layer, memory in enumerate(self._caches.words[group]):
             words = memory[blocks, offsets]
-            self.words_read += words.size
             if not np.array_equal(words, expected[layer]):
                 wrong = np.flatnonzero((words != expected[layer]).any(axis=1))
                 raise WrongBytes(
@@ -102,7 +90,6 @@ class Checker:
                 expected = text.state(group, end)[:, None] if is_state else text.words(group, first, end)
                 for layer, memory in enumerate(self._caches.words[group]):
                     words = memory[block]
-                    self.words_read += words.size
                     if not np.array_equal(words[: expected.shape[1]], expected[layer]):
                         raise WrongBytes(
                             f"group {group}, layer {layer}: block {block} is kept as "
@@ -126,9 +113,7 @@ class Checker:
             )
             source = blocks[(before or 0) + row.state_slot]
             for layer, memory in enumerate(self._caches.words[group]):
-                words, expected = memory[source, 0], row.text.state(group, first)[layer]
-                self.words_read += words.size
-                if not np.array_equal(words, expected):
+                if not np.array_equal(memory[source, 0], row.text.state(group, first)[layer]):
                     raise WrongBytes(
                         f"group {group}, layer {layer}: block {source} does not hold the state after "
                         f"{first} tokens (blocks {blocks}, column {before}, slot {row.state_slot})"

@@ -5,7 +5,6 @@ All layers of a model lie in one allocation, in which cache groups overlay each 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +27,6 @@ class Group:
     block_size: int = 16
     num_layers: int = 1
     sees: int = 0
-    is_draft: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -50,7 +48,6 @@ class Group:
             window=self.sees if self.kind.endswith("window") else 0,
             chunk=self.sees if self.kind == "chunked" else 0,
             is_state=self.kind == "state",
-            ahead=int(self.is_draft),
         )
 
 
@@ -84,16 +81,13 @@ class Model:
     def layers(self, index: int) -> list[str]:
         """Names of the layers of a group."""
         first = sum(group.num_layers for group in self.groups[:index])
-        name = "draft" if self.groups[index].is_draft else "model"
-        return [f"{name}.layers.{first + layer}.attn" for layer in range(self.groups[index].num_layers)]
+        return [f"model.layers.{first + layer}.attn" for layer in range(self.groups[index].num_layers)]
 
     def config(self, num_blocks: int, num_drafts: int) -> vllm_specs.KVCacheConfig:
         """As vLLM's engine core would make it."""
         page_bytes = max(group.page_bytes for group in self.groups)
         groups = [
-            vllm_specs.KVCacheGroupSpec(
-                self.layers(index), self._spec(group, page_bytes, num_drafts), is_eagle_group=group.is_draft
-            )
+            vllm_specs.KVCacheGroupSpec(self.layers(index), self._spec(group, page_bytes, num_drafts))
             for index, group in enumerate(self.groups)
         ]
         return vllm_specs.KVCacheConfig(num_blocks, [], groups)
@@ -128,7 +122,7 @@ class Caches:
     """The memory of one worker: for the connector tensors, for the model words by block, token and head."""
 
     def __init__(self, model: Model, num_blocks: int, layout: str) -> None:
-        self.model, self.num_blocks = model, num_blocks
+        self.model = model
         most_layers = max(group.num_layers for group in model.groups)
         page_bytes = max(group.page_bytes for group in model.groups)
         is_block_first = layout.startswith("B")
@@ -192,9 +186,3 @@ MODELS = {
         ),
     )
 }
-LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
-
-
-def lcm_block_size(model: Model) -> int:
-    """Tokens at which the blocks of all groups that keep rows end together."""
-    return math.lcm(*(group.block_size for group in model.groups if group.kind != "state"))

@@ -39,8 +39,7 @@ class Sight:
     """What the layers of one cache group see, and of how many heads and layers their cache is.
 
     ``window`` counts the position itself; ``chunk`` is the size of a local chunk; ``is_state`` a recurrent
-    state after the last token in place of rows by token; ``ahead`` tokens after a position that a draft
-    model's row depends on. ``first_layer`` numbers the layers over all groups.
+    state after the last token in place of rows by token. ``first_layer`` numbers the layers over all groups.
     """
 
     num_layers: int
@@ -49,7 +48,6 @@ class Sight:
     window: int = 0
     chunk: int = 0
     is_state: bool = False
-    ahead: int = 0
 
     def first_visible(self, position: int) -> int:
         """The first position that a query at ``position`` attends to."""
@@ -92,7 +90,7 @@ class Text:
             self._hashes[first + offset + 1] = value
         self.tokens.extend(tokens)
         for group, sight in enumerate(self._sights):
-            if sight.is_state or sight.ahead:
+            if sight.is_state:
                 continue
             words = np.bitwise_xor.reduce(self.words(group, first, len(self.tokens)), axis=(0, 2))
             sums = self._sums[group]
@@ -103,9 +101,7 @@ class Text:
 
     def words(self, group: int, first: int, end: int) -> Words:
         """Of positions ``first`` to ``end - 1``: by layer, position and head."""
-        ahead = self._sights[group].ahead
-        hashes = self._hashes[first + 1 + ahead : end + 1 + ahead]
-        return mix_all(hashes[None, :, None] ^ self._keys[group][:, None, :])
+        return mix_all(self._hashes[None, first + 1 : end + 1, None] ^ self._keys[group][:, None, :])
 
     def state(self, group: int, num_tokens: int) -> Words:
         """The state after so many tokens: by layer and word."""
@@ -139,6 +135,5 @@ def _continuation(sights: tuple[Sight, ...], prompt: tuple[int, ...], num_tokens
     sequence.extend(prompt)
     for _ in range(num_tokens):
         last = len(sequence) - 1
-        seen = [sequence.seen(group, last) for group in range(len(sights)) if not sights[group].ahead]
-        sequence.extend([sampled(seen, last)])
+        sequence.extend([sampled([sequence.seen(group, last) for group in range(len(sights))], last)])
     return sequence.tokens[len(prompt) :]

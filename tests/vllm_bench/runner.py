@@ -127,7 +127,7 @@ class Runner:
         drafts: list[int] = []
         for _ in range(num_right):
             last = len(row.text) - 1
-            seen = [row.text.seen(group, last) for group in self.checker.read_groups]
+            seen = [row.text.seen(group, last) for group in range(len(self._sights))]
             drafts.append(sampled(seen, last))
             row.text.extend(drafts[-1:])
         row.text.truncate(position)
@@ -136,12 +136,8 @@ class Runner:
         return drafts
 
     def _write(self, row: Row, group: int, first: int, end: int, num_known: int) -> None:
-        sight = self._sights[group]
-        if sight.is_state:
+        if self._sights[group].is_state:
             self.checker.advance(row, group, first, end, num_known)
-            return
-        end = min(end, len(row.text) - sight.ahead)
-        if end <= first:
             return
         blocks, offsets = self.checker.slots(row, group, first, end)
         if not blocks.all():

@@ -23,7 +23,6 @@ from vllm.config import (
 
 from tests.vllm_bench.model import Model
 
-LONGEST_PROMPT_AND_ANSWER = 400
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,8 +49,6 @@ class EngineSettings:
     is_v2: bool = False
     is_late: bool = False
     num_drafts: int = 0
-    drafts_ahead: bool = False
-    layout: str = "LBNHC"
     policy: str = "recompute"
 
 
@@ -62,20 +59,15 @@ class Speculation:
     num_speculative_tokens_per_batch_size = None
     draft_model_config = None
 
-    def __init__(self, num_drafts: int, *, is_eagle: bool) -> None:
+    def __init__(self, num_drafts: int) -> None:
         self.num_speculative_tokens = num_drafts
-        self._is_eagle = is_eagle
-
-    def use_eagle(self) -> bool:
-        return self._is_eagle
-
-    use_eagle_block_drop = needs_eagle_block_drop = use_eagle
-    disable_eagle_block_drop = False
 
     def use_multi_module_mtp(self) -> bool:
         return False
 
+    use_eagle = use_eagle_block_drop = needs_eagle_block_drop = use_multi_module_mtp
     use_dflash = use_dspark = uses_draft_model = use_multi_module_mtp
+    disable_eagle_block_drop = False
     parallel_drafting = False
 
 
@@ -124,7 +116,7 @@ def vllm_config(
     made.model_config.hf_config.update(fields)
     made.cache_config = copy.copy(base.cache_config)
     made.cache_config.num_gpu_blocks = settings.num_blocks
-    made.cache_config.kv_cache_layout = settings.layout
+    made.cache_config.kv_cache_layout = "LBNHC"
     made.cache_config.mamba_cache_mode = model.mamba_mode
     made.cache_config.enable_prefix_caching = model.caches_prefixes
     made.scheduler_config = copy.copy(base.scheduler_config)
@@ -134,7 +126,7 @@ def vllm_config(
     made.is_v2 = settings.is_v2
     made.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if settings.num_drafts:
-        made.speculative_config = Speculation(settings.num_drafts, is_eagle=settings.drafts_ahead)
+        made.speculative_config = Speculation(settings.num_drafts)
     made.kv_transfer_config = KVTransferConfig(
         kv_connector="KVConnect",
         kv_connector_module_path="kvconnect.vllm",

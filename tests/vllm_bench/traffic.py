@@ -12,7 +12,6 @@ from tests.vllm_bench.reference import VOCABULARY, continuation
 from tests.vllm_bench.settings import EngineSettings
 
 _MOST_TICKS = 4000
-_STALLED_TICKS = 60
 _ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 

@@ -31,6 +31,7 @@ from kvconnect.transfer.stack import Computed, Step
 from kvconnect.vllm.events import describe, tier_events
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import BlockHashes, hit_requirements, kept_config
+from tests.vllm_contract.test_offload_facts import NO_DRAFTS
 from tests.vllm_contract.test_requests import request
 
 HASH_TOKENS = 4
@@ -57,7 +58,7 @@ def _hashes_as_bytes(monkeypatch):
 def half_of(maker=None):
     kept = KeptBlocks(
         scheduler_config(kept_config(CACHE)).groups,
-        hit_requirements(CACHE),
+        hit_requirements(NO_DRAFTS, CACHE),
         hashes=BlockHashes(HASH_TOKENS),
         row_bytes={0: 128, 1: 64},
         clock=lambda: 1.0,

@@ -13,12 +13,13 @@ from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import (
     BlockHashes,
     check_blocks,
-    draft_groups,
     hash_block_tokens,
     hit_requirements,
     kept_config,
     kept_groups,
 )
+
+NO_DRAFTS = SimpleNamespace(speculative_config=None)
 
 
 class AttentionSpec(SimpleNamespace):
@@ -69,13 +70,13 @@ def test_groups_that_vllm_does_not_find_by_hashes_are_not_kept():
 
 
 def test_a_hit_ends_where_the_blocks_of_all_groups_end():
-    assert hit_requirements(cache_of(attention(16), window(24, 100), ring(10))).align_tokens == 240
+    assert hit_requirements(NO_DRAFTS, cache_of(attention(16), window(24, 100), ring(10))).align_tokens == 240
 
 
 def test_the_rows_of_the_shortest_hit_are_known_when_the_workers_start():
     cache = cache_of(attention(16), ring(8), window(16, 100), mamba(32))
-    assert hit_requirements(cache).least_rows() == {0: 2, 2: 7, 3: 1}
-    assert hit_requirements(cache).least_rows(min_tokens=100) == {0: 8, 2: 7, 3: 1}
+    assert hit_requirements(NO_DRAFTS, cache).least_rows() == {0: 2, 2: 7, 3: 1}
+    assert hit_requirements(NO_DRAFTS, cache).least_rows(min_tokens=100) == {0: 8, 2: 7, 3: 1}
 
 
 def test_blocks_of_whole_hash_blocks_are_accepted():
@@ -118,9 +119,14 @@ def test_a_block_is_known_by_the_hash_at_its_end():
 
 
 def test_draft_groups_are_those_that_vllm_marks_or_all_that_keep_tokens():
-    eagle = SimpleNamespace(speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: True))
-    assert draft_groups(eagle, cache_of(attention(16), attention(16), eagle={1})) == (1,)
-    assert draft_groups(eagle, cache_of(attention(16), mamba(16), window(16, 8))) == (0, 2)
-    other = SimpleNamespace(speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: False))
-    for config in (other, SimpleNamespace(speculative_config=None)):
-        assert draft_groups(config, cache_of(attention(16))) == ()
+    def drafts(config, *specs, **more):
+        groups = hit_requirements(config, cache_of(*specs, **more)).groups
+        return [group.group for group in groups if group.is_draft]
+
+    eagle, other = (
+        SimpleNamespace(speculative_config=SimpleNamespace(use_eagle_block_drop=lambda drops=drops: drops))
+        for drops in (True, False)
+    )
+    assert drafts(eagle, attention(16), attention(16), eagle={1}) == [1]
+    assert drafts(eagle, attention(16), mamba(16), window(16, 8)) == [0, 2]
+    assert drafts(other, attention(16)) == drafts(NO_DRAFTS, attention(16)) == []

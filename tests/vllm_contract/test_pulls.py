@@ -129,7 +129,8 @@ def ordered(made):
     return made.build_connector_meta(output).orders
 
 
-def test_vllm_asks_again_until_the_source_has_answered_and_then_loads():
+@pytest.mark.parametrize("fails", [False, True])
+def test_vllm_asks_again_until_the_source_has_answered_and_then_loads_once(fails):
     made, _ = server()
     request = hashed("a", 100)
     made.on_new_request(request)
@@ -147,8 +148,11 @@ def test_vllm_asks_again_until_the_source_has_answered_and_then_loads():
     made.update_state_after_alloc(request, blocks, 64)
     (load,) = ordered(made).loads
     assert (load.num_tokens, load.prefix.names) == (64, find.prefix.names)
-    made.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
-    assert ordered(made).pulls == (("loaded", 64),)
+    failed = {"a"} if fails else None
+    made.update_connector_output(KVConnectorOutput(finished_recving={"a"}, failed_recving=failed))
+    # vLLM computes a request whose load failed.
+    assert not fails or made.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert ordered(made).pulls == ((("failed", 0) if fails else ("loaded", 64)),)
 
 
 def test_a_source_that_is_silent_does_not_keep_vllm_waiting():
@@ -158,21 +162,6 @@ def test_a_source_that_is_silent_does_not_keep_vllm_waiting():
     assert made.get_num_new_matched_tokens(request, 0) == (None, False)
     clock.now += 0.6
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
-
-
-def test_a_failed_load_is_not_tried_again_when_vllm_computes_the_request():
-    made, _ = server()
-    request = hashed("a", 100)
-    made.on_new_request(request)
-    made.get_num_new_matched_tokens(request, 0)
-    meta = ReportMetadata(Results(found=(Found("a", 64),)))
-    made.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
-    assert made.get_num_new_matched_tokens(request, 0) == (64, True)
-    blocks = SimpleNamespace(get_block_ids=lambda: ([*range(1, 8)],))
-    made.update_state_after_alloc(request, blocks, 64)
-    made.update_connector_output(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
-    assert made.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert ("failed", 0) in ordered(made).pulls
 
 
 def test_what_a_worker_found_is_reported_with_the_step_and_joined_with_other_ranks():

@@ -11,6 +11,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvconnect.addresses import RankAddress
@@ -20,6 +22,7 @@ from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import AddressMetadata, ReportMetadata
+from kvconnect.vllm.plugin import follow_pauses
 from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.steps import WAIT_S, Recovery, Steps
 from tests.offload.half_kit import Kind, Stack
@@ -215,3 +218,25 @@ def test_an_engine_beside_another_handshake_is_refused_with_what_is_accepted():
     assert hooks.get_handshake_metadata().address is not None
     with pytest.raises(ConfigError, match=r"TheirMetadata.* engine is 'nixl'; accepted .*: engine 'none'"):
         hooks.set_xfer_handshake_metadata_pp_aware({(0, 0): TheirMetadata()})
+
+
+@pytest.mark.parametrize("kind", ["ours", "several", "another's", "none"])
+def test_the_pause_in_which_vllm_waits_is_reported_and_no_other(kind):
+    """vLLM has no hook of it."""
+    follow_pauses()
+    follow_pauses()
+    informed: list[tuple[str, bool]] = []
+
+    def informs(name):
+        return SimpleNamespace(_paused=lambda *, is_paused: informed.append((name, is_paused)))
+
+    scheduler = Scheduler.__new__(Scheduler)
+    several = SimpleNamespace(_connectors=[informs("a"), object(), informs("b")])
+    made = {"ours": informs("a"), "several": several, "another's": object(), "none": None}
+    scheduler.connector = made[kind]
+    names = {"ours": ["a"], "several": ["a", "b"]}.get(kind, [])
+    for state in (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL, PauseState.UNPAUSED):
+        scheduler.set_pause_state(state)
+        assert scheduler.pause_state is state
+        assert informed == [(name, state is PauseState.PAUSED_NEW) for name in names]
+        informed.clear()

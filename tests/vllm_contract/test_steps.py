@@ -226,7 +226,7 @@ def test_what_is_told_lies_in_memory_and_nothing_is_left_out(seed, block_tokens,
         if request.blocks:
             assert told == whole, "a block that is full at the end was told"
             assert table[:whole] == request.blocks[:whole]
-    assert len(scheduler.filled) == 0
+    assert not scheduler.filled._requests
 
 
 def test_a_state_is_told_with_the_next_step_or_at_the_end():
