@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from kvconnect.errors import LocalError
-from kvconnect.node.attention import Segment, segment_step
+from kvconnect.node.attention import Segment, StepContext
 from kvconnect.node.kv_cache import NodeCache
 from kvconnect.node.models import Model, ModelOutput
 from kvconnect.node.node_connector import Connector
@@ -72,7 +72,7 @@ class Runner:
                 names.append(chunk.request_id)
         output = self.model.forward(
             torch.tensor(token_ids, device=self.cache.device),
-            segment_step(self.cache, segments),
+            StepContext(self.cache, segments),
             torch.tensor(sampled, dtype=torch.long, device=self.cache.device),
         )
         return by_request(names, output)
