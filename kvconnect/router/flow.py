@@ -338,29 +338,20 @@ class Flow:
         self._metrics.flows.labels("parallel").inc()
         transfer_id = uuid.uuid4().hex
         announced = {**bodies.announced_prefill(transfer_id), **placed}
-        # The prefill task starts, and owns the lease, before this task can be cancelled: a cancellation takes
-        # effect at this task's next turn, and new tasks take their first turn in the order of their creation.
+        # The task owns the lease before this one can be cancelled: see ``_asking``.
         prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
         exchange.prefill = prefill
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                params = bodies.announced_decode(transfer_id, channel)
-                sent = exchange.endpoint.decode_body(exchange.body, params)
-                begun = self._begun(exchange, sent)
-                decode = asyncio.create_task(stack.enter_async_context(begun))
-                try:
-                    await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
-                    answered = None if decode.done() else _as_announced(prefill, channel)
-                    first = self._first_of(exchange, answered) if answered is not None else None
-                    if first is not None:
-                        return await self._go_beside(exchange, first, decode)
-                    await _until_clear(prefill, decode, channel)
-                    if decode.done() and (
-                        not _lacks_kv(decode) or _as_announced(prefill, channel) is not None
-                    ):
-                        return await self._pass_on(exchange, decode.result())
-                finally:
-                    await _end(decode)
+            sent = exchange.endpoint.decode_body(exchange.body, bodies.announced_decode(transfer_id, channel))
+            async with self._asking(exchange, sent) as decode:
+                await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+                held = None if decode.done() else _as_announced(prefill, channel)
+                if held is not None and (first := self._first_of(exchange, held)) is not None:
+                    return await self._run_behind(exchange, first, {}, decode=decode)
+                if lacks_kv := _lacks_kv(decode):
+                    await asyncio.wait({prefill})
+                if (decode.done() and not lacks_kv) or _as_announced(prefill, channel) is not None:
+                    return await self._pass_on(exchange, await decode)
             # Only P's answer is left; D's connection is closed.
             self._metrics.flows.labels("resumed").inc()
             error = prefill.exception()
@@ -373,23 +364,6 @@ class Flow:
         finally:
             # P's request may last longer than D's first byte, and is void after D's last.
             await _end(prefill)
-
-    async def _go_beside(
-        self, exchange: Exchange, first: FirstAnswer, decode: asyncio.Task[Begun]
-    ) -> web.StreamResponse:
-        """Send the client P's token, then D's answer, where D was asked before P's token was known.
-
-        Both nodes sample the same token, except for near ties: then D, which has the KV, is asked again with
-        the token.
-        """
-        await self._begin_stream(exchange, first)
-        try:
-            return await self._go_behind(exchange, first, decode)
-        except Differs:
-            self._metrics.first_tokens.labels("repeated").inc()
-            return await self._run_behind(exchange, first, {})
-        except UpstreamError as error:
-            return await self._without_decode(exchange, first, error)
 
     async def _go_on(self, exchange: Exchange, prefill: Awaitable[PrefillResult]) -> web.StreamResponse:
         """Continue after prefill: decode, or the reason why not.
@@ -588,6 +562,29 @@ class Flow:
             is_error |= is_empty or _ABORTED in first
             yield Begun(pool.role, leased.url, answer, first, is_error)
 
+    @contextlib.asynccontextmanager
+    async def _asking(
+        self,
+        exchange: Exchange,
+        body: Mapping[str, Any],
+        lease: NodeUse | None = None,
+        pool: Pool | None = None,
+        *,
+        retry: bool = True,
+    ) -> AsyncIterator[asyncio.Task[Begun]]:
+        """``_begun`` as a task, which is ended with the block.
+
+        The task starts, and owns the lease, before the caller's can be cancelled: a cancellation takes effect
+        at that task's next turn, and new tasks take their first turn in the order of their creation.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            begun = self._begun(exchange, body, lease, pool, retry=retry)
+            task = asyncio.create_task(stack.enter_async_context(begun))
+            try:
+                yield task
+            finally:
+                await _end(task)
+
     def _reuses_tokens(self, exchange: Exchange) -> bool:
         """Whether D gets the tokens of a text that P tokenised."""
         if not exchange.endpoint.is_text(exchange.body):
@@ -633,37 +630,33 @@ class Flow:
         first: FirstAnswer,
         params: Mapping[str, Any],
         tokens: list[int] | None = None,
+        decode: asyncio.Task[Begun] | None = None,
     ) -> web.StreamResponse:
         """Send the client P's token at once, unless it has it, then D's answer, where D is given this token.
 
-        ``tokens`` are those of the prompt, if D is to be spared tokenising it. If D gives no answer, the
-        stream ends with an error, as a server's own does.
+        ``tokens`` are those of the prompt, if D is to be spared tokenising it. ``decode``: D was asked before
+        P's token was known. Both nodes sample the same one, except for near ties: then D, which has the KV,
+        is asked again with the token. If D gives no answer, another one computes the prompt, or the stream
+        ends with an error, as a server's own does.
         """
-        params = {**params, FIRST_TOKEN_KEY: first.token}
-        begun = self._begun(exchange, exchange.endpoint.decode_body(exchange.body, params, tokens))
+        is_given, sent = decode is None, {**params, FIRST_TOKEN_KEY: first.token}
         async with contextlib.AsyncExitStack() as stack:
-            decode = asyncio.create_task(stack.enter_async_context(begun))
+            if decode is None:
+                body = exchange.endpoint.decode_body(exchange.body, sent, tokens)
+                decode = await stack.enter_async_context(self._asking(exchange, body))
+            if exchange.response is None:
+                await self._begin_stream(exchange, first)
             try:
-                if exchange.response is None:
-                    await self._begin_stream(exchange, first)
                 return await self._go_behind(exchange, first, decode)
             except Differs as error:
-                self._metrics.first_tokens.labels("differs").inc()
-                return await self._end_with(exchange, f"the decode node's answer differs: {error}")
+                self._metrics.first_tokens.labels("differs" if is_given else "repeated").inc()
+                if is_given:
+                    return await self._end_with(exchange, f"the decode node's answer differs: {error}")
             except UpstreamError as error:
-                broke = error
-            finally:
-                await _end(decode)
-        return await self._without_decode(exchange, first, broke)
-
-    async def _without_decode(
-        self, exchange: Exchange, first: FirstAnswer, error: UpstreamError
-    ) -> web.StreamResponse:
-        """Go on behind P's token after D gave nothing: by another D, which computes the prompt, or not."""
-        if self._decode_fallback and self._may_repeat(exchange, error):
-            self._repeated(exchange, error)
-            return await self._run_behind(exchange, first, {})
-        return await self._end_with(exchange, str(error))
+                if not self._decode_fallback or not self._may_repeat(exchange, error):
+                    return await self._end_with(exchange, str(error))
+                self._repeated(exchange, error)
+        return await self._run_behind(exchange, first, {})
 
     async def _go_behind(
         self, exchange: Exchange, first: FirstAnswer, decode: asyncio.Task[Begun]
@@ -750,19 +743,9 @@ class Flow:
         return response
 
 
-async def _until_clear(
-    prefill: asyncio.Task[PrefillResult], decode: asyncio.Task[Begun], channel: SideChannel
-) -> None:
-    """One node has answered. Wait until it is decided which answer the client gets."""
-    if not prefill.done() and _lacks_kv(decode):
-        await asyncio.wait({prefill})
-    if not decode.done() and _as_announced(prefill, channel) is not None:
-        await asyncio.wait({decode})
-
-
 def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
     """Whether D answered that it has no KV; only P knows why."""
-    if decode.cancelled() or decode.exception() is not None:
+    if not decode.done() or decode.cancelled() or decode.exception() is not None:
         return False
     return decode.result().is_error
 
