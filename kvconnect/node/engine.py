@@ -225,12 +225,12 @@ class NodeEngine:
             return 0.0
         if step.deferred:
             return DEFERRED_WAIT_S
-        if scheduler.transfers.num_outstanding or scheduler.waiting:
+        if scheduler.requests or scheduler.kept:
             return OUTSTANDING_WAIT_S
         return IDLE_WAIT_S
 
     def _send_orders(self) -> None:
-        orders = self.scheduler.transfers.hooks.build_orders()
+        orders = self.scheduler.hooks.build_orders()
         self._settle_cache(orders)
         # Blocks to be stored are computed by now, and no other request has got them yet.
         self.worker.before_step(orders)
@@ -242,7 +242,7 @@ class NodeEngine:
 
     def _prepare_reused(self, step: EngineStep) -> None:
         """Prepare a step that overwrites blocks which peers may be reading: the worker must know before."""
-        orders = self.scheduler.transfers.hooks.build_orders()
+        orders = self.scheduler.hooks.build_orders()
         orders = msgspec.structs.replace(orders, zeroes_loads=True)
         self.worker.before_step(orders)
         self.runner.prepare(step)

@@ -90,7 +90,7 @@ def pulled(client: Keeper) -> dict[str, int]:
 def assert_at_rest(*clients: Keeper) -> None:
     for client in clients:
         assert client.held == 0
-        state = client.engine.scheduler.transfers.hooks.state()
+        state = client.engine.scheduler.hooks.state()
         assert not any(state.values()), state
         assert not client.engine.worker.state()["loads"]
 
@@ -386,7 +386,7 @@ def test_what_the_device_has_kept_longer_is_in_host_memory_again_once_it_is_used
     probe.close()
     source = node(cpu_bytes=40 * row_bytes, enable_prefix_caching=True)
     with closing(source):
-        index = source.engine.scheduler.transfers.hooks.offload.host.index
+        index = source.engine.scheduler.hooks.offload.host.index
         source.ask(first)
         ours = list(index.classes[0].row_of[0])
         assert index.lookup(0, ours) == len(ours) >= 18

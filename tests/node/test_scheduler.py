@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,9 +10,10 @@ import torch
 import tests.node.wide_model  # noqa: F401
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import LocalError
-from kvconnect.node.block_manager import RequestBlocks
+from kvconnect.node.block_manager import BlockManager, BlockPool, RequestBlocks
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import EngineStep, Request, ScheduledChunk
-from kvconnect.node.scheduler import Transfers, align_tokens
+from kvconnect.node.scheduler import Scheduler, align_tokens
 from tests.node.node_harness import DEVICES, MODEL_NAMES, CopyConnector, make_client, make_prompt, prefilled
 
 
@@ -284,20 +285,18 @@ def test_results_that_nothing_awaits_are_logged_once(caplog):
 # --- what a connector is asked and told of steps ---
 
 
-@dataclass
-class Half:
-    """A scheduler half that writes down what it is told."""
-
-    places: tuple[int, ...] = ()
-    due: dict[str, int] = field(default_factory=dict)
-    told: list[tuple] = field(default_factory=list)
-
-    def checkpoints(self, request):
-        return self.places
-
-    def launched(self, step):
-        self.told += [("state", *state[:4]) for state in step.states]
-        self.told += [("computed", *computed) for computed in step.computed]
+@pytest.mark.parametrize(("name", "ends"), [("hybrid", [32, 64, 96, 100]), ("gqa", [90, 100])])
+def test_a_chunk_ends_at_the_next_checkpoint_where_there_are_states(name, ends):
+    connector, found = CopyConnector(), []
+    connector.checkpoints = lambda request: (32, 64, 96)
+    client = connector.attach(model=name, max_num_batched_tokens=90)
+    update = client.engine.scheduler.update
+    client.engine.scheduler.update = lambda step, sampled: (
+        found.extend(chunk.start + len(chunk.token_ids) for chunk in step.chunks),
+        update(step, sampled),
+    )
+    client.complete(PROMPT, 1)
+    assert found == ends
 
 
 def config(*sizes: int, states: int = 0) -> KVCacheConfig:
@@ -306,38 +305,30 @@ def config(*sizes: int, states: int = 0) -> KVCacheConfig:
     return KVCacheConfig(8, (*groups, *(KVCacheGroup((f"s{index}",), state) for index in range(states))))
 
 
-def request(*blocks: list[int]) -> Request:
-    made = Request("r", list(range(100)), 5, lambda _: None)
-    made.blocks = RequestBlocks(list(blocks), [0] * len(blocks), [0] * len(blocks))
-    return made
-
-
 def test_blocks_align_at_their_least_common_multiple_and_states_do_not_count():
-    assert align_tokens(config(16, 24, states=2)) == 48
+    assert align_tokens(config(16, 24, states=2).groups) == 48
 
 
-@pytest.mark.parametrize(
-    ("states", "first", "cuts"), [(1, [32, 24], [32, 1, 32, 1, 100, 5]), (0, [100, 100], [100] * 5 + [5])]
-)
-def test_a_chunk_ends_at_the_next_checkpoint_where_there_are_states(states, first, cuts):
-    transfers = Transfers(Half(places=(32, 64, 96)), config(16, states=states), recompute_failed_loads=False)
-    one = request([1], [2])
-    firsts = [transfers.first_chunk(one, 100)]
-    one.num_computed_tokens = 40
-    assert [*firsts, transfers.first_chunk(one, 100)] == first
-    asked = [(0, 100), (31, 100), (32, 100), (95, 100), (96, 100), (33, 5)]
-    assert [transfers.cut(one, *each) for each in asked] == cuts
+class Half:
+    """A scheduler half that writes down what it is told of steps."""
+
+    due: ClassVar[dict[str, int]] = {"r": 40, "other": 0}
+
+    def launched(self, step):
+        self.told += [("state", *state[:4]) for state in step.states]
+        self.told += [("computed", *computed) for computed in step.computed]
 
 
 def test_a_step_is_told_once_something_came_of_it():
-    half = Half(due={"r": 40, "other": 0})
-    transfers = Transfers(half, config(16, states=2), recompute_failed_loads=False)
-    one = request([5, 6, 7], [8], [9])
+    half, manager = Half(), BlockManager(config(16, states=2), BlockPool(8), 100)
+    scheduler = Scheduler(NodeOptions(), manager, half, recompute_failed_loads=False)
+    request = scheduler.requests["r"] = Request("r", list(range(100)), 5, lambda _: None)
+    request.blocks = RequestBlocks([[5, 6, 7], [8], [9]], [0] * 3, [0] * 3)
 
     def tell(start: int, end: int, **given) -> list[tuple]:
         half.told = []
-        step = EngineStep(chunks=[ScheduledChunk("r", 3, start, list(range(start, end)), False)], **given)
-        transfers.launched(step, {"r": one})
+        chunk = ScheduledChunk("r", 3, start, list(range(start, end)), False)
+        scheduler.update(EngineStep(chunks=[chunk], **given), {})
         return half.told
 
     assert tell(0, 20, new_rows=[(3, [[5, 6], [8], [9]])]) == [("computed", "r", 20, [[5, 6], [8], [9]])]

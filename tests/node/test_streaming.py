@@ -75,7 +75,7 @@ def finish(prefill: Client, decode: Client, name: str = "a") -> list[int]:
     until(prefill, lambda: prefill.held == decode.held == 0, decode)
     for client in (prefill, decode):
         check_pool(client.engine.scheduler.manager.pool)
-        assert not any(client.engine.scheduler.transfers.hooks.state().values())
+        assert not any(client.engine.scheduler.hooks.state().values())
     return decode.tokens(name) + decode.drafts(name)
 
 
