@@ -39,14 +39,7 @@ def build_engine(
     model = model or build_model(options.model, seed=options.seed, device=device)
     dtype = parse_cache_dtype(options.kv_cache_dtype)
     layout = model.layout(CacheSizing(options.block_size, options.max_model_len, dtype))
-    cache = NodeCache(
-        layout,
-        num_blocks=options.num_blocks,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=options.max_model_len,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        device=device,
-    )
+    cache = NodeCache(layout, options)
     runner = Runner(model, cache)
     connector = connector or configured_connector(options, model, cache, pool)
     manager = BlockManager(

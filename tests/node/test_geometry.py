@@ -81,7 +81,8 @@ def test_an_fp8_cache_has_half_the_bytes_per_token_and_other_tokens(name):
     bits = {}
     for dtype, stored in (("bf16", "bfloat16"), ("fp8_e4m3", "float8_e4m3fn")):
         sizing = CacheSizing(128, 1024, CACHE_DTYPES[dtype])
-        cache = NodeCache(build_model(name).layout(sizing), num_blocks=8, max_num_seqs=1, max_model_len=1024)
+        options = NodeOptions(num_blocks=8, max_num_seqs=1, max_model_len=1024)
+        cache = NodeCache(build_model(name).layout(sizing), options)
         table = cache.region_table()
         attention = [one for one in table.regions if not table.geometry_of(one.group).is_state]
         bits[dtype] = sum(region.page_bytes * 8 for region in attention)
