@@ -7,9 +7,9 @@ weight zero, which hides any finite value but no NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -125,40 +125,30 @@ class Segment:
         return range(first // page_tokens, (self.start + self.length - 1) // page_tokens + 1)
 
 
-class PagedAttention(Protocol):
-    """Attention over pages of one size, for the layers of one cache group and backend."""
-
-    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
-        """Begin a step: its tokens in batch order, and the block table of this cache group."""
-        ...
-
-    def attend(
-        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
-    ) -> torch.Tensor:
-        """As ``StepContext.attend``, after the batch's keys and values were stored."""
-        ...
-
-
-class SegmentAttention:
-    """Attends request by request."""
+class PagedAttention:
+    """Attention over pages of ``page_tokens``, for the layers of one cache group and backend."""
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
-        self._segments: Sequence[Segment] = ()
-        self._table = torch.empty(0)
-
-    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
-        """See ``PagedAttention``."""
-        self._segments, self._table = segments, table
 
     def attend(
-        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
+        self,
+        pages: AttentionPages,
+        query: torch.Tensor,
+        segments: Sequence[Segment],
+        table: torch.Tensor,
+        *,
+        window: int | None,
+        value_width: int | None,
     ) -> torch.Tensor:
-        """See ``PagedAttention``."""
+        """As ``StepContext.attend``, after the batch's keys and values were stored.
+
+        ``segments`` are the step's tokens in batch order, ``table`` is the block table of the cache group.
+        """
         outputs = []
-        for segment in self._segments:
+        for segment in segments:
             read = segment.pages(self.page_tokens, window)
-            ids = self._table[segment.row, read.start : read.stop].long()
+            ids = table[segment.row, read.start : read.stop].long()
             keys = pages.keys.gather(ids)
             values = keys[..., :value_width] if pages.values is None else pages.values.gather(ids)
             positions = torch.arange(segment.start, segment.start + segment.length, device=ids.device)
@@ -182,32 +172,32 @@ class Backend:
     graph_support: GraphSupport = GraphSupport.UNIFORM_DECODE
 
     def make_metadata_builder(self, kernel_block_size: int) -> PagedAttention:
-        """Attention over pages of ``kernel_block_size`` tokens, which builds its own metadata."""
-        return SegmentAttention(kernel_block_size)
+        """Attention over pages of ``kernel_block_size`` tokens."""
+        return PagedAttention(kernel_block_size)
 
 
-@dataclass(frozen=True)
 class StepContext:
-    """One forward pass: its tokens, their positions, and where each lies in every group's pages.
+    """One forward pass: any number of tokens of each request, over the applied block tables of ``cache``.
 
     Attributes:
-        cache: with its slots computed for this step.
-        positions: shape ``(tokens,)``.
-        tables: kernel block ids by group.
         segments: the tokens of each request, in batch order.
+        positions: of these tokens, shape ``(tokens,)``.
+        tables: kernel block ids by group.
     """
 
-    cache: NodeCache
-    positions: torch.Tensor
-    tables: Mapping[int, torch.Tensor]
-    segments: Sequence[Segment]
-    _slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for group, size in self.cache.kernel_block_sizes.items():
-            if group not in self.cache.state_groups:
+    def __init__(self, cache: NodeCache, segments: Sequence[Segment]) -> None:
+        self.cache, self.segments = cache, segments
+        positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
+        self.positions = positions.to(cache.device)
+        count = len(positions)
+        starts = [*(segment.offset for segment in segments), count]
+        cache.tables.compute_slots([segment.row for segment in segments], starts, self.positions, count)
+        self.tables = {group: cache.tables.table(group) for group in cache.kernel_block_sizes}
+        self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for group, size in cache.kernel_block_sizes.items():
+            if group not in cache.state_groups:
                 # A padded token has no slot, and gets one of the null block.
-                slots = self.cache.tables.slots(group)[: len(self.positions)].clamp(min=0)
+                slots = cache.tables.slots(group)[:count].clamp(min=0)
                 self._slots[group] = slots // size, slots % size
 
     def states(self, layer: str) -> Iterator[RequestStates]:
@@ -235,8 +225,9 @@ class StepContext:
         With ``values`` None the first ``value_width`` columns of the key rows are the values.
         Returns ``(tokens, query heads, value width)``.
         """
-        pages = self._store(layer, keys, values)
-        return self.cache.layer_attention[layer].attend(pages, query, window=window, value_width=value_width)
+        pages, table = self._store(layer, keys, values), self.tables[self.cache.group_of[layer]]
+        attention = self.cache.layer_attention[layer]
+        return attention.attend(pages, query, self.segments, table, window=window, value_width=value_width)
 
     def _store(self, layer: str, keys: torch.Tensor, values: torch.Tensor | None) -> AttentionPages:
         pages = self.cache.pages[layer]
@@ -247,18 +238,6 @@ class StepContext:
         if pages.values is not None and values is not None:
             pages.values.write(kernel_ids, offsets, values)
         return pages
-
-
-def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
-    """A step of any number of tokens of each request, over the applied block tables."""
-    positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments]).to(cache.device)
-    count = len(positions)
-    starts = [*(segment.offset for segment in segments), count]
-    cache.tables.compute_slots([segment.row for segment in segments], starts, positions, count)
-    tables = {group: cache.tables.table(group) for group in cache.kernel_block_sizes}
-    for layer, attention in cache.layer_attention.items():
-        attention.begin(segments, tables[cache.group_of[layer]])
-    return StepContext(cache, positions, tables, segments)
 
 
 def attend_rows(

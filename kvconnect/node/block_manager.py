@@ -230,30 +230,30 @@ class BlockManager:
         enable_prefix_caching: bool = True,
     ) -> None:
         self.pool = pool
-        self._groups = config.groups
+        self.groups = config.groups
         self._sizes = sorted({group.block_size for group in config.groups})
         self._max_step_tokens = max_step_tokens
         self.reuses_prefixes = enable_prefix_caching and not any(group.is_state for group in config.groups)
 
     def new_request(self, salt: str = "") -> RequestBlocks:
         """A request without blocks. It reuses only blocks of requests with the same ``salt``."""
-        count = len(self._groups)
+        count = len(self.groups)
         return RequestBlocks([[] for _ in range(count)], [0] * count, [0] * count, salt=salt)
 
     def most_blocks(self, num_tokens: int) -> int:
         """The most blocks that computing ``num_tokens`` positions can hold at once."""
-        return sum(group.most_blocks(num_tokens, self._max_step_tokens) for group in self._groups)
+        return sum(group.most_blocks(num_tokens, self._max_step_tokens) for group in self.groups)
 
     def find_hit(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> CacheHit:
         """The longest reusable prefix. At least one token always remains to be computed."""
-        nothing = CacheHit(0, tuple(() for _ in self._groups))
+        nothing = CacheHit(0, tuple(() for _ in self.groups))
         if not self.reuses_prefixes:
             return nothing
         size = self._sizes[-1]
         limit = (len(token_ids) - 1) // size * size
         for block_tokens in self._sizes:
             blocks.content_hashes(token_ids, block_tokens)
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             if group.retention.sees_all:
                 hashes = blocks.hashes[group.block_size][: limit // group.block_size]
                 known = 0
@@ -262,14 +262,14 @@ class BlockManager:
                 limit = min(limit, known * group.block_size // size * size)
         # A window needs only its tail, so a longer prefix may be reusable where a shorter one is not.
         for num_tokens in range(limit, 0, -size):
-            found = [self._known_blocks(index, blocks, num_tokens) for index in range(len(self._groups))]
+            found = [self._known_blocks(index, blocks, num_tokens) for index in range(len(self.groups))]
             if all(ids is not None for ids in found):
                 return CacheHit(num_tokens, tuple(tuple(ids or ()) for ids in found))
         return nothing
 
     def _known_blocks(self, index: int, blocks: RequestBlocks, num_tokens: int) -> list[int] | None:
         """The group's known blocks of a prefix, null where no later token reads; None if one is missing."""
-        size = self._groups[index].block_size
+        size = self.groups[index].block_size
         first = self._first_kept(index, num_tokens)
         found = [self.pool.find((index, name)) for name in blocks.hashes[size][first : num_tokens // size]]
         known = [block_id for block_id in found if block_id is not None]
@@ -277,7 +277,7 @@ class BlockManager:
 
     def _first_kept(self, index: int, next_position: int) -> int:
         """The first block of a group that computing ``next_position`` and later tokens can read."""
-        group = self._groups[index]
+        group = self.groups[index]
         if group.is_state or group.retention.sees_all:
             return 0
         return group.retention.num_freed(next_position, group.block_size)
@@ -296,7 +296,7 @@ class BlockManager:
             reused = hit.blocks[index] if hit else ()
             missing += sum(1 for block_id in reused[kept:] if self.pool.is_free(block_id))
             missing += max(
-                0, self._groups[index].num_positions(num_tokens) - max(len(ids) + len(reused), kept)
+                0, self.groups[index].num_positions(num_tokens) - max(len(ids) + len(reused), kept)
             )
             leaving = ids[blocks.left[index] : kept]
             missing -= sum(1 for b in leaving if b != NULL_BLOCK and self.pool.has_one_holder(b))
@@ -319,7 +319,7 @@ class BlockManager:
         """
         if self._missing(blocks, hit, num_computed, num_tokens) > self.pool.num_free:
             return None
-        first_kept = [self._first_kept(index, num_computed) for index in range(len(self._groups))]
+        first_kept = [self._first_kept(index, num_computed) for index in range(len(self.groups))]
         # Reused blocks are taken before new ones, so that no reused block is allocated as a new one.
         for index, (ids, kept) in enumerate(zip(blocks.ids, first_kept, strict=True)):
             self._free_left(blocks, index, min(kept, len(ids)))
@@ -328,7 +328,7 @@ class BlockManager:
                 self.pool.hold(ids[-1:])
         added: list[list[int]] = []
         to_zero: list[int] = []
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             ids, kept = blocks.ids[index], first_kept[index]
             wanted = group.num_positions(num_tokens)
             skipped = max(0, min(wanted, kept) - len(ids))
@@ -353,7 +353,7 @@ class BlockManager:
         """Let later requests reuse the request's full blocks among the first ``num_computed`` tokens."""
         if not self.reuses_prefixes:
             return
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             hashes, ids = blocks.content_hashes(request.token_ids, group.block_size), blocks.ids[index]
             full = min(num_computed // group.block_size, len(ids))
             for position in range(blocks.remembered[index], full):
@@ -363,7 +363,7 @@ class BlockManager:
 
     def leave_out_windows(self, blocks: RequestBlocks, num_loaded: int) -> None:
         """A load may have filled window blocks in part: keep other requests from reusing any of them."""
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             if not group.retention.sees_all:
                 blocks.remembered[index] = div_ceil(num_loaded, group.block_size)
 

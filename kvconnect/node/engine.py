@@ -9,7 +9,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,9 +17,9 @@ import msgspec
 import torch
 
 from kvconnect.errors import LocalError
-from kvconnect.node.attention import Segment, segment_step
+from kvconnect.node.attention import Segment, StepContext
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.models import Model, ModelOutput
+from kvconnect.node.models import Model
 from kvconnect.node.node_connector import Connector
 from kvconnect.node.request import EngineStep, Failure, Output, Request
 from kvconnect.node.scheduler import Scheduler
@@ -57,7 +57,10 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: EngineStep) -> dict[str, tuple[int, int | None]]:
-        """Run the step's chunks. Returns token and draft token of each request whose chunk samples."""
+        """Run the step's chunks, and wait for the device.
+
+        Returns token and draft token of each request whose chunk samples.
+        """
         segments: list[Segment] = []
         token_ids: list[int] = []
         sampled: list[int] = []
@@ -70,24 +73,18 @@ class Runner:
             if chunk.samples:
                 sampled.append(offset - 1)
                 names.append(chunk.request_id)
-        output = self.model.forward(
+        tokens, drafts = self.model.forward(
             torch.tensor(token_ids, device=self.cache.device),
-            segment_step(self.cache, segments),
+            StepContext(self.cache, segments),
             torch.tensor(sampled, dtype=torch.long, device=self.cache.device),
         )
-        return by_request(names, output)
+        proposed = [None] * len(names) if drafts is None else drafts.tolist()
+        return dict(zip(names, zip(tokens.tolist(), proposed, strict=True), strict=True))
 
     def synchronize(self) -> None:
         """Wait for all work queued on the device, so that peers and engines may read the cache."""
         if self.cache.device.type == "cuda":
             torch.cuda.current_stream(self.cache.device).synchronize()
-
-
-def by_request(names: Sequence[str], output: ModelOutput) -> dict[str, tuple[int, int | None]]:
-    """Tokens and draft tokens by request id. Waits for the device."""
-    tokens = output.tokens.tolist()
-    drafts = [None] * len(tokens) if output.draft_tokens is None else output.draft_tokens.tolist()
-    return {name: (token, draft) for name, token, draft in zip(names, tokens, drafts, strict=True)}
 
 
 class NodeEngine:
@@ -228,12 +225,12 @@ class NodeEngine:
             return 0.0
         if step.deferred:
             return DEFERRED_WAIT_S
-        if scheduler.transfers.num_outstanding or scheduler.waiting:
+        if scheduler.requests or scheduler.kept:
             return OUTSTANDING_WAIT_S
         return IDLE_WAIT_S
 
     def _send_orders(self) -> None:
-        orders = self.scheduler.transfers.hooks.build_orders()
+        orders = self.scheduler.hooks.build_orders()
         self._settle_cache(orders)
         # Blocks to be stored are computed by now, and no other request has got them yet.
         self.worker.before_step(orders)
@@ -245,7 +242,7 @@ class NodeEngine:
 
     def _prepare_reused(self, step: EngineStep) -> None:
         """Prepare a step that overwrites blocks which peers may be reading: the worker must know before."""
-        orders = self.scheduler.transfers.hooks.build_orders()
+        orders = self.scheduler.hooks.build_orders()
         orders = msgspec.structs.replace(orders, zeroes_loads=True)
         self.worker.before_step(orders)
         self.runner.prepare(step)

@@ -28,6 +28,7 @@ from kvconnect.node.attention import (
     StatePages,
 )
 from kvconnect.node.models import CACHE_DTYPE, CachedLayer, CacheLayout
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.runner_kit.block_table import BlockTables
 from kvconnect.runner_kit.kernel_blocks import init_attention
 
@@ -50,33 +51,25 @@ def build_cache_config(layout: CacheLayout, num_blocks: int) -> KVCacheConfig:
 class NodeCache:
     """The cache tensors of one node, and the block tables that point into them.
 
-    ``tables`` have ``max_num_seqs`` rows, and slots for ``max_num_batched_tokens`` (None: ``max_model_len``).
-    ``tensors`` are the layers' tensors to register, ``pages`` the same as attention uses them.
+    ``tables`` have a row for each of ``max_num_seqs``, and slots for ``max_num_batched_tokens``. ``tensors``
+    are the layers' tensors to register, ``pages`` the same as attention uses them.
     """
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        *,
-        num_blocks: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_num_batched_tokens: int | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.device = torch.device(device)
-        self.config = build_cache_config(layout, num_blocks)
+    def __init__(self, layout: CacheLayout, options: NodeOptions) -> None:
+        self.device = torch.device(options.device)
+        self.config = build_cache_config(layout, options.num_blocks)
         backends = {layer.name: layer.backend for g in layout.groups for layer in g if layer.backend}
         self.attention = init_attention(self.config, backends)
         self.kernel_block_sizes = self.attention.kernel_block_sizes
         self.tables = BlockTables(
-            max_requests=max_num_seqs,
+            max_requests=options.max_num_seqs,
             max_blocks={
-                index: group.num_positions(max_model_len) for index, group in enumerate(self.config.groups)
+                index: group.num_positions(options.max_model_len)
+                for index, group in enumerate(self.config.groups)
             },
             block_sizes={index: group.block_size for index, group in enumerate(self.config.groups)},
             kernel_block_sizes=self.kernel_block_sizes,
-            max_tokens=max_num_batched_tokens or max_model_len,
+            max_tokens=options.max_num_batched_tokens,
             device=self.device,
         )
         self.state_groups = frozenset(

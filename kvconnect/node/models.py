@@ -1,4 +1,4 @@
-"""The models that a node can serve, by name: the model interface, its layers, and the recipes.
+"""The models that a node can serve, by name: their layers, and the recipes.
 
 A model defines the contents of its layers' caches and their page layout; it never sees a block id. All
 computation is in float64, so that batching, chunking and the order of additions change results by about
@@ -61,32 +61,6 @@ class CacheLayout:
 
     groups: tuple[tuple[CachedLayer, ...], ...]
     single_storage: bool = False
-
-
-@dataclass(frozen=True)
-class ModelOutput:
-    """Greedy tokens at the sampled places, and the draft model's proposals or None.
-
-    Both have shape ``(sampled,)`` and stay on the model's device: reading them waits for the device.
-    """
-
-    tokens: torch.Tensor
-    draft_tokens: torch.Tensor | None = None
-
-
-class Model(Protocol):
-    """A decoder with random weights."""
-
-    name: str
-    vocab_size: int
-
-    def layout(self, sizing: CacheSizing) -> CacheLayout:
-        """The model's cache. Raises ``ConfigError`` for a block size that the model cannot use."""
-        ...
-
-    def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
-        """Run tokens of shape ``(n,)``; ``sampled`` are the indices whose next token is computed."""
-        ...
 
 
 class Mixer(Protocol):
@@ -366,8 +340,8 @@ RECIPES = {
 }
 
 
-class LayeredModel:
-    """Embedding, a stack of pre-norm layers, the greedy head, and a draft layer if the recipe has one."""
+class Model:
+    """A decoder with random weights: embedding, pre-norm layers, the greedy head, perhaps a draft layer."""
 
     vocab_size = 512
 
@@ -381,7 +355,10 @@ class LayeredModel:
         self._draft = DraftModel(recipe.draft, weights, self.vocab_size) if recipe.draft is not None else None
 
     def layout(self, sizing: CacheSizing) -> CacheLayout:
-        """See ``Model``. A state is padded to the attention page that it shares."""
+        """The model's cache, with a state padded to the attention page that it shares.
+
+        Raises ``ConfigError`` for a block size that the model cannot use.
+        """
         size = sizing.block_size or self._recipe.default_block_size
         if sizing.block_size is None and any(isinstance(m, GatedLinearAttention) for m in self._mixers):
             # A state does not shrink with the cache's dtype, so the page that it shares keeps its bytes.
@@ -394,14 +371,20 @@ class LayeredModel:
             groups[0] += (self._draft.mixer.cached(size, sizing.cache_dtype),)
         return CacheLayout(tuple(groups), self._recipe.single_storage)
 
-    def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
-        """See ``Model``."""
+    def forward(
+        self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run tokens of shape ``(n,)``; ``sampled`` are the indices whose next token is computed.
+
+        Returns the greedy tokens at these, and the draft model's proposals or None, of shape ``(sampled,)``.
+        Both stay on the model's device: reading them waits for the device.
+        """
         embedded = x = self._embedding[token_ids]
         for mixer, mlp in zip(self._mixers, self._mlps, strict=True):
             x = x + mixer(rms_norm(x), step)
             x = x + mlp(rms_norm(x))
         draft_tokens = self._draft(x, embedded, step, sampled) if self._draft is not None else None
-        return ModelOutput(self._head(x[sampled]), draft_tokens)
+        return self._head(x[sampled]), draft_tokens
 
 
 class DraftModel:
@@ -444,4 +427,4 @@ def build_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu")
     """A model with weights drawn from its name and ``seed``. Raises ``ConfigError`` for an unknown name."""
     if name not in RECIPES:
         raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(sorted(RECIPES))}")
-    return LayeredModel(name, RECIPES[name], WeightSource(name, seed, torch.device(device)))
+    return Model(name, RECIPES[name], WeightSource(name, seed, torch.device(device)))

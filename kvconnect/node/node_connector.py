@@ -95,7 +95,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
     stated = identity(options, model, named, convert_dtype=config.extra.convert_dtype)
     kept = None
     requirements = HitRequirements.of(
-        cache.config.groups, cache.kernel_block_sizes, align_tokens(cache.config)
+        cache.config.groups, cache.kernel_block_sizes, align_tokens(cache.config.groups)
     )
     if offload is not None:
         kept = KeptCache(

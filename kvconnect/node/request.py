@@ -42,12 +42,14 @@ class Output:
 
 
 class RequestState(enum.Enum):
-    """A request's state. A FINISHED request may still hold blocks that a peer reads or writes."""
+    """A request's state. The last two have ended, and a transfer still reads or writes their blocks."""
 
     WAITING = "waiting"
     WAITING_FOR_KV = "waiting_for_kv"
     RUNNING = "running"
     FINISHED = "finished"
+    WAITING_TO_BE_FETCHED = "waiting_to_be_fetched"
+    ABORTED_WHILE_LOADING = "aborted_while_loading"
 
 
 @dataclass(eq=False)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.errors import KVConnectError, LocalError
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.node.block_manager import BlockManager, CacheHit
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import EngineStep, Failure, Output, Request, RequestState, ScheduledChunk
-from kvconnect.outcome import Reason
 from kvconnect.transfer import stack
 from kvconnect.transfer.orders import Results
 from kvconnect.transfer.stack import Computed, StateBlock
@@ -28,96 +26,9 @@ from kvconnect.transfer.stack import Computed, StateBlock
 logger = logging.getLogger(__name__)
 
 
-def align_tokens(config: KVCacheConfig) -> int:
+def align_tokens(groups: Sequence[KVCacheGroup]) -> int:
     """The least number of tokens that is a whole number of blocks in every group that keeps tokens."""
-    return math.lcm(*(group.block_size for group in config.groups if group.has_cache and not group.is_state))
-
-
-class Transfers:
-    """The requests whose blocks a transfer keeps: loads under way, and finished prefills not yet sent."""
-
-    def __init__(self, hooks: SchedulerHalf, config: KVCacheConfig, *, recompute_failed_loads: bool) -> None:
-        self.hooks = hooks
-        self._states = [index for index, group in enumerate(config.groups) if group.is_state]
-        self._align = align_tokens(config)
-        self.recompute_failed_loads = recompute_failed_loads
-        self._has_warned = False
-        # Loads under way; aborted requests with a load under way; ended requests that a peer may fetch.
-        self.loading: dict[str, Request] = {}
-        self.abandoned: dict[str, Request] = {}
-        self.unsent: dict[str, Request] = {}
-
-    @property
-    def num_outstanding(self) -> int:
-        """The number of requests with a result outstanding."""
-        return len(self.loading) + len(self.abandoned) + len(self.unsent)
-
-    def first_chunk(self, request: Request, count: int) -> int:
-        """Set an admitted request's checkpoints. Returns the number of tokens of its first chunk."""
-        if self._states:
-            request.checkpoints = tuple(self.hooks.checkpoints(request))
-        return self.cut(request, request.num_computed_tokens, count)
-
-    def cut(self, request: Request, computed: int, count: int) -> int:
-        """How many of ``count`` tokens after ``computed`` the next chunk may have."""
-        places = request.checkpoints
-        index = bisect_right(places, computed)
-        return count if index == len(places) else min(count, places[index] - computed)
-
-    def launched(self, step: EngineStep, requests: Mapping[str, Request]) -> None:
-        """Report a computed step whose requests still own their blocks."""
-        due = self.hooks.due
-        if not due:
-            return
-        added, computed, states = dict([*step.new_rows, *step.grown_rows]), [], []
-        for chunk in step.chunks:
-            end, new_block_ids = chunk.start + len(chunk.token_ids), added.get(chunk.row)
-            if chunk.request_id not in due:
-                continue
-            if self._states and end % self._align == 0:
-                request = requests[chunk.request_id]
-                for group in self._states:
-                    block_id = request.blocks.ids[group][-1]
-                    states.append(StateBlock(chunk.request_id, group, end, block_id))
-            if new_block_ids is not None or end >= due[chunk.request_id]:
-                computed.append(Computed(chunk.request_id, end, new_block_ids))
-        self.hooks.launched(stack.Step(computed, states))
-
-    def end(
-        self, request: Request, block_ids: tuple[list[int], ...], *, delivered: bool
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Report a request's end to the connector. Returns whether its blocks are free, and parameters."""
-        keep, params = self.hooks.request_finished(request, block_ids, delivered=delivered)
-        if self.loading.pop(request.request_id, None) is not None:
-            self.abandoned[request.request_id] = request
-            return False, params
-        if keep:
-            self.unsent[request.request_id] = request
-        return not keep, params
-
-    def settle(self, results: Results) -> tuple[list[Request], list[tuple[Request, Reason | None]]]:
-        """Requests whose blocks are free now, and ended loads with the reason for each failed one."""
-        self.hooks.update_results(results)
-        freed, ended, unknown = [], [], []
-        for request_id in results.sent:
-            if request_id in self.unsent:
-                freed.append(self.unsent.pop(request_id))
-            else:
-                unknown.append(request_id)
-        for request_id in results.received:
-            if request_id in self.abandoned:
-                freed.append(self.abandoned.pop(request_id))
-            elif request_id in self.loading:
-                ended.append((self.loading.pop(request_id), results.failed.get(request_id)))
-            else:
-                unknown.append(request_id)
-        if unknown and not self._has_warned:
-            self._has_warned = True
-            logger.error(
-                "internal error: the connector reported requests of which no report is awaited: %s",
-                ", ".join(unknown),
-            )
-        return freed, ended
+    return math.lcm(*(group.block_size for group in groups if group.has_cache and not group.is_state))
 
 
 @dataclass
@@ -134,21 +45,34 @@ class Counts:
 
 
 class Scheduler:
-    """Plans steps with blocks from ``manager``; ``transfers`` may keep a request's blocks after its end."""
+    """Plans steps with blocks from ``manager``, and asks and tells the connector by its ``hooks``."""
 
-    def __init__(self, options: NodeOptions, manager: BlockManager, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        options: NodeOptions,
+        manager: BlockManager,
+        hooks: SchedulerHalf,
+        *,
+        recompute_failed_loads: bool,
+    ) -> None:
         self.options = options
         self.manager = manager
-        self.transfers = transfers
+        self.hooks = hooks
+        self._recompute_failed_loads = recompute_failed_loads
+        self._states = [index for index, group in enumerate(manager.groups) if group.is_state]
+        self._align = align_tokens(manager.groups)
         self.counts = Counts()
         # Requests without a final answer, by id.
         self.requests: dict[str, Request] = {}
+        # Ended requests whose blocks a transfer still reads or writes, by id.
+        self.kept: dict[str, Request] = {}
         # Outputs for clients, in order; the engine empties it.
         self.outputs: list[tuple[Request, Output]] = []
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_rows = list(range(options.max_num_seqs))[::-1]
         self._released_rows: list[int] = []
+        self._has_warned = False
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -158,9 +82,9 @@ class Scheduler:
             raise LocalError(f"request id {request.request_id!r} is already in use")
         request.blocks = self.manager.new_request(request.cache_salt or "")
         self.requests[request.request_id] = request
-        self.transfers.hooks.new_request(request)
+        self.hooks.new_request(request)
         try:
-            request.truncate(self.transfers.hooks.prefill_tokens(request))
+            request.truncate(self.hooks.prefill_tokens(request))
         except KVConnectError as error:
             self._fail(request, Failure(400, str(error)))
             return
@@ -187,13 +111,9 @@ class Scheduler:
         self.running.clear()
 
     def by_state(self) -> dict[str, int]:
-        """The number of requests in each state, and of ended ones that still hold blocks."""
-        counts = {state.value: 0 for state in RequestState if state is not RequestState.FINISHED}
-        for request in self.requests.values():
-            counts[request.state.value] += 1
-        counts["waiting_to_be_fetched"] = len(self.transfers.unsent)
-        counts["aborted_while_loading"] = len(self.transfers.abandoned)
-        return counts
+        """The number of requests in each state, without ended ones that hold no blocks."""
+        counts = Counter(request.state for request in (*self.requests.values(), *self.kept.values()))
+        return {state.value: counts[state] for state in RequestState if state is not RequestState.FINISHED}
 
     def _fail(self, request: Request, failure: Failure) -> None:
         self.counts.failed += 1
@@ -205,12 +125,17 @@ class Scheduler:
         ``delivered``: the request has all its tokens.
         """
         block_ids = request.blocks.snapshot()
-        request.state = RequestState.FINISHED
         del self.requests[request.request_id]
         self.counts.finished += delivered
-        free, params = self.transfers.end(request, block_ids, delivered=delivered)
-        if free:
+        keep, params = self.hooks.request_finished(request, block_ids, delivered=delivered)
+        if request.state is RequestState.WAITING_FOR_KV:
+            request.state = RequestState.ABORTED_WHILE_LOADING
+        else:
+            request.state = RequestState.WAITING_TO_BE_FETCHED if keep else RequestState.FINISHED
+        if request.state is RequestState.FINISHED:
             self.manager.free(request.blocks)
+        else:
+            self.kept[request.request_id] = request
         last = replace(
             output,
             kv_transfer_params=params if delivered else None,
@@ -242,7 +167,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            count = self._chunk_tokens(request, request.num_computed_tokens, budget)
+            count = self._chunk_tokens(request, budget)
             if not self._grow_running(request, count, step):
                 break
             self._add_chunk(request, count, step)
@@ -253,9 +178,11 @@ class Scheduler:
         step.released_rows, self._released_rows = self._released_rows, []
         return step
 
-    def _chunk_tokens(self, request: Request, computed: int, budget: int) -> int:
-        """How many tokens after ``computed`` a step computes."""
-        return self.transfers.cut(request, computed, min(request.num_tokens - computed, budget))
+    def _chunk_tokens(self, request: Request, budget: int) -> int:
+        """How many further tokens a step computes, at most ``budget``."""
+        computed, places = request.num_computed_tokens, request.checkpoints
+        following = bisect_right(places, computed)
+        return min(request.num_tokens, computed + budget, *places[following : following + 1]) - computed
 
     def _add_chunk(self, request: Request, count: int, step: EngineStep) -> None:
         assert request.row is not None
@@ -290,7 +217,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.loaded = False
         request.state = RequestState.WAITING
-        self.transfers.hooks.preempted(request.request_id)
+        self.hooks.preempted(request.request_id)
 
     def _admit(self, budget: int, step: EngineStep) -> None:
         """Start waiting requests in order.
@@ -341,23 +268,25 @@ class Scheduler:
         block_ids = request.blocks.snapshot()
         step.new_rows.append((request.row, block_ids))
         step.new_block_ids_to_zero += grown.new_block_ids_to_zero
-        self.transfers.hooks.update_after_alloc(request, block_ids, 0)
+        self.hooks.update_after_alloc(request, block_ids, 0)
+        if self._states:
+            request.checkpoints = tuple(self.hooks.checkpoints(request))
         # A chunk may end early at a checkpoint; the next chunk uses the spare blocks.
-        count = self.transfers.first_chunk(request, count)
+        count = self._chunk_tokens(request, count)
         self._add_chunk(request, count, step)
         return count
 
     def _ask_connector(self, request: Request, hit: CacheHit) -> int | None:
         """Tokens that can be loaded beyond the hit. None: not known yet, or the request failed."""
         try:
-            external, in_background = self.transfers.hooks.matched_tokens(request, hit.num_tokens)
+            external, in_background = self.hooks.matched_tokens(request, hit.num_tokens)
         except KVConnectError as error:
             self.waiting.remove(request)
             self._fail(request, Failure(400, str(error)))
             return None
-        notices = self.transfers.hooks.notices
+        notices = self.hooks.notices
         if external is not None and notices and request.request_id in notices:
-            external, kept = self.transfers.hooks.settle_notice(request, hit.num_tokens, external)
+            external, kept = self.hooks.settle_notice(request, hit.num_tokens, external)
             request.truncate(kept)
             request.max_tokens = 1
         if external and not in_background:
@@ -387,9 +316,8 @@ class Scheduler:
         request.state = RequestState.WAITING_FOR_KV
         request.num_computed_tokens = computed
         self._count_cached(request, computed)
-        self.transfers.loading[request.request_id] = request
         step.new_block_ids_to_zero += grown.new_block_ids_to_zero
-        self.transfers.hooks.update_after_alloc(request, request.blocks.snapshot(), external)
+        self.hooks.update_after_alloc(request, request.blocks.snapshot(), external)
         return 0
 
     def _count_cached(self, request: Request, num_tokens: int) -> None:
@@ -402,7 +330,7 @@ class Scheduler:
 
     def update(self, step: EngineStep, sampled: dict[str, tuple[int, int | None]]) -> None:
         """Take a computed step; ``sampled`` has the new token and draft token by request."""
-        self.transfers.launched(step, self.requests)
+        self._report(step)
         for chunk in step.chunks:
             request = self.requests[chunk.request_id]
             request.num_computed_tokens = chunk.start + len(chunk.token_ids)
@@ -421,26 +349,67 @@ class Scheduler:
             else:
                 self.outputs.append((request, Output((token,), drafts)))
 
+    def _report(self, step: EngineStep) -> None:
+        """Tell the connector of a computed step whose requests still own their blocks."""
+        due = self.hooks.due
+        if not due:
+            return
+        added, computed, states = dict([*step.new_rows, *step.grown_rows]), [], []
+        for chunk in step.chunks:
+            end, new_block_ids = chunk.start + len(chunk.token_ids), added.get(chunk.row)
+            if chunk.request_id not in due:
+                continue
+            if end % self._align == 0:
+                blocks = self.requests[chunk.request_id].blocks
+                for group in self._states:
+                    states.append(StateBlock(chunk.request_id, group, end, blocks.ids[group][-1]))
+            if new_block_ids is not None or end >= due[chunk.request_id]:
+                computed.append(Computed(chunk.request_id, end, new_block_ids))
+        self.hooks.launched(stack.Step(computed, states))
+
     def update_results(self, results: Results) -> None:
         """Take ended transfers: free, resume or fail their requests."""
-        freed, ended = self.transfers.settle(results)
-        for request in freed:
-            self.manager.free(request.blocks)
-        for request, problem in reversed(ended):
+        self.hooks.update_results(results)
+        loaded, unknown = [], []
+        for name in results.sent:
+            if not self._let_go(name, RequestState.WAITING_TO_BE_FETCHED):
+                unknown.append(name)
+        for name in results.received:
+            request = self.requests.get(name)
+            if request is not None and request.state is RequestState.WAITING_FOR_KV:
+                loaded.append(request)
+            elif not self._let_go(name, RequestState.ABORTED_WHILE_LOADING):
+                unknown.append(name)
+        if unknown and not self._has_warned:
+            self._has_warned = True
+            logger.error(
+                "internal error: the connector reported requests of which no report is awaited: %s",
+                ", ".join(unknown),
+            )
+        for request in reversed(loaded):
+            name = request.request_id
+            problem = results.failed.get(name)
+            request.state = RequestState.WAITING
             if problem is None:
-                request.state = RequestState.WAITING
                 request.loaded = True
-                if request.request_id in results.ragged:
+                if name in results.ragged:
                     self.manager.leave_out_windows(request.blocks, request.num_computed_tokens)
                 self.manager.remember(request.blocks, request, request.num_computed_tokens)
                 self.waiting.appendleft(request)
                 continue
-            name = request.request_id
             self._count_cached(request, 0)
-            if self.transfers.recompute_failed_loads or self.transfers.hooks.is_restored(name):
+            if self._recompute_failed_loads or self.hooks.is_restored(name):
                 # The worker has logged why.
                 logger.debug("loading %s failed, it is computed here: %s", name, problem)
                 self._begin_anew(request)
                 self.waiting.appendleft(request)
             else:
                 self._fail(request, Failure(502, problem.text))
+
+    def _let_go(self, request_id: str, state: RequestState) -> bool:
+        """Free the blocks of an ended request in this state. False: there is none."""
+        request = self.kept.get(request_id)
+        if request is None or request.state is not state:
+            return False
+        self.manager.free(self.kept.pop(request_id).blocks)
+        return True

@@ -229,12 +229,11 @@ class NodeServer:
         self._is_woken = False
         self._in_flight = self._reading_bytes = 0
         self._draining = False
-        self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
+        # What ``start`` has opened, for ``stop`` to close.
+        self._opened = contextlib.AsyncExitStack()
         self._registry = CollectorRegistry()
         kinds = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
         self._series = Series(PREFIX, kinds, registry=self._registry)
-        self._adding: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and start the engine. Returns the port, which the system chose if ``port`` is 0.
@@ -250,13 +249,15 @@ class NodeServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/debug/state", self._state)
-        self._runner = app_runner(app, keepalive_timeout=self._limits.idle_timeout_s)
-        await self._runner.setup()
-        assert self._runner.server is not None
-        self._listening = await _listen(self._runner.server, host, port, self._limits.max_connections)
+        runner = app_runner(app, keepalive_timeout=self._limits.idle_timeout_s)
+        await runner.setup()
+        self._opened.push_async_callback(runner.cleanup)
+        assert runner.server is not None
+        listening = await _listen(runner.server, host, port, self._limits.max_connections)
+        self._opened.callback(listening.close)
         self._engine.start()
-        self._adding = asyncio.create_task(self._add_regularly())
-        return int(self._listening.sockets[0].getsockname()[1])
+        self._opened.callback(asyncio.create_task(self._add_regularly()).cancel)
+        return int(listening.sockets[0].getsockname()[1])
 
     def refuse(self) -> None:
         """Refuse new requests; those in flight go on."""
@@ -272,12 +273,7 @@ class NodeServer:
             text = "%d requests are cut off: they did not end within the %g s that a stopping node waits"
             logger.warning(text, self._in_flight, drain_timeout_s)
         await asyncio.get_running_loop().run_in_executor(None, self._engine.stop)
-        if self._listening is not None:
-            self._listening.close()
-        if self._adding is not None:
-            self._adding.cancel()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._opened.aclose()
 
     # --- handlers ---------------------------------------------------------------------------------
 

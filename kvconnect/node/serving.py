@@ -19,7 +19,7 @@ from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
 from kvconnect.node.models import CacheSizing, Model, build_model
 from kvconnect.node.node_connector import Connector, configured_connector
 from kvconnect.node.node_options import NodeOptions
-from kvconnect.node.scheduler import Scheduler, Transfers
+from kvconnect.node.scheduler import Scheduler
 from kvconnect.node.server import HttpLimits, NodeServer
 
 logger = logging.getLogger(__name__)
@@ -39,26 +39,18 @@ def build_engine(
     model = model or build_model(options.model, seed=options.seed, device=device)
     dtype = parse_cache_dtype(options.kv_cache_dtype)
     layout = model.layout(CacheSizing(options.block_size, options.max_model_len, dtype))
-    cache = NodeCache(
-        layout,
-        num_blocks=options.num_blocks,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=options.max_model_len,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        device=device,
-    )
+    cache = NodeCache(layout, options)
     runner = Runner(model, cache)
     connector = connector or configured_connector(options, model, cache, pool)
-    transfers = Transfers(
-        connector.scheduler, cache.config, recompute_failed_loads=connector.recompute_failed_loads
-    )
     manager = BlockManager(
         cache.config,
         pool,
         options.max_num_batched_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
     )
-    return NodeEngine(Scheduler(options, manager, transfers), runner, connector)
+    recomputes = connector.recompute_failed_loads
+    scheduler = Scheduler(options, manager, connector.scheduler, recompute_failed_loads=recomputes)
+    return NodeEngine(scheduler, runner, connector)
 
 
 async def _drain(engine: NodeEngine, over: asyncio.Event) -> None:
@@ -67,7 +59,7 @@ async def _drain(engine: NodeEngine, over: asyncio.Event) -> None:
     Returns when the drain has ended, or ``over`` is set.
     """
     loop, ended = asyncio.get_running_loop(), []
-    engine.scheduler.transfers.hooks.drain()
+    engine.scheduler.hooks.drain()
 
     def drain() -> None:
         ended.append(engine.worker.drain())

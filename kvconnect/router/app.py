@@ -111,9 +111,12 @@ class Router:
             self.metrics.in_flight.inc()
             try:
                 await read_body(request, self.limits.body_timeout_s)
-                response = await run(Exchange(request, request_id, started))
+                headers = bodies.request_headers(request.headers.items(), request_id)
+                response = await run(Exchange(request, request_id, started, headers))
             except (BadRequest, UpstreamError) as error:
                 response = error_response(error.status, str(error), request_id)
+                if isinstance(error, UpstreamError) and error.refusal is not None:
+                    response = error.refusal
             except (asyncio.CancelledError, ConnectionError):
                 # The connections to nodes are closed by now, so the nodes see the client leave.
                 self.metrics.clients_gone.inc()

@@ -83,10 +83,8 @@ def decode_params(handed: Mapping[str, Any], *, is_batch: bool, is_several: bool
     return announced_decode(transfer_id, channel) if channel and isinstance(transfer_id, str) else None
 
 
-def side_channel(params: Mapping[str, Any] | None) -> SideChannel | None:
+def side_channel(params: Mapping[str, Any]) -> SideChannel | None:
     """The side channel of the node that returned these parameters; None if they do not name it."""
-    if params is None:
-        return None
     host, port, engine_id = (params.get(f"remote_{name}") for name in ("host", "port", "engine_id"))
     if not isinstance(host, str) or not isinstance(port, int) or not isinstance(engine_id, str):
         return None

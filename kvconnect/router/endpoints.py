@@ -171,15 +171,8 @@ PASSED = (
         ("POST", path)
         for path in (
             *("/ping", "/tokenize", "/detokenize", "/v1/messages/count_tokens"),
-            *(
-                "/v1/embeddings",
-                "/v2/embed",
-                "/pooling",
-                "/classify",
-                "/generative_scoring",
-                "/v1/systemone",
-                "/v1/decisions",
-            ),
+            *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/generative_scoring"),
+            *("/v1/systemone", "/v1/decisions"),
             *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
             *("/v1/completions/render", "/v1/chat/completions/render", "/v1/responses/render"),
             *("/v1/messages/render", "/cohere/v2/chat/render"),

@@ -44,7 +44,7 @@ _ABORTED = b'"finish_reason":"abort"'
 """In an answer whose server stops without draining, or is paused; vLLM's stream of such a request may as well
 end without a token. Text has its quotes escaped."""
 
-_REPORTED = ("kv_hint_results", "kvconnect_receipt")
+_REPORTED = {"kv_hint_results", "kvconnect_receipt"}
 _CUT_OFF = "the answer to request %s was cut off: %s"
 _COUNT_WAIT_S = 1.0
 """How long a finished answer waits for P's counts: for P's answer to a prompt whose KV D has got."""
@@ -69,7 +69,7 @@ class Exchange:
     request: web.Request
     request_id: str
     started: float
-    headers: Headers = field(init=False)
+    headers: Headers
     endpoint: Endpoint = _PASSED
     body: Mapping[str, Any] = field(default_factory=dict)
     takes_first: bool = False
@@ -78,11 +78,8 @@ class Exchange:
     is_taken: bool = False
     broken: list[str] = field(default_factory=list)
     may_repeat: bool = False
-    prefill: asyncio.Future[PrefillResult] | None = None
+    prefill: asyncio.Future[Prefilled] | None = None
     response: web.StreamResponse | None = None
-
-    def __post_init__(self) -> None:
-        self.headers = bodies.request_headers(self.request.headers.items(), self.request_id)
 
     @property
     def is_stream(self) -> bool:
@@ -91,9 +88,7 @@ class Exchange:
 
     def again(self) -> Exchange:
         """The same request, to be run once more: nothing is left of what nodes hold of it."""
-        made = replace(self, release_name=uuid.uuid4().hex, asked=[], is_taken=False, prefill=None)
-        made.headers = self.headers
-        return made
+        return replace(self, release_name=uuid.uuid4().hex, asked=[], is_taken=False, prefill=None)
 
     async def passed_body(self) -> Mapping[str, Any] | bytes | None:
         """The body to pass on: a form as it is, another one without what a client must not name.
@@ -116,10 +111,6 @@ class Prefilled:
     url: str
     answer: Mapping[str, Any]
     handed: Mapping[str, Any]
-
-
-PrefillResult = Prefilled | web.Response
-"""A prefill node's answer, or its refusal as the client gets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +244,14 @@ class Flow:
         """Serve a request about a stored response from the decode node that stores it.
 
         Raises:
-            BadRequest: there is a body, and it is not a JSON object.
+            BadRequest: there is a body, and it is neither a form nor a JSON object.
             UpstreamError: no node answered.
         """
-        raw = await exchange.request.read()
-        return await self._run_at_holder(exchange, _PASSED.parse(raw) if raw else None)
+        return await self._run_at_holder(exchange, await exchange.passed_body())
 
-    async def _run_at_holder(self, exchange: Exchange, body: Mapping[str, Any] | None) -> web.StreamResponse:
+    async def _run_at_holder(
+        self, exchange: Exchange, body: Mapping[str, Any] | bytes | None
+    ) -> web.StreamResponse:
         """Ask the decode nodes one after the other, until one does not answer 404: it stores the response."""
         asked: list[str] = []
         while True:
@@ -286,7 +278,9 @@ class Flow:
         sent = exchange.endpoint.decode_body(exchange.body, placed or None)
         try:
             async with self._begun(exchange, sent, lease, prefill) as begun:
-                self._check_status(begun.answer.status)
+                status = begun.answer.status
+                if self._decode_fallback and status != 200 and not _is_of_the_request(status):
+                    raise UpstreamError(status, "refused", f"the prefill node answered {status}")
                 self._metrics.first_tokens.labels("only").inc()
                 return await self._pass_on(exchange, begun)
         except UpstreamError as error:
@@ -338,29 +332,20 @@ class Flow:
         self._metrics.flows.labels("parallel").inc()
         transfer_id = uuid.uuid4().hex
         announced = {**bodies.announced_prefill(transfer_id), **placed}
-        # The prefill task starts, and owns the lease, before this task can be cancelled: a cancellation takes
-        # effect at this task's next turn, and new tasks take their first turn in the order of their creation.
+        # The task owns the lease before this one can be cancelled: see ``_asking``.
         prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
         exchange.prefill = prefill
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                params = bodies.announced_decode(transfer_id, channel)
-                sent = exchange.endpoint.decode_body(exchange.body, params)
-                begun = self._begun(exchange, sent)
-                decode = asyncio.create_task(stack.enter_async_context(begun))
-                try:
-                    await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
-                    answered = None if decode.done() else _as_announced(prefill, channel)
-                    first = self._first_of(exchange, answered) if answered is not None else None
-                    if first is not None:
-                        return await self._go_beside(exchange, first, decode)
-                    await _until_clear(prefill, decode, channel)
-                    if decode.done() and (
-                        not _lacks_kv(decode) or _as_announced(prefill, channel) is not None
-                    ):
-                        return await self._pass_on(exchange, decode.result())
-                finally:
-                    await _end(decode)
+            sent = exchange.endpoint.decode_body(exchange.body, bodies.announced_decode(transfer_id, channel))
+            async with self._asking(exchange, sent) as decode:
+                await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+                held = None if decode.done() else _as_announced(prefill, channel)
+                if held is not None and (first := self._first_of(exchange, held)) is not None:
+                    return await self._run_behind(exchange, first, {}, decode=decode)
+                if lacks_kv := _lacks_kv(decode):
+                    await asyncio.wait({prefill})
+                if (decode.done() and not lacks_kv) or _as_announced(prefill, channel) is not None:
+                    return await self._pass_on(exchange, await decode)
             # Only P's answer is left; D's connection is closed.
             self._metrics.flows.labels("resumed").inc()
             error = prefill.exception()
@@ -374,24 +359,7 @@ class Flow:
             # P's request may last longer than D's first byte, and is void after D's last.
             await _end(prefill)
 
-    async def _go_beside(
-        self, exchange: Exchange, first: FirstAnswer, decode: asyncio.Task[Begun]
-    ) -> web.StreamResponse:
-        """Send the client P's token, then D's answer, where D was asked before P's token was known.
-
-        Both nodes sample the same token, except for near ties: then D, which has the KV, is asked again with
-        the token.
-        """
-        await self._begin_stream(exchange, first)
-        try:
-            return await self._go_behind(exchange, first, decode)
-        except Differs:
-            self._metrics.first_tokens.labels("repeated").inc()
-            return await self._run_behind(exchange, first, {})
-        except UpstreamError as error:
-            return await self._without_decode(exchange, first, error)
-
-    async def _go_on(self, exchange: Exchange, prefill: Awaitable[PrefillResult]) -> web.StreamResponse:
+    async def _go_on(self, exchange: Exchange, prefill: Awaitable[Prefilled]) -> web.StreamResponse:
         """Continue after prefill: decode, or the reason why not.
 
         Raises:
@@ -401,8 +369,6 @@ class Flow:
             outcome = await prefill
         except UpstreamError as error:
             return await self._without_prefill(exchange, error)
-        if isinstance(outcome, web.Response):
-            return outcome
         first = self._first_of(exchange, outcome)
         if first is not None and first.is_whole:
             return await self._begin_stream(exchange, first)
@@ -425,16 +391,10 @@ class Flow:
             return await self._run_behind(exchange, first, params, tokens)
         return await self._relay(exchange, endpoint.decode_body(body, params, tokens))
 
-    def _check_status(self, status: int) -> None:
-        """Raise ``UpstreamError`` if a decode node is to serve a request that P answered so."""
-        # Every node would refuse such a request. Other statuses mean that this node cannot serve it now.
-        is_of_the_request = 400 <= status < 500 and status not in (408, 429)
-        if self._decode_fallback and status != 200 and not is_of_the_request:
-            raise UpstreamError(status, "refused", f"the prefill node answered {status}")
-
     async def _without_prefill(self, exchange: Exchange, error: UpstreamError) -> web.StreamResponse:
         """Raises ``error`` where no decode node may compute the prompt instead, or another P can."""
-        if not self._decode_fallback or self._may_repeat(exchange, error):
+        is_for_client = error.reason == "refused" and _is_of_the_request(error.status)
+        if is_for_client or not self._decode_fallback or self._may_repeat(exchange, error):
             raise error
         return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
 
@@ -469,7 +429,7 @@ class Flow:
         lease: NodeUse | None = None,
         *,
         retry: bool = True,
-    ) -> PrefillResult:
+    ) -> Prefilled:
         """Prefill with these parameters, and record the node's side channel.
 
         ``lease`` and ``retry`` are those of ``Upstream.send``.
@@ -483,43 +443,40 @@ class Flow:
             least = exchange.body.get("min_tokens")
             if isinstance(least, int) and least > 0:
                 body["min_tokens"] = 1
-        request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
-        sent = self._upstream.send(
-            self._prefill, request, lease, retry=retry, asked=exchange.asked, broken=exchange.broken
-        )
-        async with sent as (leased, answer):
+        path = exchange.request.path_qs
+        request = UpstreamRequest("POST", path, headers, body, exchange.asked, exchange.broken)
+        async with self._upstream.send(self._prefill, request, lease, retry=retry) as (leased, answer):
             raw = await self._read_whole(answer)
             if answer.status != 200:
                 exchange.asked.clear()
-                self._check_status(answer.status)
-                refused = web.Response(status=answer.status, body=raw)
-                refused.headers.popall("Content-Type", None)
+                refusal = web.Response(status=answer.status, body=raw)
+                refusal.headers.popall("Content-Type", None)
                 for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
                     if key.lower() != "content-length":
-                        refused.headers.add(key, value)
-                return refused
+                        refusal.headers.add(key, value)
+                text = f"the prefill node answered {answer.status}"
+                raise UpstreamError(answer.status, "refused", text, refusal)
         try:
             parsed = json.loads(raw)
         except (ValueError, RecursionError):
             text = "the prefill node's answer is not JSON"
             raise self._upstream.failed("prefill", "bad_answer", text) from None
-        handed = parsed.get(bodies.PARAMS) if isinstance(parsed, dict) else None
-        if handed and not isinstance(handed, dict):
+        parsed = parsed if isinstance(parsed, dict) else {}
+        handed = parsed.get(bodies.PARAMS) or {}
+        if not isinstance(handed, dict):
             text = f"the prefill node's {bodies.PARAMS} are not an object"
             raise self._upstream.failed("prefill", "bad_answer", text)
-        # Results of hints, and P's receipt: the decode node returns them to the client with its own.
-        reported = {key: handed.pop(key) for key in _REPORTED if key in handed} if handed else {}
-        channel = bodies.side_channel(handed or None)
-        url = leased.url
+        # Results of hints, and P's receipt, are no KV: the decode node returns them with its own.
+        if not handed.keys() - _REPORTED:
+            handed = {}
+        url, channel = leased.url, bodies.side_channel(handed)
         if channel is None:
             self._channels.pop(url, None)
         else:
             self._channels[url] = channel
             if self.placing is not None:
                 self.placing.learn(url, channel)
-        if handed:
-            handed = {**handed, **reported}
-        return Prefilled(url, parsed if isinstance(parsed, dict) else {}, handed or {})
+        return Prefilled(url, parsed, handed)
 
     async def _read_whole(self, answer: aiohttp.ClientResponse) -> bytes:
         """The prefill node's whole answer, at most ``max_answer_bytes``.
@@ -567,10 +524,11 @@ class Flow:
             UpstreamError: there is no answer.
         """
         client = exchange.request
-        request = UpstreamRequest(client.method, client.path_qs, exchange.headers, body)
+        request = UpstreamRequest(
+            client.method, client.path_qs, exchange.headers, body, broken=exchange.broken
+        )
         pool = pool or self._decode
-        sent = self._upstream.send(pool, request, lease, retry=retry, broken=exchange.broken)
-        async with sent as (leased, answer):
+        async with self._upstream.send(pool, request, lease, retry=retry) as (leased, answer):
             is_stream = answer.status == 200 and answer.content_type == "text/event-stream"
             with self._upstream.translated(pool.role):
                 first = await answer.content.readany()
@@ -587,6 +545,29 @@ class Flow:
             is_error = answer.status in _OWN_ERRORS or first.startswith(_ERROR_IN_A_STREAM)
             is_error |= is_empty or _ABORTED in first
             yield Begun(pool.role, leased.url, answer, first, is_error)
+
+    @contextlib.asynccontextmanager
+    async def _asking(
+        self,
+        exchange: Exchange,
+        body: Mapping[str, Any],
+        lease: NodeUse | None = None,
+        pool: Pool | None = None,
+        *,
+        retry: bool = True,
+    ) -> AsyncIterator[asyncio.Task[Begun]]:
+        """``_begun`` as a task, which is ended with the block.
+
+        The task starts, and owns the lease, before the caller's can be cancelled: a cancellation takes effect
+        at that task's next turn, and new tasks take their first turn in the order of their creation.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            begun = self._begun(exchange, body, lease, pool, retry=retry)
+            task = asyncio.create_task(stack.enter_async_context(begun))
+            try:
+                yield task
+            finally:
+                await _end(task)
 
     def _reuses_tokens(self, exchange: Exchange) -> bool:
         """Whether D gets the tokens of a text that P tokenised."""
@@ -633,37 +614,33 @@ class Flow:
         first: FirstAnswer,
         params: Mapping[str, Any],
         tokens: list[int] | None = None,
+        decode: asyncio.Task[Begun] | None = None,
     ) -> web.StreamResponse:
         """Send the client P's token at once, unless it has it, then D's answer, where D is given this token.
 
-        ``tokens`` are those of the prompt, if D is to be spared tokenising it. If D gives no answer, the
-        stream ends with an error, as a server's own does.
+        ``tokens`` are those of the prompt, if D is to be spared tokenising it. ``decode``: D was asked before
+        P's token was known. Both nodes sample the same one, except for near ties: then D, which has the KV,
+        is asked again with the token. If D gives no answer, another one computes the prompt, or the stream
+        ends with an error, as a server's own does.
         """
-        params = {**params, FIRST_TOKEN_KEY: first.token}
-        begun = self._begun(exchange, exchange.endpoint.decode_body(exchange.body, params, tokens))
+        is_given, sent = decode is None, {**params, FIRST_TOKEN_KEY: first.token}
         async with contextlib.AsyncExitStack() as stack:
-            decode = asyncio.create_task(stack.enter_async_context(begun))
+            if decode is None:
+                body = exchange.endpoint.decode_body(exchange.body, sent, tokens)
+                decode = await stack.enter_async_context(self._asking(exchange, body))
+            if exchange.response is None:
+                await self._begin_stream(exchange, first)
             try:
-                if exchange.response is None:
-                    await self._begin_stream(exchange, first)
                 return await self._go_behind(exchange, first, decode)
             except Differs as error:
-                self._metrics.first_tokens.labels("differs").inc()
-                return await self._end_with(exchange, f"the decode node's answer differs: {error}")
+                self._metrics.first_tokens.labels("differs" if is_given else "repeated").inc()
+                if is_given:
+                    return await self._end_with(exchange, f"the decode node's answer differs: {error}")
             except UpstreamError as error:
-                broke = error
-            finally:
-                await _end(decode)
-        return await self._without_decode(exchange, first, broke)
-
-    async def _without_decode(
-        self, exchange: Exchange, first: FirstAnswer, error: UpstreamError
-    ) -> web.StreamResponse:
-        """Go on behind P's token after D gave nothing: by another D, which computes the prompt, or not."""
-        if self._decode_fallback and self._may_repeat(exchange, error):
-            self._repeated(exchange, error)
-            return await self._run_behind(exchange, first, {})
-        return await self._end_with(exchange, str(error))
+                if not self._decode_fallback or not self._may_repeat(exchange, error):
+                    return await self._end_with(exchange, str(error))
+                self._repeated(exchange, error)
+        return await self._run_behind(exchange, first, {})
 
     async def _go_behind(
         self, exchange: Exchange, first: FirstAnswer, decode: asyncio.Task[Begun]
@@ -750,32 +727,25 @@ class Flow:
         return response
 
 
-async def _until_clear(
-    prefill: asyncio.Task[PrefillResult], decode: asyncio.Task[Begun], channel: SideChannel
-) -> None:
-    """One node has answered. Wait until it is decided which answer the client gets."""
-    if not prefill.done() and _lacks_kv(decode):
-        await asyncio.wait({prefill})
-    if not decode.done() and _as_announced(prefill, channel) is not None:
-        await asyncio.wait({decode})
-
-
 def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
     """Whether D answered that it has no KV; only P knows why."""
-    if decode.cancelled() or decode.exception() is not None:
+    if not decode.done() or decode.cancelled() or decode.exception() is not None:
         return False
     return decode.result().is_error
 
 
-def _prefilled(prefill: asyncio.Future[PrefillResult]) -> Prefilled | None:
-    """P's answer, once it is there; None for a refusal or a failure too."""
-    if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
-        return None
-    outcome = prefill.result()
-    return outcome if isinstance(outcome, Prefilled) else None
+def _is_of_the_request(status: int) -> bool:
+    """Whether every node would answer so; other failures mean that this node cannot serve it now."""
+    return 400 <= status < 500 and status not in (408, 429)
 
 
-def _as_announced(prefill: asyncio.Task[PrefillResult], channel: SideChannel) -> Prefilled | None:
+def _prefilled(prefill: asyncio.Future[Prefilled]) -> Prefilled | None:
+    """P's answer, once it is there; None for a failure too."""
+    is_there = prefill.done() and not prefill.cancelled() and prefill.exception() is None
+    return prefill.result() if is_there else None
+
+
+def _as_announced(prefill: asyncio.Task[Prefilled], channel: SideChannel) -> Prefilled | None:
     """P's answer if P holds the KV at the side channel where D fetches it; else None."""
     outcome = _prefilled(prefill)
     return outcome if outcome is not None and bodies.side_channel(outcome.handed) == channel else None

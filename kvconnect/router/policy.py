@@ -64,64 +64,46 @@ class ReadBatch(msgspec.Struct, array_like=True):
 _decoder = msgspec.msgpack.Decoder(ReadBatch)
 
 
-class FeedReader:
-    """Reads one publisher's messages, in an event loop, within a ``with`` block.
-
-    With a ``replay_endpoint``, missed messages can be requested.
-    """
-
-    def __init__(self, endpoint: str, replay_endpoint: str = "") -> None:
-        self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
-
-    def __enter__(self) -> FeedReader:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        # Unbounded: without a replay endpoint a slow reader could not get dropped messages again.
-        self._socket.set_hwm(0)
-        self._socket.connect(self._endpoint)
-        self._socket.subscribe(b"")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._context.destroy(linger=0)
-
-    async def receive(self) -> tuple[int, bytes]:
-        """The number and the payload of the next message."""
-        while len(frames := await self._socket.recv_multipart()) < 2:
-            pass
-        return int.from_bytes(frames[-2], "big"), frames[-1]
-
-    async def missed(self, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        """The messages from number ``first`` on that the publisher still keeps."""
-        if not self._replay_endpoint:
-            return
-        with self._context.socket(zmq.DEALER) as socket:
-            socket.linger = 0
-            socket.connect(self._replay_endpoint)
-            await socket.send_multipart((b"", first.to_bytes(8, "big")))
-            while await socket.poll(_REPLAY_MS):
-                frames = await socket.recv_multipart()
-                if len(frames) < 2 or frames[-2] == _LAST:
-                    return
-                yield int.from_bytes(frames[-2], "big"), frames[-1]
-
-
 class KVEvents:
-    """Applies one node's events to an index, until its task is cancelled."""
+    """Applies the events that a node publishes to an index, in an event loop, until its task is cancelled."""
 
-    def __init__(self, index: PrefixIndex, node: str, reader: FeedReader, metrics: RouterMetrics) -> None:
-        self._index, self._node, self._reader, self._metrics = index, node, reader, metrics
+    def __init__(self, index: PrefixIndex, node: str, where: Published, metrics: RouterMetrics) -> None:
+        self._index, self._node, self._where, self._metrics = index, node, where, metrics
         self._next = 0
         self._is_unread = False
 
     async def run(self) -> None:
         """Receive and apply events. Unreadable messages are counted, and the first is logged."""
-        with self._reader:
+        self._context = zmq.asyncio.Context()
+        try:
+            socket = self._context.socket(zmq.SUB)
+            # Unbounded: without a replay address a slow reader could not get dropped messages again.
+            socket.set_hwm(0)
+            socket.connect(self._where.kv_event_source)
+            socket.subscribe(b"")
             await self._catch_up()
             while True:
-                await self._take(*await self._reader.receive())
+                frames = await socket.recv_multipart()
+                if len(frames) >= 2:
+                    await self._take(int.from_bytes(frames[-2], "big"), frames[-1])
                 # A backlog of events must not delay requests.
                 await asyncio.sleep(0)
+        finally:
+            self._context.destroy(linger=0)
+
+    async def _missed(self) -> AsyncGenerator[tuple[int, bytes], None]:
+        """The messages from the next one on that the publisher still keeps, each with its number."""
+        if not self._where.kv_event_replay_source:
+            return
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(self._where.kv_event_replay_source)
+            await socket.send_multipart((b"", self._next.to_bytes(8, "big")))
+            while await socket.poll(_REPLAY_MS):
+                frames = await socket.recv_multipart()
+                if len(frames) < 2 or frames[-2] == _LAST:
+                    return
+                yield int.from_bytes(frames[-2], "big"), frames[-1]
 
     async def _take(self, number: int, payload: bytes) -> None:
         if number < self._next:
@@ -135,7 +117,7 @@ class KVEvents:
 
     async def _catch_up(self, before: int | None = None) -> None:
         """Apply missed messages, as far as the node still has them."""
-        async with contextlib.aclosing(self._reader.missed(self._next)) as missed:
+        async with contextlib.aclosing(self._missed()) as missed:
             async for number, payload in missed:
                 if before is not None and number >= before:
                     break
@@ -222,8 +204,7 @@ class Followed:
             if where.kv_source:
                 self.placing.sources.setdefault(url, where.kv_source)
             if where.kv_event_source and url not in self._tasks:
-                reader = FeedReader(where.kv_event_source, where.kv_event_replay_source)
-                events = KVEvents(self.placing.index, url, reader, self._metrics)
+                events = KVEvents(self.placing.index, url, where, self._metrics)
                 self._tasks[url] = asyncio.create_task(events.run(), name=f"KV events of {url}")
 
 

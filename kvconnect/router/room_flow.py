@@ -75,10 +75,8 @@ class RoomFlow(Flow):
         """
         self._metrics.flows.labels("room").inc()
         sent = {**exchange.body, **self._meeting(lease.url)}
-        # As in Flow: the task owns the lease before this one can be cancelled.
-        asked = self._begun(exchange, sent, lease, self._nodes, retry=False), self._begun(exchange, sent)
-        prefill, decode = (asyncio.create_task(stack.enter_async_context(one)) for one in asked)
-        stack.push_async_callback(_end_all, prefill, decode)
+        asked = self._asking(exchange, sent, lease, self._nodes, retry=False), self._asking(exchange, sent)
+        prefill, decode = [await stack.enter_async_context(one) for one in asked]
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
         if not decode.done() and _is_error(prefill.result()):
             return prefill.result()
@@ -116,9 +114,3 @@ def _is_error(begun: Begun) -> bool:
 def _is_worth_another(begun: Begun) -> bool:
     """Whether another room may help: not where the request itself was refused."""
     return _is_error(begun) and not 400 <= begun.answer.status < 500
-
-
-async def _end_all(*tasks: asyncio.Task[Begun]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,10 +10,11 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from kvconnect.router.bodies import to_bytes
 from kvconnect.router.pool import NodeUse, Pool
@@ -32,12 +33,16 @@ _NOT_REACHED = ("unreachable", "connect_timeout")
 
 
 class UpstreamError(Exception):
-    """A node gave no answer. ``status`` is for the client, ``reason`` for the metrics."""
+    """A node gave no answer, or refused. ``status`` is for the client, ``reason`` for the metrics.
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
+    ``refusal`` is the node's own answer, which the client gets.
+    """
+
+    def __init__(self, status: int, reason: str, message: str, refusal: web.Response | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
+        self.refusal = refusal
 
     @property
     def was_reached(self) -> bool:
@@ -47,12 +52,18 @@ class UpstreamError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRequest:
-    """A request to a node."""
+    """A request to a node, and what became of it.
+
+    ``asked`` gets the node that may have the request. Nodes in ``broken`` are asked last, and one that breaks
+    its answer off is added.
+    """
 
     method: str
     path: str
     headers: Headers
     body: Mapping[str, Any] | bytes | None
+    asked: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
     @property
     def data(self) -> bytes | None:
@@ -111,26 +122,21 @@ class Upstream:
         lease: NodeUse | None = None,
         *,
         retry: bool = True,
-        asked: list[str] | None = None,
-        broken: list[str] | None = None,
     ) -> AsyncIterator[tuple[NodeUse, aiohttp.ClientResponse]]:
         """The lease of a node of ``pool``, and its answer with the headers read and the body not.
 
-        ``lease`` is the node to try first, and is released like any other; ``asked`` gets the node that may
-        have the request. Nodes in ``broken`` are asked last, and one that breaks its answer off is added.
-        Leaving the block closes the connection: a node whose answer was not read to its end sees its client
-        leave. The block may raise the HTTP client's errors: wrap reads in ``translated``.
+        ``lease`` is the node to try first, and is released like any other. Leaving the block closes the
+        connection: a node whose answer was not read to its end sees its client leave. The block may raise the
+        HTTP client's errors: wrap reads in ``translated``.
 
         Raises:
             UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
             BadRequest: the body cannot be written.
         """
         started = self._clock()
-        retries = self.limits.retries if retry else 0
-        asked, broken = ([] if given is None else given for given in (asked, broken))
-        lease, response = await self._reach(pool, request, lease, retries, asked, broken)
+        lease, response = await self._reach(pool, request, lease, self.limits.retries if retry else 0)
         try:
-            with noted(broken, lease.url):
+            with noted(request.broken, lease.url):
                 yield lease, response
         finally:
             response.close()
@@ -138,19 +144,13 @@ class Upstream:
             self.metrics.node_request_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
-        self,
-        pool: Pool,
-        request: UpstreamRequest,
-        lease: NodeUse | None,
-        retries: int,
-        asked: list[str],
-        broken: list[str],
+        self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None, retries: int
     ) -> tuple[NodeUse, aiohttp.ClientResponse]:
         tried: list[str] = []
         last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
         while len(tried) <= retries:
             if lease is None or tried:
-                lease = pool.take(avoid=[*tried, *broken]) or pool.take(avoid=tried)
+                lease = pool.take(avoid=[*tried, *request.broken]) or pool.take(avoid=tried)
             if lease is None and not tried and (unseen := pool.unseen()):
                 # A node that is being started may have come up since the last check.
                 await asyncio.gather(*(self.check(pool, url) for url in unseen))
@@ -160,13 +160,13 @@ class Upstream:
             if tried:
                 self.metrics.retries.labels(pool.role).inc()
             tried.append(lease.url)
-            asked.append(lease.url)
+            request.asked.append(lease.url)
             with contextlib.ExitStack() as leased:
                 leased.callback(pool.release, lease)
                 base, rank = split_rank(lease.url)
                 headers = [pair for pair in request.headers if not rank or pair[0].lower() != _RANK]
                 try:
-                    with noted(broken, lease.url), self.translated(pool.role):
+                    with noted(request.broken, lease.url), self.translated(pool.role):
                         response = await self._session.request(
                             request.method,
                             base + request.path,
@@ -178,7 +178,7 @@ class Upstream:
                 except UpstreamError as error:
                     if error.was_reached:
                         raise
-                    asked.pop()
+                    request.asked.pop()
                     self._note_unreachable(pool, lease.url, str(error))
                     last = error
                     continue

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvconnect.node.attention import AttentionPages, Backend, Segment, attend_rows
+from kvconnect.node.attention import AttentionPages, Backend, PagedAttention, Segment, attend_rows
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.runner_kit.flex_capacity import NULL_PAGE, FlexBuffers, FlexCapacity
 from kvconnect.runner_kit.kernel_blocks import GraphSupport
@@ -46,24 +46,25 @@ def flex_backend(backend: Backend, options: NodeOptions) -> FlexBackend:
     return FlexBackend(name=name, kernel_block_sizes=backend.kernel_block_sizes, options=options)
 
 
-class FlexAttention:
-    """Attention over the pages in ``buffers``, for the layers of one cache group and backend."""
+class FlexAttention(PagedAttention):
+    """Attention over the pages in ``buffers``."""
 
     def __init__(self, buffers: FlexBuffers) -> None:
+        super().__init__(buffers.capacity.page_tokens)
         self.buffers = buffers
-        self._segments: Sequence[Segment] = ()
-        self._table = torch.empty(0)
-
-    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
-        """See ``PagedAttention``."""
-        self._segments, self._table = segments, table
 
     def attend(
-        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
+        self,
+        pages: AttentionPages,
+        query: torch.Tensor,
+        segments: Sequence[Segment],
+        table: torch.Tensor,
+        *,
+        window: int | None,
+        value_width: int | None,
     ) -> torch.Tensor:
-        """See ``PagedAttention``."""
-        segments, device, limits = self._segments, self._table.device, self.buffers.capacity
-        tables = self._table[torch.tensor([one.row for one in segments], device=device)]
+        device, limits = table.device, self.buffers.capacity
+        tables = table[torch.tensor([one.row for one in segments], device=device)]
         blocks = self.buffers.fill(
             query_lens=[one.length for one in segments],
             seq_lens=[one.start + one.length for one in segments],

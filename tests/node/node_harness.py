@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import pytest
@@ -161,6 +161,16 @@ def make_client(
     if change is not None:
         model = OtherBackends(build_model(made.model, seed=made.seed, device=made.device), change)
     return Client(build_engine(made, connector, model))
+
+
+def answer_of(prompt: Sequence[int], max_tokens: int = 8, **options: object) -> list[int]:
+    """Tokens and draft tokens that a node computes by itself, once for all tests that ask for them."""
+    return list(_computed(tuple(prompt), max_tokens, **options))
+
+
+@cache
+def _computed(prompt: tuple[int, ...], max_tokens: int, **options: object) -> list[int]:
+    return make_client(**options).complete(list(prompt), max_tokens)
 
 
 class CopyConnector:

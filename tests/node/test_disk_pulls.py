@@ -10,8 +10,8 @@ import pytest
 
 from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.worker.tier_loop import TierLoop
-from tests.node.node_harness import make_client, make_prompt
-from tests.node.test_pulls import MODELS, assert_at_rest, closing, node, pulled
+from tests.node.node_harness import MODEL_NAMES, answer_of, make_prompt
+from tests.node.test_pulls import assert_at_rest, closing, node, pulled
 from tests.offload.node_kit import DEADLINE_S, Keeper, disk_settings, make_keeper
 
 PATIENCE_S = 16.0
@@ -63,20 +63,19 @@ def failures(client: Keeper) -> dict[str, int]:
     return {labels[0]: int(count) for labels, count in metrics.failures.values().items() if count}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODEL_NAMES)
 def test_a_prefix_that_is_on_the_peers_disk_alone_is_pulled(model, tmp_path):
-    plain = make_client(model=model, enable_prefix_caching=False)
     prompt = make_prompt(300, seed=1)
     source = restarted(tmp_path, prompt, model=model)
     target = asking(source, model=model)
     with closing(source, target):
-        assert target.ask(prompt) == plain.complete(prompt)
+        assert target.ask(prompt) == answer_of(prompt, model=model)
         assert target.cached >= 256
         assert pulled(target)["loaded"] == 1
         # Without a step of the source, which is idle.
         assert_at_rest(source, target)
         longer = [*prompt, *make_prompt(90, seed=2)]
-        assert target.ask(longer) == plain.complete(longer)
+        assert target.ask(longer) == answer_of(longer, model=model)
 
 
 def remove(path):
@@ -97,27 +96,25 @@ def truncate(path):
 
 @pytest.mark.parametrize("damage", [remove, corrupt, truncate])
 def test_a_row_that_cannot_be_read_is_a_miss_and_the_prompt_is_computed(damage, tmp_path):
-    plain = make_client(enable_prefix_caching=False)
     prompt, other = make_prompt(300, seed=1), make_prompt(300, seed=2)
     source = restarted(tmp_path, prompt)
     target = asking(source)
     with closing(source, target):
         damage(files(tmp_path)[7])
-        assert target.ask(prompt) == plain.complete(prompt)
+        assert target.ask(prompt) == answer_of(prompt)
         assert target.cached == 0
         assert pulled(target) == {"missed": 1, "failed": 1, "tokens": 0}
         assert sum(failures(source).values()) == 1
         time.sleep(1.1)
         # What is left of it, up to the row that is gone, if that is the rest of a prefix.
-        assert target.ask(prompt) == plain.complete(prompt)
+        assert target.ask(prompt) == answer_of(prompt)
         source.ask(other)
-        assert target.ask(other) == plain.complete(other)
+        assert target.ask(other) == answer_of(other)
         assert target.cached == 288
         assert_at_rest(source, target)
 
 
 def test_no_more_is_offered_than_there_are_rows_to_read_it_into(tmp_path):
-    plain = make_client(enable_prefix_caching=False)
     prompt = make_prompt(300, seed=1)
     first = restarted(tmp_path, prompt)
     row_bytes = first.engine.worker.offload.plan.classes[0].row_bytes
@@ -126,10 +123,10 @@ def test_no_more_is_offered_than_there_are_rows_to_read_it_into(tmp_path):
     target, other = asking(source), asking(source)
     with closing(source, target, other):
         assert source.engine.worker.offload.plan.classes[0].num_lent == 8
-        assert target.ask(prompt) == plain.complete(prompt)
+        assert target.ask(prompt) == answer_of(prompt)
         assert target.cached == 128
         # What was read stays there until the rows are wanted for something else.
-        assert other.ask(prompt) == plain.complete(prompt)
+        assert other.ask(prompt) == answer_of(prompt)
         assert other.cached == 128
         assert not failures(source)
         assert_at_rest(source, target, other)
@@ -147,7 +144,6 @@ def test_with_a_share_of_none_nothing_comes_from_disk(tmp_path):
 
 @pytest.mark.parametrize("split", [96, 160])
 def test_what_is_in_host_memory_is_not_read_again(split, tmp_path, monkeypatch):
-    plain = make_client(enable_prefix_caching=False)
     prompt = make_prompt(300, seed=1)
     source = restarted(tmp_path, prompt)
     target = asking(source)
@@ -155,7 +151,7 @@ def test_what_is_in_host_memory_is_not_read_again(split, tmp_path, monkeypatch):
     monkeypatch.setattr(TierLoop, "fetch", lambda *given: (read.append(len(given[1].hashes)), fetch(*given)))
     with closing(source, target):
         source.ask(prompt[: split + 1])
-        assert target.ask(prompt) == plain.complete(prompt)
+        assert target.ask(prompt) == answer_of(prompt)
         assert target.cached == 288
         assert read == [split // 16, 18 - split // 16]
         assert_at_rest(source, target)
@@ -173,24 +169,22 @@ def slow_disk(monkeypatch):
 
 
 def test_what_a_slow_disk_has_is_computed(tmp_path, slow_disk):
-    plain = make_client(enable_prefix_caching=False)
     prompts = [make_prompt(300, seed=seed) for seed in range(1, 5)]
     source = restarted(tmp_path, *prompts)
     target = asking(source)
     with closing(source, target):
         for prompt in prompts[1:]:
-            assert target.ask(prompt) == plain.complete(prompt)
+            assert target.ask(prompt) == answer_of(prompt)
             assert target.cached == 0
         assert pulled(target) == {"missed": 1, "not_worth_it": 3, "tokens": 0}
         # Of what is in host memory in part, that part is loaded.
         source.ask(prompts[0][:257])
-        assert target.ask(prompts[0][:290]) == plain.complete(prompts[0][:290])
+        assert target.ask(prompts[0][:290]) == answer_of(prompts[0][:290])
         assert target.cached == 256
         assert_at_rest(source, target)
 
 
 def test_of_a_disk_that_was_never_read_a_little_is_read_first(tmp_path):
-    plain = make_client(enable_prefix_caching=False)
     prompt, other = make_prompt(300, seed=1), make_prompt(300, seed=2)
     restarted(tmp_path, prompt, other).close()
     source = keeping(tmp_path)
@@ -198,12 +192,12 @@ def test_of_a_disk_that_was_never_read_a_little_is_read_first(tmp_path):
     with closing(source, target):
         work = source.engine.worker.offload._loop
         assert not work.disk_bytes_per_s
-        assert target.ask(prompt) == plain.complete(prompt)
+        assert target.ask(prompt) == answer_of(prompt)
         assert target.cached == 0
         deadline = time.monotonic() + DEADLINE_S
         while not work.disk_bytes_per_s:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert target.ask(other) == plain.complete(other)
+        assert target.ask(other) == answer_of(other)
         assert target.cached == 288
         assert_at_rest(source, target)

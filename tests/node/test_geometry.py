@@ -12,7 +12,7 @@ from kvconnect.node.models import CacheSizing, build_model
 from kvconnect.node.node_connector import identity
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.runner_kit.kernel_blocks import GraphSupport
-from tests.node.node_harness import MODEL_NAMES, CopyConnector, make_client, make_prompt, prefilled
+from tests.node.node_harness import MODEL_NAMES, CopyConnector, answer_of, make_client, make_prompt, prefilled
 
 # A dense model, a backend that takes 64 only, and blocks of 128.
 SPLIT = {"block_size": 128, "kernel_block_sizes": (64,)}
@@ -43,7 +43,7 @@ def test_view_block_table_and_region_table_agree_on_the_kernel_block():
 def test_a_load_between_nodes_with_split_blocks_is_token_exact(length):
     options = {**SPLIT, "kv_cache_dtype": "fp8_e4m3"}
     prompt = make_prompt(length)
-    expected = make_client(kv_cache_dtype="fp8_e4m3").complete(prompt, 70)
+    expected = answer_of(prompt, 70, kv_cache_dtype="fp8_e4m3")
     prefill, params = prefilled(prompt, **options)
     d = CopyConnector(prefill.client).attach(**options, reserved_blocks=7)
     assert d.complete(prompt, 70, params) == expected
@@ -81,7 +81,8 @@ def test_an_fp8_cache_has_half_the_bytes_per_token_and_other_tokens(name):
     bits = {}
     for dtype, stored in (("bf16", "bfloat16"), ("fp8_e4m3", "float8_e4m3fn")):
         sizing = CacheSizing(128, 1024, CACHE_DTYPES[dtype])
-        cache = NodeCache(build_model(name).layout(sizing), num_blocks=8, max_num_seqs=1, max_model_len=1024)
+        options = NodeOptions(num_blocks=8, max_num_seqs=1, max_model_len=1024)
+        cache = NodeCache(build_model(name).layout(sizing), options)
         table = cache.region_table()
         attention = [one for one in table.regions if not table.geometry_of(one.group).is_state]
         bits[dtype] = sum(region.page_bytes * 8 for region in attention)
@@ -89,7 +90,7 @@ def test_an_fp8_cache_has_half_the_bytes_per_token_and_other_tokens(name):
     assert bits["fp8_e4m3"] * 2 == bits["bf16"]
     prompt = make_prompt(100)
     fp8 = make_client(model=name, kv_cache_dtype="fp8_e4m3")
-    assert fp8.complete(prompt) != make_client(model=name).complete(prompt)
+    assert fp8.complete(prompt) != answer_of(prompt, model=name)
 
 
 def test_the_identity_has_the_cache_dtype_unless_it_is_converted():

@@ -14,10 +14,9 @@ from kvconnect.decode.sources import MISS_S
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.node.block_manager import PrefixHashes
 from kvconnect.timeline import Moment
-from tests.node.node_harness import make_client, make_prompt
+from tests.node.node_harness import MODEL_NAMES, answer_of, make_client, make_prompt
 from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper, patient
 
-MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 SHARED = ("gqa", "mla", "mixed", "sliding")
 """A node reuses no prefix of models with states."""
 SLOW_BYTES_PER_S = 1e5
@@ -90,18 +89,17 @@ def pulled(client: Keeper) -> dict[str, int]:
 def assert_at_rest(*clients: Keeper) -> None:
     for client in clients:
         assert client.held == 0
-        state = client.engine.scheduler.transfers.hooks.state()
+        state = client.engine.scheduler.hooks.state()
         assert not any(state.values()), state
         assert not client.engine.worker.state()["loads"]
 
 
-@pytest.mark.parametrize(("model", "keeps"), [*((model, True) for model in MODELS), ("gqa", False)])
+@pytest.mark.parametrize(("model", "keeps"), [*((model, True) for model in MODEL_NAMES), ("gqa", False)])
 def test_a_node_gets_what_another_has_computed_and_answers_alike(model, keeps):
-    plain = make_client(model=model, enable_prefix_caching=False)
     with source_and_target({"model": model}, keeps=keeps, model=model) as (source, target):
         prompt = make_prompt(300, seed=1)
         answer = source.ask(prompt)
-        assert target.ask(prompt) == answer == plain.complete(prompt)
+        assert target.ask(prompt) == answer == answer_of(prompt, model=model)
         assert target.cached >= 256
         brought = pulled(target)
         assert brought == {"loaded": 1, "tokens": target.cached}
@@ -112,38 +110,36 @@ def test_a_node_gets_what_another_has_computed_and_answers_alike(model, keeps):
             assert target.cached >= 256
             assert pulled(target) == brought, "it is kept here now"
         longer = [*prompt, *make_prompt(90, seed=2)]
-        assert target.ask(longer) == plain.complete(longer)
+        assert target.ask(longer) == answer_of(longer, model=model)
         other = make_prompt(200, seed=3)
-        assert target.ask(other) == plain.complete(other)
+        assert target.ask(other) == answer_of(other, model=model)
         assert target.cached == 0
         assert (brought := pulled(target)).get("missed"), brought
 
 
 @pytest.mark.parametrize("model", SHARED)
 def test_a_node_gets_what_only_the_device_of_another_has(model):
-    plain = make_client(model=model, enable_prefix_caching=False)
     shares = {"model": model, "keeps": False, "shares": True}
     with source_and_target(shares, **shares) as (source, target):
         prompt = make_prompt(300, seed=1)
         answer = source.ask(prompt)
         for _ in range(2):
             # At rest: its engine's loop does not run.
-            assert target.ask(prompt) == answer == plain.complete(prompt)
+            assert target.ask(prompt) == answer == answer_of(prompt, model=model)
             assert target.cached >= 256
         assert pulled(target) == {"loaded": 1, "tokens": target.cached}, "its own device has it now"
         longer = [*prompt, *answer, *make_prompt(90, seed=2)]
-        assert source.ask(longer) == plain.complete(longer)
+        assert source.ask(longer) == answer_of(longer, model=model)
         kept = source.engine.worker.transfer._transfers.local.kept
         hashes = PrefixHashes(kept.naming.tokens)
         hashes.extend_to(longer)
         assert kept.find(Prefix(kept.naming, 0, tuple(hashes)), 398)[0] >= 320, "what was decoded there too"
-        assert target.ask([*longer, 3]) == plain.complete([*longer, 3])
+        assert target.ask([*longer, 3]) == answer_of([*longer, 3], model=model)
 
 
 def test_the_device_and_host_memory_of_a_node_give_what_each_of_them_has():
     source = node(shares=True, enable_prefix_caching=True, num_blocks=40)
     target = node(source, reserved_blocks=61)
-    plain = make_client(enable_prefix_caching=False)
     with closing(source, target):
         kept = source.engine.worker.transfer._transfers.local.kept
         prompts = [make_prompt(300, seed=seed) for seed in range(1, 5)]
@@ -153,7 +149,7 @@ def test_the_device_and_host_memory_of_a_node_give_what_each_of_them_has():
         for prompt in prompts:
             hold = kept.hold
             kept.hold = lambda *asked, hold=hold: places.append(held := hold(*asked)) or held
-            assert target.ask(prompt) == plain.complete(prompt)
+            assert target.ask(prompt) == answer_of(prompt)
             assert target.cached == 288
             kept.hold = hold
         assert [held.on_device for held in places] == [False, False, True, True]
@@ -165,12 +161,11 @@ def test_what_the_device_has_given_to_other_prompts_is_not_found():
     with source_and_target(
         {"keeps": False, "shares": True, "num_blocks": 24}, keeps=False, enable_prefix_caching=False
     ) as (source, target):
-        plain = make_client(enable_prefix_caching=False)
         prompts = [make_prompt(200, seed=seed) for seed in range(1, 7)]
         for prompt in prompts:
             source.ask(prompt)
         for prompt in prompts:
-            assert target.ask(prompt) == plain.complete(prompt)
+            assert target.ask(prompt) == answer_of(prompt)
         outcomes = pulled(target)
         assert outcomes["loaded"] >= 1
         assert outcomes["missed"] >= 4
@@ -181,7 +176,6 @@ def test_a_prompt_whose_blocks_are_given_away_while_it_is_pulled_is_computed(mon
     """The blocks are overwritten at once, so that what is served late would be another prompt's KV."""
     source = node(keeps=False, shares=True, num_blocks=24)
     target = node(source, keeps=False, reserved_blocks=61)
-    plain = make_client(enable_prefix_caching=False)
     with closing(source, target):
         prompt, others = make_prompt(300, seed=1), [make_prompt(300, seed=seed) for seed in (2, 3)]
         source.ask(prompt)
@@ -213,34 +207,32 @@ def test_a_prompt_whose_blocks_are_given_away_while_it_is_pulled_is_computed(mon
             source.ask(other)
         gone.set()
         target.run("r")
-        assert target.tokens("r") == plain.complete(prompt, 8)
+        assert target.tokens("r") == answer_of(prompt, 8)
         assert pulled(target)["failed"] == 1
         assert_at_rest(source, target)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (64, 16), (16, 48)])
 def test_blocks_of_another_size_are_pulled_by_names_of_the_sources_length(ours, theirs):
-    plain = make_client(enable_prefix_caching=False)
     with source_and_target({"block_size": theirs}, block_size=ours) as (source, target):
         for seed in (1, 2):
             prompt = make_prompt(300, seed=seed)
             source.ask(prompt)
-            assert target.ask(prompt) == plain.complete(prompt)
+            assert target.ask(prompt) == answer_of(prompt)
             assert target.cached == 299 // theirs * theirs
         assert pulled(target) == {"loaded": 2, "tokens": 2 * (299 // theirs * theirs)}
 
 
 def test_a_source_that_is_killed_costs_a_prompt_and_no_request():
-    plain = make_client(enable_prefix_caching=False)
     source = node()
     target = node(source, reserved_blocks=61)
     with closing(source, target):
         first, second = make_prompt(300, seed=1), make_prompt(300, seed=2)
         source.ask(first)
         source.ask(second)
-        assert target.ask(first) == plain.complete(first)
+        assert target.ask(first) == answer_of(first)
         source.close()
-        assert target.ask(second) == plain.complete(second)
+        assert target.ask(second) == answer_of(second)
         assert target.cached == 0
         assert pulled(target)["unanswered"] == 1
         assert_at_rest(target)
@@ -305,7 +297,6 @@ def turn(prefill: Keeper, decode: Keeper, prompt: list[int], name: str, params: 
 
 @pytest.mark.parametrize("is_configured", [True, False])
 def test_p_pulls_what_d_has_decoded_for_the_next_turn(is_configured):
-    plain = make_client(enable_prefix_caching=False)
     decode = node(reserved_blocks=61)
     prefill = node(*([decode] if is_configured else []))
     with closing(prefill, decode):
@@ -316,7 +307,7 @@ def test_p_pulls_what_d_has_decoded_for_the_next_turn(is_configured):
         time.sleep(MISS_S)
         second = [*prompt, *answer, *make_prompt(40, seed=2)]
         tokens, _ = turn(prefill, decode, second, "second", None if is_configured else told)
-        assert tokens == plain.complete(second, 30)
+        assert tokens == answer_of(second, 30)
         # All but the last block's worth of the first turn, its answer included.
         assert prefill.last("second").cached_tokens == 224
         assert_at_rest(prefill, decode)
@@ -386,7 +377,7 @@ def test_what_the_device_has_kept_longer_is_in_host_memory_again_once_it_is_used
     probe.close()
     source = node(cpu_bytes=40 * row_bytes, enable_prefix_caching=True)
     with closing(source):
-        index = source.engine.scheduler.transfers.hooks.offload.host.index
+        index = source.engine.scheduler.hooks.offload.host.index
         source.ask(first)
         ours = list(index.classes[0].row_of[0])
         assert index.lookup(0, ours) == len(ours) >= 18

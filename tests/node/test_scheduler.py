@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,16 +10,25 @@ import torch
 import tests.node.wide_model  # noqa: F401
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import LocalError
-from kvconnect.node.block_manager import RequestBlocks
+from kvconnect.node.block_manager import BlockManager, BlockPool, RequestBlocks
+from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import EngineStep, Request, ScheduledChunk
-from kvconnect.node.scheduler import Transfers, align_tokens
-from tests.node.node_harness import DEVICES, MODEL_NAMES, CopyConnector, make_client, make_prompt, prefilled
+from kvconnect.node.scheduler import Scheduler, align_tokens
+from tests.node.node_harness import (
+    DEVICES,
+    MODEL_NAMES,
+    CopyConnector,
+    answer_of,
+    make_client,
+    make_prompt,
+    prefilled,
+)
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_tokens_do_not_depend_on_concurrency_or_preemption(name):
     prompts = [make_prompt(length, seed=length) for length in (100, 170, 7, 120, 64)]
-    alone = [make_client(model=name).complete(prompt, 60) for prompt in prompts]
+    alone = [answer_of(prompt, 60, model=name) for prompt in prompts]
     # Few blocks: the requests cannot all run to their end at once.
     num_blocks = {"mixed": 6, "sliding": 42}.get(name, 24)
     client = make_client(
@@ -55,7 +64,7 @@ def test_abort_frees_blocks_at_every_stage():
     assert client.last("running").finish_reason == "abort"
     assert client.last("waiting").finish_reason == "abort"
     assert client.engine.snapshot["counts"]["aborted"] == 3
-    assert client.complete(make_prompt(100)) == make_client().complete(make_prompt(100))
+    assert client.complete(make_prompt(100)) == answer_of(make_prompt(100))
 
 
 def test_a_prompt_starts_only_when_all_of_it_has_room():
@@ -94,7 +103,7 @@ def test_a_long_window_prompt_fits_a_cache_smaller_than_all_its_blocks():
     # 3 groups of 38 blocks are 114; the windowed groups never hold more than a part of theirs.
     client = make_client(model="sliding", num_blocks=70, max_num_batched_tokens=64)
     assert client.engine.refusal(600, 8) is None
-    assert client.complete(make_prompt(600)) == make_client(model="sliding").complete(make_prompt(600))
+    assert client.complete(make_prompt(600)) == answer_of(make_prompt(600), model="sliding")
 
 
 # --- loads, their failures and aborts, and blocks that wait to be fetched ---
@@ -124,7 +133,7 @@ def loading(**options):
 @pytest.mark.parametrize("length", [1, 2, 128, 129, 300])
 def test_a_loaded_request_gives_the_tokens_of_a_local_one(name, length, device):
     prompt = make_prompt(length, seed=length)
-    expected = make_client(model=name, device=device).complete(prompt)
+    expected = answer_of(prompt, model=name, device=device)
     budget = {"max_num_batched_tokens": 100, "device": device}
     prefill, decode, params = make_pair(name, prompt, prefill_options=budget, device=device)
     p, d = prefill.client, decode.client
@@ -143,7 +152,7 @@ def test_a_load_is_needed_for_the_right_tokens(name):
     """The check above would be empty if the loaded bytes did not matter."""
     _, decode, params = make_pair(name)
     decode._copy = lambda _: None
-    assert decode.client.complete(PROMPT, 8, params) != make_client(model=name).complete(PROMPT)
+    assert decode.client.complete(PROMPT, 8, params) != answer_of(PROMPT, model=name)
 
 
 def test_a_local_prefix_is_not_loaded():
@@ -170,11 +179,11 @@ def test_blocks_wait_until_they_were_sent():
 def test_others_run_while_a_request_loads_and_its_blocks_are_not_reused_as_prefix():
     d, decode = loading()
     assert d.engine.snapshot["requests"]["waiting_for_kv"] == 1
-    assert d.complete(PROMPT) == make_client().complete(PROMPT)
+    assert d.complete(PROMPT) == answer_of(PROMPT)
     assert d.last("request-1").cached_tokens == 0
     decode.release()
     d.run("loading")
-    assert d.tokens("loading") == make_client().complete(PROMPT)
+    assert d.tokens("loading") == answer_of(PROMPT)
 
 
 def test_an_abort_while_loading_keeps_the_blocks_until_they_are_quiet():
@@ -204,7 +213,7 @@ def test_a_failed_load_is_computed_here_or_ends_the_request_as_configured(recomp
     assert decode.finished_calls("r") == [recompute]
     if recompute:
         assert failure is None
-        assert d.tokens("r") == make_client().complete(PROMPT)
+        assert d.tokens("r") == answer_of(PROMPT)
         assert d.last("r").cached_tokens == 0
         assert [call[0] for call in decode.calls].count("matched") == 2
     else:
@@ -219,7 +228,7 @@ def test_the_connector_may_ask_to_be_asked_again():
     d.submit("other", make_prompt(5), 8)
     assert d.engine.run_once() == 0.0, "the other one runs"
     d.run("r", "other")
-    assert d.tokens("r") == make_client().complete(PROMPT)
+    assert d.tokens("r") == answer_of(PROMPT)
     assert [call[0] for call in decode.calls if "r" in call].count("matched") == 4
 
 
@@ -241,8 +250,8 @@ def test_loaded_requests_overtake_one_that_waits_for_blocks():
     decode.release()
     d.run("loading", "long")
     assert d.requests["long"].preemptions > 0
-    assert d.tokens("long") == make_client().complete(make_prompt(120, seed=1), 100)
-    assert d.tokens("loading") == make_client().complete(PROMPT)
+    assert d.tokens("long") == answer_of(make_prompt(120, seed=1), 100)
+    assert d.tokens("loading") == answer_of(PROMPT)
     assert d.held == 0
 
 
@@ -256,7 +265,7 @@ def test_a_preempted_loaded_request_is_computed_here(name):
     d.submit("r", PROMPT, 90, params)
     d.run("first", "r")
     assert d.requests["r"].preemptions > 0
-    assert d.tokens("r") == make_client(model=name).complete(PROMPT, 90)
+    assert d.tokens("r") == answer_of(PROMPT, 90, model=name)
 
 
 def test_every_request_is_finished_exactly_once():
@@ -284,20 +293,18 @@ def test_results_that_nothing_awaits_are_logged_once(caplog):
 # --- what a connector is asked and told of steps ---
 
 
-@dataclass
-class Half:
-    """A scheduler half that writes down what it is told."""
-
-    places: tuple[int, ...] = ()
-    due: dict[str, int] = field(default_factory=dict)
-    told: list[tuple] = field(default_factory=list)
-
-    def checkpoints(self, request):
-        return self.places
-
-    def launched(self, step):
-        self.told += [("state", *state[:4]) for state in step.states]
-        self.told += [("computed", *computed) for computed in step.computed]
+@pytest.mark.parametrize(("name", "ends"), [("hybrid", [32, 64, 96, 100]), ("gqa", [90, 100])])
+def test_a_chunk_ends_at_the_next_checkpoint_where_there_are_states(name, ends):
+    connector, found = CopyConnector(), []
+    connector.checkpoints = lambda request: (32, 64, 96)
+    client = connector.attach(model=name, max_num_batched_tokens=90)
+    update = client.engine.scheduler.update
+    client.engine.scheduler.update = lambda step, sampled: (
+        found.extend(chunk.start + len(chunk.token_ids) for chunk in step.chunks),
+        update(step, sampled),
+    )
+    client.complete(PROMPT, 1)
+    assert found == ends
 
 
 def config(*sizes: int, states: int = 0) -> KVCacheConfig:
@@ -306,38 +313,30 @@ def config(*sizes: int, states: int = 0) -> KVCacheConfig:
     return KVCacheConfig(8, (*groups, *(KVCacheGroup((f"s{index}",), state) for index in range(states))))
 
 
-def request(*blocks: list[int]) -> Request:
-    made = Request("r", list(range(100)), 5, lambda _: None)
-    made.blocks = RequestBlocks(list(blocks), [0] * len(blocks), [0] * len(blocks))
-    return made
-
-
 def test_blocks_align_at_their_least_common_multiple_and_states_do_not_count():
-    assert align_tokens(config(16, 24, states=2)) == 48
+    assert align_tokens(config(16, 24, states=2).groups) == 48
 
 
-@pytest.mark.parametrize(
-    ("states", "first", "cuts"), [(1, [32, 24], [32, 1, 32, 1, 100, 5]), (0, [100, 100], [100] * 5 + [5])]
-)
-def test_a_chunk_ends_at_the_next_checkpoint_where_there_are_states(states, first, cuts):
-    transfers = Transfers(Half(places=(32, 64, 96)), config(16, states=states), recompute_failed_loads=False)
-    one = request([1], [2])
-    firsts = [transfers.first_chunk(one, 100)]
-    one.num_computed_tokens = 40
-    assert [*firsts, transfers.first_chunk(one, 100)] == first
-    asked = [(0, 100), (31, 100), (32, 100), (95, 100), (96, 100), (33, 5)]
-    assert [transfers.cut(one, *each) for each in asked] == cuts
+class Half:
+    """A scheduler half that writes down what it is told of steps."""
+
+    due: ClassVar[dict[str, int]] = {"r": 40, "other": 0}
+
+    def launched(self, step):
+        self.told += [("state", *state[:4]) for state in step.states]
+        self.told += [("computed", *computed) for computed in step.computed]
 
 
 def test_a_step_is_told_once_something_came_of_it():
-    half = Half(due={"r": 40, "other": 0})
-    transfers = Transfers(half, config(16, states=2), recompute_failed_loads=False)
-    one = request([5, 6, 7], [8], [9])
+    half, manager = Half(), BlockManager(config(16, states=2), BlockPool(8), 100)
+    scheduler = Scheduler(NodeOptions(), manager, half, recompute_failed_loads=False)
+    request = scheduler.requests["r"] = Request("r", list(range(100)), 5, lambda _: None)
+    request.blocks = RequestBlocks([[5, 6, 7], [8], [9]], [0] * 3, [0] * 3)
 
     def tell(start: int, end: int, **given) -> list[tuple]:
         half.told = []
-        step = EngineStep(chunks=[ScheduledChunk("r", 3, start, list(range(start, end)), False)], **given)
-        transfers.launched(step, {"r": one})
+        chunk = ScheduledChunk("r", 3, start, list(range(start, end)), False)
+        scheduler.update(EngineStep(chunks=[chunk], **given), {})
         return half.told
 
     assert tell(0, 20, new_rows=[(3, [[5, 6], [8], [9]])]) == [("computed", "r", 20, [[5, 6], [8], [9]])]

@@ -15,7 +15,7 @@ from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output
 from kvconnect.node.server import HttpLimits, NodeServer
 from kvconnect.node.serving import build_engine
-from tests.node.node_harness import CopyConnector, make_client, make_prompt
+from tests.node.node_harness import CopyConnector, answer_of, make_prompt
 from tests.router.router_doubles import in_loop
 
 PROMPT = make_prompt(50)
@@ -73,7 +73,7 @@ def node(connector=None, **options):
 
 @in_loop
 async def test_a_completion():
-    expected = make_client().complete(PROMPT)
+    expected = answer_of(PROMPT)
     async with node() as session:
         body = {"model": "gqa", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "n": 1}
         more = {"ignore_eos": True, "min_tokens": 1}
@@ -116,7 +116,7 @@ async def test_a_text_prompt_is_its_bytes_and_drafts_are_returned():
 
 @in_loop
 async def test_a_stream_gives_the_same_tokens():
-    expected = make_client().complete(PROMPT)
+    expected = answer_of(PROMPT)
     async with node() as session:
         body = {"prompt": PROMPT, "max_tokens": 8, "stream": True}
         async with session.http.post("/v1/completions", json=body) as response:
@@ -222,7 +222,7 @@ async def test_observations_are_counted_while_nobody_asks(monkeypatch):
 @in_loop
 async def test_concurrent_clients_get_what_they_would_get_alone():
     prompts = [make_prompt(20 + 13 * index, seed=index) for index in range(8)]
-    alone = [make_client().complete(prompt, 12) for prompt in prompts]
+    alone = [answer_of(prompt, 12) for prompt in prompts]
     async with node() as session:
         answers = await asyncio.gather(*(session.post(prompt=p, max_tokens=12) for p in prompts))
         assert [answer["choices"][0]["token_ids"] for _, answer in answers] == alone

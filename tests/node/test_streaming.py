@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.node.node_harness import MODEL_NAMES, Client, check_pool, make_client, make_prompt
+from tests.node.node_harness import MODEL_NAMES, Client, answer_of, check_pool, make_client, make_prompt
 
 BUDGET = 64
 PROMPT = make_prompt(400, seed=5)
@@ -75,16 +75,12 @@ def finish(prefill: Client, decode: Client, name: str = "a") -> list[int]:
     until(prefill, lambda: prefill.held == decode.held == 0, decode)
     for client in (prefill, decode):
         check_pool(client.engine.scheduler.manager.pool)
-        assert not any(client.engine.scheduler.transfers.hooks.state().values())
+        assert not any(client.engine.scheduler.hooks.state().values())
     return decode.tokens(name) + decode.drafts(name)
 
 
 def blocks_of(client: Client, name: str) -> set[int]:
     return {block for ids in client.requests[name].blocks.ids for block in ids if block}
-
-
-def expected(prompt: list[int], model: str) -> list[int]:
-    return make_client(model=model).complete(prompt)
 
 
 @pytest.mark.parametrize("model", MODEL_NAMES)
@@ -94,7 +90,7 @@ def test_most_of_a_long_prompt_has_arrived_when_it_is_computed(model):
         while prefill.last("a") is None:
             prefill.engine.run_once()
             time.sleep(0.03)
-        assert finish(prefill, decode) == expected(PROMPT, model)
+        assert finish(prefill, decode) == answer_of(PROMPT, model=model)
         assert counted(prefill, "streamed_requests") == 1
         assert counted(prefill, "streamed_bytes") > 0
 
@@ -103,7 +99,7 @@ def test_most_of_a_long_prompt_has_arrived_when_it_is_computed(model):
 def test_it_can_be_left_out(options):
     with pair(**options) as (prefill, decode):
         ask_and_wait(prefill, decode, PROMPT)
-        assert finish(prefill, decode) == expected(PROMPT, "gqa")
+        assert finish(prefill, decode) == answer_of(PROMPT)
         assert counted(prefill, "streamed_requests") == 0
 
 
@@ -130,7 +126,7 @@ def test_a_prompt_that_is_preempted_while_it_is_sent_is_sent_again(model, after)
         assert lost & blocks_of(prefill, "other")
         until(decode, lambda: not prefill.engine.worker.state()["sendings"])
         assert prefill.last("a") is None
-        assert finish(prefill, decode) == expected(PROMPT, model)
+        assert finish(prefill, decode) == answer_of(PROMPT, model=model)
         assert counted(prefill, "failures", "preempted") + counted(decode, "failures", "preempted") == 1
 
 
@@ -148,7 +144,7 @@ def test_an_abort_while_it_is_sent_leaves_nothing(side):
             assert decode.last("a").failure is not None
         until(prefill, lambda: prefill.held == decode.held == 0, decode)
         ask_and_wait(prefill, decode, PROMPT[::-1], "b")
-        assert finish(prefill, decode, "b") == expected(PROMPT[::-1], "gqa")
+        assert finish(prefill, decode, "b") == answer_of(PROMPT[::-1])
 
 
 def test_a_prefix_that_p_has_already_is_sent_first():
@@ -158,7 +154,7 @@ def test_a_prefix_that_p_has_already_is_sent_first():
         sent = prefill.engine.worker.transfer._metrics.copies.labels("sent")
         prefill.steps(1)
         until(prefill, lambda: prefill.last("a"))
-        assert finish(prefill, decode) == expected(PROMPT, "gqa")
+        assert finish(prefill, decode) == answer_of(PROMPT)
         assert sent.value > 0
         assert prefill.last("a").cached_tokens >= 192
 
@@ -170,8 +166,7 @@ def test_several_prompts_at_once_are_exact():
             ask_both(prefill, decode, prompt, name)
             prefill.engine.run_once()
         until(prefill, lambda: all(decode.last(name) for name in prompts), decode)
-        alone = make_client(model="sliding")
         for name, prompt in prompts.items():
             assert decode.last(name).failure is None
-            assert decode.tokens(name) == alone.complete(prompt)
+            assert decode.tokens(name) == answer_of(prompt, model="sliding")
         until(prefill, lambda: prefill.held == decode.held == 0, decode)

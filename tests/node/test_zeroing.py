@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from kvconnect.cache.specs import StateSpec
-from tests.node.node_harness import MODEL_NAMES, Client, CopyConnector, make_client, make_prompt, prefilled
+from tests.node.node_harness import (
+    MODEL_NAMES,
+    Client,
+    CopyConnector,
+    answer_of,
+    make_client,
+    make_prompt,
+    prefilled,
+)
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
@@ -47,8 +55,7 @@ def test_no_left_over_byte_reaches_a_token(name, dtype, byte):
     """Prompts in pieces, decoding into new blocks, and blocks that change owners."""
     prompts = [make_prompt(length, seed=length) for length in (70, 33, 129)]
     options = {"model": name, "kv_cache_dtype": dtype, "enable_prefix_caching": False}
-    clean = make_client(**options)
-    expected = [clean.complete(prompt, 40) for prompt in prompts]
+    expected = [answer_of(prompt, 40, **options) for prompt in prompts]
     client = make_client(**options, max_num_batched_tokens=50)
     poison(client, byte)
     for index, prompt in enumerate(prompts):
@@ -94,7 +101,7 @@ def _loading(name: str, prompt: list[int], **options: object):
 @pytest.mark.parametrize("length", [60, 128, 129])
 def test_a_load_into_blocks_of_nan_gives_the_tokens_of_a_local_request(name, length, fails):
     prompt = make_prompt(length, seed=length)
-    expected = make_client(model=name, **FP8).complete(prompt, 30)
+    expected = answer_of(prompt, 30, model=name, **FP8)
     d, decode, zeroed = _loading(name, prompt)
     first, *states = decode.allocated["r"][0]
     # A load owns the blocks that it fills whole. Of its last block it writes only what it needs.

@@ -70,7 +70,7 @@ def patient(client: Keeper, learns: bool = False) -> Keeper:
 
     Other tests use the machine.
     """
-    pulls = client.engine.scheduler.transfers.hooks.pulls
+    pulls = client.engine.scheduler.hooks.pulls
     pulls._find_s = PATIENCE_S
     if not learns:
         pulls._rate.measured(COMPUTES_PER_S, 1.0)

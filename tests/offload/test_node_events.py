@@ -47,7 +47,7 @@ class Heard:
             for event in self.events.take():
                 self.counts[f"{event.tier} {type(event).__name__}"] += 1
                 self.router.apply([event])
-        self.router.check(keeper.engine.scheduler.transfers.hooks.offload)
+        self.router.check(keeper.engine.scheduler.hooks.offload)
 
 
 @pytest.mark.parametrize("model", sorted(ROWS))
@@ -68,7 +68,7 @@ def test_what_was_heard_is_what_is_there(monkeypatch, tmp_path, model):
         if number % 5 == 2:
             spoil(rng, tmp_path)
         if number == 11:
-            keeper.engine.scheduler.transfers.hooks.reset()
+            keeper.engine.scheduler.hooks.reset()
             keeper.settle()
         if number == 20:
             shutil.rmtree(next(path for path in tmp_path.iterdir() if path.is_dir()))

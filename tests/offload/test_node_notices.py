@@ -51,7 +51,7 @@ def test_what_is_kept_is_in_the_devices_cache_when_its_request_comes(tmp_path):
     node.press()
     done = node.announce(FIRST)
     assert (done["outcome"], done["tier"]) == ("accepted", "device"), done
-    half = node.keeper.engine.scheduler.transfers.hooks
+    half = node.keeper.engine.scheduler.hooks
     restores, restore = [], half.offload._lookup.restore
     half.offload._lookup.restore = lambda *given: (restores.append(given), restore(*given))
     assert node.find(FIRST) == done["num_tokens"] > 0
@@ -111,7 +111,7 @@ def test_a_thousand_at_once_are_answered_bounded_and_leave_nothing(tmp_path):
     node.ask(FIRST)
     node.press()
     keeper, names = node.keeper, [f"n{number}" for number in range(1000)]
-    half = keeper.engine.scheduler.transfers.hooks
+    half = keeper.engine.scheduler.hooks
     for number, name in enumerate(names):
         prompt = FIRST if number % 2 else make_prompt(300, seed=number)
         keeper.submit(name, prompt, 8, hints(("prefetch", PREFETCH)))
@@ -183,5 +183,5 @@ def test_a_client_that_leaves_leaves_nothing(tmp_path):
             node.keeper.step()
         node.keeper.engine.abort(f"gone{number}")
         node.keeper.settle()
-    half = node.keeper.engine.scheduler.transfers.hooks
+    half = node.keeper.engine.scheduler.hooks
     assert not half.notices

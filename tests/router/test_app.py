@@ -28,25 +28,25 @@ from tests.router.router_doubles import (
     streams,
     until,
 )
+from tests.router.test_flow import in_turn
 
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 7, "min_tokens": 2, "temperature": 0}
 STRICT = {"decode_fallback": False}
 """A prefill leg that fails is the answer: what happens otherwise is in test_flow."""
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @in_loop
-async def test_two_legs_and_the_params_between_them(path: str) -> None:
+async def test_two_legs_and_the_params_between_them() -> None:
     async with pair(decode=answers(body={"token_ids": [5, 6]})) as (client, prefill, decode):
         status, headers, raw = await client.post(
             {**ASK, "kv_transfer_params": {"remote_host": "evil"}},
-            path + "?q=1",
+            "/v1/completions?q=1",
             {"X-Request-Id": "id-1", "Authorization": "Bearer k", "Keep-Alive": "timeout=3"},
         )
         assert (status, json.loads(raw)) == (200, {"token_ids": [5, 6]})
         assert headers["X-Request-Id"] == "id-1"
         first, second = prefill.seen[0], decode.seen[0]
-        assert first.path == second.path == path + "?q=1"
+        assert first.path == second.path == "/v1/completions?q=1"
         assert first.body["max_tokens"] == 1
         assert first.body["kv_transfer_params"]["do_remote_decode"] is True
         assert first.body["kv_transfer_params"]["remote_host"] is None
@@ -102,17 +102,16 @@ async def test_a_receipt_is_asked_of_both_and_ps_is_handed_on_and_is_no_kv() -> 
         assert decode.seen[0].body["kv_transfer_params"] == told["kv_transfer_params"]
 
 
-@pytest.mark.parametrize(
-    "empty", [{}, *({"kv_transfer_params": nothing} for nothing in (None, {}, [], "", 0, False))]
-)
 @in_loop
-async def test_no_params_from_prefill_means_decode_alone_counted_and_logged_once(empty: dict, caplog) -> None:
+async def test_no_params_from_prefill_means_decode_alone_counted_and_logged_once(caplog) -> None:
+    empty = [{}, *({"kv_transfer_params": nothing} for nothing in (None, {}, [], "", 0, False))]
+    prefills = in_turn(*(answers(body=body) for body in empty))
     with caplog.at_level(logging.WARNING, logger="kvconnect.router"):
-        async with pair(prefill=answers(body=empty)) as (client, prefill, decode):
-            for _ in range(2):
-                assert await client.status(ASK) == 200
-            assert [seen.body for seen in decode.seen] == [ASK, ASK]
-            assert await client.metric('kvconnect_router_fallbacks_total{reason="empty_params"}') == 2
+        async with pair(prefill=prefills) as (client, prefill, decode):
+            assert [await client.status(ASK) for _ in empty] == [200] * len(empty)
+            assert [seen.body for seen in decode.seen] == [ASK] * len(empty)
+            counted = 'kvconnect_router_fallbacks_total{reason="empty_params"}'
+            assert await client.metric(counted) == len(empty)
             (said,) = [record.message for record in caplog.records if "empty_params" in record.message]
             assert f"prefill node {prefill.url} handed out no kv_transfer_params" in said
             assert "kv_producer or kv_both" in said
@@ -161,18 +160,18 @@ async def test_a_packed_answer_passes_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
 @in_loop
-async def test_a_legs_own_refusal_reaches_the_client_unchanged(leg: str, status: int) -> None:
-    refusal = answers(status, {"error": {"message": "prompt of 9 tokens, 8 fit"}}, **{"Retry-After": "3"})
-    async with pair(**{leg: refusal}, **STRICT) as (client, prefill, decode):
-        got, headers, raw = await client.post(ASK, headers={"X-Request-Id": "r"})
-        assert got == status
-        assert json.loads(raw) == {"error": {"message": "prompt of 9 tokens, 8 fit"}}
-        assert headers["Retry-After"] == "3"
-        assert headers["X-Request-Id"] == "r"
-        assert headers["Content-Type"].startswith("application/json")
-        assert (len(prefill.seen), len(decode.seen)) == (1, 0 if leg == "prefill" else 1)
+async def test_a_legs_own_refusal_reaches_the_client_unchanged(leg: str) -> None:
+    said, statuses = {"error": {"message": "prompt of 9 tokens, 8 fit"}}, (400, 404, 429, 500, 503)
+    refusals = in_turn(*(answers(status, said, **{"Retry-After": "3"}) for status in statuses))
+    async with pair(**{leg: refusals}, **STRICT) as (client, prefill, decode):
+        for count, status in enumerate(statuses, 1):
+            got, headers, raw = await client.post(ASK, headers={"X-Request-Id": "r"})
+            assert (got, json.loads(raw)) == (status, said)
+            assert headers["Retry-After"] == "3"
+            assert headers["X-Request-Id"] == "r"
+            assert headers["Content-Type"].startswith("application/json")
+            assert (len(prefill.seen), len(decode.seen)) == (count, 0 if leg == "prefill" else count)
 
 
 @in_loop

@@ -165,37 +165,39 @@ def test_which_requests_one_node_serves(endpoint, body: dict, reason: str | None
     assert (endpoint.direct_reason(body) or (None,))[0] == reason
 
 
-@pytest.mark.parametrize("path", sorted(SPLIT))
 @in_loop
-async def test_both_nodes_are_asked_at_the_clients_path(path) -> None:
+async def test_both_nodes_are_asked_at_the_clients_path() -> None:
     async with pair(decode=answers(body={"a": 1})) as (client, p, d):
-        body = {"model": "m", "messages": [], "max_tokens": 3}
-        status, _, raw = await client.post(body, path)
-        assert (status, json.loads(raw)) == (200, {"a": 1})
-        assert p.seen[0].path == d.seen[0].path == path
-        assert d.seen[0].body["kv_transfer_params"]["remote_port"] == 4711
-        assert await client.metric(f'kvconnect_router_requests_total{{endpoint="{path}",status="200"}}') == 1
+        for path in SPLIT:
+            status, _, raw = await client.post({"model": "m", "messages": [], "max_tokens": 3}, path)
+            assert (status, json.loads(raw)) == (200, {"a": 1})
+            assert p.seen[-1].path == d.seen[-1].path == path
+            assert d.seen[-1].body["kv_transfer_params"]["remote_port"] == 4711
+            counted = f'kvconnect_router_requests_total{{endpoint="{path}",status="200"}}'
+            assert await client.metric(counted) == 1
 
 
-@pytest.mark.parametrize("path", ALONE)
 @in_loop
-async def test_one_node_serves_what_its_answer_does_not_let_share_and_that_is_counted(path) -> None:
+async def test_one_node_serves_what_its_answer_does_not_let_share_and_that_is_counted() -> None:
     async with pair(decode=answers(body={"a": 1})) as (client, p, d):
-        body = {"model": "m", "kv_transfer_params": {"remote_host": "evil"}}
-        assert (await client.post(body, path))[0] == 200
-        assert (p.seen, d.seen[0].body) == ([], {"model": "m"})
-        assert await client.metric('kvconnect_router_fallbacks_total{reason="endpoint"}') == 1
+        for path in ALONE:
+            body = {"model": "m", "kv_transfer_params": {"remote_host": "evil"}}
+            assert (await client.post(body, path))[0] == 200
+            assert (d.seen[-1].path, d.seen[-1].body) == (path, {"model": "m"})
+        assert not p.seen
+        assert await client.metric('kvconnect_router_fallbacks_total{reason="endpoint"}') == len(ALONE)
 
 
-@pytest.mark.parametrize(("method", "path"), PASSED)
 @in_loop
-async def test_what_needs_no_kv_is_passed_to_a_decode_node(method, path) -> None:
+async def test_what_needs_no_kv_is_passed_to_a_decode_node() -> None:
     async with pair(decode=answers(418, {"a": 1})) as (client, p, d):
-        sent = {} if method == "GET" else {"json": {"input": "x", "kv_transfer_params": {"a": 1}}}
-        async with client.session.request(method, client.url + path + "?q=1", **sent) as answer:
-            assert (answer.status, await answer.json()) == (418, {"a": 1})
-        assert (p.seen, d.seen[0].path) == ([], path + "?q=1")
-        assert d.seen[0].body == (None if method == "GET" else {"input": "x"})
+        for method, path in PASSED:
+            sent = {} if method == "GET" else {"json": {"input": "x", "kv_transfer_params": {"a": 1}}}
+            async with client.session.request(method, client.url + path + "?q=1", **sent) as answer:
+                assert (answer.status, await answer.json()) == (418, {"a": 1}), path
+            assert d.seen[-1].path == path + "?q=1"
+            assert d.seen[-1].body == (None if method == "GET" else {"input": "x"})
+        assert not p.seen
 
 
 @in_loop

@@ -75,7 +75,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
     """What a node holds, owes and remembers."""
     left = {f"the scheduler half's {name}": count for name, count in node.connector.state().items()}
     left["blocks"] = node.pool.held
-    left["requests"] = len(node.scheduler.requests) + node.transfers.num_outstanding
+    left["requests"] = len(node.scheduler.requests) + len(node.scheduler.kept)
     for worker in node.workers:
         prefill, decode, owed = worker.prefill, worker.decode, books[worker]
         for what, count in (
@@ -258,7 +258,7 @@ class Checks:
 
     def freed(self, node: SimNode, name: str) -> None:
         """All ranks say that nobody needs a held request's blocks."""
-        request = node.transfers.unsent.get(name)
+        request = node.scheduler.kept.get(name)
         if request is not None:
             assert isinstance(request, SimRequest)
             self.count("holds ended")

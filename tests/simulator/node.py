@@ -17,10 +17,11 @@ import msgspec
 from kvconnect.addresses import RankAddress
 from kvconnect.config import TransferConfig
 from kvconnect.halves.building import Trust, build_scheduler_half
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.node.block_manager import BlockManager, BlockPool, CacheHit
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import EngineStep, Failure, Output, Request, RequestState, ScheduledChunk
-from kvconnect.node.scheduler import Scheduler, Transfers
+from kvconnect.node.scheduler import Scheduler
 from kvconnect.offload.scheduler import offload_scheduler
 from kvconnect.outcome import Reason
 from kvconnect.peer.allow_list import AllowList
@@ -114,12 +115,13 @@ class SimScheduler(Scheduler):
     begins a step before it has the results of the last.
     """
 
-    def __init__(self, node: SimNode, manager: BlockManager, transfers: Transfers) -> None:
+    def __init__(self, node: SimNode, manager: BlockManager, hooks: SchedulerHalf) -> None:
         plan = node.plan
         super().__init__(
             NodeOptions(max_num_seqs=_MOST_REQUESTS, max_num_batched_tokens=plan.step_tokens),
             manager,
-            transfers,
+            hooks,
+            recompute_failed_loads=plan.recomputes,
         )
         self._node, self._plan = node, plan
         # What the last step completed, and what the one before it did: results that a stack has not seen.
@@ -133,8 +135,8 @@ class SimScheduler(Scheduler):
             if request.request_id in self.requests:
                 self._end_now(request, output)
 
-    def _chunk_tokens(self, request: Request, computed: int, budget: int) -> int:
-        return super()._chunk_tokens(request, computed, min(budget, self._plan.chunk_tokens))
+    def _chunk_tokens(self, request: Request, budget: int) -> int:
+        return super()._chunk_tokens(request, min(budget, self._plan.chunk_tokens))
 
     def _admit_one(self, request: Request, budget: int, step: EngineStep) -> int | None:
         return super()._admit_one(request, min(budget, self._plan.chunk_tokens), step)
@@ -218,10 +220,9 @@ class SimNode:
         tell_rate(self.connector, plan.keeps)
         if isinstance(self.connector.offload, WatchedOffload):
             self.connector.offload.watch(self)
-        self.transfers = Transfers(self.connector, cache, recompute_failed_loads=plan.recomputes)
         reuses = plan.reuses_windows or not plan.model.has("window")
         manager = BlockManager(cache, self.pool, plan.step_tokens, enable_prefix_caching=reuses)
-        self.scheduler = SimScheduler(self, manager, self.transfers)
+        self.scheduler = SimScheduler(self, manager, self.connector)
         self.device = Stream(world, plan.kernel_s, self._device_moved)
         self.steps = DeviceSteps(self.device.mark)
         self._inbox: list[SimRequest] = []
@@ -366,7 +367,7 @@ class SimNode:
         for name in results.sent:
             self.checks.freed(self, name)
         for name in results.received:
-            request = self.transfers.loading.get(name)
+            request = self.scheduler.requests.get(name)
             if request is not None:
                 assert isinstance(request, SimRequest)
                 self.checks.load_ended(self, request, results.failed.get(name))
