@@ -111,7 +111,7 @@ def test_serve_passes_every_argument_of_the_node(monkeypatch) -> None:
     monkeypatch.setattr(node, "serve", serve)
     options = ["--port", "0", "--kv-transfer-config", "{}", "--block-size", "32", "--reserved-blocks", "5"]
     assert CliRunner().invoke(cli.app, ["serve", *options, "--no-enable-prefix-caching"]).exit_code == 0
-    assert set(seen) == set(inspect.signature(sys.modules["kvconnect.cli.serve"].serve).parameters)
+    assert set(seen) == set(inspect.signature(cli.serve).parameters)
     assert (seen["port"], seen["kv_transfer_config"], seen["block_size"]) == (0, "{}", 32)
     assert (seen["reserved_blocks"], seen["enable_prefix_caching"]) == (5, False)
 
