@@ -44,7 +44,7 @@ def check_node(facts: Facts) -> Iterator[Finding]:
         yield warning_if(extra.insecure, "key", facts.key, "leave `insecure` out: a key is made by itself")
     yield from _ranks(facts)
     yield _port(facts)
-    if extra.bootstrap_port and config.is_producer and facts.own is None and not facts.ranks.first:
+    if extra.bootstrap_port and config.is_producer and facts.own is None and not facts.first:
         wrong = state.problem or ("is taken" if state.taken else "")
         found = f"{extra.listens_at}:{extra.bootstrap_port} {wrong or 'is free'}"
         yield failure_if(wrong, "bootstrap port", found, "set another one, and tell the router (--prefill)")
@@ -53,10 +53,10 @@ def check_node(facts: Facts) -> Iterator[Finding]:
 def _ranks(facts: Facts) -> Iterator[Finding]:
     """The ranks that settings name, and whether their devices exist here."""
     devices = sorted({*facts.interfaces, *(port.device for port in facts.machine.rdma)})
-    for ranks, own in facts.ranks.places.items():
+    for ranks, own in facts.places.items():
         missing = [name for name in adapters(own.device_name) if name not in devices]
         place = place_of(own.host, own.bind, own.device_name)
-        if ranks in facts.ranks.absent:
+        if ranks in facts.absent:
             yield well(f"ranks {ranks}", f"{place}, on another machine")
         else:
             found = f"{place}, and {', '.join(missing)} is not here" if missing else place
@@ -65,7 +65,7 @@ def _ranks(facts: Facts) -> Iterator[Finding]:
 
 def _port(facts: Facts) -> Finding:
     extra, state = facts.extra, facts.port
-    shown = f"{extra.listens_at}:{extra.port + facts.ranks.first}"
+    shown = f"{extra.listens_at}:{extra.port + facts.first}"
     if state.problem:
         advice = "host, or bind, has to be an address of this machine (ip address)"
         return failure("port", f"{shown} cannot be listened on: {state.problem}", advice)
@@ -143,7 +143,7 @@ def _install(name: str) -> str:
 def _tried(facts: Facts, name: str, trial: Trial) -> Finding:
     is_ours, about = name == facts.engine, f"engine {name}"
     if not trial.error:
-        shown = f"{trial.engine} {facts.machine.versions.get(trial.engine, '')}".strip()
+        shown = f"{name} {facts.machine.versions.get(name, '')}".strip()
         wire = f", a write went over {trial.wire}" if trial.wire else ""
         return well(about, f"{shown}: {trial.lane}{wire}{'' if is_ours else ' (not used)'}")
     if not is_ours:

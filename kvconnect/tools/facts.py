@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from kvconnect.addresses import PortState, is_here, is_loopback, look_at_port
 from kvconnect.config import ExtraConfig, TransferConfig, ranks_of
@@ -16,7 +17,7 @@ from kvconnect.peer.asking import Answered, describe
 from kvconnect.peer.description import Description
 from kvconnect.peer.keyring import Keyring, described, load_keyring, names_key, user_key_path
 from kvconnect.tools.machine import Machine, look
-from kvconnect.tools.trial import Trial, TrialSettings, run_trial
+from kvconnect.tools.trial import Trial, run_trial
 
 
 @dataclass(frozen=True)
@@ -30,30 +31,23 @@ class Probes:
     describe: Callable[..., Answered[Description]] = describe
 
 
-@dataclass(frozen=True)
-class NamedRanks:
-    """The ranks that settings name; ``absent`` ones are on other machines, ``first`` is the first here."""
-
-    places: dict[str, ExtraConfig]
-    absent: set[str]
-    first: int
-
-
 class Facts:
     """All facts about this machine and this configuration, collected once, in some seconds.
 
-    ``engines``: registered engines, each with why it does not work here, or "". ``engine``: the one in use,
-    or "". ``trials``: results of the engines that were tried. ``key`` describes the keys;
-    ``key_problem`` is why there are none. ``own`` describes our node that listens on the port of the first
-    rank here; otherwise ``own_problem`` is why the listener is none.
+    ``places``: the settings of each key of ``ranks``; ``absent`` ones are on other machines, and ``first`` is
+    the first rank here. ``engines``: registered engines, each with why it does not work here, or "".
+    ``engine``: the one in use, or "". ``trials``: results of the engines that were tried. ``key`` describes
+    the keys; ``key_problem`` is why there are none. ``own`` describes our node that listens on the port of
+    the first rank here; otherwise ``own_problem`` is why the listener is none. ``describe`` asks the worker
+    at an address.
     """
 
     def __init__(self, config: TransferConfig | None, probes: Probes) -> None:
         self.config = config
         given = config.extra if config is not None else ExtraConfig()
-        self.ranks = _ranks(given)
-        self.extra = extra = given.here(self.ranks.first)
-        port = extra.port and extra.port + self.ranks.first
+        self.places, self.absent, self.first = _ranks(given)
+        self.extra = extra = given.here(self.first)
+        port = extra.port and extra.port + self.first
         self.machine = probes.machine()
         self.engines = probes.engines()
         self.engine = extra.engine
@@ -68,15 +62,16 @@ class Facts:
         self.own: Answered[Description] | None = None
         try:
             self.key, self.keyring = _keys(extra)
+            self.describe = partial(probes.describe, extra, self.keyring)
             if self.port.taken:
-                self.own = probes.describe(extra, self.keyring, (extra.host, port))
+                self.own = self.describe((extra.host, port))
         except ConfigError as error:
             self.key_problem = str(error)
         except PeerError as error:
             self.own_problem = str(error)
 
 
-def _ranks(given: ExtraConfig) -> NamedRanks:
+def _ranks(given: ExtraConfig) -> tuple[dict[str, ExtraConfig], set[str], int]:
     numbers = {key: ranks_of(key)[0].start for key in given.ranks}
     places = {key: given.of_rank(rank) for key, rank in numbers.items()}
     here = [
@@ -85,7 +80,7 @@ def _ranks(given: ExtraConfig) -> NamedRanks:
         if is_here(own.listens_at) and ("/" not in own.host or is_here(own.host))
     ]
     places |= {key: given.here(numbers[key]) for key in here}
-    return NamedRanks(places, set(places) - set(here), min((numbers[key] for key in here), default=0))
+    return places, set(places) - set(here), min((numbers[key] for key in here), default=0)
 
 
 def _keys(extra: ExtraConfig) -> tuple[str, Keyring | None]:
@@ -100,14 +95,11 @@ def _keys(extra: ExtraConfig) -> tuple[str, Keyring | None]:
 
 def _trials(extra: ExtraConfig, engine: str, engines: Mapping[str, str], probes: Probes) -> dict[str, Trial]:
     """Try the engine in use as configured, and the other candidates of ``auto`` with defaults."""
-    asked = {
-        name: TrialSettings(name, extra.host, extra.protocol, extra.all_engine_options)
-        if name == engine
-        else TrialSettings(name, extra.host)
-        for name in dict.fromkeys((engine, *PREFERENCE))
-        if engines.get(name) == ""
-    }
-    far = not is_loopback(extra.host)
+    configured = extra.protocol, extra.all_engine_options
     with ThreadPoolExecutor(2) as pool:
-        tried = {name: pool.submit(probes.trial, one, to_other_hosts=far) for name, one in asked.items()}
+        tried = {
+            name: pool.submit(probes.trial, name, extra.host, *(configured if name == engine else ()))
+            for name in dict.fromkeys((engine, *PREFERENCE))
+            if engines.get(name) == ""
+        }
         return {name: one.result() for name, one in tried.items()}

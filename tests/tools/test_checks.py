@@ -19,7 +19,7 @@ from kvconnect.engine.lanes import Gpu, look_at_fabric
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import new_secret, write
 from kvconnect.tools.machine import Machine, look
-from kvconnect.tools.trial import Trial, TrialSettings, run_trial, wire_of
+from kvconnect.tools.trial import Trial, run_trial, wire_of
 from kvconnect.vllm.configuration import read_configuration
 from tests.ports import free_port
 from tests.tools.kit import QUICK, RDMA, configured, failures, found, make_root
@@ -90,7 +90,7 @@ def test_tcp_where_rdma_is_asked_for_is_a_failure(tmp_path):
     assert "protocol 'rdma' needs adapters" in said["engine mooncake"]
     assert "no RDMA device" in said["RDMA"]
     machine = look(make_root(tmp_path), {"UCX_TLS": "tcp,cuda_copy"})
-    over_tcp = Trial("nixl", "UCX mlx5_0:1", "tcp/eth0", "")
+    over_tcp = Trial("UCX mlx5_0:1", "tcp/eth0")
     said = failures(
         found(configured(device_name="mlx5_0:1"), machine=lambda: machine, trial=lambda *a, **k: over_tcp)
     )
@@ -103,7 +103,7 @@ def test_tcp_where_rdma_is_asked_for_is_a_failure(tmp_path):
 def test_tcp_beside_an_rdma_device_is_a_warning_between_machines(tmp_path, monkeypatch):
     monkeypatch.setenv("KVCONNECT_KEY", new_secret())
     machine = replace(look(make_root(tmp_path)), memlock_bytes=None)
-    over_tcp = Trial("mooncake", "tcp", "", "")
+    over_tcp = Trial("tcp")
     said = found(
         configured(host=OTHER, engine="mooncake"), machine=lambda: machine, trial=lambda *a, **k: over_tcp
     )
@@ -295,7 +295,7 @@ def test_what_ucx_says_of_a_write_is_read_as_it_is_printed():
 
 def test_an_engine_whose_process_dies_is_an_error_and_not_ours(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    tried = run_trial(TrialSettings("nowhere", "127.0.0.1"), to_other_hosts=False)
+    tried = run_trial("nowhere", "127.0.0.1")
     assert tried.error
 
 
