@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from kvconnect import __version__
 from kvconnect.addresses import is_loopback
-from kvconnect.config import place_of
 from kvconnect.engine.lanes import ACTIVE
 from kvconnect.packages import has_vllm_plugin
 from kvconnect.tools.facts import Facts
@@ -55,11 +54,10 @@ def _ranks(facts: Facts) -> Iterator[Finding]:
     devices = sorted({*facts.interfaces, *(port.device for port in facts.machine.rdma)})
     for ranks, own in facts.places.items():
         missing = [name for name in adapters(own.device_name) if name not in devices]
-        place = place_of(own.host, own.bind, own.device_name)
         if ranks in facts.absent:
-            yield well(f"ranks {ranks}", f"{place}, on another machine")
+            yield well(f"ranks {ranks}", f"{own.place}, on another machine")
         else:
-            found = f"{place}, and {', '.join(missing)} is not here" if missing else place
+            found = f"{own.place}, and {', '.join(missing)} is not here" if missing else own.place
             yield failure_if(missing, f"ranks {ranks}", found, f"devices here are {', '.join(devices)}")
 
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvconnect.config import place_of
 from kvconnect.errors import ConfigError
 from kvconnect.tools.cache_file import CUDA_SLOT_BYTES, read_cache
 from kvconnect.tools.cache_pairs import check_nodes
@@ -60,8 +59,7 @@ def compare(source: Side, target: Side, tokens: int, configuration: str | None =
     yield from check_nodes(held, wanted, tokens, convert=sides["D"].extra.convert_dtype)
     for name, side in sides.items():
         for rank in range(side.tp_size if side.extra.ranks else 0):
-            own = side.extra.of_rank(rank)
-            yield well(f"{name} rank {rank}", f"at {place_of(own.host, own.bind, own.device_name)}")
+            yield well(f"{name} rank {rank}", f"at {side.extra.of_rank(rank).place}")
 
 
 def examine(
