@@ -28,16 +28,12 @@ from tests.nursery import nodes_forked
 ROOT = Path(__file__).parents[1]
 
 
-def kvconnect_command(*arguments: str, timeout_s: float = 250) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvconnect", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
-
-
 # --- the command line -----------------------------------------------------------------------------
 
 
 def test_the_version_is_the_packages() -> None:
-    done = kvconnect_command("--version")
+    command = [*children.COMMAND, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, f"kvconnect {kvconnect.__version__}\n")
 
 

@@ -277,9 +277,9 @@ class Tap:
         change: is given each piece that flows to the client, and returns what is sent in its place.
     """
 
-    def __init__(self, host: str, port: int, change: Callable[[bytes], bytes] | None = None) -> None:
-        self._server = socket.create_server((host, 0))
-        self._target = (host, port)
+    def __init__(self, port: int, change: Callable[[bytes], bytes] | None = None) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._target = ("127.0.0.1", port)
         self._change = change
         self.port = int(self._server.getsockname()[1])
         self.to_server: list[bytearray] = []
@@ -388,7 +388,7 @@ def record(questions: Questions) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     Raises:
         KVConnectError: it was not answered, or nothing was heard of it.
     """
-    tap = Tap("127.0.0.1", questions.stage.side_ports[questions.stage.prefill.name])
+    tap = Tap(questions.stage.side_ports[questions.stage.prefill.name])
     try:
         for index in range(len(questions)):
             questions.fetch_by_way_of(tap.port, index, f"recorded-{index}")
@@ -659,7 +659,7 @@ def run_liars(questions: Questions, requests: int, *, seed: int = 0) -> HostileR
     liars = [Liar(random.Random(seed + number)) for number in range(requests)]
 
     def one(number: int) -> None:
-        tap = Tap("127.0.0.1", stage.side_ports[stage.prefill.name], liars[number])
+        tap = Tap(stage.side_ports[stage.prefill.name], liars[number])
         try:
             answer = questions.fetch_by_way_of(tap.port, number, f"lie-{seed}-{number}")
             if answer.verdict == "late":
