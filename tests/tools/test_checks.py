@@ -18,7 +18,7 @@ from kvconnect.addresses import PortState
 from kvconnect.engine.lanes import Gpu, look_at_fabric
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import new_secret, write
-from kvconnect.tools.machine import Machine, look
+from kvconnect.tools.facts import Machine, look
 from kvconnect.tools.trial import Trial, run_trial, wire_of
 from kvconnect.vllm.configuration import read_configuration
 from tests.ports import free_port
@@ -175,7 +175,7 @@ def test_locked_memory_of_64_kib_is_a_failure_beside_an_rdma_device(tmp_path):
     program = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
-        "from kvconnect.tools.machine import look\n"
+        "from kvconnect.tools.facts import look\n"
         "from pathlib import Path\n"
         "from tests.tools.kit import *\n"
         f"said = found(configured(), machine=lambda: look(Path({str(root)!r})))\n"
@@ -189,14 +189,14 @@ def test_locked_memory_of_64_kib_is_a_failure_beside_an_rdma_device(tmp_path):
 
 
 def test_locked_memory_does_not_matter_without_rdma_or_where_it_may_be_exceeded(tmp_path):
-    little = Machine(versions={"torch": "2"}, memlock_bytes=65536, shm_free_bytes=1 << 30)
+    little = Machine(memlock_bytes=65536, shm_free_bytes=1 << 30)
     assert failures(found(configured(), machine=lambda: little)) == {}
     mighty = replace(look(make_root(tmp_path)), memlock_bytes=65536, may_lock=True)
     assert failures(found(configured(), machine=lambda: mighty)) == {}
 
 
 def test_small_limits_are_warnings():
-    small = Machine(versions={"torch": "2"}, open_files=1024, shm_free_bytes=64 << 20, shm_bytes=64 << 20)
+    small = Machine(open_files=1024, shm_free_bytes=64 << 20, shm_bytes=64 << 20)
     said = found(configured(), machine=lambda: small)
     assert "1024" in said["open files"].found
     assert "--shm-size" in said["/dev/shm"].advice
@@ -221,7 +221,7 @@ def test_gpus_without_their_way_to_the_network_are_warned_of(tmp_path):
 
 def test_gpus_that_torch_does_not_see_and_those_that_reach_no_other_are_warned_of():
     gpus = (GPUS[0], Gpu("H200", 0, {}, ()))
-    hidden = Machine(versions={"torch": "2"}, gpus=gpus, shm_free_bytes=1 << 30)
+    hidden = Machine(gpus=gpus, shm_free_bytes=1 << 30)
     said = found(configured(), machine=lambda: hidden)
     assert "no GPU, though this machine has 2 x H200" in said["torch"].found
     assert "GPUs [1] reach no other GPU's memory" in said["GPU links"].found
@@ -337,7 +337,7 @@ def test_a_configuration_is_read_as_vllm_takes_it(tmp_path):
     ],
 )
 def test_a_vllm_that_would_not_find_us_is_named(version, environ, about, names):
-    machine = Machine(versions={"torch": "2", "vllm": version}, environ=environ, shm_free_bytes=1 << 30)
+    machine = Machine(versions={"vllm": version}, environ=environ, shm_free_bytes=1 << 30)
     assert names in found(configured(), machine=lambda: machine)[about].advice
 
 
