@@ -30,6 +30,7 @@ from kvconnect.peer.keyring import new_secret
 from tests.faults import frames
 from tests.faults.stage import (
     ASK_FOR_KV,
+    MODEL,
     Clients,
     Questions,
     Report,
@@ -410,7 +411,7 @@ def find_targets(
     ``secrets`` adds attackers of the side channels that have keys, by what they are called.
     """
     stage = questions.stage
-    body = {"model": questions.model, "prompt": [1, 2], "max_tokens": 1, "temperature": 0}
+    body = {"model": MODEL, "prompt": [1, 2], "max_tokens": 1, "temperature": 0}
     # A token that there is not: what is only nearly right is refused. What is right computes, and is load as
     # honest work is: there is a little of it, since only that gets as far as a connector.
     refused = {**body, "prompt": [1, 1 << 20]}
