@@ -25,7 +25,13 @@ _UNLIMITED = (
 )
 
 
-def check_node(facts: Facts) -> Iterator[Finding]:
+def check_machine(facts: Facts) -> Iterator[Finding]:
+    """What a node would meet here: its keys and ports, software, devices and their links, limits."""
+    for check in (_node, _software, _torch, _engines, _vllm, _rdma, _transport, _gpus, _variables, _limits):
+        yield from check(facts)
+
+
+def _node(facts: Facts) -> Iterator[Finding]:
     """What the configured node would meet at its start: keys, ranks, ports."""
     config, extra, state = facts.config, facts.extra, facts.bootstrap_port
     if config is None:
@@ -78,13 +84,9 @@ def _port(facts: Facts) -> Finding:
     return well("port", f"{shown} is free; rank r takes {extra.port} + r")
 
 
-def check_software(facts: Facts) -> Iterator[Finding]:
-    """Packages, engines and the serving stack."""
+def _software(facts: Facts) -> Iterator[Finding]:
     versions = facts.machine.versions
     yield well("Python", f"{versions.get('python', '?')}, kvconnect {__version__}")
-    yield from _torch(facts)
-    yield from _engines(facts)
-    yield from _vllm(facts)
     aiohttp = versions.get("aiohttp", "")
     found = aiohttp or "it is not installed, and kvconnect router, serve and demo need it"
     yield warning_if(not aiohttp, "aiohttp", found, "pip install 'kvconnect[node]'")
@@ -174,15 +176,6 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
         why = f"VLLM_PLUGINS is {plugins!r}" if has_plugin else "its plugin is not installed"
         advice = 'set "kv_connector_module_path": "kvconnect.vllm"'
         yield failure("vLLM plugin", f"vLLM does not find the name KVConnect: {why}", advice)
-
-
-def check_hardware(facts: Facts) -> Iterator[Finding]:
-    """Devices, the links between them, and the limits of this process."""
-    yield from _rdma(facts)
-    yield from _transport(facts)
-    yield from _gpus(facts)
-    yield from _variables(facts)
-    yield from _limits(facts)
 
 
 def asks_rdma(facts: Facts) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from kvconnect.errors import ConfigError
 from kvconnect.tools.cache_file import CUDA_SLOT_BYTES, read_cache
 from kvconnect.tools.cache_pairs import check_nodes
-from kvconnect.tools.checks import check_hardware, check_node, check_software
+from kvconnect.tools.checks import check_machine
 from kvconnect.tools.facts import Facts, Probes
 from kvconnect.tools.findings import Finding, Level, failure, well
 from kvconnect.tools.node_pair import check_peer
@@ -80,8 +80,7 @@ def examine(
     except ConfigError as error:
         findings.append(failure("configuration", str(error), "mend it; docs/configuration.md has every key"))
     facts = Facts(config, probes or Probes())
-    for check in (check_node, check_software, check_hardware):
-        findings += check(facts)
+    findings += check_machine(facts)
     for peer in peers:
         if not facts.key_problem:
             findings += check_peer(facts, peer, tokens, measured=measured)
