@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvconnect import __version__
-from kvconnect.addresses import is_loopback
+from kvconnect.addresses import TAKEN, is_loopback
 from kvconnect.engine.lanes import ACTIVE
 from kvconnect.packages import has_vllm_plugin
 from kvconnect.tools.facts import Facts
@@ -33,7 +33,7 @@ def check_machine(facts: Facts) -> Iterator[Finding]:
 
 def _node(facts: Facts) -> Iterator[Finding]:
     """What the configured node would meet at its start: keys, ranks, ports."""
-    config, extra, state = facts.config, facts.extra, facts.bootstrap_port
+    config, extra, wrong = facts.config, facts.extra, facts.bootstrap_port
     if config is None:
         return
     yield well(
@@ -50,7 +50,6 @@ def _node(facts: Facts) -> Iterator[Finding]:
     yield from _ranks(facts)
     yield _port(facts)
     if extra.bootstrap_port and config.is_producer and facts.own is None and not facts.first:
-        wrong = state.problem or ("is taken" if state.taken else "")
         found = f"{extra.listens_at}:{extra.bootstrap_port} {wrong or 'is free'}"
         yield failure_if(wrong, "bootstrap port", found, "set another one, and tell the router (--prefill)")
 
@@ -68,15 +67,15 @@ def _ranks(facts: Facts) -> Iterator[Finding]:
 
 
 def _port(facts: Facts) -> Finding:
-    extra, state = facts.extra, facts.port
+    extra, problem = facts.extra, facts.port
     shown = f"{extra.listens_at}:{extra.port + facts.first}"
-    if state.problem:
+    if problem not in ("", TAKEN):
         advice = "host, or bind, has to be an address of this machine (ip address)"
-        return failure("port", f"{shown} cannot be listened on: {state.problem}", advice)
+        return failure("port", f"{shown} cannot be listened on: {problem}", advice)
     if facts.own is not None:
         own = facts.own.value
         return well("port", f"a node serves on {shown}: {own.role}, release {own.release}, {own.lane}")
-    if state.taken:
+    if problem:
         found = f"{shown} is taken, by no node with our key: {facts.own_problem or facts.key_problem}"
         return failure("port", found, "stop what listens there (ss -ltnp), or set another port")
     if not extra.port:

