@@ -56,14 +56,11 @@ def cache_pairs(source, target, tokens):
     """What each rank of D fetches from its partners, by both ranks."""
     sources, targets = source.ranks("nixl"), target.ranks("nixl")
     sizes, heads = (Topology(target.tp_size), Topology(source.tp_size)), target.meaning.num_heads
-    reasons = []
-    pairs = {
-        (partner, rank): exchange(sources[partner], targets[rank], tokens, reasons, convert=converts(target))
+    return {
+        (partner, rank): exchange(sources[partner], targets[rank], tokens, convert=converts(target))
         for rank in targets
         for partner in partner_ranks(rank, *sizes, heads)
     }
-    assert reasons == []
-    return pairs
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
