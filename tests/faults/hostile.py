@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from kvconnect.errors import KVConnectError
 from kvconnect.node.children import BadAnswer
@@ -118,17 +118,14 @@ def _http_frame(target: Target, rng: random.Random) -> bytes:
     return frames.http_request(made)
 
 
-class Sent(NamedTuple):
-    """What one connection took: ``frames``, and how many of them were answered as honest requests are."""
+def send_once(target: Target, made: Sequence[bytes]) -> tuple[int, int]:
+    """Open a connection, send the frames and leave.
 
-    frames: int
-    served: int = 0
-
-
-def send_once(target: Target, made: Sequence[bytes]) -> Sent:
-    """Open a connection, send the frames and leave. Returns how many were sent before the peer closed it."""
+    Returns how many were sent before the peer closed it, and how many of them were answered as honest
+    requests are.
+    """
     if target.kind == "keyed":
-        return Sent(_send_keyed(target, made))
+        return _send_keyed(target, made), 0
     sent = served = 0
     with (
         contextlib.suppress(OSError),
@@ -147,7 +144,7 @@ def send_once(target: Target, made: Sequence[bytes]) -> Sent:
                 served += answer.startswith(b"HTTP/1.1 200 ")
         connection.settimeout(_READ_S)
         connection.recv(4096)
-    return Sent(sent, served)
+    return sent, served
 
 
 def _send_keyed(target: Target, made: Sequence[bytes]) -> int:
@@ -229,12 +226,12 @@ def _attack(
             # Frames, not connections, are spread evenly: who takes few of them is visited more often.
             some = rng.sample(list(targets), min(2, len(targets)))
             target = min(some, key=lambda target: counts[target.name])
-            done = send_once(target, compose(target, rng))
+            frames_sent, answered = send_once(target, compose(target, rng))
             with lock:
-                counts[target.name] += done.frames
+                counts[target.name] += frames_sent
                 connections[0] += 1
-                served[0] += done.served
-                sent.value += done.frames
+                served[0] += answered
+                sent.value += frames_sent
                 total = sum(counts.values())
             ahead_s = total / frames_per_s - (time.monotonic() - started) if frames_per_s else 0.0
             if ahead_s > 0:
