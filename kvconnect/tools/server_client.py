@@ -98,16 +98,12 @@ def side_channels(given: str, where: str) -> list[tuple[str, int]]:
 
 def _reported(samples: Samples) -> list[tuple[str, int]]:
     """The side channels in a server's metrics, in order of data-parallel engines and ranks."""
-    labelled = [
-        dict(labels)
-        for (name, labels), value in samples.items()
-        if name.endswith(f"{PREFIX}_side_channel") and value
-    ]
-    found = [
-        (labels.get("engine", ""), int(labels.get("rank", 0)), address)
-        for labels in labelled
-        if (address := split_address(labels.get("address", ""))) is not None
-    ]
+    found = []
+    for (name, labels), value in samples.items():
+        stated = dict(labels)
+        address = split_address(stated.get("address", ""))
+        if name.endswith(f"{PREFIX}_side_channel") and value and address is not None:
+            found.append((stated.get("engine", ""), int(stated.get("rank", 0)), address))
     return [address for _, _, address in sorted(found)]
 
 
