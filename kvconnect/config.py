@@ -151,9 +151,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds and times that no operator sets: constants, or what follows from a setting (``derived``).
 
     Attributes:
-        check_digest: whether packed chunks carry a digest, and only what has the right one is used.
-        digest_sample: a digest is of one line of 64 bytes in so many, the smaller number of both sides; 0 for
-            one in 256 on a CPU. A GPU takes all lines in any case.
         retry_max_s: how long at most a peer that could not be reached is left alone.
         handshake_timeout_s: how long a peer may take to answer the first greeting.
         quarantine_s: how long slots stay unused after the last moment at which a peer may have begun to
@@ -167,8 +164,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         first_rank: the number that rank 0 of this node has in ``ranks``.
     """
 
-    check_digest: bool = True
-    digest_sample: int = 0
     retry_max_s: float = 10.0
     handshake_timeout_s: float = 5.0
     quarantine_s: float = 40.0

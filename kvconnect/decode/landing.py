@@ -37,7 +37,7 @@ class _Unpacking:
     chunk: int
     slot: Slot
     ticket: PackTicket
-    expected: int | None
+    expected: int
 
 
 @dataclass(eq=False)
@@ -46,10 +46,10 @@ class Landing:
 
     ``lent``: granted slots by generation. ``arrived``: chunks that the peer reported written. ``due``: chunks
     that the peer can send by now, as it reports. ``landed_bytes``: bytes in their pages. ``digests``: by
-    chunk in its pages, if digests are checked. Chunks wait in ``packed`` until ``is_unused``: the device has
-    finished all earlier use of their blocks. A fetch that has ended is ``closed``; its landing stays while
-    slots are being unpacked, or in ``quarantine``, as the peer may still write to them. ``changed`` is called
-    when the landing has failed, or is idle again.
+    chunk in its pages. Chunks wait in ``packed`` until ``is_unused``: the device has finished all earlier use
+    of their blocks. A fetch that has ended is ``closed``; its landing stays while slots are being unpacked,
+    or in ``quarantine``, as the peer may still write to them. ``changed`` is called when the landing has
+    failed, or is idle again.
     """
 
     transfer_id: int
@@ -67,7 +67,6 @@ class Landing:
     arrived: set[int] = field(default_factory=set)
     packed: deque[tuple[Slot, Landed]] = field(default_factory=deque)
     unpacking: deque[_Unpacking] = field(default_factory=deque)
-    committed: int = 0
     digests: dict[int, int] = field(default_factory=dict)
     landed_bytes: int = 0
     error: Reason | None = None
@@ -81,7 +80,7 @@ class Landing:
     @property
     def missing(self) -> int:
         """The number of chunks that are not in their pages, verified."""
-        return len(self.staged) - self.committed
+        return len(self.staged) - len(self.digests)
 
     def fail(self, reason: Reason) -> None:
         """Fail the landing. The first reason is the one reported."""
@@ -109,8 +108,6 @@ class LandingBay:
 
     def __init__(self, context: TransferContext, send: Callable[[str, Message], None]) -> None:
         self._metrics, self._timers, self._pool = context.metrics, context.timers, context.local.landing
-        # Whether a chunk must have the digest that its sender reports.
-        self._check_digest = context.config.check_digest
         self._coder = context.local.coder
         self._send = send
         self._landings: dict[int, Landing] = {}
@@ -199,7 +196,7 @@ class LandingBay:
             return f"the code of chunk {message.chunk} has {length_bytes} bytes, its slot {slot.length_bytes}"
         if message.length_bytes != length_bytes:
             return f"chunk {message.chunk} has {message.length_bytes} of {length_bytes} bytes"
-        if self._check_digest and message.digest is None:
+        if message.digest is None:
             return f"chunk {message.chunk} came without its digest"
         del landing.lent[message.generation]
         landing.arrived.add(message.chunk)
@@ -214,10 +211,9 @@ class LandingBay:
         """Start to unpack landed chunks, once the device has finished all earlier use of their blocks."""
         while landing.packed and landing.is_unused():
             slot, message = landing.packed.popleft()
-            seed = slot.generation if self._check_digest else None
-            coder = self._coder if message.coded else None
+            staged, coder = landing.staged[message.chunk], self._coder if message.coded else None
             try:
-                ticket = landing.packer.unpack(slot.address, landing.staged[message.chunk], seed, coder)
+                ticket = landing.packer.unpack(slot.address, staged, slot.generation, coder)
             except Exception as error:
                 # Any error, a device out of memory included, fails only this request.
                 logger.debug("a chunk could not be unpacked", exc_info=True)
@@ -225,8 +221,8 @@ class LandingBay:
                 text = f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
                 landing.fail(Cause.LANDING(text))
                 continue
-            expected = message.digest if self._check_digest else None
-            landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
+            assert message.digest is not None, "a chunk without one was refused"
+            landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, message.digest))
             self._note(landing, Moment.UNPACKING, message.chunk)
 
     def advance(self) -> None:
@@ -308,9 +304,7 @@ class LandingBay:
         self._pool.move(unpacked.slot, SlotEvent.RETURN)
         self._note(landing, Moment.UNPACKED, unpacked.chunk)
         if unpacked.ticket.digest == unpacked.expected:
-            landing.committed += 1
-            if unpacked.expected is not None:
-                landing.digests[unpacked.chunk] = unpacked.expected
+            landing.digests[unpacked.chunk] = unpacked.expected
             landing.landed_bytes += landing.staged[unpacked.chunk].total_bytes
             return
         text = f"chunk {unpacked.chunk} landed with another digest than it was sent with"
