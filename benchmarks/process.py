@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -54,17 +54,9 @@ class ChildProcess:
         environment: what its environment differs by; None takes a variable away.
         timeout_s: how long a step may take. Children are given the same bound and a little less time
             than the parent, so that their own errors arrive.
-        within: a command that runs the child's.
     """
 
-    def __init__(
-        self,
-        name: str,
-        side: str,
-        environment: Mapping[str, str | None],
-        timeout_s: float,
-        within: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, name: str, side: str, environment: Mapping[str, str | None], timeout_s: float) -> None:
         self.name = name
         self._timeout_s = timeout_s
         self._step = "start"
@@ -74,7 +66,7 @@ class ChildProcess:
         found = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._child = Child(
             name,
-            [*within, sys.executable, "-c", code],
+            [sys.executable, "-c", code],
             environment={**found, **environment},
             pass_fds=[far_end.fileno()],
         ).start()

@@ -8,10 +8,9 @@ An engine that fails is reported and the rest goes on; then the exit code is 1.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -30,7 +29,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.node.pair_demo import PROTOCOLS
 from kvconnect.pack.arena import Arena
 from kvconnect.packages import engine_mistakes
-from kvconnect.reading import refuse
+from kvconnect.reading import json_object, refuse
 
 ENGINE_SIDE = f"{__name__}:EngineSide"
 WORKER_SIDE = "benchmarks.worker:WorkerSide"
@@ -131,15 +130,9 @@ class Options(BaseOptions):
                     )
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, Any]:
         """The further settings. Raises ``ConfigError`` if they are no JSON object."""
-        try:
-            found = json.loads(self.extra)
-        except ValueError as error:
-            raise ConfigError(f"extra is {self.extra!r}, which is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"extra is {self.extra!r}, it must be a JSON object")
-        return found
+        return json_object(self.extra, "extra")
 
     @property
     def variables(self) -> dict[str, str | None]:
@@ -278,9 +271,7 @@ def _make_engine(options: Options, engine: str) -> Engine:
     """The engine that a worker so configured takes, with batches as large as asked if it lets us."""
     asked = {"engine": engine, "protocol": options.protocols_of(engine)[0], **options.settings}
     extra = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": asked}).extra
-    given = dict(extra.engine_options)
-    if extra.device_name:
-        given["device_name"] = extra.device_name
+    given = extra.all_engine_options
     try:
         sized = {"max_bytes": options.batch_bytes, **given}
         return create_engine(extra.engine, host=extra.host, protocol=extra.protocol, options=sized)

@@ -8,7 +8,6 @@ import errno
 import ipaddress
 import socket
 import struct
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -17,6 +16,7 @@ from kvconnect.errors import ConfigError
 
 ANY = ("0.0.0.0", "::", "*", "")
 """The hosts that mean all addresses when listening, and cannot be connected to."""
+TAKEN = "is taken"
 _ADDRESS_AT: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 """Where an address begins in its family's ``sockaddr``, and its length."""
 _ENTRY = struct.Struct("PPIP")
@@ -132,16 +132,11 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
-@dataclass(frozen=True)
-class PortState:
-    """``taken``: a process listens there. ``problem``: why a node cannot listen there at all."""
+def look_at_port(host: str, port: int) -> str:
+    """Listen as a node would, for a moment; port 0 means any port.
 
-    taken: bool = False
-    problem: str = ""
-
-
-def look_at_port(host: str, port: int) -> PortState:
-    """Listen as a node would, for a moment; port 0 means any port."""
+    Why it cannot: ``TAKEN`` where a process listens already, or another reason; empty if it can.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as tried:
@@ -150,7 +145,5 @@ def look_at_port(host: str, port: int) -> PortState:
             tried.bind(address)
             tried.listen(1)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return PortState(taken=True)
-        return PortState(problem=error.strerror or str(error))
-    return PortState()
+        return TAKEN if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return ""

@@ -62,18 +62,6 @@ def ranks_of(text: str) -> list[range]:
     return named if len(named) == len(found) and all(named) else []
 
 
-def settings_of(ranks: Mapping[str, RankConfig], rank: int) -> dict[str, str]:
-    """The settings that ``ranks`` has for one rank, by name."""
-    own = [one for key, one in ranks.items() if any(rank in named for named in ranks_of(key))]
-    return {name: value for one in own for name, value in msgspec.structs.asdict(one).items() if value}
-
-
-def place_of(host: str, bind: str, device_name: str) -> str:
-    """A rank's address, where it listens if that differs, and its devices, as a text for people."""
-    listens = f", listening at {bind}" if bind not in ("", host) else ""
-    return host + listens + (f", over {device_name}" if device_name else "")
-
-
 def _rank_mistakes(keys: Iterable[str], where: str) -> Iterator[str]:
     """Keys that name no ranks, and ranks that are named twice."""
     named = [(ranks.start, ranks.stop, key) for key in keys for ranks in ranks_of(key) or [range(0)]]
@@ -163,9 +151,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds and times that no operator sets: constants, or what follows from a setting (``derived``).
 
     Attributes:
-        check_digest: whether packed chunks carry a digest, and only what has the right one is used.
-        digest_sample: a digest is of one line of 64 bytes in so many, the smaller number of both sides; 0 for
-            one in 256 on a CPU. A GPU takes all lines in any case.
         retry_max_s: how long at most a peer that could not be reached is left alone.
         handshake_timeout_s: how long a peer may take to answer the first greeting.
         quarantine_s: how long slots stay unused after the last moment at which a peer may have begun to
@@ -179,8 +164,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         first_rank: the number that rank 0 of this node has in ``ranks``.
     """
 
-    check_digest: bool = True
-    digest_sample: int = 0
     retry_max_s: float = 10.0
     handshake_timeout_s: float = 5.0
     quarantine_s: float = 40.0
@@ -313,13 +296,22 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def of_rank(self, rank: int) -> ExtraConfig:
         """The settings of one rank; networks are not yet replaced by addresses."""
-        return msgspec.structs.replace(self, ranks={}, **settings_of(self.ranks, rank + self.first_rank))
+        rank += self.first_rank
+        own = [one for key, one in self.ranks.items() if any(rank in named for named in ranks_of(key))]
+        stated = {name: value for one in own for name, value in msgspec.structs.asdict(one).items() if value}
+        return msgspec.structs.replace(self, ranks={}, **stated)
 
     def here(self, rank: int) -> ExtraConfig:
         """One rank's settings on this machine. Raises ``ConfigError``: it has no address in a network."""
         own, where = self.of_rank(rank), "kv_connector_extra_config"
         found = {name: address_within(getattr(own, name), f"{where}.{name}") for name in ("host", "bind")}
         return msgspec.structs.replace(own, **found)
+
+    @property
+    def place(self) -> str:
+        """A rank's address, where it listens if that differs, and its devices, as a text for people."""
+        listens = f", listening at {self.bind}" if self.bind not in ("", self.host) else ""
+        return self.host + listens + (f", over {self.device_name}" if self.device_name else "")
 
     @property
     def listens_at(self) -> str:

@@ -24,105 +24,80 @@ class Actor(enum.Enum):
 
 
 class Cause(enum.Enum):
-    """Why a request was not loaded. The value is the ``reason`` label of ``kvconnect_failures_total``."""
+    """Why a request was not loaded, who must act, and how; no ``remedy`` where nothing is to be done.
 
-    ABORTED = "aborted"
-    OTHER_WEIGHTS = "other_weights"
-    OTHER_IDENTITY = "other_identity"
-    OTHER_LAYOUT = "layouts_differ"
-    OTHER_RELEASE = "releases_differ"
-    LANE_REFUSED = "transport_refused"
-    NOT_TRUSTED = "peer_not_trusted"
-    WRONG_ROLE = "wrong_role"
-    OTHER_PROMPT = "prompt_differs"
-    PARAMETERS = "parameters_refused"
-    NOT_HELD = "not_held"
-    FETCHED_BEFORE = "fetched_before"
-    BLOCKS = "blocks_differ"
-    LEASE_OVER = "lease_over"
-    TIMEOUT = "load_timeout"
-    OUT_OF_REACH = "peer_out_of_reach"
-    LOST = "lost_with_peer"
-    STOPPING = "peer_stopping"
-    BUSY = "peer_busy"
-    PREFILL_ENDED = "prefill_ended"
-    EVICTED = "evicted"
-    REPLACED = "replaced_while_loaded"
-    ENGINE = "engine_failed"
-    DIGEST = "digest"
-    EPOCH = "epoch"
-    LANDING = "landing"
-    PROTOCOL = "protocol"
-    RESTORE = "offload_restore_failed"
-    INTERNAL = "not_planned"
+    The value is the ``reason`` label of ``kvconnect_failures_total``.
+    """
+
+    actor: Actor
+    remedy: str
+
+    ABORTED = "aborted", Actor.NONE
+    OTHER_WEIGHTS = "other_weights", Actor.OPERATOR, "serve the same checkpoint and revision on both"
+    OTHER_IDENTITY = (
+        "other_identity",
+        Actor.OPERATOR,
+        "start both servers alike in it; `kvconnect doctor --peer` has every field",
+    )
+    OTHER_LAYOUT = (
+        "layouts_differ",
+        Actor.OPERATOR,
+        "start both servers alike in it; `kvconnect doctor --peer` compares the caches",
+    )
+    OTHER_RELEASE = "releases_differ", Actor.OPERATOR, "install one release of kvconnect on both"
+    LANE_REFUSED = (
+        "transport_refused",
+        Actor.OPERATOR,
+        "mend the link (`kvconnect doctor`), or change require_lane or min_gb_per_s",
+    )
+    NOT_TRUSTED = "peer_not_trusted", Actor.OPERATOR, "list the address in allow_peers, if it is one of yours"
+    WRONG_ROLE = (
+        "wrong_role",
+        Actor.OPERATOR,
+        "set kv_role kv_producer on prefill nodes and kv_consumer on decode nodes",
+    )
+    OTHER_PROMPT = "prompt_differs", Actor.CLIENT, "send both nodes the prompt unchanged"
+    PARAMETERS = (
+        "parameters_refused",
+        Actor.CLIENT,
+        "give both nodes one key, and pass on kv_transfer_params unchanged",
+    )
+    NOT_HELD = "not_held", Actor.CLIENT, "send the request to the decode node within lease_s, and once"
+    FETCHED_BEFORE = "fetched_before", Actor.CLIENT, "prefill again: a handle is good for one request"
+    BLOCKS = "blocks_differ", Actor.DEVELOPER, "report it"
+    LEASE_OVER = "lease_over", Actor.OPERATOR, "add decode nodes, or raise lease_s or lease_max_s"
+    TIMEOUT = (
+        "load_timeout",
+        Actor.OPERATOR,
+        "look at the link and the prefill node's load, or raise load_timeout_s",
+    )
+    OUT_OF_REACH = (
+        "peer_out_of_reach",
+        Actor.PEER,
+        "start it; check host, port and the firewall (rank r listens on port + r)",
+    )
+    LOST = "lost_with_peer", Actor.PEER, "start it, if it does not come back"
+    STOPPING = "peer_stopping", Actor.NONE, "have the router ask another one"
+    BUSY = "peer_busy", Actor.PEER, "add decode nodes"
+    PREFILL_ENDED = "prefill_ended", Actor.NONE
+    EVICTED = "evicted", Actor.NONE
+    REPLACED = "replaced_while_loaded", Actor.NONE
+    ENGINE = "engine_failed", Actor.PEER, "see its log and `kvconnect doctor`"
+    DIGEST = "digest", Actor.DEVELOPER, "report it, if it repeats: the fabric or the engine is faulty"
+    EPOCH = "epoch", Actor.DEVELOPER, "report it, if it repeats"
+    LANDING = "landing", Actor.DEVELOPER, "report it"
+    PROTOCOL = "protocol", Actor.DEVELOPER, "report it with both logs"
+    RESTORE = "offload_restore_failed", Actor.NONE, "see the lines before"
+    INTERNAL = "not_planned", Actor.DEVELOPER, "report it, with the log at level DEBUG"
+
+    def __new__(cls, value: str, actor: Actor, remedy: str = "") -> Cause:
+        made = object.__new__(cls)
+        made._value_, made.actor, made.remedy = value, actor, remedy
+        return made
 
     def __call__(self, text: str) -> Reason:
         """A reason of this cause, with a text (cut to its longest length)."""
         return Reason(self, text[:_MOST_TEXT])
-
-    @property
-    def actor(self) -> Actor:
-        """Who must act."""
-        return _ACTORS[self]
-
-    @property
-    def remedy(self) -> str:
-        """What to do; empty where nothing is to be done."""
-        return _REMEDIES.get(self, "")
-
-
-_ACTORS = {
-    **dict.fromkeys(Cause, Actor.PEER),
-    Cause.ABORTED: Actor.NONE,
-    Cause.PREFILL_ENDED: Actor.NONE,
-    Cause.EVICTED: Actor.NONE,
-    Cause.REPLACED: Actor.NONE,
-    Cause.STOPPING: Actor.NONE,
-    Cause.RESTORE: Actor.NONE,
-    **dict.fromkeys(
-        (
-            *(Cause.OTHER_WEIGHTS, Cause.OTHER_IDENTITY, Cause.OTHER_LAYOUT, Cause.OTHER_RELEASE),
-            *(Cause.LANE_REFUSED, Cause.NOT_TRUSTED, Cause.WRONG_ROLE, Cause.LEASE_OVER, Cause.TIMEOUT),
-        ),
-        Actor.OPERATOR,
-    ),
-    **dict.fromkeys(
-        (Cause.OTHER_PROMPT, Cause.PARAMETERS, Cause.NOT_HELD, Cause.FETCHED_BEFORE), Actor.CLIENT
-    ),
-    **dict.fromkeys(
-        (Cause.BLOCKS, Cause.DIGEST, Cause.EPOCH, Cause.LANDING, Cause.PROTOCOL, Cause.INTERNAL),
-        Actor.DEVELOPER,
-    ),
-}
-
-
-_REMEDIES = {
-    Cause.OTHER_WEIGHTS: "serve the same checkpoint and revision on both",
-    Cause.OTHER_IDENTITY: "start both servers alike in it; `kvconnect doctor --peer` has every field",
-    Cause.OTHER_LAYOUT: "start both servers alike in it; `kvconnect doctor --peer` compares the caches",
-    Cause.OTHER_RELEASE: "install one release of kvconnect on both",
-    Cause.LANE_REFUSED: "mend the link (`kvconnect doctor`), or change require_lane or min_gb_per_s",
-    Cause.NOT_TRUSTED: "list the address in allow_peers, if it is one of yours",
-    Cause.WRONG_ROLE: "set kv_role kv_producer on prefill nodes and kv_consumer on decode nodes",
-    Cause.OTHER_PROMPT: "send both nodes the prompt unchanged",
-    Cause.PARAMETERS: "give both nodes one key, and pass on kv_transfer_params unchanged",
-    Cause.NOT_HELD: "send the request to the decode node within lease_s, and once",
-    Cause.FETCHED_BEFORE: "prefill again: a handle is good for one request",
-    Cause.BLOCKS: "report it",
-    Cause.LEASE_OVER: "add decode nodes, or raise lease_s or lease_max_s",
-    Cause.TIMEOUT: "look at the link and the prefill node's load, or raise load_timeout_s",
-    Cause.OUT_OF_REACH: "start it; check host, port and the firewall (rank r listens on port + r)",
-    Cause.LOST: "start it, if it does not come back",
-    Cause.STOPPING: "have the router ask another one",
-    Cause.BUSY: "add decode nodes",
-    Cause.ENGINE: "see its log and `kvconnect doctor`",
-    Cause.DIGEST: "report it, if it repeats: the fabric or the engine is faulty",
-    Cause.EPOCH: "report it, if it repeats",
-    Cause.LANDING: "report it",
-    Cause.PROTOCOL: "report it with both logs",
-    Cause.RESTORE: "see the lines before",
-    Cause.INTERNAL: "report it, with the log at level DEBUG",
-}
 
 
 class Reason(msgspec.Struct, frozen=True, array_like=True):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -89,15 +88,13 @@ def fill_random(cache: CacheTensor, seed: int) -> None:
     )
 
 
-def block_values(cache: CacheTensor, block: int, heads: HeadInterval | None = None) -> torch.Tensor:
+def block_values(cache: CacheTensor, block: int) -> torch.Tensor:
     """The values of one kernel block in the order plane, head, token, content; a copy, as raw bits."""
     names = cache.axes.split()
     picked = cache.tensor.select(names.index("block"), block)
     rest = [name for name in names if name != "block"]
     wanted = [name for name in ("plane", "head", "token", "content") if name in rest]
     picked = picked.permute([rest.index(name) for name in wanted])
-    if heads is not None:
-        picked = picked.narrow(wanted.index("head"), heads.start, len(heads))
     return picked.contiguous().view(torch.uint8).clone()
 
 
@@ -110,17 +107,15 @@ def single_group(
     return BuiltCache(config, sizes, dict(tensors), RegionTable.build(config, sizes, tensors))
 
 
-def mla_and_eagle(num_blocks: int = 2) -> BuiltCache:
-    """An MLA main layer and a GQA Eagle layer in one group: (n, 16, 96) and (n, 16, 8, 64) of fp16."""
+def mla_and_eagle() -> BuiltCache:
+    """An MLA main layer and a GQA Eagle layer in one group: (2, 16, 96) and (2, 16, 8, 64) of fp16."""
     specs = {
         "mla": MLASpec(16, 96, torch.float16),
         "eagle": FullAttentionSpec(16, 8, 32, torch.float16),
     }
-    config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(specs), UniformTypeSpec(specs)),))
+    config = KVCacheConfig(2, (KVCacheGroup(tuple(specs), UniformTypeSpec(specs)),))
     tensors = {
-        "mla": CacheTensor(torch.zeros(num_blocks, 16, 96, dtype=torch.float16), "block token content"),
-        "eagle": CacheTensor(
-            torch.zeros(num_blocks, 16, 8, 64, dtype=torch.float16), "block token head content"
-        ),
+        "mla": CacheTensor(torch.zeros(2, 16, 96, dtype=torch.float16), "block token content"),
+        "eagle": CacheTensor(torch.zeros(2, 16, 8, 64, dtype=torch.float16), "block token head content"),
     }
     return BuiltCache(config, {0: 16}, tensors, RegionTable.build(config, {0: 16}, tensors))

@@ -23,7 +23,6 @@ def carry_over(
     *,
     slot_bytes: int = 1 << 20,
     order: str | None = None,
-    device: str = "cpu",
 ) -> None:
     """Carry the blocks that the target wants, chunk by chunk, through one slot of ``slot_bytes``.
 
@@ -31,12 +30,12 @@ def carry_over(
     """
     cards = TableCard.of(source), TableCard.of(target)
     wire = align_wire(*cards, order)
-    packer = Packer(source, wire, side="source", device=device)
-    unpacker = Packer(target, wire, side="target", device=device)
+    packer = Packer(source, wire, side="source", device="cpu")
+    unpacker = Packer(target, wire, side="target", device="cpu")
     cutter = RequestCutter(unpacker.chunker, *cards, slot_bytes, PACK_BYTES_PER_S["cuda"])
     chunks = cutter.cut(wanted, num_tokens)
     outgoing, incoming = packer.stage(held, chunks, num_tokens), unpacker.stage(wanted, chunks, num_tokens)
-    slot = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
+    slot = torch.empty(slot_bytes, dtype=torch.uint8)
     for generation, (out, into) in enumerate(zip(outgoing, incoming, strict=True)):
         packed = packer.pack(slot.data_ptr(), out, generation)
         packed.wait()

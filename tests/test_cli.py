@@ -28,16 +28,12 @@ from tests.nursery import nodes_forked
 ROOT = Path(__file__).parents[1]
 
 
-def kvconnect_command(*arguments: str, timeout_s: float = 250) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvconnect", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
-
-
 # --- the command line -----------------------------------------------------------------------------
 
 
 def test_the_version_is_the_packages() -> None:
-    done = kvconnect_command("--version")
+    command = [*children.COMMAND, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, f"kvconnect {kvconnect.__version__}\n")
 
 
@@ -111,7 +107,7 @@ def test_serve_passes_every_argument_of_the_node(monkeypatch) -> None:
     monkeypatch.setattr(node, "serve", serve)
     options = ["--port", "0", "--kv-transfer-config", "{}", "--block-size", "32", "--reserved-blocks", "5"]
     assert CliRunner().invoke(cli.app, ["serve", *options, "--no-enable-prefix-caching"]).exit_code == 0
-    assert set(seen) == set(inspect.signature(sys.modules["kvconnect.cli.serve"].serve).parameters)
+    assert set(seen) == set(inspect.signature(cli.serve).parameters)
     assert (seen["port"], seen["kv_transfer_config"], seen["block_size"]) == (0, "{}", 32)
     assert (seen["reserved_blocks"], seen["enable_prefix_caching"]) == (5, False)
 

@@ -6,20 +6,13 @@ import json
 import stat
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.cli import app
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import load_keyring
-from kvconnect.peer.messages import CacheMeaning
 from kvconnect.receipt import Receipt, sign
-from tests.identities import named
-
-CACHE = KVCacheConfig(8, (KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float32)),))
-MEANING = CacheMeaning(named(weights="w"), 2, 1)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The command line: one file per command, with its options, help texts and exit codes, and nothing else.
+"""The command line: options, help texts and exit codes, and nothing else.
 
 Heavy modules (torch, the HTTP servers) are imported inside the command that needs them, so that ``--help``
 and ``--version`` answer at once. Exit codes: 0 success; 1 the command ran and found a problem; 2 the command
@@ -14,14 +14,9 @@ import typer
 
 from kvconnect import __version__
 from kvconnect.cli.cache import cache_app
-from kvconnect.cli.check import check
-from kvconnect.cli.demo import demo
-from kvconnect.cli.doctor import doctor
-from kvconnect.cli.inspect import inspect
 from kvconnect.cli.keys import keys_app
-from kvconnect.cli.router import router
-from kvconnect.cli.serve import serve
-from kvconnect.cli.up import up
+from kvconnect.cli.nodes import demo, router, serve
+from kvconnect.cli.tools import check, doctor, inspect, up
 from kvconnect.errors import KVConnectError
 
 app = typer.Typer(

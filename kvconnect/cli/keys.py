@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from kvconnect.cli.options import Key, keys_at
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer import keyring
 from kvconnect.peer.allow_list import AllowList
+from kvconnect.receipt import RECEIPT_KEY
+from kvconnect.receipt import verify as verified
+from kvconnect.tools.showing import printable
 
 keys_app = typer.Typer(
     name="keys",
@@ -39,14 +45,12 @@ def new(
     replace: Annotated[bool, typer.Option("--replace", help="Overwrite a key that is there.")] = False,
 ) -> None:
     """Make a key that all nodes of a small cluster share."""
-    from kvconnect.peer.keyring import SharedKeys
-
     secret = keyring.new_secret()
     if str(file) == "-":
         typer.echo(secret)
         return
     _write_key(file, secret, replace)
-    typer.echo(f"{file}: {SharedKeys(secret, str(file)).describe()}")
+    typer.echo(f"{file}: {keyring.SharedKeys(secret, str(file)).describe()}")
     typer.echo("Copy it to every node, readable by its service alone (mode 0600), and set key_file to it.")
 
 
@@ -62,13 +66,11 @@ def node(
     ] = False,
 ) -> None:
     """Make a node's own key pair, in a folder for it and for its peers' public keys."""
-    from kvconnect.peer.keyring import CLUSTER_KEY, NODE_KEY, PEERS, new_key_pair
-
     secret = keyring.read_secret(cluster_key, "--cluster-key") if cluster_key else keyring.new_secret()
     secret = keyring.checked_secret(secret, "--cluster-key")
-    _write_key(folder / NODE_KEY, new_key_pair().secret.hex(), replace)
-    keyring.write(folder / CLUSTER_KEY, secret, replace=cluster_key is not None)
-    (folder / PEERS).mkdir(mode=0o700, exist_ok=True)
+    _write_key(folder / keyring.NODE_KEY, keyring.new_key_pair().secret.hex(), replace)
+    keyring.write(folder / keyring.CLUSTER_KEY, secret, replace=cluster_key is not None)
+    (folder / keyring.PEERS).mkdir(mode=0o700, exist_ok=True)
     _show_node(folder)
 
 
@@ -80,15 +82,13 @@ def add(
     at: Addresses = None,
 ) -> None:
     """Let a peer connect to this node, and this node to it; a running node need not be restarted."""
-    import msgspec
-
-    from kvconnect.peer.keyring import PeerFile, fingerprint, key_bytes
-
-    public = key_bytes(public_key, "PUBLIC_KEY")
+    public = keyring.key_bytes(public_key, "PUBLIC_KEY")
     AllowList(at or (name,), "--at" if at else "NAME, without --at,")
-    text = msgspec.json.encode(PeerFile(public.hex(), tuple(at or ()))).decode()
+    text = msgspec.json.encode(keyring.PeerFile(public.hex(), tuple(at or ()))).decode()
     keyring.write(_peer_path(folder, name), text, mode=0o644, replace=True)
-    typer.echo(f"{name} ({fingerprint(public)}) may connect; it is expected at {', '.join(at or [name])}")
+    typer.echo(
+        f"{name} ({keyring.fingerprint(public)}) may connect; it is expected at {', '.join(at or [name])}"
+    )
 
 
 @keys_app.command()
@@ -114,14 +114,12 @@ def show(
     ] = None,
 ) -> None:
     """Show fingerprints, public keys and peers; never a secret."""
-    from kvconnect.peer.keyring import NodeKeys, load_keyring
-
-    keyring = load_keyring(keys_at(path), os.environ)
-    assert keyring is not None, "only `insecure` has none"
-    if isinstance(keyring, NodeKeys):
-        _show_node(keyring.folder)
+    keys = keyring.load_keyring(keys_at(path), os.environ)
+    assert keys is not None, "only `insecure` has none"
+    if isinstance(keys, keyring.NodeKeys):
+        _show_node(keys.folder)
     else:
-        typer.echo(keyring.describe())
+        typer.echo(keys.describe())
 
 
 @keys_app.command()
@@ -136,25 +134,16 @@ def verify(
 
     A prefill node's receipt within it is covered by its signature.
     """
-    import json
-    import sys
-
-    from kvconnect.errors import PeerError
-    from kvconnect.peer.keyring import load_keyring
-    from kvconnect.receipt import RECEIPT_KEY
-    from kvconnect.receipt import verify as verified
-    from kvconnect.tools.showing import printable
-
     try:
         given = json.loads(sys.stdin.read() if str(receipt) == "-" else receipt.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"FILE is {str(receipt)!r}, which has no JSON: {error}") from error
     for name in ("kv_transfer_params", RECEIPT_KEY):
         given = given[name] if isinstance(given, dict) and name in given else given
-    keyring = load_keyring(keys_at(key), os.environ)
-    assert keyring is not None, "only `insecure` has none"
+    keys = keyring.load_keyring(keys_at(key), os.environ)
+    assert keys is not None, "only `insecure` has none"
     try:
-        found = verified(given, keyring.receipt_secret)
+        found = verified(given, keys.receipt_secret)
     except PeerError as error:
         typer.echo(f"the receipt is not valid: {error}")
         raise typer.Exit(1) from error
@@ -168,24 +157,20 @@ def _write_key(path: Path, text: str, replace: bool) -> None:
 
 
 def _peer_path(folder: Path, name: str) -> Path:
-    from kvconnect.peer.keyring import PEER_SUFFIX, PEERS
-
     if not name or name.startswith(".") or "/" in name:
         raise ConfigError(f"NAME is {name!r}; accepted: a file name")
-    if not (folder / PEERS).is_dir():
+    if not (folder / keyring.PEERS).is_dir():
         raise ConfigError(
-            f"DIR is {str(folder)!r}, which has no folder {PEERS!r}; `kvconnect keys node` makes it"
+            f"DIR is {str(folder)!r}, which has no folder {keyring.PEERS!r}; `kvconnect keys node` makes it"
         )
-    return folder / PEERS / f"{name}{PEER_SUFFIX}"
+    return folder / keyring.PEERS / f"{name}{keyring.PEER_SUFFIX}"
 
 
 def _show_node(folder: Path) -> None:
-    from kvconnect.peer.keyring import NodeKeys, fingerprint, read_peers
-
-    public = NodeKeys(folder, "DIR").server.public
+    public = keyring.NodeKeys(folder, "DIR").server.public
     typer.echo(f"public key   {public.hex()}")
-    typer.echo(f"fingerprint  {fingerprint(public)}")
-    for name, peer in read_peers(folder).items():
-        known = fingerprint(bytes.fromhex(peer.public_key))
+    typer.echo(f"fingerprint  {keyring.fingerprint(public)}")
+    for name, peer in keyring.read_peers(folder).items():
+        known = keyring.fingerprint(bytes.fromhex(peer.public_key))
         typer.echo(f"peer         {known}  {name} at {', '.join(peer.addresses or (name,))}")
     typer.echo("On every peer: kvconnect keys add DIR NAME " + public.hex() + " --at HOST")

@@ -8,12 +8,11 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-if TYPE_CHECKING:
-    from kvconnect.config import ExtraConfig
+from kvconnect.config import ExtraConfig
 
 JsonObject = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 Key = Annotated[
@@ -25,8 +24,6 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="The workers run with
 
 def keys_at(path: Path | None, insecure: bool = False) -> ExtraConfig:
     """A configuration with the key file or key folder at a path."""
-    from kvconnect.config import ExtraConfig
-
     if path is None:
         return ExtraConfig(insecure=insecure)
     if path.is_dir():

@@ -37,9 +37,9 @@ class Landing:
     ``due``: chunks that the peer can send by now, as it reports. ``lent``: granted slots by generation.
     ``arrived``: chunks that the peer reported written; they wait in ``packed`` until the device has finished
     all earlier use of their blocks, and those of ``unpacking`` for D's kernels. ``committed``: chunks in
-    their pages, each with its digest, None where digests are not checked. A fetch that has ended is
-    ``closed``; its landing stays while slots are being unpacked, or in ``quarantine``, as the peer may still
-    write to them. The load is advanced when the landing is idle again.
+    their pages, each with its digest. A fetch that has ended is ``closed``; its landing stays while slots are
+    being unpacked, or in ``quarantine``, as the peer may still write to them. The load is advanced when the
+    landing is idle again.
     """
 
     transfer_id: int
@@ -53,7 +53,7 @@ class Landing:
     arrived: set[int] = field(default_factory=set)
     packed: deque[tuple[Slot, Landed]] = field(default_factory=deque)
     unpacking: deque[tuple[Slot, Landed, PackTicket]] = field(default_factory=deque)
-    committed: dict[int, int | None] = field(default_factory=dict)
+    committed: dict[int, int] = field(default_factory=dict)
     closed: bool = False
 
     @functools.cached_property
@@ -92,8 +92,6 @@ class LandingBay:
 
     def __init__(self, context: TransferContext, send: Callable[[str, Message], None]) -> None:
         self._metrics, self._timers, self._pool = context.metrics, context.timers, context.local.landing
-        # Whether a chunk must have the digest that its sender reports.
-        self._check_digest = context.config.check_digest
         self._coder = context.local.coder
         self._send = send
         self._landings: dict[int, Landing] = {}
@@ -164,7 +162,7 @@ class LandingBay:
             return f"the code of chunk {message.chunk} has {length_bytes} bytes, its slot {slot.length_bytes}"
         if message.length_bytes != length_bytes:
             return f"chunk {message.chunk} has {message.length_bytes} of {length_bytes} bytes"
-        if self._check_digest and message.digest is None:
+        if message.digest is None:
             return f"chunk {message.chunk} came without its digest"
         del landing.lent[message.generation]
         landing.arrived.add(message.chunk)
@@ -179,10 +177,9 @@ class LandingBay:
         """Start to unpack landed chunks, once the device has finished all earlier use of their blocks."""
         while landing.packed and landing.load.is_unused():
             slot, message = landing.packed.popleft()
-            seed = slot.generation if self._check_digest else None
-            coder = self._coder if message.coded else None
+            staged, coder = landing.staged[message.chunk], self._coder if message.coded else None
             try:
-                ticket = landing.packer.unpack(slot.address, landing.staged[message.chunk], seed, coder)
+                ticket = landing.packer.unpack(slot.address, staged, slot.generation, coder)
             except Exception as error:
                 # Any error, a device out of memory included, fails only this request.
                 logger.debug("a chunk could not be unpacked", exc_info=True)
@@ -269,11 +266,11 @@ class LandingBay:
             self._landings.pop(landing.transfer_id, None)
 
     def _take(self, landing: Landing, slot: Slot, message: Landed, ticket: PackTicket) -> None:
+        assert message.digest is not None, "a chunk without one was refused"
         self._pool.move(slot, SlotEvent.RETURN)
         self._note(landing, Moment.UNPACKED, message.chunk)
-        expected = message.digest if self._check_digest else None
-        if ticket.digest == expected:
-            landing.committed[message.chunk] = expected
+        if ticket.digest == message.digest:
+            landing.committed[message.chunk] = message.digest
             return
         text = f"chunk {message.chunk} landed with another digest than it was sent with"
         landing.fail(Cause.DIGEST(text))

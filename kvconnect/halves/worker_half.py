@@ -17,7 +17,7 @@ import torch
 
 from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.config import TransferConfig, place_of
+from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Engine
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
@@ -107,7 +107,7 @@ class TransferWorker:
             config.engine_id,
             rank,
             self._engine.capabilities,
-            place_of(extra.host, extra.bind, extra.device_name),
+            extra.place,
             self._channel.port,
         )
         logger.info("side channel: %s", keyring.describe() if keyring else "insecure, as configured")

@@ -269,8 +269,7 @@ class FetchService:
         coding = path.coding
         if coding is not None and not coding.is_on(path.found.bytes_per_s):
             coding = None
-        digests = self._config.check_digest
-        return SlotOutbox(supply, pool, digests, path.name, note, path.mapped, coding)
+        return SlotOutbox(supply, pool, path.name, note, path.mapped, coding)
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Request credit up to ``due`` chunks and return the slots in ``spared``, if either has changed."""

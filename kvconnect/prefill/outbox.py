@@ -156,7 +156,6 @@ class SlotOutbox:
     Args:
         pool: P's send slots.
         mapped: the peer's landing slots, where this process can write to them as memory.
-        with_digest: whether chunks are sent with a digest.
         holder: the receiving peer, which may not take all send slots.
         note: called with each event of a chunk, and the chunk's index.
         coding: takes how the coding of each chunk ended; None where chunks are not coded.
@@ -166,7 +165,6 @@ class SlotOutbox:
         self,
         supply: ChunkSupply,
         pool: SlotPool,
-        with_digest: bool,
         holder: str,
         note: Callable[[str, int], None],
         mapped: MappedMemory | None = None,
@@ -178,7 +176,6 @@ class SlotOutbox:
         self._grants: list[Grant] = []
         self._pool = pool
         self._holder = holder
-        self._with_digest = with_digest
         self._note = note
         self._kernels: deque[Parcel] = deque()
         self._filled: deque[Parcel] = deque()
@@ -272,9 +269,8 @@ class SlotOutbox:
             )
         self._note(Moment.PACKING, chunk)
         if self._mapped is not None:
-            seed = grant.generation if self._with_digest else None
             place, began = self._mapped.at(grant.address, length_bytes), time.perf_counter()
-            ticket = self._packer.pack(place, staged, seed)
+            ticket = self._packer.pack(place, staged, grant.generation)
             seconds = time.perf_counter() - began
             self._kernels.append(Parcel(chunk, None, grant, ticket, length_bytes, seconds))
             return
@@ -287,9 +283,8 @@ class SlotOutbox:
     def _pack(
         self, slot: Slot, chunk: int, staged: StagedChunk, grant: Grant, coder: ExponentCoder | None = None
     ) -> None:
-        seed = grant.generation if self._with_digest else None
         try:
-            ticket = self._packer.pack(slot.address, staged, seed, coder)
+            ticket = self._packer.pack(slot.address, staged, grant.generation, coder)
         except Exception:
             self._pool.move(slot, SlotEvent.RETURN)
             raise

@@ -262,14 +262,10 @@ def read_cache(path: Path, sizes: Mapping[str, int]) -> CacheFile:
     """
 
     def parse(given: Mapping[str, Any]) -> CacheFile:
-        return parse_cache({**(cache_of(given) if is_model_config(given) else given), **sizes})
+        is_model = "layers" not in given and ("model_type" in given or "architectures" in given)
+        return parse_cache({**(cache_of(given) if is_model else given), **sizes})
 
     return read_file(path / "config.json" if path.is_dir() else path, parse)
-
-
-def is_model_config(given: Mapping[str, Any]) -> bool:
-    """Whether the object is a model's configuration instead of a cache."""
-    return "layers" not in given and ("model_type" in given or "architectures" in given)
 
 
 def cache_of(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,44 +57,42 @@ def check_nodes(sources: Ranks, targets: Ranks, num_tokens: int, *, convert: boo
     if refusal := disagreement(*unnamed):
         yield failure("model", refusal.text, refusal.cause.remedy)
         return
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[CachePair | str, list[str]] = {}
     for rank in sorted(targets):
         for partner in partner_ranks(rank, target.topology, source.topology, target.num_heads):
             if partner not in sources:
-                found = f"rank {partner} of the prefill node is not known"
-                yield failure("ranks", found, "ask again once it has served a request")
+                unknown = f"rank {partner} of the prefill node is not known"
+                yield failure("ranks", unknown, "ask again once it has served a request")
                 continue
-            reasons: list[str] = []
-            sent = exchange(sources[partner], targets[rank], num_tokens, reasons, convert=convert)
-            alike.setdefault((str(sent), ", ".join(reasons)), []).append(f"{partner} > {rank}")
-    for (moved, why), names in alike.items():
-        found = f"rank to rank {', '.join(names)}: {why or f'they fit, and send {moved}'}"
+            found = exchange(sources[partner], targets[rank], num_tokens, convert=convert)
+            alike.setdefault(found, []).append(f"{partner} > {rank}")
+    for found, names in alike.items():
+        why = found if isinstance(found, str) else ""
+        text = f"rank to rank {', '.join(names)}: {why or f'they fit, and send {found}'}"
         advice = "set alike on both nodes what differs, or serve with one that fits"
-        yield failure_if(why, "caches", found, advice)
+        yield failure_if(why, "caches", text, advice)
 
 
 def exchange(
-    source: Introduction, target: Introduction, num_tokens: int, reasons: list[str], *, convert: bool
-) -> CachePair | None:
-    """What a rank of D fetches from one of P; None if their caches do not fit, with ``reasons`` added."""
-    tables = source.table, target.table
-    reasons += filter(None, (*map(rank_refusal, (source, target)), *map(card_refusal, tables)))
-    if reasons:
-        return None
-    if not (slot_bytes := min(source.slot_bytes, target.slot_bytes)):
-        reasons.append("one of them has no slots, as a node that only offloads")
+    source: Introduction, target: Introduction, num_tokens: int, *, convert: bool
+) -> CachePair | str:
+    """What a rank of D fetches from one of P, or all reasons why their caches do not fit."""
+    refusals = (*map(rank_refusal, (source, target)), *map(card_refusal, (source.table, target.table)))
+    if any(refusals):
+        return ", ".join(filter(None, refusals))
+    slot_bytes = min(source.slot_bytes, target.slot_bytes)
+    reasons = [] if slot_bytes else ["one of them has no slots, as a node that only offloads"]
     try:
         wanted, share = wanted_card(source, target), target_share(source, target)
         wire = align_wire(source.table, wanted, convert=convert)
         if reasons:
-            return None
+            return reasons[0]
         chunker = Chunker(wire)
         cutter = RequestCutter(chunker, source.table, wanted, slot_bytes, PACK_BYTES_PER_S["cuda"])
         blocks = share.of(request_blocks(target.table, num_tokens))
         chunks = cutter.cut(blocks, share.count(num_tokens))
     except LayoutError as error:
-        reasons += _NEXT_REASON.split(str(error).removeprefix(CANNOT_MATCH))
-        return None
+        return ", ".join([*reasons, *_NEXT_REASON.split(str(error).removeprefix(CANNOT_MATCH))])
     divided = [stream.heads for stream in wire.streams if stream.heads is not None]
     heads = HeadInterval(min(divided).start, max(one.stop for one in divided)) if divided else None
     total_bytes = sum(chunker.place(chunk).total_bytes for chunk in chunks)

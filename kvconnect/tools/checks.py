@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvconnect import __version__
-from kvconnect.addresses import is_loopback
-from kvconnect.config import place_of
+from kvconnect.addresses import TAKEN, is_loopback
 from kvconnect.engine.lanes import ACTIVE
 from kvconnect.packages import has_vllm_plugin
 from kvconnect.tools.facts import Facts
@@ -26,9 +25,15 @@ _UNLIMITED = (
 )
 
 
-def check_node(facts: Facts) -> Iterator[Finding]:
+def check_machine(facts: Facts) -> Iterator[Finding]:
+    """What a node would meet here: its keys and ports, software, devices and their links, limits."""
+    for check in (_node, _software, _torch, _engines, _vllm, _rdma, _transport, _gpus, _variables, _limits):
+        yield from check(facts)
+
+
+def _node(facts: Facts) -> Iterator[Finding]:
     """What the configured node would meet at its start: keys, ranks, ports."""
-    config, extra, state = facts.config, facts.extra, facts.bootstrap_port
+    config, extra, wrong = facts.config, facts.extra, facts.bootstrap_port
     if config is None:
         return
     yield well(
@@ -44,8 +49,7 @@ def check_node(facts: Facts) -> Iterator[Finding]:
         yield warning_if(extra.insecure, "key", facts.key, "leave `insecure` out: a key is made by itself")
     yield from _ranks(facts)
     yield _port(facts)
-    if extra.bootstrap_port and config.is_producer and facts.own is None and not facts.ranks.first:
-        wrong = state.problem or ("is taken" if state.taken else "")
+    if extra.bootstrap_port and config.is_producer and facts.own is None and not facts.first:
         found = f"{extra.listens_at}:{extra.bootstrap_port} {wrong or 'is free'}"
         yield failure_if(wrong, "bootstrap port", found, "set another one, and tell the router (--prefill)")
 
@@ -53,26 +57,25 @@ def check_node(facts: Facts) -> Iterator[Finding]:
 def _ranks(facts: Facts) -> Iterator[Finding]:
     """The ranks that settings name, and whether their devices exist here."""
     devices = sorted({*facts.interfaces, *(port.device for port in facts.machine.rdma)})
-    for ranks, own in facts.ranks.places.items():
+    for ranks, own in facts.places.items():
         missing = [name for name in adapters(own.device_name) if name not in devices]
-        place = place_of(own.host, own.bind, own.device_name)
-        if ranks in facts.ranks.absent:
-            yield well(f"ranks {ranks}", f"{place}, on another machine")
+        if ranks in facts.absent:
+            yield well(f"ranks {ranks}", f"{own.place}, on another machine")
         else:
-            found = f"{place}, and {', '.join(missing)} is not here" if missing else place
+            found = f"{own.place}, and {', '.join(missing)} is not here" if missing else own.place
             yield failure_if(missing, f"ranks {ranks}", found, f"devices here are {', '.join(devices)}")
 
 
 def _port(facts: Facts) -> Finding:
-    extra, state = facts.extra, facts.port
-    shown = f"{extra.listens_at}:{extra.port + facts.ranks.first}"
-    if state.problem:
+    extra, problem = facts.extra, facts.port
+    shown = f"{extra.listens_at}:{extra.port + facts.first}"
+    if problem not in ("", TAKEN):
         advice = "host, or bind, has to be an address of this machine (ip address)"
-        return failure("port", f"{shown} cannot be listened on: {state.problem}", advice)
+        return failure("port", f"{shown} cannot be listened on: {problem}", advice)
     if facts.own is not None:
         own = facts.own.value
         return well("port", f"a node serves on {shown}: {own.role}, release {own.release}, {own.lane}")
-    if state.taken:
+    if problem:
         found = f"{shown} is taken, by no node with our key: {facts.own_problem or facts.key_problem}"
         return failure("port", found, "stop what listens there (ss -ltnp), or set another port")
     if not extra.port:
@@ -80,23 +83,16 @@ def _port(facts: Facts) -> Finding:
     return well("port", f"{shown} is free; rank r takes {extra.port} + r")
 
 
-def check_software(facts: Facts) -> Iterator[Finding]:
-    """Packages, engines and the serving stack."""
+def _software(facts: Facts) -> Iterator[Finding]:
     versions = facts.machine.versions
     yield well("Python", f"{versions.get('python', '?')}, kvconnect {__version__}")
-    yield from _torch(facts)
-    yield from _engines(facts)
-    yield from _vllm(facts)
     aiohttp = versions.get("aiohttp", "")
     found = aiohttp or "it is not installed, and kvconnect router, serve and demo need it"
     yield warning_if(not aiohttp, "aiohttp", found, "pip install 'kvconnect[node]'")
 
 
 def _torch(facts: Facts) -> Iterator[Finding]:
-    machine, version = facts.machine, facts.machine.versions.get("torch", "")
-    if not version:
-        yield failure("torch", "it is not installed", "pip install torch, the build for this machine")
-        return
+    machine, version = facts.machine, facts.machine.versions.get("torch", "?")
     names, visible = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus)), machine.visible_gpus
     found = f"{version}, {visible} x {names}" if visible else f"{version}, no GPU"
     hidden = bool(machine.gpus) and not visible
@@ -143,7 +139,7 @@ def _install(name: str) -> str:
 def _tried(facts: Facts, name: str, trial: Trial) -> Finding:
     is_ours, about = name == facts.engine, f"engine {name}"
     if not trial.error:
-        shown = f"{trial.engine} {facts.machine.versions.get(trial.engine, '')}".strip()
+        shown = f"{name} {facts.machine.versions.get(name, '')}".strip()
         wire = f", a write went over {trial.wire}" if trial.wire else ""
         return well(about, f"{shown}: {trial.lane}{wire}{'' if is_ours else ' (not used)'}")
     if not is_ours:
@@ -179,15 +175,6 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
         why = f"VLLM_PLUGINS is {plugins!r}" if has_plugin else "its plugin is not installed"
         advice = 'set "kv_connector_module_path": "kvconnect.vllm"'
         yield failure("vLLM plugin", f"vLLM does not find the name KVConnect: {why}", advice)
-
-
-def check_hardware(facts: Facts) -> Iterator[Finding]:
-    """Devices, the links between them, and the limits of this process."""
-    yield from _rdma(facts)
-    yield from _transport(facts)
-    yield from _gpus(facts)
-    yield from _variables(facts)
-    yield from _limits(facts)
 
 
 def asks_rdma(facts: Facts) -> str:

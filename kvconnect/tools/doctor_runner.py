@@ -11,16 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvconnect.config import place_of
-from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.errors import ConfigError
 from kvconnect.tools.cache_file import CUDA_SLOT_BYTES, read_cache
 from kvconnect.tools.cache_pairs import check_nodes
-from kvconnect.tools.checks import check_hardware, check_node, check_software
+from kvconnect.tools.checks import check_machine
 from kvconnect.tools.facts import Facts, Probes
 from kvconnect.tools.findings import Finding, Level, failure, well
-from kvconnect.tools.link_check import check_link
-from kvconnect.tools.node_pair import check_pair, meet, unreached
-from kvconnect.tools.server_client import side_channels
+from kvconnect.tools.node_pair import check_peer
 from kvconnect.tools.showing import printable, size
 from kvconnect.vllm.configuration import read_configuration
 
@@ -62,8 +59,7 @@ def compare(source: Side, target: Side, tokens: int, configuration: str | None =
     yield from check_nodes(held, wanted, tokens, convert=sides["D"].extra.convert_dtype)
     for name, side in sides.items():
         for rank in range(side.tp_size if side.extra.ranks else 0):
-            own = side.extra.of_rank(rank)
-            yield well(f"{name} rank {rank}", f"at {place_of(own.host, own.bind, own.device_name)}")
+            yield well(f"{name} rank {rank}", f"at {side.extra.of_rank(rank).place}")
 
 
 def examine(
@@ -83,30 +79,12 @@ def examine(
         config = read_configuration(configuration) if configuration is not None else None
     except ConfigError as error:
         findings.append(failure("configuration", str(error), "mend it; docs/configuration.md has every key"))
-    probes = probes or Probes()
-    facts = Facts(config, probes)
-    for check in (check_node, check_software, check_hardware):
-        findings += check(facts)
+    facts = Facts(config, probes or Probes())
+    findings += check_machine(facts)
     for peer in peers:
         if not facts.key_problem:
-            findings += _ask(facts, probes, peer, tokens, measured=measured)
+            findings += check_peer(facts, peer, tokens, measured=measured)
     return findings
-
-
-def _ask(facts: Facts, probes: Probes, peer: str, tokens: int, *, measured: bool) -> Iterator[Finding]:
-    try:
-        address = side_channels(peer, "--peer")[0]
-        pair = meet(address, facts, probes)
-        yield from check_pair(facts, pair, tokens)
-    except KVConnectError as error:
-        yield unreached(peer, error)
-        return
-    if measured and pair.has_one_protocol:
-        try:
-            yield from check_link(facts, pair.peer[0].value, address)
-        except KVConnectError as error:
-            advice = "look at the rows of engine, transport and caches"
-            yield failure("rate", f"nothing came over: {error}", advice)
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -3,20 +3,79 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
-from kvconnect.addresses import PortState, is_here, is_loopback, look_at_port
+import torch
+
+from kvconnect.addresses import TAKEN, is_here, is_loopback, look_at_port
 from kvconnect.config import ExtraConfig, TransferConfig, ranks_of
+from kvconnect.engine.cuda_driver import supports_dmabuf
+from kvconnect.engine.lanes import Fabric, look_at_fabric, read_text
 from kvconnect.engine.registry import PREFERENCE, available_engines
 from kvconnect.errors import ConfigError, PeerError
+from kvconnect.packages import find_compiler, package_versions
 from kvconnect.peer.asking import Answered, describe
 from kvconnect.peer.description import Description
 from kvconnect.peer.keyring import Keyring, described, load_keyring, names_key, user_key_path
-from kvconnect.tools.machine import Machine, look
-from kvconnect.tools.trial import Trial, TrialSettings, run_trial
+from kvconnect.tools.trial import Trial, run_trial
+
+VARIABLES = ("UCX_", "MC_", "NIXL_", "VLLM_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
+"""Prefixes of environment variables that libraries read."""
+_CAP_IPC_LOCK = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Fabric):
+    """The facts of this machine. Limits are in bytes or counts; None: unlimited.
+
+    ``visible_gpus``: how many GPUs torch sees; ``has_dmabuf``: RDMA reaches them without a kernel module.
+    """
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    has_verbs: bool = True
+    has_peermem: bool = False
+    visible_gpus: int = 0
+    has_dmabuf: bool = False
+    compiler: str = ""
+    memlock_bytes: int | None = None
+    may_lock: bool = False
+    open_files: int | None = None
+    shm_bytes: int = 0
+    shm_free_bytes: int = 0
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
+    """Collect the facts of the machine below ``root``. A source that cannot be read leaves its default."""
+    shm = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
+    memlock, files = (
+        resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
+    )
+    capabilities = re.search(r"^CapEff:\s*(\w+)$", read_text(root / "proc/self/status"), re.M)
+    visible_gpus = torch.cuda.device_count()
+    return Machine(
+        **vars(look_at_fabric(root, with_gpus=True)),
+        versions=package_versions(),
+        has_verbs=any((root / "dev/infiniband").glob("uverbs*")),
+        has_peermem="nvidia_peermem" in read_text(root / "proc/modules"),
+        visible_gpus=visible_gpus,
+        has_dmabuf=visible_gpus > 0 and supports_dmabuf(),
+        compiler=find_compiler(environ),
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        may_lock=capabilities is not None and bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1),
+        open_files=None if files == resource.RLIM_INFINITY else files,
+        shm_bytes=shm.f_frsize * shm.f_blocks if shm else 0,
+        shm_free_bytes=shm.f_frsize * shm.f_bavail if shm else 0,
+        # Other variables may hold secrets.
+        environ={name: value for name, value in environ.items() if name.startswith(VARIABLES)},
+    )
 
 
 @dataclass(frozen=True)
@@ -26,34 +85,27 @@ class Probes:
     machine: Callable[[], Machine] = look
     engines: Callable[[], Mapping[str, str]] = available_engines
     trial: Callable[..., Trial] = run_trial
-    port: Callable[[str, int], PortState] = look_at_port
+    port: Callable[[str, int], str] = look_at_port
     describe: Callable[..., Answered[Description]] = describe
-
-
-@dataclass(frozen=True)
-class NamedRanks:
-    """The ranks that settings name; ``absent`` ones are on other machines, ``first`` is the first here."""
-
-    places: dict[str, ExtraConfig]
-    absent: set[str]
-    first: int
 
 
 class Facts:
     """All facts about this machine and this configuration, collected once, in some seconds.
 
-    ``engines``: registered engines, each with why it does not work here, or "". ``engine``: the one in use,
-    or "". ``trials``: results of the engines that were tried. ``key`` describes the keys;
-    ``key_problem`` is why there are none. ``own`` describes our node that listens on the port of the first
-    rank here; otherwise ``own_problem`` is why the listener is none.
+    ``places``: the settings of each key of ``ranks``; ``absent`` ones are on other machines, and ``first`` is
+    the first rank here. ``engines``: registered engines, each with why it does not work here, or "".
+    ``engine``: the one in use, or "". ``trials``: results of the engines that were tried. ``port`` (of the
+    first rank here) and ``bootstrap_port``: as ``look_at_port`` finds them. ``key`` describes the keys;
+    ``key_problem`` is why there are none. ``own`` describes our node that listens on ``port``; otherwise
+    ``own_problem`` is why the listener is none. ``describe`` asks the worker at an address.
     """
 
     def __init__(self, config: TransferConfig | None, probes: Probes) -> None:
         self.config = config
         given = config.extra if config is not None else ExtraConfig()
-        self.ranks = _ranks(given)
-        self.extra = extra = given.here(self.ranks.first)
-        port = extra.port and extra.port + self.ranks.first
+        self.places, self.absent, self.first = _ranks(given)
+        self.extra = extra = given.here(self.first)
+        port = extra.port and extra.port + self.first
         self.machine = probes.machine()
         self.engines = probes.engines()
         self.engine = extra.engine
@@ -68,15 +120,16 @@ class Facts:
         self.own: Answered[Description] | None = None
         try:
             self.key, self.keyring = _keys(extra)
-            if self.port.taken:
-                self.own = probes.describe(extra, self.keyring, (extra.host, port))
+            self.describe = partial(probes.describe, extra, self.keyring)
+            if self.port == TAKEN:
+                self.own = self.describe((extra.host, port))
         except ConfigError as error:
             self.key_problem = str(error)
         except PeerError as error:
             self.own_problem = str(error)
 
 
-def _ranks(given: ExtraConfig) -> NamedRanks:
+def _ranks(given: ExtraConfig) -> tuple[dict[str, ExtraConfig], set[str], int]:
     numbers = {key: ranks_of(key)[0].start for key in given.ranks}
     places = {key: given.of_rank(rank) for key, rank in numbers.items()}
     here = [
@@ -85,7 +138,7 @@ def _ranks(given: ExtraConfig) -> NamedRanks:
         if is_here(own.listens_at) and ("/" not in own.host or is_here(own.host))
     ]
     places |= {key: given.here(numbers[key]) for key in here}
-    return NamedRanks(places, set(places) - set(here), min((numbers[key] for key in here), default=0))
+    return places, set(places) - set(here), min((numbers[key] for key in here), default=0)
 
 
 def _keys(extra: ExtraConfig) -> tuple[str, Keyring | None]:
@@ -100,14 +153,11 @@ def _keys(extra: ExtraConfig) -> tuple[str, Keyring | None]:
 
 def _trials(extra: ExtraConfig, engine: str, engines: Mapping[str, str], probes: Probes) -> dict[str, Trial]:
     """Try the engine in use as configured, and the other candidates of ``auto`` with defaults."""
-    asked = {
-        name: TrialSettings(name, extra.host, extra.protocol, extra.all_engine_options)
-        if name == engine
-        else TrialSettings(name, extra.host)
-        for name in dict.fromkeys((engine, *PREFERENCE))
-        if engines.get(name) == ""
-    }
-    far = not is_loopback(extra.host)
+    configured = extra.protocol, extra.all_engine_options
     with ThreadPoolExecutor(2) as pool:
-        tried = {name: pool.submit(probes.trial, one, to_other_hosts=far) for name, one in asked.items()}
+        tried = {
+            name: pool.submit(probes.trial, name, extra.host, *(configured if name == engine else ()))
+            for name in dict.fromkeys((engine, *PREFERENCE))
+            if engines.get(name) == ""
+        }
         return {name: one.result() for name, one in tried.items()}

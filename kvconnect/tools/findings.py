@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 
 class Level(enum.Enum):
@@ -35,14 +36,10 @@ warning = partial(Finding, Level.WARNING)
 failure = partial(Finding, Level.FAILURE)
 
 
-def failure_if(wrong: object, about: str, found: str, advice: str) -> Finding:
-    """A failure if ``wrong`` is true, else a pass without the advice."""
-    return failure(about, found, advice) if wrong else well(about, found)
+def _unless_well(level: Level, wrong: object, about: str, found: str, advice: str, **more: Any) -> Finding:
+    """A finding of this level if ``wrong`` is true, else a pass without the advice."""
+    return Finding(level, about, found, advice, **more) if wrong else well(about, found, **more)
 
 
-def warning_if(
-    slow: object, about: str, found: str, advice: str, figures: Mapping[str, float] | None = None
-) -> Finding:
-    """As ``failure_if``, with a warning."""
-    level, shown = (Level.WARNING, advice) if slow else (Level.PASS, "")
-    return Finding(level, about, found, shown, figures or {})
+warning_if = partial(_unless_well, Level.WARNING)
+failure_if = partial(_unless_well, Level.FAILURE)

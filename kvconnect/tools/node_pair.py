@@ -1,20 +1,21 @@
-"""This node and a running peer: whether they connect and agree, and whether their caches fit."""
+"""This node and a running peer: whether they connect and agree, whether their caches fit, and how fast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 
 from kvconnect import __version__
+from kvconnect.addresses import join_address
 from kvconnect.errors import KVConnectError
 from kvconnect.peer.asking import Answered
 from kvconnect.peer.description import Description
 from kvconnect.peer.handles import MOST_SKEW_S
 from kvconnect.peer.messages import PROTOCOL_VERSION
 from kvconnect.tools.cache_pairs import check_nodes
-from kvconnect.tools.facts import Facts, Probes
+from kvconnect.tools.facts import Facts
 from kvconnect.tools.findings import Finding, failure, failure_if, warning, well
+from kvconnect.tools.link_check import check_link
+from kvconnect.tools.server_client import side_channels
 
 _NOTICED_SKEW_S = 5.0
 _UNREACHED = {
@@ -28,52 +29,50 @@ _BLOCKED = "look at host, port and the firewall between the two; rank r listens 
 Ranks = Mapping[int, Answered[Description]]
 
 
-@dataclass(frozen=True)
-class NodePair:
-    """The ranks of the peer, and the ranks of this node if it runs."""
+def check_peer(facts: Facts, given: str, tokens: int, *, measured: bool) -> Iterator[Finding]:
+    """Whether KV of a request would be transferred between this node and a peer, and over which lane.
 
-    address: str
-    peer: Ranks
-    own: Ranks
-
-    @property
-    def has_one_protocol(self) -> bool:
-        """Whether the peer has our protocol version."""
-        return self.peer[0].value.protocol == PROTOCOL_VERSION
-
-
-def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> NodePair:
-    """Ask all ranks of a peer and of this node. Raises ``PeerError`` if one does not answer."""
-    extra, own = facts.extra, {}
-    ask = partial(probes.describe, extra, facts.keyring)
-    peer = {0: ask(address)}
-    first = peer[0].value
-    if first.protocol == PROTOCOL_VERSION:
-        peer |= {one.rank: ask((one.host, one.port)) for one in first.directory if one.rank}
-    if facts.own is not None:
-        ours = facts.own.value
-        at = {one.rank: (one.host, one.port) for one in ours.directory}
-        ranks = range(ours.introduction.meaning.topology.size)
-        own = {rank: ask(at.get(rank, (extra.host, extra.port + rank))) for rank in ranks}
-    return NodePair(f"{address[0]}:{address[1]}", peer, own)
+    ``given``: as of ``side_channels``. With ``measured`` also how fast.
+    """
+    try:
+        address = side_channels(given, "--peer")[0]
+        peer = {0: facts.describe(address)}
+        first = peer[0].value
+        has_one_protocol = first.protocol == PROTOCOL_VERSION
+        if has_one_protocol:
+            peer |= {one.rank: facts.describe((one.host, one.port)) for one in first.directory if one.rank}
+        yield from _check_pair(facts, join_address(*address), peer, _own_ranks(facts), tokens)
+    except KVConnectError as error:
+        advice = next((advice for part, advice in _UNREACHED.items() if part in str(error)), _BLOCKED)
+        about = "release" if "answers no such question" in str(error) else "peer"
+        yield failure(about, f"{given}: {error}", advice)
+        return
+    if measured and has_one_protocol:
+        try:
+            yield from check_link(facts, first, address)
+        except KVConnectError as error:
+            advice = "look at the rows of engine, transport and caches"
+            yield failure("rate", f"nothing came over: {error}", advice)
 
 
-def unreached(address: str, error: KVConnectError) -> Finding:
-    """The finding for a peer that does not answer, or not as a peer, with a likely cause."""
-    advice = next((advice for part, advice in _UNREACHED.items() if part in str(error)), _BLOCKED)
-    about = "release" if "answers no such question" in str(error) else "peer"
-    return failure(about, f"{address}: {error}", advice)
+def _own_ranks(facts: Facts) -> Ranks:
+    """The ranks of this node; none if it does not run. Raises ``PeerError`` if one does not answer."""
+    if facts.own is None:
+        return {}
+    extra, ours = facts.extra, facts.own.value
+    at = {one.rank: (one.host, one.port) for one in ours.directory}
+    ranks = range(ours.introduction.meaning.topology.size)
+    return {rank: facts.describe(at.get(rank, (extra.host, extra.port + rank))) for rank in ranks}
 
 
-def check_pair(facts: Facts, pair: NodePair, tokens: int) -> Iterator[Finding]:
-    """Whether KV of a request would be transferred between the two, and over which lane."""
-    theirs = pair.peer[0].value
+def _check_pair(facts: Facts, address: str, peer: Ranks, own: Ranks, tokens: int) -> Iterator[Finding]:
+    theirs = peer[0].value
     packages = ", ".join(f"{name} {version}" for name, version in theirs.versions.items() if name != "python")
-    yield well("peer", f"{pair.address}: {theirs.role}, {len(pair.peer)} ranks, {packages}")
-    yield _clock(pair.peer[0])
+    yield well("peer", f"{address}: {theirs.role}, {len(peer)} ranks, {packages}")
+    yield _clock(peer[0])
     there = f"{theirs.release} (protocol {theirs.protocol})"
     both = f"the peer has {there}, here is {__version__} ({PROTOCOL_VERSION})"
-    if not pair.has_one_protocol:
+    if theirs.protocol != PROTOCOL_VERSION:
         yield failure("release", both, "install releases of one protocol on both, see CHANGELOG.md")
         return
     yield well("release", both)
@@ -81,11 +80,11 @@ def check_pair(facts: Facts, pair: NodePair, tokens: int) -> Iterator[Finding]:
     alike = role == theirs.role != "kv_both"
     found = f"both are {role}: nothing would come over" if alike else f"{role} here, {theirs.role} there"
     yield failure_if(alike, "roles", found, "kv_producer on one, kv_consumer on the other")
-    if pair.own:
-        yield well("lane", f"the peer's engine: {theirs.lane}; here: {pair.own[0].value.lane}")
+    if own:
+        yield well("lane", f"the peer's engine: {theirs.lane}; here: {own[0].value.lane}")
         # This node is D, unless it only sends.
         is_source = facts.config is not None and not facts.config.is_consumer
-        sides = (pair.own, pair.peer) if is_source else (pair.peer, pair.own)
+        sides = (own, peer) if is_source else (peer, own)
         ranks = [{rank: one.value.introduction for rank, one in side.items()} for side in sides]
         yield from check_nodes(ranks[0], ranks[1], tokens, convert=facts.extra.convert_dtype)
         return

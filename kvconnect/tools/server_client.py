@@ -23,25 +23,20 @@ _REPORTED_WITHIN_S = 10.0
 
 def served_model(url: str) -> Mapping[str, Any]:
     """The first model of a server, as ``/v1/models`` describes it. Raises ``PeerError``."""
-    try:
-        found = fetch_json(f"{url}/v1/models", headers=_headers())
-        model = found["data"][0]
-        str(model["id"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise PeerError(f"{url}/v1/models names no model") from error
-    return dict(model)
+    match fetch_json(f"{url}/v1/models", headers=_headers()):
+        case {"data": [{"id": str()} as model, *_]}:
+            return dict(model)
+    raise PeerError(f"{url}/v1/models names no model")
 
 
 def complete(url: str, model: str, prompt: str, request_id: str = "", **more: Any) -> Mapping[str, Any]:
     """A server's whole greedy answer to a text. Raises ``PeerError``: an error, or no answer."""
     body = {"model": model, "prompt": prompt, "temperature": 0, **more}
     headers = {**_headers(), REQUEST_ID: request_id or uuid.uuid4().hex}
-    try:
-        answer = fetch_json(f"{url}/v1/completions", body, _ANSWER_TIMEOUT_S, headers)
-        str(answer["choices"][0]["text"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise PeerError(f"{url}/v1/completions answered without a completion") from error
-    return dict(answer)
+    match fetch_json(f"{url}/v1/completions", body, _ANSWER_TIMEOUT_S, headers):
+        case {"choices": [{"text": str()}, *_]} as answer:
+            return dict(answer)
+    raise PeerError(f"{url}/v1/completions answered without a completion")
 
 
 def random_text(characters: int, seed: int) -> str:
@@ -98,16 +93,12 @@ def side_channels(given: str, where: str) -> list[tuple[str, int]]:
 
 def _reported(samples: Samples) -> list[tuple[str, int]]:
     """The side channels in a server's metrics, in order of data-parallel engines and ranks."""
-    labelled = [
-        dict(labels)
-        for (name, labels), value in samples.items()
-        if name.endswith(f"{PREFIX}_side_channel") and value
-    ]
-    found = [
-        (labels.get("engine", ""), int(labels.get("rank", 0)), address)
-        for labels in labelled
-        if (address := split_address(labels.get("address", ""))) is not None
-    ]
+    found = []
+    for (name, labels), value in samples.items():
+        stated = dict(labels)
+        address = split_address(stated.get("address", ""))
+        if name.endswith(f"{PREFIX}_side_channel") and value and address is not None:
+            found.append((stated.get("engine", ""), int(stated.get("rank", 0)), address))
     return [address for _, _, address in sorted(found)]
 
 

@@ -12,9 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
+
+from kvconnect.addresses import is_loopback
 
 _BYTES = 1 << 20
 _WRITE_S = 10.0
@@ -25,43 +28,36 @@ _UCX_WRITE = "remote memory write by ucp_put"
 _UCX_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
 
 
-class TrialSettings(msgspec.Struct, frozen=True):
-    """How to make the engine: the arguments of ``create_engine``."""
-
-    engine: str
-    host: str
-    protocol: str = "auto"
-    options: dict[str, Any] = {}
-
-
 class Trial(msgspec.Struct, frozen=True):
     """The result. ``wire`` is UCX's name for the transport used; ``error`` is empty if the bytes arrived."""
 
-    engine: str
     lane: str = ""
     wire: str = ""
     error: str = ""
 
 
 def run_trial(
-    settings: TrialSettings, *, to_other_hosts: bool, environ: Mapping[str, str] = os.environ
+    engine: str, host: str, protocol: str = "auto", options: Mapping[str, Any] = MappingProxyType({})
 ) -> Trial:
-    """Try an engine. ``to_other_hosts``: without UCX's transports within a host, unless UCX_TLS is set."""
-    surroundings = {**environ, "UCX_PROTO_INFO": "y"}
-    if to_other_hosts:
-        surroundings.setdefault("UCX_TLS", _NEAR)
-    command = [sys.executable, "-m", "kvconnect.tools.trial", msgspec.json.encode(settings).decode()]
+    """Try an engine that ``create_engine`` makes of these.
+
+    With a ``host`` for other machines, without UCX's transports within one, unless UCX_TLS is set.
+    """
+    environ = {**os.environ, "UCX_PROTO_INFO": "y"}
+    if not is_loopback(host):
+        environ.setdefault("UCX_TLS", _NEAR)
+    asked = msgspec.json.encode((engine, host, protocol, dict(options))).decode()
+    command = [sys.executable, "-m", "kvconnect.tools.trial", asked]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_S, env=surroundings)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_S, env=environ)
     except subprocess.TimeoutExpired:
-        return Trial(settings.engine, error=f"it did not start within {_CHILD_S:g} s")
+        return Trial(error=f"it did not start within {_CHILD_S:g} s")
     lines = done.stdout.splitlines()
     try:
         tried = msgspec.json.decode(lines[-1] if lines else "", type=Trial)
     except msgspec.MsgspecError:
         last_line = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        error = f"its process ended with {done.returncode}; its output ends: {last_line}"
-        return Trial(settings.engine, error=error)
+        return Trial(error=f"its process ended with {done.returncode}; its output ends: {last_line}")
     return msgspec.structs.replace(tried, wire=wire_of(lines))
 
 
@@ -77,19 +73,18 @@ def wire_of(lines: list[str]) -> str:
 
 
 def main() -> None:
-    """The child process; its argument is the ``TrialSettings``."""
-    settings = msgspec.json.decode(sys.argv[1], type=TrialSettings)
+    """The child process; its argument has the arguments of ``run_trial``."""
     try:
-        tried = _try(settings)
+        tried = _try(*msgspec.json.decode(sys.argv[1]))
     except Exception as error:
-        tried = Trial(settings.engine, error=str(error) or repr(error))
+        tried = Trial(error=str(error) or repr(error))
     sys.stdout.flush()
     print(f"\n{msgspec.json.encode(tried).decode()}", flush=True)
     # A library that is partly initialised may hang at exit.
     os._exit(0)
 
 
-def _try(settings: TrialSettings) -> Trial:
+def _try(name: str, host: str, protocol: str, options: Mapping[str, Any]) -> Trial:
     import torch
 
     from kvconnect.engine.base import Batch, Span
@@ -97,9 +92,7 @@ def _try(settings: TrialSettings) -> Trial:
 
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     memory = [torch.full((_BYTES,), value, dtype=torch.uint8, device=device) for value in (7, 0)]
-    given: dict[str, Any] = msgspec.structs.asdict(settings)
-    name = given.pop("engine")
-    engines = [create_engine(name, **given) for _ in memory]
+    engines = [create_engine(name, host=host, protocol=protocol, options=options) for _ in memory]
     for engine, tensor in zip(engines, memory, strict=True):
         engine.register([Span(tensor.data_ptr(), _BYTES, device)])
     source, target = engines
@@ -110,11 +103,10 @@ def _try(settings: TrialSettings) -> Trial:
     while not done and time.monotonic() < deadline:
         target.poll()
         done = source.poll()
-    lane = source.capabilities.lane
     error = done[0].error if done else "a write did not end"
     if not error and not bool((memory[1] == 7).all()):
         error = "a write ended, and other bytes arrived"
-    return Trial(source.capabilities.name, lane, error=error)
+    return Trial(source.capabilities.lane, error=error)
 
 
 if __name__ == "__main__":

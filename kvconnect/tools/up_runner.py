@@ -6,8 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -33,10 +32,13 @@ def run_up(model: str, port: int, options: Sequence[str]) -> int:
 
 
 def run_pair(pair: LocalPair, model: str) -> int:
-    """As ``run_up``, with these processes."""
+    """As ``run_up``, with these processes. Signals are handled until the end of this one."""
     folder = Path(tempfile.mkdtemp(prefix="kvconnect-up-"))
     code = 1
-    with _signals_raise(), Children(folder) as children:
+    # What ends this process raises, so that its children are ended too.
+    for number in _SIGNALS:
+        signal.signal(number, _raise_exit)
+    with Children(folder) as children:
         try:
             print(f"logs are in {folder}; Ctrl-C ends all three processes", flush=True)
             prefill = _start(children, folder, pair.prefill)
@@ -103,16 +105,5 @@ def _example(url: str, model: str) -> str:
 _PROMPT = "The sea is blue where the water is deep, and green along the shore. The sky above it is"
 
 
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Signals that end this process raise ``SystemExit`` meanwhile, so that its children are ended too."""
-
-    def raise_exit(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, raise_exit) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _raise_exit(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

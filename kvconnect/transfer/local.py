@@ -175,9 +175,7 @@ def open_local(
     """
     arenas = _make_arenas(config, engine, table, device, reserved_bytes, metrics)
     on_cuda, memory = device.type == "cuda", tuple(arenas.values())
-    ours: dict[str, Any] = {
-        "digest_sample": 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE
-    }
+    ours: dict[str, Any] = {"digest_sample": 1 if on_cuda else CPU_DIGEST_SAMPLE}
     for arena in memory[:1]:
         ours["slot_bytes"] = min(arena.slot_bytes, engine.capabilities.max_bytes)
         ours["scratch_address"], ours["scratch_bytes"] = arena.scratch_address, arena.scratch_bytes

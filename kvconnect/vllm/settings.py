@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import torch
 
-from kvconnect.addresses import join_address, look_at_port
+from kvconnect.addresses import TAKEN, join_address, look_at_port
 from kvconnect.cache.identity import Naming
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
@@ -88,16 +88,16 @@ def _start_mistakes(vllm_config: VllmConfig, config: TransferConfig) -> Iterator
         except ConfigError as error:
             yield str(error)
             return
-        state, where = look_at_port(host, port), f"kv_connector_extra_config.{name}"
-        if state.problem:
-            yield (
-                f"{where}: rank {rank} cannot listen at {join_address(host, port)}: {state.problem}; "
-                "accepted: an address of this machine as host, or as bind"
-            )
-        elif state.taken:
+        problem, where = look_at_port(host, port), f"kv_connector_extra_config.{name}"
+        if problem == TAKEN:
             yield (
                 f"{where}: rank {rank} would listen at {join_address(host, port)}, where another process "
                 "does (ss -ltnp names it); accepted: a port that is free, 0 for any"
+            )
+        elif problem:
+            yield (
+                f"{where}: rank {rank} cannot listen at {join_address(host, port)}: {problem}; "
+                "accepted: an address of this machine as host, or as bind"
             )
 
 

@@ -32,6 +32,8 @@ def localised(parts: dict[str, Part], folder: Path) -> dict[str, Part]:
     The router's URLs are replaced whole, and only those that name a server of the deployment at the port
     that it listens on: a URL that leads nowhere there leads nowhere here.
     """
+    key = folder / "key"
+    write(key, new_secret())
     here: dict[str, Part] = {}
     replaced: dict[str, str] = {}
     for name in ("prefill", "decode"):
@@ -42,7 +44,7 @@ def localised(parts: dict[str, Part], folder: Path) -> dict[str, Part]:
             replaced[f"{url}:{part.option('--port')}"] = f"{looked_up}http://127.0.0.1:{port}"
         config["kv_connector_extra_config"].update(host="127.0.0.1", port=free_port())
         if "key_file" in config["kv_connector_extra_config"]:
-            config["kv_connector_extra_config"]["key_file"] = str(_key(folder))
+            config["kv_connector_extra_config"]["key_file"] = str(key)
         values = {"--host": "127.0.0.1", "--port": port, "--kv-transfer-config": json.dumps(config)}
         here[name] = Part(_with_values(part.command, values), part.environment, [f"http://127.0.0.1:{port}"])
     port = str(free_port())
@@ -50,12 +52,6 @@ def localised(parts: dict[str, Part], folder: Path) -> dict[str, Part]:
     command = [_replace_url(word, replaced) for word in command]
     here["router"] = Part(command, parts["router"].environment, [f"http://127.0.0.1:{port}"])
     return here
-
-
-def _key(folder: Path) -> Path:
-    path = folder / "key"
-    write(path, new_secret())
-    return path
 
 
 def _with_values(command: list[str], values: dict[str, str]) -> list[str]:

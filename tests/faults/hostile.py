@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from kvconnect.errors import KVConnectError
 from kvconnect.node.children import BadAnswer
@@ -30,6 +30,7 @@ from kvconnect.peer.keyring import new_secret
 from tests.faults import frames
 from tests.faults.stage import (
     ASK_FOR_KV,
+    MODEL,
     Clients,
     Questions,
     Report,
@@ -117,17 +118,14 @@ def _http_frame(target: Target, rng: random.Random) -> bytes:
     return frames.http_request(made)
 
 
-class Sent(NamedTuple):
-    """What one connection took: ``frames``, and how many of them were answered as honest requests are."""
+def send_once(target: Target, made: Sequence[bytes]) -> tuple[int, int]:
+    """Open a connection, send the frames and leave.
 
-    frames: int
-    served: int = 0
-
-
-def send_once(target: Target, made: Sequence[bytes]) -> Sent:
-    """Open a connection, send the frames and leave. Returns how many were sent before the peer closed it."""
+    Returns how many were sent before the peer closed it, and how many of them were answered as honest
+    requests are.
+    """
     if target.kind == "keyed":
-        return Sent(_send_keyed(target, made))
+        return _send_keyed(target, made), 0
     sent = served = 0
     with (
         contextlib.suppress(OSError),
@@ -146,7 +144,7 @@ def send_once(target: Target, made: Sequence[bytes]) -> Sent:
                 served += answer.startswith(b"HTTP/1.1 200 ")
         connection.settimeout(_READ_S)
         connection.recv(4096)
-    return Sent(sent, served)
+    return sent, served
 
 
 def _send_keyed(target: Target, made: Sequence[bytes]) -> int:
@@ -228,12 +226,12 @@ def _attack(
             # Frames, not connections, are spread evenly: who takes few of them is visited more often.
             some = rng.sample(list(targets), min(2, len(targets)))
             target = min(some, key=lambda target: counts[target.name])
-            done = send_once(target, compose(target, rng))
+            frames_sent, answered = send_once(target, compose(target, rng))
             with lock:
-                counts[target.name] += done.frames
+                counts[target.name] += frames_sent
                 connections[0] += 1
-                served[0] += done.served
-                sent.value += done.frames
+                served[0] += answered
+                sent.value += frames_sent
                 total = sum(counts.values())
             ahead_s = total / frames_per_s - (time.monotonic() - started) if frames_per_s else 0.0
             if ahead_s > 0:
@@ -277,9 +275,9 @@ class Tap:
         change: is given each piece that flows to the client, and returns what is sent in its place.
     """
 
-    def __init__(self, host: str, port: int, change: Callable[[bytes], bytes] | None = None) -> None:
-        self._server = socket.create_server((host, 0))
-        self._target = (host, port)
+    def __init__(self, port: int, change: Callable[[bytes], bytes] | None = None) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._target = ("127.0.0.1", port)
         self._change = change
         self.port = int(self._server.getsockname()[1])
         self.to_server: list[bytearray] = []
@@ -388,7 +386,7 @@ def record(questions: Questions) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     Raises:
         KVConnectError: it was not answered, or nothing was heard of it.
     """
-    tap = Tap("127.0.0.1", questions.stage.side_ports[questions.stage.prefill.name])
+    tap = Tap(questions.stage.side_ports[questions.stage.prefill.name])
     try:
         for index in range(len(questions)):
             questions.fetch_by_way_of(tap.port, index, f"recorded-{index}")
@@ -410,7 +408,7 @@ def find_targets(
     ``secrets`` adds attackers of the side channels that have keys, by what they are called.
     """
     stage = questions.stage
-    body = {"model": questions.model, "prompt": [1, 2], "max_tokens": 1, "temperature": 0}
+    body = {"model": MODEL, "prompt": [1, 2], "max_tokens": 1, "temperature": 0}
     # A token that there is not: what is only nearly right is refused. What is right computes, and is load as
     # honest work is: there is a little of it, since only that gets as far as a connector.
     refused = {**body, "prompt": [1, 1 << 20]}
@@ -659,7 +657,7 @@ def run_liars(questions: Questions, requests: int, *, seed: int = 0) -> HostileR
     liars = [Liar(random.Random(seed + number)) for number in range(requests)]
 
     def one(number: int) -> None:
-        tap = Tap("127.0.0.1", stage.side_ports[stage.prefill.name], liars[number])
+        tap = Tap(stage.side_ports[stage.prefill.name], liars[number])
         try:
             answer = questions.fetch_by_way_of(tap.port, number, f"lie-{seed}-{number}")
             if answer.verdict == "late":

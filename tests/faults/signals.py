@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from kvconnect.node.children import BadAnswer, answers
 from tests.faults.stage import (
     DEADLINES,
+    MODEL,
     SALVO,
     Actor,
     Asked,
@@ -89,7 +90,7 @@ def run_kills(questions: Questions, side: Side, kills: int, *, seed: int = 0) ->
 
 def _kill_once(traffic: Traffic, report: KillReport) -> None:
     victim, decode = traffic.stage.first(report.side), traffic.stage.decode
-    failed_before = _failed_loads(decode)
+    failed_before = decode.loads("failed")
     under_way = traffic.salvo()
     seen = wait_in_flight(decode)
     time.sleep(traffic.rng.uniform(0.0, _LATEST_KILL_S))
@@ -101,7 +102,7 @@ def _kill_once(traffic: Traffic, report: KillReport) -> None:
     victim.start()
     ended = [future.result() for future in under_way]
     if report.side == "prefill":
-        failed = _failed_loads(decode) - failed_before
+        failed = int(decode.loads("failed") - failed_before)
         report.failed_loads += failed
         report.hits += bool(failed)
     else:
@@ -121,12 +122,6 @@ def wait_in_flight(decode: Actor) -> bool:
             if decode.state()["connector"].get("loads"):
                 return True
     return False
-
-
-def _failed_loads(decode: Actor) -> int:
-    samples = decode.metrics()
-    labels = (("direction", "received"), ("outcome", "failed"))
-    return int(samples.get(("kvconnect_transfers_total", labels), 0))
 
 
 def _settle(questions: Questions, report: KillReport) -> None:
@@ -433,7 +428,7 @@ class _Leaving(Clients):
         rng, questions = random.Random(number), self._questions
         while not self._stop.wait(rng.uniform(0.1, 0.6)):
             prompt = rng.choice(questions.prompts)
-            body = {"model": questions.model, "prompt": prompt, "max_tokens": 64, "stream": True}
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 64, "stream": True}
             parts = urlsplit(rng.choice(self._urls))
             connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5.0)
             with suppress(OSError, http.client.HTTPException):

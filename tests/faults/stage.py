@@ -92,6 +92,9 @@ _NO_FAULT = ("peers", "inbound_peers")
 """What a worker's state counts that need not be zero at rest."""
 
 
+MODEL = "wide"
+"""What all nodes serve."""
+
 Side = Literal["prefill", "decode"]
 
 
@@ -114,7 +117,6 @@ class StageOptions:
     """
 
     engine: str
-    model: str = "wide"
     policy: str = "recompute"
     extra: Mapping[str, Any] = field(default_factory=dict)
     node: tuple[str, ...] = ()
@@ -159,16 +161,21 @@ class Actor(Child):
         if self.pid and is_running(self.pid):
             os.kill(self.pid, number)
 
-    def state(self, timeout_s: float = 10.0) -> Any:
+    def state(self) -> Any:
         """What it says of itself.
 
         Raises:
             BadAnswer: it says nothing.
         """
-        return fetch_json(self.url + "/debug/state", timeout_s=timeout_s)
+        return fetch_json(self.url + "/debug/state", timeout_s=10.0)
 
     def metrics(self) -> Samples:
         return read_metrics(self.url)
+
+    def loads(self, outcome: str) -> float:
+        """How many of its loads ended so."""
+        labels = (("direction", "received"), ("outcome", outcome))
+        return self.metrics().get(("kvconnect_transfers_total", labels), 0.0)
 
     @property
     def rss_bytes(self) -> int:
@@ -212,12 +219,15 @@ class Stage:
             for flow in self.options.flows:
                 self.add_router(flow)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        for actor in [*self.nodes, *self.routers]:
+            if actor.process is not None:
+                actor.kill()
+        self._folder.cleanup()
 
     @property
     def nodes(self) -> list[Actor]:
@@ -259,13 +269,13 @@ class Stage:
     def reference(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """The tokens that a single node generates for these prompts; it is gone afterwards."""
         options = self.options
-        arguments = ("serve", "--model", options.model, "--port", "0", *_common(options))
+        arguments = ("serve", "--model", MODEL, "--port", "0", *_common(options))
         single = Actor(self, "single", arguments)
         single.start()
         url = single.wait_ready()
         expected = []
         for prompt in prompts:
-            body = {"model": options.model, "prompt": list(prompt), "max_tokens": max_tokens}
+            body = {"model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens}
             expected.append(list(fetch_json(url + "/v1/completions", body)["choices"][0]["token_ids"]))
         single.kill()
         return expected
@@ -294,12 +304,6 @@ class Stage:
     def tails(self) -> str:
         return "\n".join(actor.tail() for actor in [*self.nodes, *self.routers])
 
-    def close(self) -> None:
-        for actor in [*self.nodes, *self.routers]:
-            if actor.process is not None:
-                actor.kill()
-        self._folder.cleanup()
-
     def _node(self, side: str, index: int, place: Place) -> Actor:
         options = self.options
         is_prefill = side == "prefill"
@@ -319,7 +323,7 @@ class Stage:
             "kv_load_failure_policy": options.policy,
             "kv_connector_extra_config": extra,
         }
-        arguments = ["serve", "--model", options.model, "--host", place.http_host]
+        arguments = ["serve", "--model", MODEL, "--host", place.http_host]
         arguments += ["--port", str(free_port())]
         arguments += _common(options)
         if not is_prefill:
@@ -346,18 +350,13 @@ def left_over(state: Any) -> dict[str, Any]:
     return left
 
 
-def wait_until(good: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Wait for a condition. Returns the seconds that it took.
-
-    Raises:
-        ChildFailed: it did not come.
-    """
-    started = time.monotonic()
+def wait_until(good: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Wait for a condition. Raises ``ChildFailed``: it did not come."""
+    deadline = time.monotonic() + timeout_s
     while not good():
-        if time.monotonic() - started > timeout_s:
+        if time.monotonic() > deadline:
             raise ChildFailed(f"waited {timeout_s:g} s in vain for {what}")
         time.sleep(0.02)
-    return time.monotonic() - started
 
 
 VOCABULARY = 512
@@ -417,7 +416,6 @@ class Questions:
     def __init__(self, stage: Stage, seed: int) -> None:
         options, rng = stage.options, random.Random(seed)
         self.stage = stage
-        self.model, self.deadline_s = options.model, options.deadline_s
         self.prompts = [rng.choices(range(VOCABULARY), k=length) for length in options.lengths]
         self.expected = stage.reference(self.prompts, options.max_tokens)
 
@@ -426,10 +424,10 @@ class Questions:
 
     def _post(self, url: str, index: int, max_tokens: int, params: Mapping[str, Any] | None) -> Any:
         prompt = self.prompts[index % len(self)]
-        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         if params is not None:
             body["kv_transfer_params"] = params
-        return fetch_json(url + "/v1/completions", body, self.deadline_s + 10.0)
+        return fetch_json(url + "/v1/completions", body, self.stage.options.deadline_s + 10.0)
 
     def ask(self, url: str, index: int, params: Mapping[str, Any] | None = None) -> Asked:
         """Send one request and judge its answer; ``index`` counts around. Raises nothing."""
@@ -447,7 +445,7 @@ class Questions:
         except (KeyError, IndexError, TypeError) as error:
             verdict, text = "wrong", f"prompt {index}: no tokens in {str(answer)[:200]}: {error!r}"
         seconds = time.monotonic() - started
-        if verdict != "wrong" and seconds > self.deadline_s:
+        if verdict != "wrong" and seconds > self.stage.options.deadline_s:
             verdict, text = "late", f"prompt {index}: {verdict} {text}"
         return Asked(seconds, verdict, text)
 
@@ -474,12 +472,12 @@ class Questions:
     def are_fetched(self) -> bool:
         """Whether a prompt can be prefilled, fetched and decoded: the decode node does not compute it."""
         stage = self.stage
-        before = _received(stage.decode)
+        before = stage.decode.loads("ok")
         try:
             one = self.ask(stage.decode.url, 0, self.prefill(stage.prefill, 0))
         except BadAnswer:
             return False
-        return one.verdict == "exact" and _received(stage.decode) > before
+        return one.verdict == "exact" and stage.decode.loads("ok") > before
 
     def unserved(self, when: str, indices: Iterable[int]) -> list[str]:
         """Which of these prompts are not answered rightly through a router, and how."""
@@ -489,11 +487,6 @@ class Questions:
             if one.verdict != "exact":
                 problems.append(f"{when}, through {router.name}: {one.verdict} {one.text}")
         return problems
-
-
-def _received(decode: Actor) -> float:
-    labels = (("direction", "received"), ("outcome", "ok"))
-    return decode.metrics().get(("kvconnect_transfers_total", labels), 0.0)
 
 
 class Clients:

@@ -9,14 +9,14 @@ from pathlib import Path
 from kvconnect.tools import doctor_runner as runner
 from kvconnect.tools.facts import Probes
 from kvconnect.tools.findings import Finding, Level
-from kvconnect.tools.trial import Trial, TrialSettings
+from kvconnect.tools.trial import Trial
 
-RDMA = Trial("nixl", "UCX mlx5_0:1", "rc_mlx5/mlx5_0:1", "")
+RDMA = Trial("UCX mlx5_0:1", "rc_mlx5/mlx5_0:1", "")
 
 
-def works(settings: TrialSettings, *, to_other_hosts: bool) -> Trial:
+def works(engine: str, host: str, *_: object) -> Trial:
     """An engine that starts."""
-    return Trial(settings.engine, f"{settings.engine} on {settings.host}", "", "")
+    return Trial(f"{engine} on {host}")
 
 
 QUICK = Probes(engines=lambda: {"nixl": "", "mooncake": "", "memory": ""}, trial=works)

@@ -39,13 +39,8 @@ def cache(*layers, **outer):
 
 
 def findings(source, target, tokens):
-    return list(
-        check_nodes(*(side.ranks("nixl") for side in (source, target)), tokens, convert=converts(target))
-    )
-
-
-def converts(side):
-    return side.extra.convert_dtype
+    ranks = (side.ranks("nixl") for side in (source, target))
+    return list(check_nodes(*ranks, tokens, convert=target.extra.convert_dtype))
 
 
 def works(source, target, tokens):
@@ -56,14 +51,11 @@ def cache_pairs(source, target, tokens):
     """What each rank of D fetches from its partners, by both ranks."""
     sources, targets = source.ranks("nixl"), target.ranks("nixl")
     sizes, heads = (Topology(target.tp_size), Topology(source.tp_size)), target.meaning.num_heads
-    reasons = []
-    pairs = {
-        (partner, rank): exchange(sources[partner], targets[rank], tokens, reasons, convert=converts(target))
+    return {
+        (partner, rank): exchange(sources[partner], targets[rank], tokens, convert=target.extra.convert_dtype)
         for rank in targets
         for partner in partner_ranks(rank, *sizes, heads)
     }
-    assert reasons == []
-    return pairs
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

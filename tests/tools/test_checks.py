@@ -14,12 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnect.addresses import PortState
 from kvconnect.engine.lanes import Gpu, look_at_fabric
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import new_secret, write
-from kvconnect.tools.machine import Machine, look
-from kvconnect.tools.trial import Trial, TrialSettings, run_trial, wire_of
+from kvconnect.tools.facts import Machine, look
+from kvconnect.tools.trial import Trial, run_trial, wire_of
 from kvconnect.vllm.configuration import read_configuration
 from tests.ports import free_port
 from tests.tools.kit import QUICK, RDMA, configured, failures, found, make_root
@@ -90,7 +89,7 @@ def test_tcp_where_rdma_is_asked_for_is_a_failure(tmp_path):
     assert "protocol 'rdma' needs adapters" in said["engine mooncake"]
     assert "no RDMA device" in said["RDMA"]
     machine = look(make_root(tmp_path), {"UCX_TLS": "tcp,cuda_copy"})
-    over_tcp = Trial("nixl", "UCX mlx5_0:1", "tcp/eth0", "")
+    over_tcp = Trial("UCX mlx5_0:1", "tcp/eth0")
     said = failures(
         found(configured(device_name="mlx5_0:1"), machine=lambda: machine, trial=lambda *a, **k: over_tcp)
     )
@@ -103,7 +102,7 @@ def test_tcp_where_rdma_is_asked_for_is_a_failure(tmp_path):
 def test_tcp_beside_an_rdma_device_is_a_warning_between_machines(tmp_path, monkeypatch):
     monkeypatch.setenv("KVCONNECT_KEY", new_secret())
     machine = replace(look(make_root(tmp_path)), memlock_bytes=None)
-    over_tcp = Trial("mooncake", "tcp", "", "")
+    over_tcp = Trial("tcp")
     said = found(
         configured(host=OTHER, engine="mooncake"), machine=lambda: machine, trial=lambda *a, **k: over_tcp
     )
@@ -175,7 +174,7 @@ def test_locked_memory_of_64_kib_is_a_failure_beside_an_rdma_device(tmp_path):
     program = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
-        "from kvconnect.tools.machine import look\n"
+        "from kvconnect.tools.facts import look\n"
         "from pathlib import Path\n"
         "from tests.tools.kit import *\n"
         f"said = found(configured(), machine=lambda: look(Path({str(root)!r})))\n"
@@ -189,14 +188,14 @@ def test_locked_memory_of_64_kib_is_a_failure_beside_an_rdma_device(tmp_path):
 
 
 def test_locked_memory_does_not_matter_without_rdma_or_where_it_may_be_exceeded(tmp_path):
-    little = Machine(versions={"torch": "2"}, memlock_bytes=65536, shm_free_bytes=1 << 30)
+    little = Machine(memlock_bytes=65536, shm_free_bytes=1 << 30)
     assert failures(found(configured(), machine=lambda: little)) == {}
     mighty = replace(look(make_root(tmp_path)), memlock_bytes=65536, may_lock=True)
     assert failures(found(configured(), machine=lambda: mighty)) == {}
 
 
 def test_small_limits_are_warnings():
-    small = Machine(versions={"torch": "2"}, open_files=1024, shm_free_bytes=64 << 20, shm_bytes=64 << 20)
+    small = Machine(open_files=1024, shm_free_bytes=64 << 20, shm_bytes=64 << 20)
     said = found(configured(), machine=lambda: small)
     assert "1024" in said["open files"].found
     assert "--shm-size" in said["/dev/shm"].advice
@@ -221,7 +220,7 @@ def test_gpus_without_their_way_to_the_network_are_warned_of(tmp_path):
 
 def test_gpus_that_torch_does_not_see_and_those_that_reach_no_other_are_warned_of():
     gpus = (GPUS[0], Gpu("H200", 0, {}, ()))
-    hidden = Machine(versions={"torch": "2"}, gpus=gpus, shm_free_bytes=1 << 30)
+    hidden = Machine(gpus=gpus, shm_free_bytes=1 << 30)
     said = found(configured(), machine=lambda: hidden)
     assert "no GPU, though this machine has 2 x H200" in said["torch"].found
     assert "GPUs [1] reach no other GPU's memory" in said["GPU links"].found
@@ -295,7 +294,7 @@ def test_what_ucx_says_of_a_write_is_read_as_it_is_printed():
 
 def test_an_engine_whose_process_dies_is_an_error_and_not_ours(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    tried = run_trial(TrialSettings("nowhere", "127.0.0.1"), to_other_hosts=False)
+    tried = run_trial("nowhere", "127.0.0.1")
     assert tried.error
 
 
@@ -337,7 +336,7 @@ def test_a_configuration_is_read_as_vllm_takes_it(tmp_path):
     ],
 )
 def test_a_vllm_that_would_not_find_us_is_named(version, environ, about, names):
-    machine = Machine(versions={"torch": "2", "vllm": version}, environ=environ, shm_free_bytes=1 << 30)
+    machine = Machine(versions={"vllm": version}, environ=environ, shm_free_bytes=1 << 30)
     assert names in found(configured(), machine=lambda: machine)[about].advice
 
 
@@ -358,7 +357,7 @@ def test_ranks_are_shown_with_the_machine_that_they_are_of_and_devices_that_are_
 
     def look_at_port(host, port):
         asked.append((host, port))
-        return PortState()
+        return ""
 
     rows = found(configured(ranks=ranks, port=port, bootstrap_port=port + 9), port=look_at_port)
     assert rows["ranks 0-1"].found == f"{OTHER}, on another machine"

@@ -18,8 +18,7 @@ from kvconnect.peer.description import read_answer
 from kvconnect.peer.timeline_page import TimelinePage, write_page
 from kvconnect.timeline import Moment, Timeline
 from kvconnect.tools import inspect_runner as runner
-from kvconnect.tools.timelines import PHASES, Worker, align, join
-from kvconnect.tools.trace_file import slowest, trace
+from kvconnect.tools.timelines import PHASES, Worker, align, join, slowest, trace
 
 delays = st.floats(1e-6, 5.0)
 answers = st.lists(st.tuples(st.floats(0, 0.1), st.floats(0, 1e-3)), min_size=1, max_size=3)

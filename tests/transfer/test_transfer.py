@@ -254,22 +254,6 @@ def test_a_slot_that_no_block_fits_holds_rows():
     ranks.assert_idle()
 
 
-@pytest.mark.parametrize(("on_prefill", "on_decode"), [(True, True), (True, False), (False, False)])
-def test_digests_are_compared_only_where_that_is_wanted(on_prefill, on_decode):
-    configs = [ExtraConfig(check_digest=check) for check in (on_decode, on_prefill)]
-    pair = Pair(configs[0], prefill_config=configs[1])
-    pair.start()
-    pair.run()
-    assert pair.landed()
-    assert all((landed.digest is None) != on_prefill for landed in pair.network.heard(Landed))
-    pair.prefill.engine.corrupt_next(100)
-    pair.start("b", (7, 8), (30, 31))
-    pair.run()
-    assert ("b" in pair.decode.failed) == on_decode
-    assert not pair.landed((7, 8), (30, 31))
-    pair.assert_idle()
-
-
 @pytest.mark.parametrize("groups", [(), (GroupBlocks(0, 3, ()),), (GroupBlocks(0, 0, (0, 0, 0)),)])
 def test_a_request_of_which_nothing_is_wanted_arrives(pair, groups):
     pair.hold("a", P_IDS)
