@@ -66,6 +66,35 @@ class _Prefill:
     computed_sent: int = 0
 
 
+class _Releasable:
+    """The requests that a router can release, by its name for them."""
+
+    def __init__(self) -> None:
+        # As keys: in the sequence of their arrival.
+        self._requests: dict[str, dict[str, None]] = {}
+        self._names: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, request_id: str, name: str) -> None:
+        self._names[request_id] = name
+        self._requests.setdefault(name, {})[request_id] = None
+
+    def forget(self, request_id: str) -> None:
+        if (name := self._names.pop(request_id, None)) is not None:
+            del self._requests[name][request_id]
+            if not self._requests[name]:
+                del self._requests[name]
+
+    def take(self, name: str) -> list[str]:
+        """The requests of a name, which are forgotten."""
+        found = list(self._requests.get(name, ()))
+        for request_id in found:
+            self.forget(request_id)
+        return found
+
+
 class PrefillRequests:
     """The requests that P computes for others: which are held, and the parameters for D.
 
@@ -99,8 +128,7 @@ class PrefillRequests:
         self._owners: dict[str, str] = {}
         # By id the handle of each held request.
         self._held: dict[str, str] = {}
-        # By id a router's name for each request that it can release.
-        self._releasable: dict[str, str] = {}
+        self._releasable = _Releasable()
         # Handles of held requests that are to be given up, with the reason.
         self._given_up: dict[str, Reason] = {}
         self._answers: dict[str, dict[str, Any]] = {}
@@ -151,7 +179,7 @@ class PrefillRequests:
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
         params, is_routers = self._named(request)
         if RELEASE_KEY in params and (name := self._release_name(request)):
-            self._releasable[request_id] = name
+            self._releasable.add(request_id, name)
         if params.get(TRANSFER_KEY) is None:
             return
         try:
@@ -288,7 +316,7 @@ class PrefillRequests:
                     self._answers[parent] = dict(held)
                     return True, held
                 reason = held
-        self._releasable.pop(request_id, None)
+        self._releasable.forget(request_id)
         if prefill.handle:
             del self._owners[prefill.handle]
             self._draft.withdraw(prefill.handle, reason)
@@ -300,7 +328,7 @@ class PrefillRequests:
             if (handle := self._held.pop(request_id, None)) is not None:
                 self._draft.note(Moment.FREED, "", request_id)
                 del self._owners[handle]
-                self._releasable.pop(request_id, None)
+                self._releasable.forget(request_id)
                 self._answers.pop(self._stack.parent_of(request_id), None)
 
     def state(self) -> dict[str, int]:
@@ -315,10 +343,7 @@ class PrefillRequests:
 
     def _release(self, request: RequestView) -> None:
         """End what is held for the requests of a router's name, and hold none of those that are computed."""
-        name = self._release_name(request)
-        # A search, as a client leaves far less often than a request comes.
-        for request_id in [one for one, known in self._releasable.items() if known == name]:
-            del self._releasable[request_id]
+        for request_id in self._releasable.take(self._release_name(request)):
             if request_id in self._held:
                 self._given_up[self._held[request_id]] = _RELEASED
             else:
