@@ -154,9 +154,8 @@ class LoadRecord:
         digest, count = hashlib.blake2b(digest_size=16), 0
         for rank, fetch in sorted(self.fetches.items()):
             for chunk, of_chunk in sorted(fetch.landing.committed.items() if fetch.landing else ()):
-                if of_chunk is not None:
-                    digest.update(struct.pack("<IIQ", rank, chunk, of_chunk))
-                    count += 1
+                digest.update(struct.pack("<IIQ", rank, chunk, of_chunk))
+                count += 1
         return digest.hexdigest() if count else ""
 
     @property
