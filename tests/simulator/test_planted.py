@@ -113,9 +113,8 @@ def ignores_the_digest(patch):
     """What landed is served, whatever it is."""
     take = LandingBay._take
 
-    def take_any(self, landing, unpacked):
-        unpacked.expected = unpacked.ticket.digest
-        take(self, landing, unpacked)
+    def take_any(self, landing, slot, message, ticket):
+        take(self, landing, slot, msgspec.structs.replace(message, digest=ticket.digest), ticket)
 
     patch.setattr(LandingBay, "_take", take_any)
 
