@@ -104,29 +104,47 @@ def init_attention(config: KVCacheConfig, backends: Mapping[str, AttentionBacken
     """
     for layer in backends:
         config.group_of(layer)
-    groups: list[AttentionGroup] = []
-    sizes: dict[int, int] = {}
+    # By cache group and identity: a backend need not be hashable.
+    members: list[dict[int, tuple[AttentionBackend, list[str]]]] = [{} for _ in config.groups]
     for index, group in enumerate(config.groups):
-        if not group.has_cache:
-            continue
-        specs = dict(group.layer_specs())
-        # By identity: a backend need not be hashable.
-        layers_of: dict[int, tuple[AttentionBackend, list[str]]] = {}
-        for layer, spec in specs.items():
+        for layer, spec in group.layer_specs():
             if layer in backends:
-                layers_of.setdefault(id(backends[layer]), (backends[layer], []))[1].append(layer)
-            elif not isinstance(spec, StateSpec):
+                members[index].setdefault(id(backends[layer]), (backends[layer], []))[1].append(layer)
+            elif group.has_cache and not isinstance(spec, StateSpec):
                 raise LayoutError(f"layer {layer!r} of cache group {index} has no attention backend")
-        size = group.block_size
-        if not any(isinstance(spec, StateSpec) for spec in specs.values()):
-            of_group = [backend for backend, _ in layers_of.values()]
-            size = select_common_block_size(size, of_group, list(specs.values()))
-        sizes[index] = size
-        for backend, layers in layers_of.values():
-            builder = backend.make_metadata_builder(size)
-            groups.append(AttentionGroup(index, backend, tuple(layers), size, builder))
+    of_groups = [[backend for backend, _ in found.values()] for found in members]
+    sizes = prepare_kernel_block_sizes(config, of_groups)
+    groups = tuple(
+        AttentionGroup(index, backend, tuple(layers), size, backend.make_metadata_builder(size))
+        for index, size in sizes.items()
+        for backend, layers in members[index].values()
+    )
     support = min((group.backend.graph_support for group in groups), default=GraphSupport.ALWAYS)
-    return AttentionSetup(tuple(groups), sizes, support)
+    return AttentionSetup(groups, sizes, support)
+
+
+def prepare_kernel_block_sizes(
+    config: KVCacheConfig, backends: Sequence[Sequence[AttentionBackend]]
+) -> dict[int, int]:
+    """The kernel block size in tokens of every group that has a cache, by group index.
+
+    For stacks that make their metadata builders themselves: ``backends[i]`` are the attention backends of
+    group ``i``, with those of a draft model. State groups keep their block size.
+
+    Raises ``LayoutError``: a group has no backend or no common size, or the groups are not as many.
+    """
+    if len(backends) != len(config.groups):
+        raise LayoutError(f"{len(backends)} lists of backends for {len(config.groups)} cache groups")
+    sizes = {}
+    for index, group in enumerate(config.groups):
+        specs = [spec for _, spec in group.layer_specs()]
+        if any(isinstance(spec, StateSpec) for spec in specs):
+            sizes[index] = group.block_size
+        elif group.has_cache:
+            if not backends[index]:
+                raise LayoutError(f"the cache group of {group.layer_names[0]!r} has no attention backend")
+            sizes[index] = select_common_block_size(group.block_size, backends[index], specs)
+    return sizes
 
 
 def _takes(backend: AttentionBackend, size: int) -> bool:

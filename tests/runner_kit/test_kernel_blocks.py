@@ -27,6 +27,7 @@ from kvconnect.runner_kit.kernel_blocks import (
     GraphSupport,
     MultipleOf,
     init_attention,
+    prepare_kernel_block_sizes,
     select_common_block_size,
     split_refusal,
     sync_block_size,
@@ -120,6 +121,9 @@ def test_layers_without_a_backend_and_backends_without_a_layer_are_errors():
     backends = {name: Backend(name, (64,)) for name in (*SPECS, "ghost")}
     with pytest.raises(LayoutError, match="'ghost'"):
         init_attention(config, backends)
+    for of_groups in ([], [[]]):
+        with pytest.raises(LayoutError, match="backend"):
+            prepare_kernel_block_sizes(config, of_groups)
 
 
 @settings(max_examples=500)
