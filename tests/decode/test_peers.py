@@ -28,7 +28,7 @@ def restart(pair):
     pair.run(1)
     pair.prefill = FakeWorker("P2", pair.prefill_blocks, pair.network, pair.config)
     pair.network._channels[port] = pair.prefill.channel
-    pair.prefill.channel._port = port
+    pair.prefill.channel.port = port
 
 
 def test_an_idle_peer_costs_a_few_messages_in_ten_seconds():
