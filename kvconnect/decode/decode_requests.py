@@ -160,7 +160,8 @@ class DecodeRequests:
         if share is not None or not params.get("do_remote_prefill"):
             return share
         prompt = self._stack.prompt_digest(request, max(1, self._wanted_tokens(request)))
-        is_later = 0 < self._stack.batch_of(request.request_id)[1] <= MOST_LATER_PROMPTS
+        batch_of = self._stack.batch_of
+        is_later = batch_of is not None and 0 < batch_of(request.request_id)[1] <= MOST_LATER_PROMPTS
         remote = read_remote_prefill(params, self._handles, prompt, is_later_prompt=is_later)
         if remote is None:
             return None

@@ -109,6 +109,8 @@ class Peer:
 
     def refusal(self, now: float) -> Reason | None:
         """Why D should send the peer no request now, or None."""
+        if not self.breaker.failures and not self.lanes.failures:
+            return None
         return self.breaker.refusal(now) or (self.lanes.reason if self.lanes.refusal(now) else None)
 
     @property

@@ -203,7 +203,7 @@ class TransferWorker:
         """
         if self._shared is not None:
             self._shared.begin(orders.step, orders.reused)
-        if self._config.is_producer:
+        if self._transfers.prefill is not None:
             self._steps.begin(orders.step)
 
     def start(self, orders: Orders) -> None:

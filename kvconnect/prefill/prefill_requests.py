@@ -116,8 +116,8 @@ class PrefillRequests:
         draft: OrdersDraft,
     ) -> None:
         self._config, self._groups, self._draft = config, groups, draft
-        self._extra, self._stack = config.extra, stack
-        self._handles, self._new_handle = handles, new_handle
+        self._extra, self._batch_of = config.extra, stack.batch_of
+        self._stack, self._handles, self._new_handle = stack, handles, new_handle
         self._directory = tuple(draft.directory)
         self._epoch, self._batch_secret = new_handle(), new_handle()
         # With the longest claims, so that an error is raised now: later it would end the scheduler.
@@ -406,7 +406,7 @@ class PrefillRequests:
             "tp_size": len(self._directory),
             HANDLE_KEY: token,
         }
-        batch, number = self._stack.batch_of(request.request_id)
+        batch, number = self._batch_of(request.request_id) if self._batch_of is not None else ("", 0)
         if handle:
             params[TRANSFER_KEY] = transfer_id
         elif batch and not number and self._takes_all_of(batch):
@@ -418,14 +418,15 @@ class PrefillRequests:
     def _takes_all_of(self, batch: str) -> bool:
         """Whether P can hold the later prompts of a batch: none that came was refused, and there is room."""
         refused = (request_id for request_id, prefill in self._requests.items() if prefill.is_refused)
-        return not self._is_full and all(self._stack.batch_of(one)[0] != batch for one in refused)
+        batch_of = self._batch_of
+        return not self._is_full and not any(batch_of and batch_of(one)[0] == batch for one in refused)
 
     def _named(self, request: RequestView) -> tuple[Mapping[str, Any], bool]:
         """A request's parameters; and False for a batch's later prompt, whose transfer id is the batch's."""
         params = transfer_params(request)
-        if params.get(TRANSFER_KEY) is not None:
+        if self._batch_of is None or params.get(TRANSFER_KEY) is not None:
             return params, True
-        batch, number = self._stack.batch_of(request.request_id)
+        batch, number = self._batch_of(request.request_id)
         if not 0 < number <= MOST_LATER_PROMPTS:
             return params, True
         return {**params, TRANSFER_KEY: self._batch_id(batch)}, False

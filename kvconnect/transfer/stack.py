@@ -109,7 +109,7 @@ class StackTraits:
 
     held_back: int = 0
     parent_of: Callable[[str], str] = str
-    batch_of: Callable[[str], tuple[str, int]] = lambda request_id: ("", 0)
+    batch_of: Callable[[str], tuple[str, int]] | None = None
     # Without digests, all prompts of one length count as one.
     prompt_digest: PromptDigest = lambda request, num_tokens: b""
     # The machine's monotonic clock; without it the timeline gets no record.
