@@ -359,18 +359,18 @@ def frees_rows_that_are_restored(patch):
 
 
 FOUND_AT = {
-    "packs_into_what_may_be_read": 100834,
+    "packs_into_what_may_be_read": 100980,
     "reads_forged_handles": 102124,
     "serves_blocks_that_were_reused": 100031,
-    "waits_for_answers_for_ever": 100045,
-    "keeps_blocks_that_are_not_full": 102458,
+    "waits_for_answers_for_ever": 100105,
+    "keeps_blocks_that_are_not_full": 103758,
     "waits_too_long": 100202,
     "sends_without_a_bound": 100234,
-    "never_pauses": 100153,
+    "never_pauses": 100187,
     "goes_on_as_ever": 100062,
-    "renews_a_link_under_others": 100277,
-    "restores_before_the_device_is_done": 100039,
-    "demotes_what_is_nowhere_else": 100145,
+    "renews_a_link_under_others": 103102,
+    "restores_before_the_device_is_done": 100077,
+    "demotes_what_is_nowhere_else": 100228,
     "makes_room_on_disk": 100030,
 }
 """The seeds that found what takes dozens: a search begins there, and goes on where draws have changed."""
