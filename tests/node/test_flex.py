@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvconnect.runner_kit.flex_capacity import FlexBuffers, FlexCapacity
-from tests.node.node_harness import DEVICES, MODEL_NAMES, ON_GPU, make_client, make_prompt
+from tests.node.node_harness import DEVICES, MODEL_NAMES, ON_GPU, answer_of, make_client, make_prompt
 
 # Three share pages, so one query group meets a page in several requests; and one token, one page exactly and
 # one token more, and more than a window.
@@ -14,21 +14,22 @@ COMMON = make_prompt(128, seed=1)
 PROMPTS = [COMMON, *(COMMON + make_prompt(n, seed=n) for n in (5, 20, 90))]
 PROMPTS += [make_prompt(length, seed=length) for length in (1, 16, 17, 64, 300)]
 KINDS = [
-    *((name, {"max_num_batched_tokens": budget}) for name in MODEL_NAMES for budget in (1024, 33)),
-    ("gqa", {"block_size": 128}),
-    ("mixed", {"block_size": 256}),
-    ("hybrid", {"kv_cache_dtype": "fp8_e4m3"}),
+    *((name, budget, {}) for name in MODEL_NAMES for budget in (1024, 33)),
+    ("gqa", 1024, {"block_size": 128}),
+    ("mixed", 1024, {"block_size": 256}),
+    ("hybrid", 1024, {"kv_cache_dtype": "fp8_e4m3"}),
 ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "options"), KINDS)
-def test_tokens_are_equal_alone_and_together(name, options, device):
-    plain = make_client(model=name, device=device, **options)
-    expected = [plain.complete(prompt) for prompt in PROMPTS]
-    alone = make_client(model=name, device=device, attention_backend="flex", **options)
+@pytest.mark.parametrize(("name", "budget", "options"), KINDS)
+def test_tokens_are_equal_alone_and_together(name, budget, options, device):
+    options = {"model": name, "device": device, **options}
+    expected = [answer_of(prompt, **options) for prompt in PROMPTS]
+    options |= {"attention_backend": "flex", "max_num_batched_tokens": budget}
+    alone = make_client(**options)
     assert [alone.complete(prompt) for prompt in PROMPTS] == expected
-    client = make_client(model=name, device=device, attention_backend="flex", **options)
+    client = make_client(**options)
     # What they share is there before they begin.
     assert client.complete(COMMON) == expected[0]
     assert client.together(PROMPTS) == expected
@@ -58,7 +59,7 @@ def test_a_wrong_entry_changes_tokens(monkeypatch, name, change):
         change(blocks)
         return blocks
 
-    expected = make_client(model=name).complete(PROMPTS[-1], 4)
+    expected = answer_of(PROMPTS[-1], 4, model=name)
     monkeypatch.setattr(FlexBuffers, "fill", fill_and_change)
     assert make_client(model=name, attention_backend="flex").complete(PROMPTS[-1], 4) != expected
 
