@@ -14,8 +14,6 @@ from tests.node.node_harness import MODEL_NAMES, answer_of, make_prompt
 from tests.node.test_pulls import assert_at_rest, closing, node, pulled
 from tests.offload.node_kit import DEADLINE_S, Keeper, disk_settings, make_keeper
 
-PATIENCE_S = 16.0
-
 
 def keeping(folder, share: float | None = 0.5, **options) -> Keeper:
     """A node that keeps what it computes on disk too."""

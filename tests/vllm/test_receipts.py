@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
 POOL = 24
 """Blocks of a server's pool, hardly more than the longest prompt needs."""
-BLOCK_TOKENS = 128
 ASKED = {"kvconnect_receipt": True}
 VLLM_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 LONG = 1024 + 40

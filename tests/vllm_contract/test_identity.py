@@ -30,7 +30,6 @@ MODEL_TYPES = (
     *("phi3", "gpt_oss", "llama4_text"),
 )
 FREE = {field for fields in FREE_FIELDS.values() for field in fields}
-LENGTH = 128
 
 
 def stated(config):
