@@ -10,7 +10,7 @@ from tests.vllm_bench.pair import KINDS
 from tests.vllm_bench.seeds import run_seeds
 
 pytestmark = pytest.mark.timeout(900)
-NUM_SEEDS = 200
+NUM_SEEDS = 120
 
 
 @pytest.mark.parametrize("kind", KINDS)
