@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,13 +28,9 @@ HYBRID = Model({"full": 1, "window": 1, "latent": 1, "state": 1})
 def pulled(ranks, request="a", num_tokens=64, known_tokens=0):
     truth = ranks.keep(request, num_tokens)
     blocks = ranks.pull(request, num_tokens, known_tokens)
-    before = [worker.cache.outside(blocks) for worker in ranks.decode]
+    others = ranks.others(blocks)
     ranks.run_until_ended()
-    assert not ranks.failed
-    for worker, untouched in zip(ranks.decode, before, strict=True):
-        assert not worker.cache.differences(truth, blocks)
-        now = worker.cache.outside(blocks)
-        assert all(np.array_equal(now[name], untouched[name]) for name in untouched)
+    ranks.check_landed(truth, blocks, others)
     assert not any(written.on_device for written in ranks.network.heard(m.Written))
     ranks.assert_idle()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvconnect.addresses import RankAddress
@@ -154,6 +155,18 @@ class Ranks:
         while self.clock.now < end:
             self.clock.now = min(end, self.clock.now + step_s)
             self.settle()
+
+    def others(self, blocks: Blocks) -> list[dict[str, np.ndarray]]:
+        """What every rank of D has in all other blocks."""
+        return [worker.cache.outside(blocks) for worker in self.decode]
+
+    def check_landed(self, truth: Truth, blocks: Blocks, others: list[dict[str, np.ndarray]]) -> None:
+        """All of a request is in its blocks, and blocks of others are as they were."""
+        for worker, kept in zip(self.decode, others, strict=True):
+            assert worker.failed == {}
+            assert worker.cache.differences(truth, blocks) == []
+            for name, now in worker.cache.outside(blocks).items():
+                assert (kept[name] == now).all(), f"{name}: blocks of others were written"
 
     def run_until_received(self, count: int, rounds: int = 400) -> None:
         """Step until every rank of D has reported so many requests. No time passes."""

@@ -49,18 +49,13 @@ def topologies(draw, model: Model, most_tensor: int):
     return Topology(draw(st.integers(1, most_tensor)), (0, *sorted(cuts)))
 
 
-def move(ranks, num_tokens, known_tokens=0, drop=(True, True), request="a"):
+def move(ranks, num_tokens, known_tokens=0, drop=(True, True)):
     """One request, from P to D; it is checked that all of it landed, and nothing else was touched."""
-    truth = ranks.prefilled(request, num_tokens, drop=drop[0])
-    blocks = ranks.fetched(request, num_tokens, known_tokens, drop=drop[1])
-    before = [worker.cache.outside(blocks) for worker in ranks.decode]
+    truth = ranks.prefilled("a", num_tokens, drop=drop[0])
+    blocks = ranks.fetched("a", num_tokens, known_tokens, drop=drop[1])
+    others = ranks.others(blocks)
     ranks.run_until_received(1)
-    for worker, kept in zip(ranks.decode, before, strict=True):
-        assert worker.failed == {}
-        assert worker.cache.differences(truth, blocks) == []
-        for name, now in worker.cache.outside(blocks).items():
-            assert (kept[name] == now).all(), f"{name}: blocks of others were written"
-    return blocks
+    ranks.check_landed(truth, blocks, others)
 
 
 @settings(max_examples=80)

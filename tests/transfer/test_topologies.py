@@ -17,7 +17,7 @@ from kvconnect.peer.agreement import disagreement
 from kvconnect.peer.messages import Fetch, Landed, Release
 from kvconnect.transfer.orders import Load, Orders
 from tests.prefill.keeping import KeepingRanks
-from tests.prefill.test_streaming_geometry import SteppedPrefill, check_landed
+from tests.prefill.test_streaming_geometry import SteppedPrefill
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import Clock, FakeWorker, TappedNetwork
 from tests.transfer.ranks import Ranks
@@ -98,13 +98,9 @@ def test_a_rank_without_layers_of_a_group_is_not_asked_for_it():
 
 
 def test_a_rank_that_nobody_fetches_from_is_let_go():
-    model = MODELS["latent"]
-    ranks = Ranks(model, same_blocks(16), same_blocks(16), Topology(2, (0, 2)), Topology(1))
-    move(ranks, num_tokens=40)
-    ranks.settle()
+    ranks = check("latent", Topology(2, (0, 2)), Topology(1), (16, 16))
     assert len(ranks.network.heard(Fetch)) == 2
     assert len(ranks.network.heard(Release)) == 2
-    assert [worker.sent for worker in ranks.prefill] == [["a"]] * 4
 
 
 def test_a_layer_that_its_rank_does_not_have_is_named():
@@ -255,15 +251,12 @@ def test_what_is_kept_in_turns_is_sent_once_all_of_it_is_computed(is_whole):
     )
     prefill = SteppedPrefill(ranks, 250)
     blocks = ranks.fetched("a", 250)
-    before = [worker.cache.outside(blocks) for worker in ranks.decode]
+    others = ranks.others(blocks)
     ranks.settle()
     prefill.to(130)
     ranks.settle(20)
     assert not ranks.network.heard(Landed)
-    prefill.hold()
-    ranks.run_until_received(1)
-    check_landed(ranks, prefill, blocks, before)
-    ranks.assert_idle()
+    prefill.arrives(blocks, others)
 
 
 # Ranks of which one is behind the others, or fails
