@@ -241,13 +241,12 @@ def test_what_is_overwritten_while_it_is_sent_does_not_count(when, made):
     give_away, landed = made(ranks), []
 
     def overwrite(message):
-        if isinstance(message, m.Landed):
-            landed.append(message)
-            if len(landed) == (1 if when == "packing" else 2):
-                give_away()
+        landed.append(message)
+        if len(landed) == (1 if when == "packing" else 2):
+            give_away()
         return [message]
 
-    ranks.network.taps.append(overwrite)
+    ranks.network.insert(m.Landed, overwrite)
     ranks.pull("a", 64)
     ranks.run_until_ended()
     assert len(landed) > 1
@@ -297,7 +296,7 @@ def test_without_slots_nothing_is_kept_for_peers():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     local = ranks.prefill[0].local
     local.send, local.kept = SlotPool((), 0, 1), None
-    local.introduction = msgspec.structs.replace(local.introduction, naming=None)
+    ranks.prefill[0].introduce(naming=None)
     local.keep(ranks.keepers[0].rows)
     ranks.keep("a", 64)
     assert local.introduction.naming is None
@@ -349,13 +348,8 @@ def test_a_fetch_that_makes_no_sense_is_refused(how):
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     truth = ranks.keep("a", 64)
 
-    def change(message):
-        kind, changed = HOSTILE[how]
-        if isinstance(message, kind) and message.handle == "pin:own-bad":
-            return [msgspec.structs.replace(message, **changed(message))]
-        return [message]
-
-    ranks.network.taps.append(change)
+    kind, changed = HOSTILE[how]
+    ranks.network.insert(kind, lambda said: [msgspec.structs.replace(said, **changed(said))], times=1)
     ranks.pull("bad", 64, name="a")
     ranks.run_until_ended()
     (written,) = ranks.network.heard(m.Written)
@@ -374,7 +368,7 @@ def test_what_is_pinned_is_a_lease_that_ends_with_its_fetch_or_by_its_time():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
     prefill = ranks.prefill[0].transfers.prefill
-    ranks.network.taps.append(lambda message: [] if isinstance(message, m.Fetch) else [message])
+    ranks.network.lose(m.Fetch)
     ranks.pull("lost", 64, name="a")
     ranks.settle()
     (lease,) = prefill.leases.values()
@@ -394,9 +388,7 @@ def test_what_is_pinned_is_a_lease_that_ends_with_its_fetch_or_by_its_time():
 def test_no_more_is_pinned_than_may_be_held():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=ExtraConfig(max_leases=1))
     ranks.keep("a", 64)
-    ranks.network.taps.append(
-        lambda message: [] if isinstance(message, m.Fetch) and message.handle == "pin:own-lost" else [message]
-    )
+    ranks.network.lose(m.Fetch, times=1)
     ranks.pull("lost", 64, name="a")
     ranks.settle()
     ranks.pull("a", 64)
@@ -407,13 +399,7 @@ def test_no_more_is_pinned_than_may_be_held():
 def test_a_peer_pins_nothing_under_a_handle_that_is_p_s_to_choose():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     ranks.keep("a", 64)
-
-    def rename(message):
-        if isinstance(message, m.PinPrefix):
-            return [msgspec.structs.replace(message, handle="transfer:t")]
-        return [message]
-
-    ranks.network.taps.append(rename)
+    ranks.network.change(m.PinPrefix, handle="transfer:t")
     ranks.pull("a", 64)
     ranks.settle()
     assert not ranks.prefill[0].transfers.prefill.leases

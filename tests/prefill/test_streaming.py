@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -348,18 +347,13 @@ def test_hostile_chunks_of_a_prefill_fail_alone(pair):
             (Chunk(0, 3, (TokenSpan(0, 0, 4),)), Chunk(0, 3, (TokenSpan(0, 0, TOKENS + 1),))),
         )
     ):
-        pair.network.taps = [
-            lambda message, chunks=chunks: [
-                msgspec.structs.replace(message, chunks=chunks) if isinstance(message, Fetch) else message
-            ]
-        ]
+        pair.network.change(Fetch, times=1, chunks=chunks)
         pair.load(f"r{number}", TARGET, handle=prefill.handle)
         pair.run(0.1)
         assert f"r{number}" in pair.decode.failed
         assert not pair.prefill.transfers.prefill.sender.sendings
         # Whoever fails lets go of the handle, and of this one it is not to be taken.
         pair.prefill.transfers.prefill.pending.let_go.clear()
-    pair.network.taps = []
     prefill.withdraw()
     pair.run(6)
     idle(pair)

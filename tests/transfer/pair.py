@@ -6,12 +6,14 @@ engine. The two sides have different block counts and ids, so that mixing them u
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from msgspec import structs
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import shard_heads
@@ -85,6 +87,26 @@ class TappedNetwork(MemoryNetwork):
         for message in messages:
             super().deliver(source, target, link, encode(message))
         return target in self._channels
+
+    def insert(self, kind: type, make: Tap, times: float = math.inf) -> None:
+        """Have ``make(message)`` heard instead of each message of a kind, or of the next few."""
+
+        def tap(message: Message) -> Sequence[Message]:
+            nonlocal times
+            if not isinstance(message, kind) or not times:
+                return [message]
+            times -= 1
+            return make(message)
+
+        self.taps.append(tap)
+
+    def change(self, kind: type, times: float = math.inf, **fields) -> None:
+        """Have messages of a kind say something else."""
+        self.insert(kind, lambda message: [structs.replace(message, **fields)], times)
+
+    def lose(self, kind: type, times: float = math.inf) -> None:
+        """Have messages of a kind not heard."""
+        self.insert(kind, lambda message: [], times)
 
     def heard(self, kind: type) -> list:
         """Everything of one kind that was said, whatever became of it on its way."""
@@ -192,6 +214,10 @@ class FakeWorker:
         """Give orders, and remember what is to be reported."""
         self.ordered.update(order.request_id for order in (*orders.holds, *orders.loads))
         self._order(orders, lambda step: ready)
+
+    def introduce(self, **fields) -> None:
+        """Have it introduce itself with other words."""
+        self.local.introduction = structs.replace(self.local.introduction, **fields)
 
     @property
     def storage(self) -> torch.Tensor:
@@ -308,7 +334,6 @@ class Pair:
 
     config: ExtraConfig = field(default_factory=ExtraConfig)
     prefill_model: str = "m"
-    decode_model: str = "m"
     prefill_config: ExtraConfig | None = None
     slot_bytes: int = SLOT_BYTES
     prefill_slot_bytes: int = 0
@@ -339,7 +364,6 @@ class Pair:
             self.decode_blocks,
             self.network,
             self.config,
-            self.decode_model,
             slot_bytes=self.slot_bytes,
             scratch_bytes=self.scratch_bytes,
             engine=self.engine(),
@@ -431,6 +455,12 @@ class Pair:
 
     def abort(self, request: str) -> None:
         self.decode.transfers.order(Orders(aborted=(request,)), lambda: True)
+
+    def say(self, message: Message, worker: FakeWorker | None = None) -> None:
+        """P, or another worker, says something to D of its own accord."""
+        worker = worker or self.prefill
+        (link,) = worker.transfers.prefill.inbound_peers._peers
+        worker.channel.send(link, encode(message))
 
     def cut(self, worker: FakeWorker | None = None) -> None:
         """Lose whatever P, or another worker, and D say to each other from now on."""

@@ -11,7 +11,7 @@ from kvconnect.engine.adapter import card_host
 from kvconnect.engine.mooncake import MooncakeCard
 from kvconnect.engine.nixl_library import NixlCard, own_identity
 from kvconnect.peer.allow_list import AllowList, same_host
-from kvconnect.peer.messages import Hello, Welcome
+from kvconnect.peer.messages import Welcome
 from tests.transfer.pair import Pair
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, same_blocks
@@ -23,13 +23,7 @@ def lying_ranks(host, **extra):
     """Two ranks on either side; P says that its rank 1 listens at ``host``. What D's ranks connect to."""
     ranks = Ranks(Model({"full": 2}), SHAPE, SHAPE, 2, 2, config=ExtraConfig(**extra))
     said = RankAddress(1, host, ranks.prefill[1].channel.port)
-    ranks.network.taps.append(
-        lambda message: [
-            msgspec.structs.replace(message, directory=(ranks.directory[0], said))
-            if isinstance(message, Welcome)
-            else message
-        ]
-    )
+    ranks.network.change(Welcome, directory=(ranks.directory[0], said))
     connected = []
     for worker in ranks.decode:
         open_link = worker.channel.connect
@@ -68,13 +62,7 @@ def lying_card(host, **extra):
     card = msgspec.msgpack.decode(pair.decode.engine.card())
     forged = msgspec.msgpack.encode({**card, "host": host})
 
-    def tap(message):
-        if not isinstance(message, Hello):
-            return [message]
-        introduction = msgspec.structs.replace(message.introduction, engine_card=forged)
-        return [msgspec.structs.replace(message, introduction=introduction)]
-
-    pair.network.taps.append(tap)
+    pair.decode.introduce(engine_card=forged)
     connect, connected = pair.prefill.engine.connect, []
     pair.prefill.engine.connect = lambda peer, card: (connected.append(card_host(card)), connect(peer, card))
     pair.start()

@@ -13,7 +13,6 @@ from kvconnect.peer.messages import Landed
 from kvconnect.prefill.calibration import ProbeOutbox
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import Pair
-from tests.transfer.test_hostile import change
 
 SLOT = 32 << 10
 BLOCKS = 680
@@ -85,7 +84,7 @@ def test_what_is_written_through_shared_memory_is_not_coded():
 def test_code_that_no_slot_can_hold_is_not_decoded():
     """A small chunk's code is longer than the chunk, and may be longer than the slot."""
     pair = Pair(ExtraConfig(exponent_coding="on"), slot_bytes=2048)
-    change(pair, Landed, coded=True, length_bytes=6256)
+    pair.network.change(Landed, times=1, coded=True, length_bytes=6256)
     pair.start()
     pair.run(1.0)
     assert "the code of chunk 0 has 6256 bytes, its slot 2048" in pair.decode.failed["a"]
@@ -160,7 +159,7 @@ def test_a_byte_of_the_code_that_changes_on_the_wire_fails_the_request(byte):
 )
 def test_a_chunk_that_is_reported_otherwise_than_it_was_sent(decode, fields, match):
     pair = made(decode=decode)
-    change(pair, Landed, **fields)
+    pair.network.change(Landed, times=1, **fields)
     pair.start("a", SOURCE, TARGET)
     pair.run(1.0)
     assert match in pair.decode.failed["a"]

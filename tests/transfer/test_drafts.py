@@ -16,12 +16,11 @@ CASES = [({"full": 4}, 3), ({"full": 2, "window": 3}, 4), ({"full": 1, "window":
 
 def introduce(worker, weights: str, first: int) -> None:
     """The worker runs these weights; without a draft it has no layers from ``first`` on."""
-    local, (model, has_draft, draft) = worker.local, weights.partition(", draft ")
-    ours = local.introduction
+    ours, (model, has_draft, draft) = worker.local.introduction, weights.partition(", draft ")
     identity = named("m", model, **({"draft": draft} if has_draft else {}))
     meaning = replace(ours.meaning, identity=identity, draft_from=first if has_draft else 0)
     kept = tuple(one for one in ours.table.regions if has_draft or layer_number(one.layer) < first)
-    local.introduction = replace(ours, meaning=meaning, table=replace(ours.table, regions=kept))
+    worker.introduce(meaning=meaning, table=replace(ours.table, regions=kept))
 
 
 def handed_over(layers, first, weights):
@@ -58,8 +57,8 @@ def test_a_draft_on_p_alone_is_no_matter():
     ranks = Ranks(Model({"full": 4}, heads=2), same_blocks(16), same_blocks(16))
     introduce(ranks.prefill[0], "w, draft X", 3)
     for worker in ranks.decode:
-        ours = worker.local.introduction
-        worker.local.introduction = replace(ours, meaning=replace(ours.meaning, identity=named("m", "w")))
+        meaning = worker.local.introduction.meaning
+        worker.introduce(meaning=replace(meaning, identity=named("m", "w")))
     truth, blocks = ranks.prefilled("a", 60), ranks.fetched("a", 60)
     ranks.run_until_received(1)
     assert ranks.decode[0].failed == {}

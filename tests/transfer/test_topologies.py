@@ -105,10 +105,9 @@ def test_a_rank_that_nobody_fetches_from_is_let_go():
 
 def test_a_layer_that_its_rank_does_not_have_is_named():
     ranks = Ranks(MODELS["full"], same_blocks(16), same_blocks(16), Topology(1, (0, 2)))
-    local = ranks.prefill[1].local
-    table = local.introduction.table
+    table = ranks.prefill[1].local.introduction.table
     kept = tuple(region for region in table.regions if region.layer != "full.3")
-    local.introduction = replace(local.introduction, table=replace(table, regions=kept))
+    ranks.prefill[1].introduce(table=replace(table, regions=kept))
     ranks.prefilled("a", 20)
     ranks.fetched("a", 20)
     ranks.run(1)
@@ -129,7 +128,7 @@ def test_a_peer_whose_ranks_cannot_be_is_refused_by_name(stages):
     ranks = Ranks(MODELS["full"], same_blocks(16), same_blocks(16))
     worker = ranks.prefill[0]
     meaning = worker.local.introduction.meaning
-    worker.local.introduction = replace(worker.local.introduction, meaning=replace(meaning, stages=stages))
+    worker.introduce(meaning=replace(meaning, stages=stages))
     ranks.prefilled("a", 20)
     ranks.fetched("a", 20)
     ranks.run(1)

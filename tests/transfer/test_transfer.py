@@ -191,8 +191,7 @@ def test_the_first_meeting_is_logged_once_by_each_side(pair, caplog):
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_nothing_is_fetched_where_one_side_has_no_slots(pair, side):
     """As a node that only offloads."""
-    local = getattr(pair, side).local
-    local.introduction = msgspec.structs.replace(local.introduction, slot_bytes=0)
+    getattr(pair, side).introduce(slot_bytes=0)
     pair.start()
     pair.run(0.1)
     assert pair.decode.failed == {"a": without_slots(side)}
@@ -202,13 +201,8 @@ def test_nothing_is_fetched_where_one_side_has_no_slots(pair, side):
 
 
 def test_a_peer_without_slots_that_fetches_is_refused(pair):
-    def no_slots(message):
-        if not isinstance(message, Hello):
-            return [message]
-        introduction = msgspec.structs.replace(message.introduction, slot_bytes=0)
-        return [msgspec.structs.replace(message, introduction=introduction)]
-
-    pair.network.taps.append(no_slots)
+    ours = pair.decode.local.introduction
+    pair.network.change(Hello, introduction=msgspec.structs.replace(ours, slot_bytes=0))
     pair.start()
     pair.run(0.1)
     assert pair.decode.failed == {"a": without_slots("decode")}
