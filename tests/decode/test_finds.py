@@ -14,7 +14,6 @@ import pytest
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.lanes import Transport
-from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
 from kvconnect.transfer.local import without_slots
 from kvconnect.transfer.orders import Find, Orders
@@ -32,7 +31,7 @@ class KeepingPair(Pair):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.naming: Naming | None = NAMING
-        self.answer: tuple[int, int, str] | None = (TOKENS, 4000, "")
+        self.answer: tuple[int, int] | None = (TOKENS, 4000)
         self.rate: float | None = 4000.0
         self.network.taps.append(self._speak)
 
@@ -45,13 +44,7 @@ class KeepingPair(Pair):
                 if self.rate is not None:
                     self.say(Transport("tcp", bytes_per_s=self.rate))
                 if self.answer is not None:
-                    self.say(
-                        m.PrefixFound(
-                            number,
-                            *self.answer[:2],
-                            error=Cause.BUSY(self.answer[2]) if self.answer[2] else None,
-                        )
-                    )
+                    self.say(m.PrefixFound(number, *self.answer))
                 return []
             case m.Fetch(prefix=Prefix()):
                 return [msgspec.structs.replace(message, prefix=None, handle="handle-kept")]
