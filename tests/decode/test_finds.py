@@ -53,7 +53,7 @@ class KeepingPair(Pair):
     def find(self, request="a", prefix=PREFIX) -> None:
         port = self.prefill.channel.port
         order = Find(request, "", "h", port, prefix, TOKENS)
-        self.decode.transfers.order(Orders(finds=(order,)))
+        self.decode.order(Orders(finds=(order,)))
 
     @property
     def found(self):
@@ -204,7 +204,7 @@ def test_a_load_by_name_of_a_peer_that_keeps_nothing_is_refused_at_once_and_coun
 
 def test_what_came_of_pulls_is_counted_by_rank_0():
     pair = keeping()
-    pair.decode.transfers.order(Orders(pulls=(("loaded", 48), ("missed", 0), ("loaded", 16))))
+    pair.decode.order(Orders(pulls=(("loaded", 48), ("missed", 0), ("loaded", 16))))
     pair.run(0.1)
     assert pair.decode.count("pulls", outcome="loaded") == 2
     assert pair.decode.count("pulls", outcome="missed") == 1

@@ -123,7 +123,7 @@ def ask(ranks, prefix, most=1 << 20, wait_s=0.0):
         return [one for results in worker.results for one in results.found]
 
     before = len(found())
-    worker.transfers.order(Orders(finds=(order,)))
+    worker.order(Orders(finds=(order,)))
     ranks.settle()
     ranks.clock.now += wait_s
     ranks.settle()
@@ -180,7 +180,7 @@ def test_a_link_whose_calibration_was_cut_short_is_calibrated_again_at_the_break
     worker.engine.release()
     ranks.clock.now += 20
     order = Find("f", "P", "h", worker.channel.port, prefix, 64)
-    ranks.decode[0].transfers.order(Orders(finds=(order,)))
+    ranks.decode[0].order(Orders(finds=(order,)))
     for _ in range(100):
         # A batch takes one of these.
         ranks.clock.now += 0.2
@@ -365,7 +365,7 @@ def test_what_is_pinned_is_a_lease_that_ends_with_its_fetch_or_by_its_time():
     ranks.run_until_received(1)
     assert [held.handle for held in prefill.leases.values()] == ["pin:own-lost"]
     for worker in ranks.decode:
-        worker.transfers.order(Orders(aborted=("lost",)))
+        worker.order(Orders(aborted=("lost",)))
     ranks.run(ranks.config.lease_max_s + 60, step_s=5.0)
     assert not prefill.leases
     assert not ranks.prefill[0].count("failures", reason="lease_expired"), "nothing was kept from anybody"

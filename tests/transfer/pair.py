@@ -207,13 +207,11 @@ class FakeWorker:
         self.transfers = WorkerTransfers(whole, self.channel, self.local, self.reports, self.metrics, chance)
         self.results: list[Results] = []
         self.ordered: Counter[str] = Counter()
-        self._order = self.transfers.order
-        self.transfers.order = self.order  # type: ignore[method-assign]
 
     def order(self, orders: Orders, ready: Callable[[], bool] = lambda: True) -> None:
         """Give orders, and remember what is to be reported."""
         self.ordered.update(order.request_id for order in (*orders.holds, *orders.loads))
-        self._order(orders, lambda step: ready)
+        self.transfers.order(orders, lambda step: ready)
 
     def introduce(self, **fields) -> None:
         """Have it introduce itself with other words."""
@@ -425,7 +423,7 @@ class Pair:
             self.config.lease_s,
             0,
         )
-        (worker or self.prefill).transfers.order(Orders(holds=(order,)), ready)
+        (worker or self.prefill).order(Orders(holds=(order,)), ready)
 
     def load(
         self,
@@ -444,7 +442,7 @@ class Pair:
             "num_tokens": len(block_ids) * BLOCK_TOKENS,
             "groups": (GroupBlocks(0, 0, block_ids),),
         }
-        self.decode.transfers.order(Orders(loads=(Load(**{**fields, **changes}),)), ready)
+        self.decode.order(Orders(loads=(Load(**{**fields, **changes}),)), ready)
 
     def start(
         self, request: str = "a", source: tuple[int, ...] = P_IDS, target: tuple[int, ...] = D_IDS
@@ -454,7 +452,7 @@ class Pair:
         self.load(request, target)
 
     def abort(self, request: str) -> None:
-        self.decode.transfers.order(Orders(aborted=(request,)), lambda: True)
+        self.decode.order(Orders(aborted=(request,)))
 
     def say(self, message: Message, worker: FakeWorker | None = None) -> None:
         """P, or another worker, says something to D of its own accord."""

@@ -190,7 +190,7 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
         pair.hold(f"e{number}", source)
         groups = (GroupBlocks(0, 0, target[:10]),)
         load = Load(f"e{number}", f"handle-e{number}", "P", "h", pair.prefill.channel.port, 40, groups)
-        other.transfers.order(Orders(loads=(load,)), lambda: True)
+        other.order(Orders(loads=(load,)))
     pair.run(1)
     assert pair.prefill.send.taken == 3
     pair.start("a", *blocks(0))
