@@ -392,8 +392,12 @@ class Pair:
     def workers(self) -> list[FakeWorker]:
         return [self.prefill, *self.others, self.decode]
 
-    def run(self, seconds: float = 0.0, step_s: float = 0.05) -> None:
-        """Step all until ``seconds`` have passed, and then until nothing is left to say."""
+    def run(self, seconds: float = 0.0, step_s: float | None = None) -> None:
+        """Step all until ``seconds`` have passed, and then until nothing is left to say.
+
+        A step is of 50 ms, or of a hundredth of a long time.
+        """
+        step_s = step_s or max(0.05, seconds / 100)
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.clock.now = min(end, self.clock.now + step_s)
