@@ -139,6 +139,23 @@ class Ranks:
             worker.order(Orders(loads=(replace(load, **changes),)))
         return blocks
 
+    def hand_over(
+        self, num_tokens: int, known_tokens: int = 0, drop: tuple[bool, bool] = (True, True)
+    ) -> None:
+        """A request, from P to D. ``drop``: whether P, and D, have no blocks before a window."""
+        truth = self.prefilled("a", num_tokens, drop=drop[0])
+        blocks = self.fetched("a", num_tokens, known_tokens, drop=drop[1])
+        others = self.others(blocks)
+        self.run_until_received(1)
+        self.check_landed(truth, blocks, others)
+
+    def refused(self) -> str:
+        """Why the first rank of D does not get a request."""
+        self.prefilled("a", 20)
+        self.fetched("a", 20)
+        self.run(1)
+        return self.decode[0].failed["a"]
+
     @property
     def workers(self) -> list[FakeWorker]:
         return [*self.prefill, *self.decode]

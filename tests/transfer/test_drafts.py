@@ -59,20 +59,12 @@ def test_a_draft_on_p_alone_is_no_matter():
     for worker in ranks.decode:
         meaning = worker.local.introduction.meaning
         worker.introduce(meaning=replace(meaning, identity=named("m", "w")))
-    truth, blocks = ranks.prefilled("a", 60), ranks.fetched("a", 60)
-    ranks.run_until_received(1)
-    assert ranks.decode[0].failed == {}
-    assert ranks.decode[0].cache.differences(truth, blocks) == []
+    ranks.hand_over(60)
 
 
 def test_other_weights_of_the_model_itself_are_refused_whatever_the_draft():
     ranks = Ranks(Model({"full": 4}, heads=2), same_blocks(16), same_blocks(16))
     introduce(ranks.prefill[0], "v, draft Y", 3)
     introduce(ranks.decode[0], "w, draft Y", 3)
-    ranks.prefilled("a", 60)
-    ranks.fetched("a", 60)
-    ranks.run(1)
-    assert (
-        "peer has other weights: weights.files is v on the prefill node, w on the decode"
-        in ranks.decode[0].failed["a"]
-    )
+    told = "peer has other weights: weights.files is v on the prefill node, w on the decode"
+    assert told in ranks.refused()

@@ -49,15 +49,6 @@ def topologies(draw, model: Model, most_tensor: int):
     return Topology(draw(st.integers(1, most_tensor)), (0, *sorted(cuts)))
 
 
-def move(ranks, num_tokens, known_tokens=0, drop=(True, True)):
-    """One request, from P to D; it is checked that all of it landed, and nothing else was touched."""
-    truth = ranks.prefilled("a", num_tokens, drop=drop[0])
-    blocks = ranks.fetched("a", num_tokens, known_tokens, drop=drop[1])
-    others = ranks.others(blocks)
-    ranks.run_until_received(1)
-    ranks.check_landed(truth, blocks, others)
-
-
 @settings(max_examples=80)
 @given(st.data())
 def test_any_shape_lands_in_any_other(data):
@@ -79,7 +70,7 @@ def test_any_shape_lands_in_any_other(data):
         slot_bytes=data.draw(st.sampled_from([1 << 15, 1 << 16, 1 << 18])),
         seed=data.draw(st.integers(0, 1000)),
     )
-    move(ranks, num_tokens, known_tokens, dropped)
+    ranks.hand_over(num_tokens, known_tokens, dropped)
     ranks.assert_idle()
 
 

@@ -22,7 +22,6 @@ from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import Clock, FakeWorker, TappedNetwork
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, same_blocks
-from tests.transfer.test_packed_geometry import move
 
 MODELS = {
     "full": Model({"full": 4}, heads=4),
@@ -67,7 +66,7 @@ def check(name, prefill, decode, blocks):
         ExtraConfig(num_slots=2),
         slot_bytes=1 << 13,
     )
-    move(ranks, num_tokens=130, known_tokens=50)
+    ranks.hand_over(num_tokens=130, known_tokens=50)
     ranks.settle()
     # Every rank of P is let go, also one that nobody fetches from.
     assert [worker.sent for worker in ranks.prefill] == [["a"]] * prefill.size
@@ -108,10 +107,7 @@ def test_a_layer_that_its_rank_does_not_have_is_named():
     table = ranks.prefill[1].local.introduction.table
     kept = tuple(region for region in table.regions if region.layer != "full.3")
     ranks.prefill[1].introduce(table=replace(table, regions=kept))
-    ranks.prefilled("a", 20)
-    ranks.fetched("a", 20)
-    ranks.run(1)
-    assert "layer 'full.3': the prefill node has none of it" in ranks.decode[0].failed["a"]
+    assert "layer 'full.3': the prefill node has none of it" in ranks.refused()
 
 
 def test_layers_without_numbers_are_not_divided_over_pipeline_ranks():
@@ -129,10 +125,7 @@ def test_a_peer_whose_ranks_cannot_be_is_refused_by_name(stages):
     worker = ranks.prefill[0]
     meaning = worker.local.introduction.meaning
     worker.introduce(meaning=replace(meaning, stages=stages))
-    ranks.prefilled("a", 20)
-    ranks.fetched("a", 20)
-    ranks.run(1)
-    assert "is in no world of 1 tensor-parallel ranks" in ranks.decode[0].failed["a"]
+    assert "is in no world of 1 tensor-parallel ranks" in ranks.refused()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [((0, 2), (0,)), ((0,), (0, 2)), ((0, 2), (0, 2))])
@@ -184,7 +177,7 @@ def test_ranks_that_keep_tokens_in_turns(prefill, decode, blocks, num_tokens, kn
         ExtraConfig(num_slots=2),
         slot_bytes=1 << 10,
     )
-    move(ranks, num_tokens, known_tokens)
+    ranks.hand_over(num_tokens, known_tokens)
     ranks.settle()
     assert [worker.sent for worker in ranks.prefill] == [["a"]] * prefill.size
     ranks.assert_idle()
@@ -197,7 +190,7 @@ def test_heads_and_turns(prefill, decode):
     """Two heads over four ranks: two ranks have each, and take turns."""
     shape = same_blocks(16, layout="HND")
     ranks = Ranks(Model({"full": 3}, heads=2), shape, shape, prefill, decode)
-    move(ranks, num_tokens=130)
+    ranks.hand_over(num_tokens=130)
     ranks.assert_idle()
 
 
@@ -231,10 +224,7 @@ def test_heads_and_turns(prefill, decode):
 )
 def test_turns_that_do_not_match_are_refused_with_both_numbers(model, prefill, decode, blocks, reason):
     ranks = Ranks(MODELS[model], same_blocks(blocks[0]), same_blocks(blocks[1]), prefill, decode)
-    ranks.prefilled("a", 20)
-    ranks.fetched("a", 20)
-    ranks.run(1)
-    assert reason in ranks.decode[0].failed["a"]
+    assert reason in ranks.refused()
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
