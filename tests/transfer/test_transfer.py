@@ -49,14 +49,6 @@ def test_nothing_is_reported_while_the_engine_holds_the_bytes(pair):
     assert pair.decode.received == ["a"]
 
 
-def test_only_the_blocks_beyond_a_prefix_are_fetched(pair):
-    pair.hold("a", P_IDS)
-    pair.load("a", D_IDS, groups=(GroupBlocks(0, 2, D_IDS[2:]),))
-    pair.run()
-    assert pair.landed(P_IDS[2:], D_IDS[2:])
-    assert not pair.decode.storage[:, list(D_IDS[:2])].any()
-
-
 def test_nothing_is_written_to_blocks_that_the_device_still_uses(pair):
     done = []
     pair.hold("a", P_IDS)
