@@ -42,11 +42,6 @@ def pulled(ranks, num_tokens, known_tokens=0):
     ranks.assert_idle()
 
 
-@pytest.mark.parametrize("known_tokens", [0, 16, 48])
-def test_a_prompt_arrives_as_it_was_kept(known_tokens):
-    pulled(KeepingRanks(FULL, same_blocks(8), same_blocks(8)), 64, known_tokens)
-
-
 def test_a_fetch_goes_on_as_soon_as_its_link_is_calibrated():
     """The end of a calibration wakes no thread, and of a fetch by name nothing else does for seconds."""
     ranks = keeping(scratch_bytes=4096)
