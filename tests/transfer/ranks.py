@@ -111,12 +111,18 @@ class Ranks:
             made[kind] = GroupBlocks(group, first, ids)
         return made
 
-    def prefilled(self, request: str, num_tokens: int, *, drop: bool = True) -> Truth:
-        """A request that all ranks of P hold."""
+    def computed(self, num_tokens: int, *, drop: bool = True) -> tuple[Truth, Blocks]:
+        """A request that all ranks of P have in blocks."""
         truth = Truth(self.model, num_tokens, next(self._seeds))
         blocks = self.blocks("P", num_tokens, drop=drop)
         for worker in self.prefill:
             worker.cache.write(truth, blocks)
+        return truth, blocks
+
+    def prefilled(self, request: str, num_tokens: int, *, drop: bool = True) -> Truth:
+        """A request that all ranks of P hold."""
+        truth, blocks = self.computed(num_tokens, drop=drop)
+        for worker in self.prefill:
             order = Hold(request, f"handle-{request}", num_tokens, _in_order(blocks), self.config.lease_s, 0)
             worker.order(Orders(holds=(order,), directory=self.directory))
         return truth
