@@ -315,11 +315,13 @@ def quarantined(pool: SlotPool) -> int:
 
 def _by_state(pool: SlotPool) -> dict[SlotState, set[int]]:
     """The slots that are not free, by state. Those that are free can be taken, each once."""
+    found: dict[SlotState, set[int]] = {state: set() for state in SlotState}
+    for slot in pool.slots:
+        found[slot.state].add(id(slot))
     free = [id(slot) for slot in pool._free]
     assert len(free) == len(set(free))
-    assert set(free) == {id(slot) for slot in pool.slots if slot.state is SlotState.FREE}
-    others = (SlotState.THEIRS, SlotState.OURS, SlotState.QUARANTINED)
-    return {state: {id(slot) for slot in pool.slots if slot.state is state} for state in others}
+    assert set(free) == found.pop(SlotState.FREE)
+    return found
 
 
 @dataclass
