@@ -347,30 +347,29 @@ class Pair:
         self.clock = Clock()
         self.network = TappedNetwork(self.clock)
         self.others: list[FakeWorker] = []
-        self.prefill = FakeWorker(
+        self.prefill = self._worker(
             "P",
             self.prefill_blocks,
-            self.network,
-            self.prefill_config or self.config,
-            self.prefill_model,
+            "kv_producer",
+            config=self.prefill_config or self.config,
+            model=self.prefill_model,
             slot_bytes=self.prefill_slot_bytes or self.slot_bytes,
-            scratch_bytes=self.scratch_bytes,
-            engine=self.engine(),
-            shared=self.shared,
-            role="kv_producer" if self.are_apart else "kv_both",
         )
-        self.decode = FakeWorker(
-            "D",
-            self.decode_blocks,
-            self.network,
-            self.config,
-            slot_bytes=self.slot_bytes,
-            scratch_bytes=self.scratch_bytes,
-            engine=self.engine(),
-            shared=self.shared,
-            role="kv_consumer" if self.are_apart else "kv_both",
-        )
+        self.decode = self._worker("D", self.decode_blocks, "kv_consumer")
         self.prefill.storage.copy_(torch.randn(self.prefill.storage.shape))
+
+    def _worker(self, engine_id: str, num_blocks: int, role: str, **other) -> FakeWorker:
+        given = {"config": self.config, "slot_bytes": self.slot_bytes, **other}
+        return FakeWorker(
+            engine_id,
+            num_blocks,
+            self.network,
+            scratch_bytes=self.scratch_bytes,
+            engine=self.engine(),
+            shared=self.shared,
+            role=role if self.are_apart else "kv_both",
+            **given,
+        )
 
     def engine(self) -> FaultyEngine:
         """That of one side."""
@@ -378,14 +377,7 @@ class Pair:
 
     def add(self, engine_id: str) -> FakeWorker:
         """One more worker, with a cache of other contents."""
-        worker = FakeWorker(
-            engine_id,
-            self.prefill_blocks,
-            self.network,
-            self.config,
-            slot_bytes=self.slot_bytes,
-            shared=self.shared,
-        )
+        worker = self._worker(engine_id, self.prefill_blocks, "kv_both")
         worker.storage.copy_(torch.randn(worker.storage.shape))
         self.others.append(worker)
         return worker
