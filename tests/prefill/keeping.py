@@ -130,8 +130,8 @@ class KeepingRanks(Ranks):
         prefix = prefix or self.prefix(name or request, num_tokens, known_tokens)
         return self.fetched(request, num_tokens, known_tokens, handle=f"pin:own-{request}", prefix=prefix)
 
-    def run_until_ended(self, count: int = 1, rounds: int = 400) -> None:
-        self.run_until_received(count, rounds)
+    def run_until_ended(self, count: int = 1) -> None:
+        self.run_until_received(count)
         self.settle()
 
     @property

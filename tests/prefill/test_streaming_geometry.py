@@ -28,9 +28,9 @@ from tests.transfer.test_packed_geometry import models, shapes, topologies
 class SteppedPrefill:
     """A request that all ranks of P compute step by step."""
 
-    def __init__(self, ranks: Ranks, num_tokens: int, seed: int = 0) -> None:
+    def __init__(self, ranks: Ranks, num_tokens: int) -> None:
         self.ranks, self.num_tokens = ranks, num_tokens
-        self.truth = Truth(ranks.model, num_tokens, seed)
+        self.truth = Truth(ranks.model, num_tokens, seed=0)
         self.shape = ranks.prefill[0].cache.shape
         self.groups = {kind: ranks.prefill[0].cache.group_of(kind) for kind in ranks.model.kinds}
         self.begin_anew()

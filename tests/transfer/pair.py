@@ -221,10 +221,6 @@ class FakeWorker:
     def storage(self) -> torch.Tensor:
         return self.cache.storage
 
-    @property
-    def heads(self):
-        return self.cache.heads
-
     def step(self, now: float) -> None:
         self.transfers.step(now)
         if results := self.reports.take():
@@ -465,14 +461,9 @@ class Pair:
     def mend(self, worker: FakeWorker | None = None) -> None:
         self.network.mend((worker or self.prefill).channel.port, self.decode.channel.port)
 
-    def landed(
-        self,
-        source_ids: tuple[int, ...] = P_IDS,
-        target_ids: tuple[int, ...] = D_IDS,
-        worker: FakeWorker | None = None,
-    ) -> bool:
-        source = (worker or self.prefill).storage
-        return torch.equal(source[:, list(source_ids)], self.decode.storage[:, list(target_ids)])
+    def landed(self, source_ids: tuple[int, ...] = P_IDS, target_ids: tuple[int, ...] = D_IDS) -> bool:
+        source, target = self.prefill.storage, self.decode.storage
+        return torch.equal(source[:, list(source_ids)], target[:, list(target_ids)])
 
     def assert_idle(self) -> None:
         """Nothing is remembered on any side."""

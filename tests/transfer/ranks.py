@@ -32,7 +32,6 @@ class Ranks:
         decode_ranks: int | Topology = 1,
         config: ExtraConfig | None = None,
         *,
-        prefill_config: ExtraConfig | None = None,
         num_blocks: int = 40,
         slot_bytes: int = SLOT_BYTES,
         scratch_bytes: int = 0,
@@ -44,9 +43,8 @@ class Ranks:
         self.clock = Clock()
         self.network = TappedNetwork(self.clock)
         self.config = config or ExtraConfig()
-        on_prefill = prefill_config or self.config
-        self.prefill = self._workers("P", prefill, prefill_ranks, num_blocks, slot_bytes, on_prefill)
-        self.decode = self._workers("D", decode, decode_ranks, num_blocks + 7, slot_bytes, self.config)
+        self.prefill = self._workers("P", prefill, prefill_ranks, num_blocks, slot_bytes)
+        self.decode = self._workers("D", decode, decode_ranks, num_blocks + 7, slot_bytes)
         self.directory = tuple(RankAddress(w.rank, "h", w.channel.port) for w in self.prefill)
         self._unused = {
             side: self.random.sample(range(1, count), count - 1)
@@ -61,7 +59,6 @@ class Ranks:
         ranks: int | Topology,
         num_blocks: int,
         slot_bytes: int,
-        config: ExtraConfig,
     ) -> list[FakeWorker]:
         workers = []
         topology = Topology(ranks) if isinstance(ranks, int) else ranks
@@ -78,7 +75,7 @@ class Ranks:
                 engine_id,
                 num_blocks,
                 self.network,
-                config,
+                self.config,
                 rank=rank,
                 world_size=topology.tensor,
                 stages=topology.stages,
@@ -191,9 +188,9 @@ class Ranks:
             for name, now in worker.cache.outside(blocks).items():
                 assert (kept[name] == now).all(), f"{name}: blocks of others were written"
 
-    def run_until_received(self, count: int, rounds: int = 400) -> None:
+    def run_until_received(self, count: int) -> None:
         """Step until every rank of D has reported so many requests. No time passes."""
-        for _ in range(rounds):
+        for _ in range(400):
             if all(len(worker.received) >= count for worker in self.decode):
                 return
             self.settle(1)

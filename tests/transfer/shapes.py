@@ -94,7 +94,7 @@ class Truth:
     """The KV of one request: bytes by layer, as (token, head, plane, byte); a state as (byte)."""
 
     def __init__(self, model: Model, num_tokens: int, seed: int) -> None:
-        self.model, self.num_tokens = model, num_tokens
+        self.num_tokens = num_tokens
         random = np.random.default_rng(seed)
         row = model.width * DTYPE.itemsize
         sizes = {

@@ -23,10 +23,10 @@ def crowded(num_slots, *, shared=False, **config):
     return Pair(config, prefill_blocks=250, decode_blocks=260, shared=shared)
 
 
-def blocks(number, count=BLOCKS):
+def blocks(number):
     """The blocks of one of many requests, on either side."""
     first = 1 + BLOCKS * number
-    return tuple(range(first, first + count)), tuple(reversed(range(first + 9, first + 9 + count)))
+    return tuple(range(first, first + BLOCKS)), tuple(reversed(range(first + 9, first + 9 + BLOCKS)))
 
 
 @pytest.mark.parametrize(("num_slots", "shared"), [(1, False), (2, False), (3, True), (6, True)])
