@@ -15,17 +15,9 @@ import torch
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import (
-    EncoderOnlySpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    MLASpec,
-    SlidingWindowSpec,
-    StateSpec,
-)
+from kvconnect.cache.specs import EncoderOnlySpec, KVCacheConfig, KVCacheGroup
 from kvconnect.plan.blocks import GroupBlocks
-from tests.caches import attention_layer, fill_random
+from tests.caches import attention_layer, fill_random, spec_of
 
 DTYPE = torch.float16
 LAYOUTS = {
@@ -142,8 +134,9 @@ class ShapedCache:
                 cache = attention_layer(layout, count, len(heads), kernel, content, DTYPE)
                 fill_random(cache, seed)
                 self.tensors[name] = cache
-            names = tuple(self.names(kind))
-            spec = self._spec(kind) if names else EncoderOnlySpec(block)
+            names, spec = tuple(self.names(kind)), EncoderOnlySpec(block)
+            if names:
+                spec = spec_of(kind, block, len(heads), model.width, DTYPE, model.window)
             groups.append(KVCacheGroup(names or (kind,), spec))
         sizes = {
             index: shape.block[kind] if kind == "state" else shape.kernel[kind]
@@ -157,19 +150,6 @@ class ShapedCache:
     def names(self, kind: str) -> list[str]:
         """The layers of a kind that this rank has."""
         return [name for name in self._names if kind_of(name) == kind]
-
-    def _spec(self, kind: str):
-        block, width = self.shape.block[kind], self.model.width
-        match kind:
-            case "full":
-                return FullAttentionSpec(block, len(self.heads), width, DTYPE)
-            case "window":
-                return SlidingWindowSpec(
-                    block, len(self.heads), width, DTYPE, sliding_window=self.model.window
-                )
-            case "latent":
-                return MLASpec(block, width, DTYPE)
-        return StateSpec(block, ((width,),), (DTYPE,))
 
     def group_of(self, kind: str) -> int:
         return self.shape.groups(self.model).index(kind)
