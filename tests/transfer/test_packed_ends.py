@@ -106,7 +106,7 @@ def test_whenever_and_however_a_request_ends(pair, kernels, state, how):
     kernels.finish()
     survives = state == "written" and how in ("silence", "death", "refusal")
     for _ in range(40):
-        pair.run(0.5)
+        pair.run(0.5, step_s=0.5)
         kernels.finish()
     assert pair.decode.received == ["a"]
     assert ("a" in pair.decode.failed) != survives
