@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import div_ceil
-from kvconnect.config import ExtraConfig
 from kvconnect.peer.messages import Landed
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan
@@ -22,7 +21,7 @@ from kvconnect.prefill.outbox import ChunkSupply
 from kvconnect.transfer.orders import Hold, Orders, Progress
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, Truth, same_blocks
-from tests.transfer.test_packed_geometry import models, shapes, topologies
+from tests.transfer.test_packed_geometry import any_ranks
 
 
 class SteppedPrefill:
@@ -112,21 +111,7 @@ class SteppedPrefill:
 @settings(max_examples=80)
 @given(st.data())
 def test_any_shape_is_sent_while_it_is_computed(data):
-    model, prefill_shape = data.draw(models()), data.draw(shapes())
-    decode_shape = data.draw(st.one_of(st.just(prefill_shape), shapes()))
-    num_tokens = data.draw(st.integers(1, 300))
-    known_tokens = data.draw(st.integers(0, num_tokens - 1))
-    ranks = Ranks(
-        model,
-        prefill_shape,
-        decode_shape,
-        data.draw(topologies(model, 3)),
-        data.draw(topologies(model, 3)),
-        ExtraConfig(num_slots=data.draw(st.integers(1, 4))),
-        num_blocks=200,
-        slot_bytes=data.draw(st.sampled_from([1 << 15, 1 << 16])),
-        seed=data.draw(st.integers(0, 1000)),
-    )
+    ranks, num_tokens, known_tokens = any_ranks(data, 3, 200)
     prefill = SteppedPrefill(ranks, num_tokens)
     steps = sorted(data.draw(st.lists(st.integers(1, num_tokens), max_size=6)))
     asks_at = data.draw(st.integers(0, len(steps)))
