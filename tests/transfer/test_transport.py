@@ -55,15 +55,6 @@ class LinkedPair(Pair):
         self.start(name)
         self.run(seconds)
 
-    def return_as(self, incarnation: str) -> None:
-        """P's process is gone, and one of this name answers at its address."""
-        channel = self.prefill.channel
-        self.network.kill(channel.port)
-        self.settle()
-        self.prefill.introduce(incarnation=incarnation)
-        self.network._channels[channel.port] = channel
-        self.run(30)
-
 
 def lines(caplog, words: str, level: int) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno == level and words in one.getMessage()]
