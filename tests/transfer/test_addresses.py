@@ -11,7 +11,7 @@ from kvconnect.engine.adapter import card_host
 from kvconnect.engine.mooncake import MooncakeCard
 from kvconnect.engine.nixl_library import NixlCard, own_identity
 from kvconnect.peer.allow_list import same_host
-from kvconnect.peer.messages import Welcome
+from kvconnect.peer.messages import Hello, Welcome
 from tests.transfer.pair import Pair
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, same_blocks
@@ -62,7 +62,8 @@ def lying_card(host, **extra):
     card = msgspec.msgpack.decode(pair.decode.engine.card())
     forged = msgspec.msgpack.encode({**card, "host": host})
 
-    pair.decode.introduce(engine_card=forged)
+    ours = pair.decode.local.introduction
+    pair.network.change(Hello, introduction=msgspec.structs.replace(ours, engine_card=forged))
     connect, connected = pair.prefill.engine.connect, []
     pair.prefill.engine.connect = lambda peer, card: (connected.append(card_host(card)), connect(peer, card))
     pair.start()
