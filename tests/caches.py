@@ -16,6 +16,7 @@ from kvconnect.cache.specs import (
     KVCacheConfig,
     KVCacheGroup,
     MLASpec,
+    SlidingWindowSpec,
     StateSpec,
     UniformTypeSpec,
 )
@@ -42,6 +43,23 @@ class BuiltCache:
     kernel_block_sizes: dict[int, int]
     tensors: dict[str, CacheTensor]
     table: RegionTable
+
+
+def spec_of(
+    kind: str, tokens: int, heads: int, width: int, dtype: torch.dtype, window: int
+) -> FullAttentionSpec | MLASpec | StateSpec:
+    """The spec of ``full`` attention, of attention in a ``window``, of ``latent`` rows or of a ``state``.
+
+    ``width`` are the values of a head's K, of a latent row, or of a state.
+    """
+    match kind:
+        case "latent":
+            return MLASpec(tokens, width, dtype)
+        case "state":
+            return StateSpec(tokens, ((width,),), (dtype,))
+        case "window":
+            return SlidingWindowSpec(tokens, heads, width, dtype, sliding_window=window)
+    return FullAttentionSpec(tokens, heads, width, dtype)
 
 
 def attention_layer(

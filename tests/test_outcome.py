@@ -87,7 +87,7 @@ def test_a_request_that_the_scheduler_refuses_to_load_is_found_by_its_id():
     pair = Pair()
     draft = OrdersDraft([])
     draft.computed("cmpl-3", ("P", "h", 1), Cause.PARAMETERS("the handle is not signed"))
-    pair.decode.transfers.order(draft.take(), lambda: True)
+    pair.decode.order(draft.take())
     pair.run(1)
     worker = pair.decode
     page = write_inspection(worker.transfers, worker.metrics.timeline, {}, {}, "request mpl-3")

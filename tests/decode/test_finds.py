@@ -14,9 +14,7 @@ import pytest
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.lanes import Transport
-from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
-from kvconnect.peer.channel import Frame
 from kvconnect.transfer.local import without_slots
 from kvconnect.transfer.orders import Find, Orders
 from tests.transfer.pair import BLOCK_TOKENS, D_IDS, P_IDS, Pair
@@ -33,7 +31,7 @@ class KeepingPair(Pair):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.naming: Naming | None = NAMING
-        self.answer: tuple[int, int, str] | None = (TOKENS, 4000, "")
+        self.answer: tuple[int, int] | None = (TOKENS, 4000)
         self.rate: float | None = 4000.0
         self.network.taps.append(self._speak)
 
@@ -44,29 +42,18 @@ class KeepingPair(Pair):
                 return [msgspec.structs.replace(message, introduction=named)]
             case m.FindPrefix(number=number):
                 if self.rate is not None:
-                    self.tell(Transport("tcp", bytes_per_s=self.rate))
+                    self.say(Transport("tcp", bytes_per_s=self.rate))
                 if self.answer is not None:
-                    self.tell(
-                        m.PrefixFound(
-                            number,
-                            *self.answer[:2],
-                            error=Cause.BUSY(self.answer[2]) if self.answer[2] else None,
-                        )
-                    )
+                    self.say(m.PrefixFound(number, *self.answer))
                 return []
             case m.Fetch(prefix=Prefix()):
                 return [msgspec.structs.replace(message, prefix=None, handle="handle-kept")]
         return [message]
 
-    def tell(self, message) -> None:
-        (link,) = self.decode.transfers.decode.peers.links
-        frame = Frame(link, m.encode(message), "")
-        self.decode.channel.enqueue(self.clock.now, self.network.next_number(), frame)
-
     def find(self, request="a", prefix=PREFIX) -> None:
         port = self.prefill.channel.port
         order = Find(request, "", "h", port, prefix, TOKENS)
-        self.decode.transfers.order(Orders(finds=(order,)))
+        self.decode.order(Orders(finds=(order,)))
 
     @property
     def found(self):
@@ -96,7 +83,7 @@ def test_an_answer_waits_for_the_rate_of_its_link_and_no_longer_than_one_that_pa
     pair.run(0.02)
     assert not pair.found
     assert pair.decode.transfers.timers.next_at() < pair.clock.now + 0.04
-    pair.tell(Transport("tcp", bytes_per_s=2000.0))
+    pair.say(Transport("tcp", bytes_per_s=2000.0))
     pair.run(0.01)
     assert [found.seconds for found in pair.found] == [2.0]
 
@@ -145,8 +132,7 @@ def test_a_peer_with_other_names_is_not_asked_and_its_naming_is_reported(theirs)
 
 def test_a_peer_whose_cache_cannot_be_matched_with_ours_is_not_asked():
     pair = keeping()
-    local = pair.decode.local
-    local.introduction = msgspec.structs.replace(local.introduction, slot_bytes=0)
+    pair.decode.introduce(slot_bytes=0)
     pair.find()
     pair.run(0.2)
     assert not pair.network.heard(m.FindPrefix)
@@ -161,7 +147,7 @@ def test_a_peer_that_does_not_answer_is_not_waited_for():
     assert not pair.found
     pair.run(0.1)
     assert "did not answer a lookup within 0.5 s" in pair.found[0].error.text
-    pair.tell(m.PrefixFound(1, TOKENS, 1))
+    pair.say(m.PrefixFound(1, TOKENS, 1))
     pair.run(0.1)
     assert len(pair.found) == 1, "what comes too late is no second report"
     assert pair.decode.count("failures") == 0
@@ -187,7 +173,7 @@ def test_a_peer_that_is_gone_or_out_of_reach_is_reported_at_once():
 
 def test_only_rank_0_asks():
     pair = keeping()
-    pair.decode.local.introduction = msgspec.structs.replace(pair.decode.local.introduction, rank=1)
+    pair.decode.introduce(rank=1)
     pair.find()
     pair.run(0.2)
     assert not pair.network.said
@@ -218,7 +204,7 @@ def test_a_load_by_name_of_a_peer_that_keeps_nothing_is_refused_at_once_and_coun
 
 def test_what_came_of_pulls_is_counted_by_rank_0():
     pair = keeping()
-    pair.decode.transfers.order(Orders(pulls=(("loaded", 48), ("missed", 0), ("loaded", 16))))
+    pair.decode.order(Orders(pulls=(("loaded", 48), ("missed", 0), ("loaded", 16))))
     pair.run(0.1)
     assert pair.decode.count("pulls", outcome="loaded") == 2
     assert pair.decode.count("pulls", outcome="missed") == 1
@@ -234,7 +220,7 @@ def test_what_a_peer_has_on_disk_is_reported_with_the_time_of_disk_and_link():
     pair.answer = None
     pair.find("b")
     pair.run(0.1)
-    pair.tell(m.PrefixFound(2, 0, 0, TOKENS, 4000, 1.5))
+    pair.say(m.PrefixFound(2, 0, 0, TOKENS, 4000, 1.5))
     pair.run(0.1)
     found = pair.found[-1]
     seconds = 1.5 + 2 * 4000 / pair.rate
@@ -254,7 +240,7 @@ def test_an_answer_that_cannot_be_right_is_counted_and_not_used(answer):
     pair.answer = None
     pair.find()
     pair.run(0.2)
-    pair.tell(m.PrefixFound(1, *answer))
+    pair.say(m.PrefixFound(1, *answer))
     pair.run(0.1)
     assert (pair.found[0].num_tokens, pair.found[0].disk_tokens) == (0, 0)
     assert pair.decode.count("failures", reason="peer_message") == 1

@@ -7,9 +7,7 @@ from kvconnect.outcome import Cause
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Alive, Hello, StillAlive
-from tests.transfer.pair import D_IDS, P_IDS, FakeWorker, Pair, quarantined
-
-OTHER = (11, 12, 13), (31, 32, 33)
+from tests.transfer.pair import D_IDS, OTHER, P_IDS, FakeWorker, Pair, quarantined
 
 
 def met(**config):

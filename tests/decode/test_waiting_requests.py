@@ -74,7 +74,7 @@ class Queue:
             self.half.update_results(results)
         self._seen = len(worker.results)
         if orders := self.half.build_orders():
-            worker.transfers.order(orders, lambda: True)
+            worker.order(orders)
 
     @property
     def renewals(self) -> list[Renew]:
@@ -214,9 +214,9 @@ def asked_for(queue: Queue, expected: bool = True) -> Pair:
     """D has asked P about a transfer that is announced, and P is computing it, or has not heard of it."""
     pair = queue.pair
     if expected:
-        pair.prefill.transfers.order(Orders(expected=("transfer:t",)), lambda: True)
+        pair.prefill.order(Orders(expected=("transfer:t",)))
     order = Await("transfer:t", "", "127.0.0.1", pair.prefill.channel.port, reports=True)
-    pair.decode.transfers.order(Orders(awaited=(order,)), lambda: True)
+    pair.decode.order(Orders(awaited=(order,)))
     pair.run(0.2)
     return pair
 
@@ -243,9 +243,7 @@ def test_p_says_at_once_that_it_holds_what_it_was_asked_for_before(expected):
 
 def test_p_says_at_once_that_nothing_comes_of_a_prefill():
     pair = asked_for(Queue())
-    pair.prefill.transfers.order(
-        Orders(withdrawn=(Withdraw("transfer:t", Cause.PREFILL_ENDED("it was aborted")),)), lambda: True
-    )
+    pair.prefill.order(Orders(withdrawn=(Withdraw("transfer:t", Cause.PREFILL_ENDED("it was aborted")),)))
     pair.run(0.1)
     assert settled(pair) == ["transfer:t"]
     pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")

@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
 WRITES = """
 from kvconnect.halves.multiprocess_metrics import MultiprocessMetrics
 from kvconnect.metrics import Metrics
@@ -20,25 +23,14 @@ for _ in range(2):
     shown.update()
 shown.update()
 """
-READS = """
-from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-
-registry = CollectorRegistry()
-multiprocess.MultiProcessCollector(registry)
-print(generate_latest(registry).decode())
-"""
 
 
 def test_changes_are_added_where_another_process_reads_them(tmp_path):
-    def run(program):
-        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, check=True
-        )
-        return done.stdout.decode().splitlines()
-
-    run(WRITES)
-    lines = run(READS)
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", WRITES], env=environment, check=True)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+    lines = generate_latest(registry).decode().splitlines()
     assert 'kvconnect_failures_total{reason="digest"} 2.0' in lines
     assert "kvconnect_streamed_requests_total 2.0" not in lines
     assert "kvconnect_streamed_requests_total 4.0" in lines

@@ -269,6 +269,7 @@ def test_numbers_that_a_prefill_node_must_not_hear_are_not_read(message):
         m.Written(1, True, True, -1, 1, 0.1, None),
         m.Written(1, True, True, 1, -1, 0.1, None),
         m.Written(1, True, True, 2**62, 1, 0.1, None),
+        m.Written(1, True, True, 1, 1, 0.1, None, attachment=bytes(m.MAX_ATTACHMENT_BYTES + 1)),
         m.Landed(1, -1, 1, 1, None),
         m.Landed(1, 2**31, 1, 1, None),
         m.Landed(1, 0, 0, 1, None),
@@ -279,6 +280,16 @@ def test_numbers_that_a_prefill_node_must_not_hear_are_not_read(message):
 def test_numbers_that_a_decode_node_must_not_hear_are_not_read(message):
     with pytest.raises(PeerError):
         m.decode(m.Side.DECODE, m.encode(message), LIMIT)
+
+
+def test_messages_of_before_attachments_are_read_and_so_is_the_longest_attachment():
+    longest = m.Written(1, True, True, 5, 1, 0.5, None, attachment=bytes(m.MAX_ATTACHMENT_BYTES))
+    assert m.decode(m.Side.DECODE, m.encode(longest), LIMIT) == longest
+    # Of an array with one element less.
+    before = bytes.fromhex("9ba77772697474656e01c3c30501cb3fe0000000000000c0c200c0")
+    assert m.decode(m.Side.DECODE, before, LIMIT).attachment == b""
+    fetch = bytes.fromhex("99a5666574636801a1680a01cb403e0000000000009090cb7ff0000000000000")
+    assert m.decode(m.Side.PREFILL, fetch, LIMIT) == m.Fetch(1, "h", 10, 1, 30.0)
 
 
 def test_a_handle_that_no_node_makes_is_not_read():

@@ -94,39 +94,31 @@ class KeepingRanks(Ranks):
 
     def keep(self, request: str, num_tokens: int) -> Truth:
         """All ranks keep a prompt, and no block of the device has it any more."""
-        truth = Truth(self.model, num_tokens, next(self._seeds))
-        blocks = self.blocks("P", num_tokens)
-        names = names_of(request, num_tokens + 1024, self.naming.tokens)
+        truth, blocks = self.computed(num_tokens)
         for worker, keeper in zip(self.prefill, self.keepers, strict=True):
-            worker.cache.write(truth, blocks)
-            for group in keeper.needs.groups:
-                (held,) = (found for found in blocks.values() if found.group == group.group)
-                step = group.block_tokens // self.naming.tokens
-                count = div_ceil(num_tokens, group.block_tokens)
-                named = group.names(names[step - 1 :: step], 0, count)
-                if group.is_state:
-                    keeper.store(group.group, [(named[-1], held.block_ids[0])])
-                    continue
-                pairs = zip(named, held.block_ids, strict=True)
-                keeper.store(group.group, [(name, block) for name, block in pairs if block])
+            for group, pairs in self._named(keeper.needs, request, num_tokens, blocks):
+                keeper.store(group, pairs)
             for cache in worker.cache.tensors.values():
-                cache.tensor.view(-1).fill_(0) if cache.tensor.is_contiguous() else cache.tensor.fill_(0)
+                cache.tensor.fill_(0)
         return truth
 
     def share(self, request: str, num_tokens: int, is_computed=always) -> tuple[Truth, Blocks]:
         """All ranks have a prompt in named blocks of the device: its content, and the blocks."""
-        truth = Truth(self.model, num_tokens, next(self._seeds))
-        blocks = self.blocks("P", num_tokens)
-        names = names_of(request, num_tokens + 1024, self.naming.tokens)
-        for worker, sharer in zip(self.prefill, self.sharers, strict=True):
-            worker.cache.write(truth, blocks)
-            for group in sharer.keeper.needs.groups:
-                (held,) = (found for found in blocks.values() if found.group == group.group)
-                step = group.block_tokens // self.naming.tokens
-                named = group.names(names[step - 1 :: step], 0, num_tokens // group.block_tokens)
-                pairs = zip(named, held.block_ids, strict=False)
-                sharer.name(group.group, [pair for pair in pairs if pair[1]], is_computed)
+        truth, blocks = self.computed(num_tokens)
+        for sharer in self.sharers:
+            for group, pairs in self._named(sharer.keeper.needs, request, num_tokens, blocks):
+                sharer.name(group, pairs, is_computed)
         return truth, blocks
+
+    def _named(self, needs: HitRequirements, request: str, num_tokens: int, blocks: Blocks):
+        """By group, what a prompt has, as pairs of name and block: of a state its last one."""
+        names = names_of(request, num_tokens + 1024, self.naming.tokens)
+        for group in needs.groups:
+            (held,) = (found for found in blocks.values() if found.group == group.group)
+            step = group.block_tokens // self.naming.tokens
+            named = group.names(names[step - 1 :: step], 0, div_ceil(num_tokens, group.block_tokens))
+            named = named[-1:] if group.is_state else named
+            yield group.group, [pair for pair in zip(named, held.block_ids, strict=True) if pair[1]]
 
     def prefix(self, request: str, num_tokens: int, start_tokens: int = 0) -> Prefix:
         return Prefix(self.naming, start_tokens, names_of(request, num_tokens, self.naming.tokens))
@@ -138,8 +130,8 @@ class KeepingRanks(Ranks):
         prefix = prefix or self.prefix(name or request, num_tokens, known_tokens)
         return self.fetched(request, num_tokens, known_tokens, handle=f"pin:own-{request}", prefix=prefix)
 
-    def run_until_ended(self, count: int = 1, rounds: int = 400) -> None:
-        self.run_until_received(count, rounds)
+    def run_until_ended(self, count: int = 1) -> None:
+        self.run_until_received(count)
         self.settle()
 
     @property

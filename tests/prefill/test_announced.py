@@ -18,18 +18,16 @@ HANDLE = "handle-a"
 
 
 def expect(pair, handle=HANDLE):
-    pair.prefill.transfers.order(Orders(expected=(handle,)), lambda: True)
+    pair.prefill.order(Orders(expected=(handle,)))
 
 
 def withdraw(pair, handle=HANDLE, reason="the prefill was aborted"):
-    pair.prefill.transfers.order(
-        Orders(withdrawn=(Withdraw(handle, Cause.PREFILL_ENDED(reason)),)), lambda: True
-    )
+    pair.prefill.order(Orders(withdrawn=(Withdraw(handle, Cause.PREFILL_ENDED(reason)),)))
 
 
 def let_go(pair, handle=HANDLE, engine_id="P"):
     order = LetGo("a", handle, engine_id, "h", pair.prefill.channel.port)
-    pair.decode.transfers.order(Orders(let_go=(order,)), lambda: True)
+    pair.decode.order(Orders(let_go=(order,)))
 
 
 def of_start(epoch, name):
@@ -159,8 +157,8 @@ def test_one_step_may_withdraw_expect_and_hold_a_handle(pair):
     expect(pair)
     pair.load("a", D_IDS)
     pair.run(1)
-    orders = Orders(withdrawn=(Withdraw(HANDLE, Cause.PREFILL_ENDED("aborted")),), expected=(HANDLE,))
-    pair.prefill.transfers.order(orders, lambda: True)
+    withdrawn = (Withdraw(HANDLE, Cause.PREFILL_ENDED("aborted")),)
+    pair.prefill.order(Orders(withdrawn=withdrawn, expected=(HANDLE,)))
     pair.run(8)
     assert not pair.decode.received, "it is expected anew"
     pair.hold("a", P_IDS)
@@ -243,7 +241,7 @@ def test_what_waits_is_bounded():
 
 def test_what_the_scheduler_half_met_is_counted_once():
     pair = Pair()
-    pair.prefill.transfers.order(Orders(failures=("transfer_id", "transfer_id")), lambda: True)
+    pair.prefill.order(Orders(failures=("transfer_id", "transfer_id")))
     pair.run()
     assert pair.prefill.count("failures", reason="transfer_id") == 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,29 +25,26 @@ FULL = Model({"full": 2})
 HYBRID = Model({"full": 1, "window": 1, "latent": 1, "state": 1})
 
 
-def pulled(ranks, request="a", num_tokens=64, known_tokens=0):
-    truth = ranks.keep(request, num_tokens)
-    blocks = ranks.pull(request, num_tokens, known_tokens)
-    before = [worker.cache.outside(blocks) for worker in ranks.decode]
+def keeping(**settings):
+    """Ranks of which P keeps a prompt of 64 tokens."""
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), **settings)
+    ranks.keep("a", 64)
+    return ranks
+
+
+def pulled(ranks, num_tokens, known_tokens=0):
+    truth = ranks.keep("a", num_tokens)
+    blocks = ranks.pull("a", num_tokens, known_tokens)
+    others = ranks.others(blocks)
     ranks.run_until_ended()
-    assert not ranks.failed
-    for worker, untouched in zip(ranks.decode, before, strict=True):
-        assert not worker.cache.differences(truth, blocks)
-        now = worker.cache.outside(blocks)
-        assert all(np.array_equal(now[name], untouched[name]) for name in untouched)
+    ranks.check_landed(truth, blocks, others)
     assert not any(written.on_device for written in ranks.network.heard(m.Written))
     ranks.assert_idle()
 
 
-@pytest.mark.parametrize("known_tokens", [0, 16, 48])
-def test_a_prompt_arrives_as_it_was_kept(known_tokens):
-    pulled(KeepingRanks(FULL, same_blocks(8), same_blocks(8)), "a", 64, known_tokens)
-
-
 def test_a_fetch_goes_on_as_soon_as_its_link_is_calibrated():
     """The end of a calibration wakes no thread, and of a fetch by name nothing else does for seconds."""
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), scratch_bytes=4096)
-    ranks.keep("a", 64)
+    ranks = keeping(scratch_bytes=4096)
     ranks.pull("a", 64)
     fetches = ranks.prefill[0].transfers.prefill.fetches
     waited = 0
@@ -80,8 +76,8 @@ SHAPES = {
 def test_a_prompt_arrives_whatever_shapes_both_have(shape, ranks):
     """Attention, a window, latent rows and a state; tensor-parallel sizes that differ."""
     prefill, decode = SHAPES[shape]
-    pulled(KeepingRanks(HYBRID, prefill, decode, *ranks), "a", 64)
-    pulled(KeepingRanks(HYBRID, prefill, decode, *ranks), "a", 128, 64)
+    pulled(KeepingRanks(HYBRID, prefill, decode, *ranks), 64)
+    pulled(KeepingRanks(HYBRID, prefill, decode, *ranks), 128, 64)
 
 
 @pytest.mark.parametrize("window", [8, 9, 16, 17, 25])
@@ -122,7 +118,7 @@ def ask(ranks, prefix, most=1 << 20, wait_s=0.0):
         return [one for results in worker.results for one in results.found]
 
     before = len(found())
-    worker.transfers.order(Orders(finds=(order,)))
+    worker.order(Orders(finds=(order,)))
     ranks.settle()
     ranks.clock.now += wait_s
     ranks.settle()
@@ -163,8 +159,7 @@ def test_a_peer_is_answered_for_a_long_prompt_and_then_so_many_names_a_second(as
 
 @pytest.mark.parametrize("cut", ["failed", "timed out"])
 def test_a_link_whose_calibration_was_cut_short_is_calibrated_again_at_the_breakers_pace(cut):
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), scratch_bytes=4096)
-    ranks.keep("a", 64)
+    ranks = keeping(scratch_bytes=4096)
     worker, prefix = ranks.prefill[0], ranks.prefix("a", 64)
     worker.engine.hold()
     if cut == "failed":
@@ -180,7 +175,7 @@ def test_a_link_whose_calibration_was_cut_short_is_calibrated_again_at_the_break
     worker.engine.release()
     ranks.clock.now += 20
     order = Find("f", "P", "h", worker.channel.port, prefix, 64)
-    ranks.decode[0].transfers.order(Orders(finds=(order,)))
+    ranks.decode[0].order(Orders(finds=(order,)))
     for _ in range(100):
         # A batch takes one of these.
         ranks.clock.now += 0.2
@@ -189,33 +184,20 @@ def test_a_link_whose_calibration_was_cut_short_is_calibrated_again_at_the_break
     ranks.assert_idle()
 
 
-def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
-    prefix = ranks.prefix("a", 64)
-    assert ask(ranks, prefix).num_tokens == 64
+def test_a_peer_that_asks_for_too_much_is_told_so_and_names_that_it_does_not_want_do_not_count():
+    ranks = keeping()
+    assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
     ((_, inbound),) = ranks.prefill[0].transfers.inbound_peers
-    inbound.names._left = -1e9
-    refused = ask(ranks, prefix)
+    inbound.names._left = 2.0
+    assert ask(ranks, ranks.prefix("a", 64, 48)).num_tokens == 64
+    refused = ask(ranks, ranks.prefix("a", 64, 48))
     assert "more names than it looks up" in refused.error.text
     assert refused.is_busy
     ranks.assert_idle()
 
 
-def test_names_before_the_first_that_is_wanted_do_not_count():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
-    assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
-    ((_, inbound),) = ranks.prefill[0].transfers.inbound_peers
-    inbound.names._left = 2.0
-    assert ask(ranks, ranks.prefix("a", 64, 48)).num_tokens == 64
-    assert ask(ranks, ranks.prefix("a", 64, 48)).is_busy
-    ranks.assert_idle()
-
-
 def test_names_of_others_are_none_of_ours():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
+    ranks = keeping()
     for naming in (Naming("other", 8), Naming("test", 16)):
         prefix = msgspec.structs.replace(ranks.prefix("a", 64), naming=naming)
         found = ask(ranks, prefix)
@@ -246,13 +228,12 @@ def test_what_is_overwritten_while_it_is_sent_does_not_count(when, made):
     give_away, landed = made(ranks), []
 
     def overwrite(message):
-        if isinstance(message, m.Landed):
-            landed.append(message)
-            if len(landed) == (1 if when == "packing" else 2):
-                give_away()
+        landed.append(message)
+        if len(landed) == (1 if when == "packing" else 2):
+            give_away()
         return [message]
 
-    ranks.network.taps.append(overwrite)
+    ranks.network.insert(m.Landed, overwrite)
     ranks.pull("a", 64)
     ranks.run_until_ended()
     assert len(landed) > 1
@@ -269,8 +250,7 @@ def test_what_is_overwritten_while_it_is_sent_does_not_count(when, made):
 
 
 def test_a_row_of_another_prompt_is_no_reason_to_fail():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
+    ranks = keeping()
     (keeper,) = ranks.keepers
     ranks.network.taps.append(lambda message: keeper.store(0, [(b"other", 1)], into=[20]) and [message])
     ranks.pull("a", 64)
@@ -279,16 +259,14 @@ def test_a_row_of_another_prompt_is_no_reason_to_fail():
 
 
 def test_a_prefill_node_that_stops_is_asked_in_vain():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
+    ranks = keeping()
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
     ranks.prefill[0].transfers.drain(lambda: None, STOPPING, 30.0)
     assert "stopping" in ask(ranks, ranks.prefix("a", 64)).error.text
 
 
 def test_a_peer_with_other_weights_is_asked_in_vain():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
+    ranks = keeping()
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
     ranks.prefill[0].transfers.replace_weights({"files": "new"})
     assert "weights" in ask(ranks, ranks.prefix("a", 64)).error.text
@@ -302,7 +280,7 @@ def test_without_slots_nothing_is_kept_for_peers():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     local = ranks.prefill[0].local
     local.send, local.kept = SlotPool((), 0, 1), None
-    local.introduction = msgspec.structs.replace(local.introduction, naming=None)
+    ranks.prefill[0].introduce(naming=None)
     local.keep(ranks.keepers[0].rows)
     ranks.keep("a", 64)
     assert local.introduction.naming is None
@@ -311,8 +289,7 @@ def test_without_slots_nothing_is_kept_for_peers():
 
 
 def test_rows_that_travel_otherwise_than_blocks_are_refused_by_name():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
+    ranks = keeping()
     rows = ranks.keepers[0].rows
     other = []
     for region in rows.table.regions:
@@ -354,13 +331,8 @@ def test_a_fetch_that_makes_no_sense_is_refused(how):
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
     truth = ranks.keep("a", 64)
 
-    def change(message):
-        kind, changed = HOSTILE[how]
-        if isinstance(message, kind) and message.handle == "pin:own-bad":
-            return [msgspec.structs.replace(message, **changed(message))]
-        return [message]
-
-    ranks.network.taps.append(change)
+    kind, changed = HOSTILE[how]
+    ranks.network.insert(kind, lambda said: [msgspec.structs.replace(said, **changed(said))], times=1)
     ranks.pull("bad", 64, name="a")
     ranks.run_until_ended()
     (written,) = ranks.network.heard(m.Written)
@@ -376,10 +348,9 @@ def test_a_fetch_that_makes_no_sense_is_refused(how):
 
 
 def test_what_is_pinned_is_a_lease_that_ends_with_its_fetch_or_by_its_time():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
+    ranks = keeping()
     prefill = ranks.prefill[0].transfers.prefill
-    ranks.network.taps.append(lambda message: [] if isinstance(message, m.Fetch) else [message])
+    ranks.network.lose(m.Fetch)
     ranks.pull("lost", 64, name="a")
     ranks.settle()
     (lease,) = prefill.leases.values()
@@ -389,7 +360,7 @@ def test_what_is_pinned_is_a_lease_that_ends_with_its_fetch_or_by_its_time():
     ranks.run_until_received(1)
     assert [held.handle for held in prefill.leases.values()] == ["pin:own-lost"]
     for worker in ranks.decode:
-        worker.transfers.order(Orders(aborted=("lost",)))
+        worker.order(Orders(aborted=("lost",)))
     ranks.run(ranks.config.lease_max_s + 60, step_s=5.0)
     assert not prefill.leases
     assert not ranks.prefill[0].count("failures", reason="lease_expired"), "nothing was kept from anybody"
@@ -397,11 +368,8 @@ def test_what_is_pinned_is_a_lease_that_ends_with_its_fetch_or_by_its_time():
 
 
 def test_no_more_is_pinned_than_may_be_held():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=ExtraConfig(max_leases=1))
-    ranks.keep("a", 64)
-    ranks.network.taps.append(
-        lambda message: [] if isinstance(message, m.Fetch) and message.handle == "pin:own-lost" else [message]
-    )
+    ranks = keeping(config=ExtraConfig(max_leases=1))
+    ranks.network.lose(m.Fetch, times=1)
     ranks.pull("lost", 64, name="a")
     ranks.settle()
     ranks.pull("a", 64)
@@ -410,15 +378,8 @@ def test_no_more_is_pinned_than_may_be_held():
 
 
 def test_a_peer_pins_nothing_under_a_handle_that_is_p_s_to_choose():
-    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8))
-    ranks.keep("a", 64)
-
-    def rename(message):
-        if isinstance(message, m.PinPrefix):
-            return [msgspec.structs.replace(message, handle="transfer:t")]
-        return [message]
-
-    ranks.network.taps.append(rename)
+    ranks = keeping()
+    ranks.network.change(m.PinPrefix, handle="transfer:t")
     ranks.pull("a", 64)
     ranks.settle()
     assert not ranks.prefill[0].transfers.prefill.leases

@@ -48,7 +48,7 @@ def test_a_lease_that_is_over_fails_the_load_that_waits_at_once():
     """Not the load's own deadline: P says so as soon as it ends what was renewed before."""
     pair = queued(load_timeout_s=60.0, transfer_timeout_s=60.0, quarantine_s=60.0)
     pair.run(1)
-    pair.network.taps.append(lambda message: () if isinstance(message, Renew) else (message,))
+    pair.network.lose(Renew)
     pair.run(3.5)
     assert "its lease_s of 3 s is over" in pair.decode.failed["b"]
     assert "no longer renews" in pair.decode.failed["a"], (
@@ -85,13 +85,13 @@ def test_what_is_of_another_epoch_is_never_a_token(pair, kind):
     """Whichever of P's messages names another lease than the others do."""
     changed = []
 
-    def tap(message):
-        if isinstance(message, kind) and message.epoch and not changed:
-            changed.append(message)
-            return (msgspec.structs.replace(message, epoch=message.epoch + 1),)
-        return (message,)
+    def name_another(message):
+        if not message.epoch or changed:
+            return [message]
+        changed.append(message)
+        return [msgspec.structs.replace(message, epoch=message.epoch + 1)]
 
-    pair.network.taps.append(tap)
+    pair.network.insert(kind, name_another)
     pair.load("a", D_IDS)
     if kind is Accepted:
         # It is said of a fetch that had to wait.
@@ -134,7 +134,7 @@ def test_what_is_fetched_has_to_be_of_the_lease_that_was_renewed():
     """Also where no renewal after that tells of another lease: the answer to the fetch does."""
     pair = queued(lease_s=10.0)
     pair.run(1.2)
-    pair.network.taps.append(lambda message: () if isinstance(message, Renew) else (message,))
+    pair.network.lose(Renew)
     pair.prefill.transfers.prefill.book.leases["handle-b"].epoch += 1000
     pair.prefill.engine.release()
     pair.run(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from kvconnect.config import ExtraConfig
 from kvconnect.decode.rank_fetches import MOST_REPEATS
 from kvconnect.peer.messages import Accepted, Fetch, Landed, Written
-from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.transfer.orders import LetGo, Orders
@@ -31,12 +29,24 @@ def pair(request):
     return Pair(shared=request.param)
 
 
-def begun(pair, tokens=TOKENS, **changes):
-    """A prefill that has not begun, and D asks for it."""
-    prefill = Prefill(pair, SOURCE, tokens)
-    pair.load("a", TARGET, num_tokens=tokens, **changes)
+def begun(pair, computed=0):
+    """A prefill that D asks for, and of which so much is computed then."""
+    prefill = Prefill(pair, SOURCE, TOKENS)
+    pair.load("a", TARGET, num_tokens=TOKENS)
     pair.settle()
+    if computed:
+        prefill.to(computed)
+        pair.settle()
     return prefill
+
+
+def arrives(pair, prefill, **changes):
+    """The prefill ends, and all of it lands."""
+    prefill.hold(**changes)
+    pair.settle()
+    assert prefill.landed(TARGET)
+    idle(pair)
+    assert (pair.decode.received, pair.decode.failed, pair.prefill.sent) == (["a"], {}, ["a"])
 
 
 def chunks_landed(pair):
@@ -60,14 +70,10 @@ def test_chunks_land_as_they_are_computed(pair):
         pair.settle()
         assert chunks_landed(pair) == [index for index, end in enumerate(ends) if end <= tokens]
         assert not pair.decode.received
-    prefill.hold()
-    pair.settle()
+    arrives(pair, prefill)
     assert chunks_landed(pair) == [0, 1, 2, 3, 4]
-    assert prefill.landed(TARGET)
-    assert (pair.decode.received, pair.decode.failed, pair.prefill.sent) == (["a"], {}, ["a"])
     assert pair.prefill.count("streamed_requests") == 1
     assert 0 < pair.prefill.count("streamed_bytes") < pair.prefill.count("transfer_bytes", direction="sent")
-    idle(pair)
 
 
 def test_nothing_is_done_for_a_prefill_that_nobody_asks_for(pair):
@@ -80,17 +86,13 @@ def test_nothing_is_done_for_a_prefill_that_nobody_asks_for(pair):
 
 
 def test_all_that_is_written_counts_only_once_the_request_is_held(pair):
-    prefill = begun(pair)
-    prefill.to(TOKENS)
+    prefill = begun(pair, TOKENS)
     pair.run(20)
     assert chunks_landed(pair) == [0, 1, 2, 3, 4]
     assert not pair.network.heard(Written)
     assert pair.prefill.transfers.step(pair.clock.now) > 1, "there is nothing to poll for"
-    prefill.hold(ready=lambda: False)
-    pair.settle()
-    assert pair.decode.received == ["a"], "the device was known to be done before"
-    assert prefill.landed(TARGET)
-    idle(pair)
+    # The device was known to be done before.
+    arrives(pair, prefill, ready=lambda: False)
 
 
 def test_what_the_device_has_not_computed_is_not_packed(pair):
@@ -127,18 +129,13 @@ def test_the_time_that_an_engine_gets_is_not_used_up_by_waiting_for_the_prefill(
         pair.run(8, step_s=0.5)
         prefill.to(tokens)
     pair.settle()
-    prefill.hold()
-    pair.settle()
-    assert prefill.landed(TARGET)
+    arrives(pair, prefill)
     assert pair.prefill.count("transfer_seconds", direction="sent") < 1, "waiting is no sending"
-    idle(pair)
 
 
 @pytest.mark.parametrize("tokens", [16, TOKENS])
 def test_a_withdrawn_prefill_ends_what_is_sent_of_it_with_the_reason(pair, tokens):
-    prefill = begun(pair)
-    prefill.to(tokens)
-    pair.settle()
+    prefill = begun(pair, tokens)
     prefill.withdraw("the prefill was aborted, or failed")
     pair.settle()
     assert pair.decode.failed == {"a": "the prefill was aborted, or failed"}
@@ -147,9 +144,7 @@ def test_a_withdrawn_prefill_ends_what_is_sent_of_it_with_the_reason(pair, token
 
 @pytest.mark.parametrize("again_from", [8, 24, TOKENS])
 def test_a_preempted_prefill_is_sent_again_from_its_new_blocks(pair, again_from):
-    prefill = begun(pair)
-    prefill.to(28)
-    pair.settle()
+    prefill = begun(pair, 28)
     assert len(chunks_landed(pair)) == 3
     prefill.lose(OTHER)
     pair.settle()
@@ -159,21 +154,15 @@ def test_a_preempted_prefill_is_sent_again_from_its_new_blocks(pair, again_from)
     prefill.to(again_from)
     pair.settle()
     assert len(pair.network.heard(Fetch)) == 2
-    prefill.hold()
-    pair.settle()
-    assert prefill.landed(TARGET)
-    assert (pair.decode.failed, pair.prefill.sent) == ({}, ["a"])
+    arrives(pair, prefill)
     assert len({accepted.epoch for accepted in pair.network.heard(Accepted)}) == 2
     assert pair.prefill.count("failures", reason="preempted") == 1
     assert pair.prefill.count("transfers", direction="sent", outcome="again") == 1
-    idle(pair)
 
 
 def test_a_pack_that_was_launched_before_the_preemption_does_not_count(pair):
     with SlowKernels("source") as kernels:
-        prefill = begun(pair)
-        prefill.to(28)
-        pair.settle()
+        prefill = begun(pair, 28)
         assert kernels.pending
         prefill.lose(OTHER)
         pair.settle()
@@ -183,18 +172,12 @@ def test_a_pack_that_was_launched_before_the_preemption_does_not_count(pair):
         kernels.slow = False
         prefill.to(20)
         pair.settle()
-        prefill.hold()
-        pair.settle()
-    assert prefill.landed(TARGET)
-    assert not pair.decode.failed
-    idle(pair)
+        arrives(pair, prefill)
 
 
 def test_an_unpack_of_what_was_lost_ends_before_the_new_one(pair):
     with SlowKernels("target") as kernels:
-        prefill = begun(pair)
-        prefill.to(28)
-        pair.settle()
+        prefill = begun(pair, 28)
         lost = len(kernels.pending)
         assert lost
         prefill.lose(OTHER)
@@ -212,20 +195,14 @@ def test_an_unpack_of_what_was_lost_ends_before_the_new_one(pair):
 
 def test_what_was_lost_in_the_step_that_ends_the_prefill_does_not_count(pair):
     """One step may say that a request was preempted, went on, and is held."""
-    prefill = begun(pair)
-    prefill.to(TOKENS)
-    pair.settle()
+    prefill = begun(pair, TOKENS)
     assert len(chunks_landed(pair)) == 5
     prefill.noise()
     prefill.source, prefill.computed, prefill.told = OTHER, 0, 0
     prefill.compute(TOKENS)
-    hold = (GroupBlocks(0, 0, OTHER),)
     prefill.order(preempted=(prefill.handle,), progress=(prefill.news(TOKENS),))
-    prefill.hold(groups=hold)
-    pair.settle()
-    assert prefill.landed(TARGET)
+    arrives(pair, prefill)
     assert len(pair.network.heard(Fetch)) == 2
-    idle(pair)
 
 
 def test_a_fetch_is_not_repeated_without_end(pair):
@@ -246,9 +223,7 @@ def test_a_fetch_is_not_repeated_without_end(pair):
 
 def test_an_abort_is_not_asked_anew(pair):
     """P's word that it begins again and D's cancel cross on their way."""
-    prefill = begun(pair)
-    prefill.to(20)
-    pair.settle()
+    prefill = begun(pair, 20)
     prefill.lose(OTHER)
     pair.prefill.step(pair.clock.now)
     pair.abort("a")
@@ -261,9 +236,7 @@ def test_an_abort_is_not_asked_anew(pair):
 
 
 def test_what_was_sent_does_not_count_if_fewer_tokens_are_held(pair):
-    prefill = begun(pair)
-    prefill.to(20)
-    pair.settle()
+    prefill = begun(pair, 20)
     prefill.hold(num_tokens=TOKENS - 1)
     pair.settle()
     assert pair.network.heard(Written)[0].again
@@ -275,57 +248,36 @@ def test_what_was_sent_does_not_count_if_fewer_tokens_are_held(pair):
 
 def test_what_was_sent_does_not_count_if_other_blocks_are_held(pair):
     """Whoever says so has not said that the request was preempted."""
-    prefill = begun(pair)
-    prefill.to(20)
-    pair.settle()
+    prefill = begun(pair, 20)
     prefill.noise()
     prefill.source, prefill.computed = (*SOURCE[:3], *OTHER[3:]), 0
-    prefill.hold()
-    pair.settle()
+    arrives(pair, prefill)
     assert pair.network.heard(Written)[0].again
-    assert prefill.landed(TARGET)
-    assert not pair.decode.failed
-    idle(pair)
 
 
 def test_progress_that_does_not_follow_is_not_sent_and_the_request_still_is(pair):
-    prefill = begun(pair)
-    prefill.to(20)
-    pair.settle()
+    prefill = begun(pair, 20)
     prefill.told += 1
     prefill.to(32)
     pair.settle()
     prefill.to(36)
     pair.settle()
-    landed = len(chunks_landed(pair))
-    prefill.hold()
-    pair.settle()
-    assert landed == 2
-    assert prefill.landed(TARGET)
+    assert len(chunks_landed(pair)) == 2
+    arrives(pair, prefill)
     assert pair.prefill.count("failures", reason="preempted") == 1
-    idle(pair)
 
 
 def test_another_engine_gets_nothing_of_what_is_being_sent(pair):
-    prefill = begun(pair)
-    prefill.to(20)
-    pair.settle()
+    prefill = begun(pair, 20)
     other = pair.add("X")
     order = LetGo("a", prefill.handle, "P", "h", pair.prefill.channel.port)
     other.order(Orders(let_go=(order,)))
     pair.settle()
-    prefill.hold()
-    pair.settle()
-    assert pair.decode.received == ["a"]
-    assert prefill.landed(TARGET)
-    assert pair.prefill.sent == ["a"]
-    idle(pair)
+    arrives(pair, prefill)
 
 
 def test_one_rank_is_sent_a_prefill_once(pair):
-    prefill = begun(pair)
-    prefill.to(20)
-    pair.settle()
+    prefill = begun(pair, 20)
     pair.load("b", OTHER, handle=prefill.handle)
     pair.settle()
     assert pair.decode.failed == {"b": "this decode rank is being sent this request"}
@@ -348,18 +300,13 @@ def test_hostile_chunks_of_a_prefill_fail_alone(pair):
             (Chunk(0, 3, (TokenSpan(0, 0, 4),)), Chunk(0, 3, (TokenSpan(0, 0, TOKENS + 1),))),
         )
     ):
-        pair.network.taps = [
-            lambda message, chunks=chunks: [
-                msgspec.structs.replace(message, chunks=chunks) if isinstance(message, Fetch) else message
-            ]
-        ]
+        pair.network.change(Fetch, times=1, chunks=chunks)
         pair.load(f"r{number}", TARGET, handle=prefill.handle)
         pair.run(0.1)
         assert f"r{number}" in pair.decode.failed
         assert not pair.prefill.transfers.prefill.sender.sendings
         # Whoever fails lets go of the handle, and of this one it is not to be taken.
         pair.prefill.transfers.prefill.pending.let_go.clear()
-    pair.network.taps = []
     prefill.withdraw()
     pair.run(6)
     idle(pair)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import div_ceil
-from kvconnect.config import ExtraConfig
 from kvconnect.peer.messages import Landed
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan
@@ -22,15 +21,15 @@ from kvconnect.prefill.outbox import ChunkSupply
 from kvconnect.transfer.orders import Hold, Orders, Progress
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, Truth, same_blocks
-from tests.transfer.test_packed_geometry import models, shapes, topologies
+from tests.transfer.test_packed_geometry import any_ranks
 
 
 class SteppedPrefill:
     """A request that all ranks of P compute step by step."""
 
-    def __init__(self, ranks: Ranks, num_tokens: int, seed: int = 0) -> None:
+    def __init__(self, ranks: Ranks, num_tokens: int) -> None:
         self.ranks, self.num_tokens = ranks, num_tokens
-        self.truth = Truth(ranks.model, num_tokens, seed)
+        self.truth = Truth(ranks.model, num_tokens, seed=0)
         self.shape = ranks.prefill[0].cache.shape
         self.groups = {kind: ranks.prefill[0].cache.group_of(kind) for kind in ranks.model.kinds}
         self.begin_anew()
@@ -91,6 +90,14 @@ class SteppedPrefill:
         self.order(preempted=("handle-a",))
         self.begin_anew()
 
+    def arrives(self, blocks: dict[str, GroupBlocks], others) -> None:
+        """The last token is computed, and the request held: all of it lands."""
+        self.hold()
+        self.ranks.run_until_received(1)
+        self.ranks.check_landed(self.truth, blocks, others)
+        assert all(not worker.transfers.prefill.book.streaming for worker in self.ranks.prefill)
+        self.ranks.assert_idle()
+
     def hold(self) -> None:
         self.compute(self.num_tokens, whole=True)
         groups = []
@@ -101,53 +108,26 @@ class SteppedPrefill:
         self.order(holds=(Hold("a", "handle-a", self.num_tokens, tuple(groups), lease_s, 0),))
 
 
-def check_landed(ranks: Ranks, prefill: SteppedPrefill, blocks: dict[str, GroupBlocks], before) -> None:
-    for worker, kept in zip(ranks.decode, before, strict=True):
-        assert worker.failed == {}
-        assert worker.cache.differences(prefill.truth, blocks) == []
-        for name, now in worker.cache.outside(blocks).items():
-            assert (kept[name] == now).all(), f"{name}: blocks of others were written"
-    assert all(not worker.transfers.prefill.book.streaming for worker in ranks.prefill)
-
-
 @settings(max_examples=80)
 @given(st.data())
 def test_any_shape_is_sent_while_it_is_computed(data):
-    model, prefill_shape = data.draw(models()), data.draw(shapes())
-    decode_shape = data.draw(st.one_of(st.just(prefill_shape), shapes()))
-    num_tokens = data.draw(st.integers(1, 300))
-    known_tokens = data.draw(st.integers(0, num_tokens - 1))
-    ranks = Ranks(
-        model,
-        prefill_shape,
-        decode_shape,
-        data.draw(topologies(model, 3)),
-        data.draw(topologies(model, 3)),
-        ExtraConfig(num_slots=data.draw(st.integers(1, 4))),
-        num_blocks=200,
-        slot_bytes=data.draw(st.sampled_from([1 << 15, 1 << 16])),
-        seed=data.draw(st.integers(0, 1000)),
-    )
+    ranks, num_tokens, known_tokens = any_ranks(data, 3, 200)
     prefill = SteppedPrefill(ranks, num_tokens)
     steps = sorted(data.draw(st.lists(st.integers(1, num_tokens), max_size=6)))
     asks_at = data.draw(st.integers(0, len(steps)))
     loses_at = data.draw(st.one_of(st.none(), st.integers(0, len(steps))))
-    blocks, before = None, []
+    blocks, others = None, []
     for number in range(len(steps) + 1):
         if number == asks_at:
             blocks = ranks.fetched("a", num_tokens, known_tokens)
-            before = [worker.cache.outside(blocks) for worker in ranks.decode]
+            others = ranks.others(blocks)
         ranks.settle(data.draw(st.sampled_from([0, 1, 6])))
         if number == loses_at:
             prefill.lose()
             ranks.settle(data.draw(st.sampled_from([0, 1, 6])))
         if number < len(steps):
             prefill.to(max(prefill.computed, steps[number]))
-    prefill.hold()
-    ranks.run_until_received(1)
-    assert blocks is not None
-    check_landed(ranks, prefill, blocks, before)
-    ranks.assert_idle()
+    prefill.arrives(blocks, others)
 
 
 def test_layers_that_need_chunks_of_their_own_are_sent_in_the_order_in_which_they_are_computed():
@@ -161,17 +141,14 @@ def test_layers_that_need_chunks_of_their_own_are_sent_in_the_order_in_which_the
     )
     prefill = SteppedPrefill(ranks, 256)
     blocks = ranks.fetched("a", 256)
-    before = [worker.cache.outside(blocks) for worker in ranks.decode]
+    others = ranks.others(blocks)
     ranks.settle()
     prefill.to(128)
     ranks.settle(40)
     landed = [message.chunk for message in ranks.network.heard(Landed)]
     assert len(landed) == 8
     assert landed != list(range(8))
-    prefill.hold()
-    ranks.run_until_received(1)
-    check_landed(ranks, prefill, blocks, before)
-    ranks.assert_idle()
+    prefill.arrives(blocks, others)
 
 
 def test_what_a_window_has_left_is_not_read_any_more():

@@ -21,14 +21,8 @@ from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import shard_heads
-from kvconnect.cache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    MLASpec,
-    SlidingWindowSpec,
-    StateSpec,
-)
+from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup
+from tests.caches import spec_of
 
 if TYPE_CHECKING:
     from tests.simulator.scenario import NodePlan
@@ -39,6 +33,7 @@ HEAD_SIZE = 2
 LATENT_SIZE = 4
 STATE_SIZE = 12
 WINDOW_TOKENS = 12
+_SIZES = {"latent": LATENT_SIZE, "state": STATE_SIZE}
 
 HEAD_BYTES = 2 * HEAD_SIZE * DTYPE.itemsize
 """K and V of one token and head."""
@@ -55,8 +50,8 @@ class Layer:
     @property
     def row_bytes(self) -> int:
         """Of the whole model, all heads included."""
-        sizes = {"latent": LATENT_SIZE, "state": STATE_SIZE}
-        return sizes[self.kind] * DTYPE.itemsize if self.kind in sizes else HEADS * HEAD_BYTES
+        size = _SIZES.get(self.kind)
+        return HEADS * HEAD_BYTES if size is None else size * DTYPE.itemsize
 
 
 @dataclass(frozen=True)
@@ -101,19 +96,10 @@ class Shape:
         groups = []
         for kind, _ in model.kinds:
             names = tuple(layer.name for layer in model.layers if layer.kind == kind)
-            groups.append(KVCacheGroup(names, self._spec(kind, heads)))
+            width = _SIZES.get(kind, HEAD_SIZE)
+            spec = spec_of(kind, self.block_tokens, heads, width, DTYPE, WINDOW_TOKENS)
+            groups.append(KVCacheGroup(names, spec))
         return KVCacheConfig(num_blocks, tuple(groups))
-
-    def _spec(self, kind: str, heads: int) -> FullAttentionSpec | MLASpec | StateSpec:
-        tokens = self.block_tokens
-        match kind:
-            case "latent":
-                return MLASpec(tokens, LATENT_SIZE, DTYPE)
-            case "state":
-                return StateSpec(tokens, ((STATE_SIZE,),), (DTYPE,))
-            case "window":
-                return SlidingWindowSpec(tokens, heads, HEAD_SIZE, DTYPE, sliding_window=WINDOW_TOKENS)
-        return FullAttentionSpec(tokens, heads, HEAD_SIZE, DTYPE)
 
     def kernel_sizes(self, model: Model) -> dict[int, int]:
         """Tokens of a kernel block by group; a state is never split."""

@@ -46,7 +46,6 @@ class SlowKernels:
         self.pending: list[SlowTicket] = []
         self.slow = True
         self._sides = sides
-        self._patches: list = []
 
     def _slowed(self, launch):
         def launch_later(packer: Packer, *given):
@@ -67,11 +66,10 @@ class SlowKernels:
         return len(done)
 
     def __enter__(self) -> SlowKernels:
-        for name in ("pack", "unpack"):
-            self._patches.append(mock.patch.object(Packer, name, self._slowed(getattr(Packer, name))))
-            self._patches[-1].start()
+        slowed = {name: self._slowed(getattr(Packer, name)) for name in ("pack", "unpack")}
+        self._patch = mock.patch.multiple(Packer, **slowed)
+        self._patch.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._patches:
-            self._patches.pop().stop()
+        self._patch.stop()

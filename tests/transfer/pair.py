@@ -6,12 +6,14 @@ engine. The two sides have different block counts and ids, so that mixing them u
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from msgspec import structs
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import shard_heads
@@ -85,6 +87,26 @@ class TappedNetwork(MemoryNetwork):
         for message in messages:
             super().deliver(source, target, link, encode(message))
         return target in self._channels
+
+    def insert(self, kind: type, make: Tap, times: float = math.inf) -> None:
+        """Have ``make(message)`` heard instead of each message of a kind, or of the next few."""
+
+        def tap(message: Message) -> Sequence[Message]:
+            nonlocal times
+            if not isinstance(message, kind) or not times:
+                return [message]
+            times -= 1
+            return make(message)
+
+        self.taps.append(tap)
+
+    def change(self, kind: type, times: float = math.inf, **fields) -> None:
+        """Have messages of a kind say something else."""
+        self.insert(kind, lambda message: [structs.replace(message, **fields)], times)
+
+    def lose(self, kind: type, times: float = math.inf) -> None:
+        """Have messages of a kind not heard."""
+        self.insert(kind, lambda message: [], times)
 
     def heard(self, kind: type) -> list:
         """Everything of one kind that was said, whatever became of it on its way."""
@@ -185,21 +207,19 @@ class FakeWorker:
         self.transfers = WorkerTransfers(whole, self.channel, self.local, self.reports, self.metrics, chance)
         self.results: list[Results] = []
         self.ordered: Counter[str] = Counter()
-        self._order = self.transfers.order
-        self.transfers.order = self.order  # type: ignore[method-assign]
 
     def order(self, orders: Orders, ready: Callable[[], bool] = lambda: True) -> None:
         """Give orders, and remember what is to be reported."""
         self.ordered.update(order.request_id for order in (*orders.holds, *orders.loads))
-        self._order(orders, lambda step: ready)
+        self.transfers.order(orders, lambda step: ready)
+
+    def introduce(self, **fields) -> None:
+        """Have it introduce itself with other words."""
+        self.local.introduction = structs.replace(self.local.introduction, **fields)
 
     @property
     def storage(self) -> torch.Tensor:
         return self.cache.storage
-
-    @property
-    def heads(self):
-        return self.cache.heads
 
     def step(self, now: float) -> None:
         self.transfers.step(now)
@@ -291,11 +311,13 @@ def quarantined(pool: SlotPool) -> int:
 
 def _by_state(pool: SlotPool) -> dict[SlotState, set[int]]:
     """The slots that are not free, by state. Those that are free can be taken, each once."""
+    found: dict[SlotState, set[int]] = {state: set() for state in SlotState}
+    for slot in pool.slots:
+        found[slot.state].add(id(slot))
     free = [id(slot) for slot in pool._free]
     assert len(free) == len(set(free))
-    assert set(free) == {id(slot) for slot in pool.slots if slot.state is SlotState.FREE}
-    others = (SlotState.THEIRS, SlotState.OURS, SlotState.QUARANTINED)
-    return {state: {id(slot) for slot in pool.slots if slot.state is state} for state in others}
+    assert set(free) == found.pop(SlotState.FREE)
+    return found
 
 
 @dataclass
@@ -308,7 +330,6 @@ class Pair:
 
     config: ExtraConfig = field(default_factory=ExtraConfig)
     prefill_model: str = "m"
-    decode_model: str = "m"
     prefill_config: ExtraConfig | None = None
     slot_bytes: int = SLOT_BYTES
     prefill_slot_bytes: int = 0
@@ -322,31 +343,29 @@ class Pair:
         self.clock = Clock()
         self.network = TappedNetwork(self.clock)
         self.others: list[FakeWorker] = []
-        self.prefill = FakeWorker(
+        self.prefill = self._worker(
             "P",
             self.prefill_blocks,
-            self.network,
-            self.prefill_config or self.config,
-            self.prefill_model,
+            "kv_producer",
+            config=self.prefill_config or self.config,
+            model=self.prefill_model,
             slot_bytes=self.prefill_slot_bytes or self.slot_bytes,
-            scratch_bytes=self.scratch_bytes,
-            engine=self.engine(),
-            shared=self.shared,
-            role="kv_producer" if self.are_apart else "kv_both",
         )
-        self.decode = FakeWorker(
-            "D",
-            self.decode_blocks,
-            self.network,
-            self.config,
-            self.decode_model,
-            slot_bytes=self.slot_bytes,
-            scratch_bytes=self.scratch_bytes,
-            engine=self.engine(),
-            shared=self.shared,
-            role="kv_consumer" if self.are_apart else "kv_both",
-        )
+        self.decode = self._worker("D", self.decode_blocks, "kv_consumer")
         self.prefill.storage.copy_(torch.randn(self.prefill.storage.shape))
+
+    def _worker(self, engine_id: str, num_blocks: int, role: str, **other) -> FakeWorker:
+        given = {"config": self.config, "slot_bytes": self.slot_bytes, **other}
+        return FakeWorker(
+            engine_id,
+            num_blocks,
+            self.network,
+            scratch_bytes=self.scratch_bytes,
+            engine=self.engine(),
+            shared=self.shared,
+            role=role if self.are_apart else "kv_both",
+            **given,
+        )
 
     def engine(self) -> FaultyEngine:
         """That of one side."""
@@ -354,14 +373,7 @@ class Pair:
 
     def add(self, engine_id: str) -> FakeWorker:
         """One more worker, with a cache of other contents."""
-        worker = FakeWorker(
-            engine_id,
-            self.prefill_blocks,
-            self.network,
-            self.config,
-            slot_bytes=self.slot_bytes,
-            shared=self.shared,
-        )
+        worker = self._worker(engine_id, self.prefill_blocks, "kv_both")
         worker.storage.copy_(torch.randn(worker.storage.shape))
         self.others.append(worker)
         return worker
@@ -370,8 +382,12 @@ class Pair:
     def workers(self) -> list[FakeWorker]:
         return [self.prefill, *self.others, self.decode]
 
-    def run(self, seconds: float = 0.0, step_s: float = 0.05) -> None:
-        """Step all until ``seconds`` have passed, and then until nothing is left to say."""
+    def run(self, seconds: float = 0.0, step_s: float | None = None) -> None:
+        """Step all until ``seconds`` have passed, and then until nothing is left to say.
+
+        A step is of 50 ms, or of a hundredth of a long time.
+        """
+        step_s = step_s or max(0.05, seconds / 100)
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.clock.now = min(end, self.clock.now + step_s)
@@ -401,7 +417,7 @@ class Pair:
             self.config.lease_s,
             0,
         )
-        (worker or self.prefill).transfers.order(Orders(holds=(order,)), ready)
+        (worker or self.prefill).order(Orders(holds=(order,)), ready)
 
     def load(
         self,
@@ -420,7 +436,7 @@ class Pair:
             "num_tokens": len(block_ids) * BLOCK_TOKENS,
             "groups": (GroupBlocks(0, 0, block_ids),),
         }
-        self.decode.transfers.order(Orders(loads=(Load(**{**fields, **changes}),)), ready)
+        self.decode.order(Orders(loads=(Load(**{**fields, **changes}),)), ready)
 
     def start(
         self, request: str = "a", source: tuple[int, ...] = P_IDS, target: tuple[int, ...] = D_IDS
@@ -430,7 +446,13 @@ class Pair:
         self.load(request, target)
 
     def abort(self, request: str) -> None:
-        self.decode.transfers.order(Orders(aborted=(request,)), lambda: True)
+        self.decode.order(Orders(aborted=(request,)))
+
+    def say(self, message: Message, worker: FakeWorker | None = None) -> None:
+        """P, or another worker, says something to D of its own accord."""
+        worker = worker or self.prefill
+        (link,) = worker.transfers.prefill.inbound_peers._peers
+        worker.channel.send(link, encode(message))
 
     def cut(self, worker: FakeWorker | None = None) -> None:
         """Lose whatever P, or another worker, and D say to each other from now on."""
@@ -439,14 +461,9 @@ class Pair:
     def mend(self, worker: FakeWorker | None = None) -> None:
         self.network.mend((worker or self.prefill).channel.port, self.decode.channel.port)
 
-    def landed(
-        self,
-        source_ids: tuple[int, ...] = P_IDS,
-        target_ids: tuple[int, ...] = D_IDS,
-        worker: FakeWorker | None = None,
-    ) -> bool:
-        source = (worker or self.prefill).storage
-        return torch.equal(source[:, list(source_ids)], self.decode.storage[:, list(target_ids)])
+    def landed(self, source_ids: tuple[int, ...] = P_IDS, target_ids: tuple[int, ...] = D_IDS) -> bool:
+        source, target = self.prefill.storage, self.decode.storage
+        return torch.equal(source[:, list(source_ids)], target[:, list(target_ids)])
 
     def assert_idle(self) -> None:
         """Nothing is remembered on any side."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvconnect.addresses import RankAddress
@@ -31,7 +32,6 @@ class Ranks:
         decode_ranks: int | Topology = 1,
         config: ExtraConfig | None = None,
         *,
-        prefill_config: ExtraConfig | None = None,
         num_blocks: int = 40,
         slot_bytes: int = SLOT_BYTES,
         scratch_bytes: int = 0,
@@ -43,9 +43,8 @@ class Ranks:
         self.clock = Clock()
         self.network = TappedNetwork(self.clock)
         self.config = config or ExtraConfig()
-        on_prefill = prefill_config or self.config
-        self.prefill = self._workers("P", prefill, prefill_ranks, num_blocks, slot_bytes, on_prefill)
-        self.decode = self._workers("D", decode, decode_ranks, num_blocks + 7, slot_bytes, self.config)
+        self.prefill = self._workers("P", prefill, prefill_ranks, num_blocks, slot_bytes)
+        self.decode = self._workers("D", decode, decode_ranks, num_blocks + 7, slot_bytes)
         self.directory = tuple(RankAddress(w.rank, "h", w.channel.port) for w in self.prefill)
         self._unused = {
             side: self.random.sample(range(1, count), count - 1)
@@ -60,7 +59,6 @@ class Ranks:
         ranks: int | Topology,
         num_blocks: int,
         slot_bytes: int,
-        config: ExtraConfig,
     ) -> list[FakeWorker]:
         workers = []
         topology = Topology(ranks) if isinstance(ranks, int) else ranks
@@ -77,7 +75,7 @@ class Ranks:
                 engine_id,
                 num_blocks,
                 self.network,
-                config,
+                self.config,
                 rank=rank,
                 world_size=topology.tensor,
                 stages=topology.stages,
@@ -110,12 +108,18 @@ class Ranks:
             made[kind] = GroupBlocks(group, first, ids)
         return made
 
-    def prefilled(self, request: str, num_tokens: int, *, drop: bool = True) -> Truth:
-        """A request that all ranks of P hold."""
+    def computed(self, num_tokens: int, *, drop: bool = True) -> tuple[Truth, Blocks]:
+        """A request that all ranks of P have in blocks."""
         truth = Truth(self.model, num_tokens, next(self._seeds))
         blocks = self.blocks("P", num_tokens, drop=drop)
         for worker in self.prefill:
             worker.cache.write(truth, blocks)
+        return truth, blocks
+
+    def prefilled(self, request: str, num_tokens: int, *, drop: bool = True) -> Truth:
+        """A request that all ranks of P hold."""
+        truth, blocks = self.computed(num_tokens, drop=drop)
+        for worker in self.prefill:
             order = Hold(request, f"handle-{request}", num_tokens, _in_order(blocks), self.config.lease_s, 0)
             worker.order(Orders(holds=(order,), directory=self.directory))
         return truth
@@ -138,6 +142,23 @@ class Ranks:
             worker.order(Orders(loads=(replace(load, **changes),)))
         return blocks
 
+    def hand_over(
+        self, num_tokens: int, known_tokens: int = 0, drop: tuple[bool, bool] = (True, True)
+    ) -> None:
+        """A request, from P to D. ``drop``: whether P, and D, have no blocks before a window."""
+        truth = self.prefilled("a", num_tokens, drop=drop[0])
+        blocks = self.fetched("a", num_tokens, known_tokens, drop=drop[1])
+        others = self.others(blocks)
+        self.run_until_received(1)
+        self.check_landed(truth, blocks, others)
+
+    def refused(self) -> str:
+        """Why the first rank of D does not get a request."""
+        self.prefilled("a", 20)
+        self.fetched("a", 20)
+        self.run(1)
+        return self.decode[0].failed["a"]
+
     @property
     def workers(self) -> list[FakeWorker]:
         return [*self.prefill, *self.decode]
@@ -155,9 +176,21 @@ class Ranks:
             self.clock.now = min(end, self.clock.now + step_s)
             self.settle()
 
-    def run_until_received(self, count: int, rounds: int = 400) -> None:
+    def others(self, blocks: Blocks) -> list[dict[str, np.ndarray]]:
+        """What every rank of D has in all other blocks."""
+        return [worker.cache.outside(blocks) for worker in self.decode]
+
+    def check_landed(self, truth: Truth, blocks: Blocks, others: list[dict[str, np.ndarray]]) -> None:
+        """All of a request is in its blocks, and blocks of others are as they were."""
+        for worker, kept in zip(self.decode, others, strict=True):
+            assert worker.failed == {}
+            assert worker.cache.differences(truth, blocks) == []
+            for name, now in worker.cache.outside(blocks).items():
+                assert (kept[name] == now).all(), f"{name}: blocks of others were written"
+
+    def run_until_received(self, count: int) -> None:
         """Step until every rank of D has reported so many requests. No time passes."""
-        for _ in range(rounds):
+        for _ in range(400):
             if all(len(worker.received) >= count for worker in self.decode):
                 return
             self.settle(1)

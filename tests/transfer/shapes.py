@@ -1,14 +1,13 @@
 """Models of several kinds of layers, kept in any shape, and what a request's KV is in the plainest words.
 
 A ``Truth`` is what a request has, by layer, token and head. ``ShapedCache`` puts it into blocks and reads
-it back one row at a time, by indexing tensors: it shares no code with plans, wires and packers.
+it back by indexing arrays: it shares no code with plans, wires and packers.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +15,9 @@ import torch
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import (
-    EncoderOnlySpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    MLASpec,
-    SlidingWindowSpec,
-    StateSpec,
-)
+from kvconnect.cache.specs import EncoderOnlySpec, KVCacheConfig, KVCacheGroup
 from kvconnect.plan.blocks import GroupBlocks
-from tests.caches import attention_layer, fill_random
+from tests.caches import attention_layer, fill_random, spec_of
 
 DTYPE = torch.float16
 LAYOUTS = {
@@ -95,7 +86,7 @@ class Truth:
     """The KV of one request: bytes by layer, as (token, head, plane, byte); a state as (byte)."""
 
     def __init__(self, model: Model, num_tokens: int, seed: int) -> None:
-        self.model, self.num_tokens = model, num_tokens
+        self.num_tokens = num_tokens
         random = np.random.default_rng(seed)
         row = model.width * DTYPE.itemsize
         sizes = {
@@ -143,8 +134,9 @@ class ShapedCache:
                 cache = attention_layer(layout, count, len(heads), kernel, content, DTYPE)
                 fill_random(cache, seed)
                 self.tensors[name] = cache
-            names = tuple(self.names(kind))
-            spec = self._spec(kind) if names else EncoderOnlySpec(block)
+            names, spec = tuple(self.names(kind)), EncoderOnlySpec(block)
+            if names:
+                spec = spec_of(kind, block, len(heads), model.width, DTYPE, model.window)
             groups.append(KVCacheGroup(names or (kind,), spec))
         sizes = {
             index: shape.block[kind] if kind == "state" else shape.kernel[kind]
@@ -159,19 +151,6 @@ class ShapedCache:
         """The layers of a kind that this rank has."""
         return [name for name in self._names if kind_of(name) == kind]
 
-    def _spec(self, kind: str):
-        block, width = self.shape.block[kind], self.model.width
-        match kind:
-            case "full":
-                return FullAttentionSpec(block, len(self.heads), width, DTYPE)
-            case "window":
-                return SlidingWindowSpec(
-                    block, len(self.heads), width, DTYPE, sliding_window=self.model.window
-                )
-            case "latent":
-                return MLASpec(block, width, DTYPE)
-        return StateSpec(block, ((width,),), (DTYPE,))
-
     def group_of(self, kind: str) -> int:
         return self.shape.groups(self.model).index(kind)
 
@@ -179,66 +158,65 @@ class ShapedCache:
         """A layer's values as bytes, its axes as they are named; a view."""
         return self.tensors[name].tensor.view(torch.uint8).numpy()
 
-    def row(self, name: str, blocks: GroupBlocks, token: int, head: int, plane: int) -> np.ndarray | None:
-        """K or V of one token and head; a view, or None where no block is."""
-        kind = kind_of(name)
+    def _rows(self, name: str) -> np.ndarray:
+        """A layer as (kernel block, token, head, plane, byte); a view."""
+        axes, view = self.tensors[name].axes.split(), self.bytes_of(name)
+        if kind_of(name) == "latent":
+            return view[:, :, None, None]
+        order = [axis for axis in ("block", "token", "head", "plane", "content") if axis in axes]
+        view = view.transpose([axes.index(axis) for axis in order])
+        return view if "plane" in axes else view.reshape(*view.shape[:3], 2, -1)
+
+    def _places(self, kind: str, blocks: GroupBlocks, tokens: range) -> tuple[np.ndarray, ...]:
+        """Those of some tokens that this rank has blocks for, the kernel block of each, and its row there."""
         block_tokens, kernel = self.shape.block[kind], self.shape.kernel[kind]
         context, turn, interleave = self.turns
-        index = token // (block_tokens * context) - blocks.first_block
-        if not 0 <= index < len(blocks.block_ids) or not blocks.block_ids[index]:
-            return None
-        if context > 1:
-            # One by one: those of this block that are this rank's.
-            whole = range(token // (block_tokens * context) * block_tokens * context, token + 1)
-            own = [other for other in whole if other // interleave % context == turn]
-            if token not in own:
-                return None
-            token = len(own) - 1
-        at = {
-            "block": blocks.block_ids[index] * (block_tokens // kernel) + token % block_tokens // kernel,
-            "token": token % kernel,
-            "head": head - self.heads.start,
-            "plane": plane,
-        }
-        axes = self.tensors[name].axes.split()
-        row = self.bytes_of(name)[tuple(at[axis] for axis in axes if axis != "content")]
-        width = self.model.width * DTYPE.itemsize
-        return row if "plane" in axes or kind == "latent" else row[plane * width : (plane + 1) * width]
+        own = np.arange(tokens.stop)
+        own = own[own // interleave % context == turn]
+        # Of the tokens of all ranks it has its own one after the other.
+        index, row = np.divmod(np.arange(len(own)), block_tokens)
+        ids = np.zeros(blocks.first_block + len(blocks.block_ids) + len(own), dtype=int)
+        ids[blocks.first_block :][: len(blocks.block_ids)] = blocks.block_ids
+        held = (ids[index] != 0) & (own >= tokens.start)
+        own, block, row = own[held], ids[index[held]], row[held]
+        return own, block * (block_tokens // kernel) + row // kernel, row % kernel
 
-    def write(self, truth: Truth, blocks: dict[str, GroupBlocks], *part) -> None:
-        """Put a request's KV, or a part of it, where its blocks are; see ``_rows``."""
-        for _, row, known in self._rows(truth, blocks, *part):
-            row[:] = known
+    def _known(self, truth: Truth, name: str) -> np.ndarray:
+        """What this rank has of a request's tokens in a layer, as (token, head, plane, byte)."""
+        rows = truth.rows[name]
+        return rows if kind_of(name) == "latent" else rows[:, self.heads.start : self.heads.stop]
 
-    def differences(self, truth: Truth, blocks: dict[str, GroupBlocks]) -> list[str]:
-        """What of a request is not in these blocks as it should be; before a window nothing need be."""
-        seen_from = truth.num_tokens - self.model.window
-        return [
-            f"{name}: token {token}, head {head}, plane {plane}"
-            for (name, token, head, plane), row, known in self._rows(truth, blocks)
-            if (kind_of(name) != "window" or token >= seen_from) and not np.array_equal(row, known)
-        ]
-
-    def _rows(
+    def write(
         self,
         truth: Truth,
         blocks: dict[str, GroupBlocks],
         tokens: range | None = None,
         has_states: bool = True,
-    ) -> Iterator[tuple[tuple[str, int, int, int], np.ndarray, np.ndarray]]:
-        """Each row that this rank has of a request, or of some tokens: its place, a view, and its content."""
+    ) -> None:
+        """Put a request's KV, or that of some tokens, where its blocks are."""
         wanted = range(truth.num_tokens) if tokens is None else tokens
         for name in self.tensors:
-            kind, rows = kind_of(name), truth.rows[name]
+            kind = kind_of(name)
+            if kind != "state":
+                own, block, row = self._places(kind, blocks[kind], wanted)
+                self._rows(name)[block, row] = self._known(truth, name)[own]
+            elif has_states:
+                self.bytes_of(name)[blocks[kind].block_ids[0]] = truth.rows[name]
+
+    def differences(self, truth: Truth, blocks: dict[str, GroupBlocks]) -> list[str]:
+        """What of a request is not in these blocks as it should be; before a window nothing need be."""
+        found = []
+        for name in self.tensors:
+            kind = kind_of(name)
             if kind == "state":
-                if has_states:
-                    yield (name, 0, 0, 0), self.bytes_of(name)[blocks[kind].block_ids[0]], rows
+                state = self.bytes_of(name)[blocks[kind].block_ids[0]]
+                found += [] if np.array_equal(state, truth.rows[name]) else [f"{name}: the state"]
                 continue
-            heads = range(1) if kind == "latent" else range(self.heads.start, self.heads.stop)
-            for place in itertools.product(wanted, heads, range(rows.shape[2])):
-                row = self.row(name, blocks[kind], *place)
-                if row is not None:
-                    yield (name, *place), row, rows[place]
+            seen_from = max(0, truth.num_tokens - self.model.window) if kind == "window" else 0
+            own, block, row = self._places(kind, blocks[kind], range(seen_from, truth.num_tokens))
+            differs = self._rows(name)[block, row] != self._known(truth, name)[own]
+            found += [f"{name}: token {token}" for token in own[differs.any(axis=(1, 2, 3))]]
+        return found
 
     def outside(self, blocks: dict[str, GroupBlocks]) -> dict[str, np.ndarray]:
         """Every byte of all other blocks; a copy."""

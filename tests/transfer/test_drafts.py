@@ -16,12 +16,11 @@ CASES = [({"full": 4}, 3), ({"full": 2, "window": 3}, 4), ({"full": 1, "window":
 
 def introduce(worker, weights: str, first: int) -> None:
     """The worker runs these weights; without a draft it has no layers from ``first`` on."""
-    local, (model, has_draft, draft) = worker.local, weights.partition(", draft ")
-    ours = local.introduction
+    ours, (model, has_draft, draft) = worker.local.introduction, weights.partition(", draft ")
     identity = named("m", model, **({"draft": draft} if has_draft else {}))
     meaning = replace(ours.meaning, identity=identity, draft_from=first if has_draft else 0)
     kept = tuple(one for one in ours.table.regions if has_draft or layer_number(one.layer) < first)
-    local.introduction = replace(ours, meaning=meaning, table=replace(ours.table, regions=kept))
+    worker.introduce(meaning=meaning, table=replace(ours.table, regions=kept))
 
 
 def handed_over(layers, first, weights):
@@ -58,22 +57,14 @@ def test_a_draft_on_p_alone_is_no_matter():
     ranks = Ranks(Model({"full": 4}, heads=2), same_blocks(16), same_blocks(16))
     introduce(ranks.prefill[0], "w, draft X", 3)
     for worker in ranks.decode:
-        ours = worker.local.introduction
-        worker.local.introduction = replace(ours, meaning=replace(ours.meaning, identity=named("m", "w")))
-    truth, blocks = ranks.prefilled("a", 60), ranks.fetched("a", 60)
-    ranks.run_until_received(1)
-    assert ranks.decode[0].failed == {}
-    assert ranks.decode[0].cache.differences(truth, blocks) == []
+        meaning = worker.local.introduction.meaning
+        worker.introduce(meaning=replace(meaning, identity=named("m", "w")))
+    ranks.hand_over(60)
 
 
 def test_other_weights_of_the_model_itself_are_refused_whatever_the_draft():
     ranks = Ranks(Model({"full": 4}, heads=2), same_blocks(16), same_blocks(16))
     introduce(ranks.prefill[0], "v, draft Y", 3)
     introduce(ranks.decode[0], "w, draft Y", 3)
-    ranks.prefilled("a", 60)
-    ranks.fetched("a", 60)
-    ranks.run(1)
-    assert (
-        "peer has other weights: weights.files is v on the prefill node, w on the decode"
-        in ranks.decode[0].failed["a"]
-    )
+    told = "peer has other weights: weights.files is v on the prefill node, w on the decode"
+    assert told in ranks.refused()

@@ -7,8 +7,8 @@ import torch
 
 from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
-from kvconnect.peer.messages import Written, encode
-from tests.transfer.pair import D_IDS, P_IDS, Pair, quarantined
+from kvconnect.peer.messages import Written
+from tests.transfer.pair import D_IDS, OTHER, P_IDS, Pair, quarantined
 
 
 def test_a_failure_that_left_writes_under_way_keeps_only_slots(pair):
@@ -141,20 +141,12 @@ def test_the_answers_to_a_fetch_that_was_aborted_are_no_fault_of_the_peer(caplog
     """The abort crosses the peer's answer, so that the peer does not know what it is to cancel."""
     pair = Pair()
     late = []
-
-    def keep_first_answer(message):
-        if isinstance(message, Written) and not late:
-            late.append(message)
-            return []
-        return [message]
-
-    pair.network.taps.append(keep_first_answer)
+    pair.network.insert(Written, lambda written: late.append(written) or [], times=1)
     pair.start()
     pair.settle()
     pair.abort("a")
     pair.settle()
-    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
-    pair.prefill.channel.send(link, encode(late[0]))
+    pair.say(late[0])
     pair.settle()
     assert len(pair.network.heard(Written)) == 3
     assert pair.decode.count("failures", reason="peer_message") == 0
@@ -175,7 +167,7 @@ def test_a_load_that_fails_with_its_link_is_given_back_when_the_peer_is_met_agai
     pair = Pair(ExtraConfig(lease_s=300.0, lease_max_s=300.0))
     pair.prefill.engine.hold()
     pair.start()
-    pair.start("b", (11, 12, 13), (31, 32, 33))
+    pair.start("b", *OTHER)
     pair.settle()
     pair.cut()
     pair.run(25)
@@ -191,7 +183,7 @@ def test_what_may_still_be_written_does_not_put_off_that_a_load_is_given_back(pa
     pair.start()
     pair.settle()
     pair.abort("a")
-    pair.network.taps.append(lambda message: [] if isinstance(message, Written) else [message])
+    pair.network.lose(Written)
     pair.settle()
     assert pair.decode.received == ["a"]
     assert quarantined(pair.decode.landing) == 2, "they may still be written, as far as is known"

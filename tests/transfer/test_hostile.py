@@ -85,24 +85,6 @@ def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
 GOOD = (7, 8, 10, 11, 12), (30, 31, 33, 34, 35)
 
 
-def change(pair, kind, times=1, **fields):
-    """Have the next messages of a kind say something else."""
-    insert(pair, kind, lambda message: [msgspec.structs.replace(message, **fields)], times)
-
-
-def insert(pair, kind, make, times=1):
-    """Put messages of our own beside the next ones of a kind: ``make(message)`` are all that is heard."""
-    left = [times]
-
-    def tap(message):
-        if isinstance(message, kind) and left[0]:
-            left[0] -= 1
-            return make(message)
-        return [message]
-
-    pair.network.taps.append(tap)
-
-
 def fails_alone(pair, match, reason=None):
     """The request "a" fails, one that is fetched meanwhile does not, and nothing is left over."""
     before = pair.decode.storage.clone()
@@ -136,14 +118,14 @@ def fails_alone(pair, match, reason=None):
     ],
 )
 def test_a_chunk_that_is_not_what_was_asked_for(pair, fields, match):
-    change(pair, Landed, **fields)
+    pair.network.change(Landed, times=1, **fields)
     fails_alone(pair, f"what landed is not what was asked for: {match}", "landing")
     assert not pair.decode.storage[:, list(D_IDS)].any()
 
 
 @pytest.mark.parametrize("digest", [0, 1, 2**64 - 1])
 def test_a_chunk_of_another_digest(pair, digest):
-    change(pair, Landed, digest=digest)
+    pair.network.change(Landed, times=1, digest=digest)
     fails_alone(pair, "chunk 0 landed with another digest than it was sent with", "digest")
 
 
@@ -164,7 +146,7 @@ def test_a_chunk_that_lands_in_two_slots(pair):
             return [landed]
         return [msgspec.structs.replace(landed, chunk=0, length_bytes=768)]
 
-    insert(pair, Landed, again, times=4)
+    pair.network.insert(Landed, again, times=4)
     fails_alone(pair, "chunk 0 of 2 is not awaited", "landing")
 
 
@@ -191,12 +173,11 @@ def two_nodes():
     pair.load("b", (40, 41), engine_id="Q", port=other.channel.port)
     pair.settle()
     assert pair.decode.received == ["b"]
-    (link,) = other.transfers.prefill.inbound_peers._peers
     pair.prefill.engine.hold()
     pair.start()
     pair.settle()
     (fetch,) = [fetch for fetch in pair.network.heard(Fetch) if fetch.handle == "handle-a"]
-    return pair, fetch, lambda message: other.channel.send(link, encode(message))
+    return pair, fetch, lambda message: pair.say(message, other)
 
 
 @pytest.mark.parametrize("kind", ["landed", "accepted", "written", "failed"])
@@ -238,19 +219,18 @@ def test_a_stranger_cannot_end_the_quarantine_of_slots():
 
 
 def test_all_is_written_and_nothing_was_said_of_any_chunk(pair):
-    insert(pair, Landed, lambda landed: [] if landed.transfer_id == 1 else [landed], times=4)
+    pair.network.insert(Landed, lambda landed: [] if landed.transfer_id == 1 else [landed])
     fails_alone(pair, "reports all chunks as written, and 2 of them did not land")
 
 
 def test_a_chunk_that_lands_after_its_fetch_has_failed(pair):
     late = []
-    insert(pair, Landed, lambda landed: late.append(landed) or [], times=2)
+    pair.network.insert(Landed, lambda landed: late.append(landed) or [], times=2)
     pair.start()
     pair.run(0.2)
     assert "2 of them did not land" in pair.decode.failed["a"]
-    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
     for landed in late:
-        pair.prefill.channel.send(link, encode(landed))
+        pair.say(landed)
     pair.start("good", *GOOD)
     pair.settle()
     assert not pair.decode.storage[:, list(D_IDS)].any()
@@ -272,14 +252,15 @@ def test_a_chunk_that_lands_after_its_fetch_has_failed(pair):
     ],
 )
 def test_slots_that_are_none(pair, grants, match):
-    change(pair, Fetch, grants=grants)
+    pair.network.change(Fetch, times=1, grants=grants)
     fails_alone(pair, match)
 
 
 def test_more_slots_than_chunks_are_not_kept(pair):
     flood = tuple(Grant(4096 + index, SLOT_BYTES, 7 + index) for index in range(1000))
     pair.prefill.engine.hold()
-    insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
+    grants = [CreditGrant(1, flood)] * 20
+    pair.network.insert(Fetch, lambda fetch: [fetch, *grants], times=1)
     pair.start()
     pair.settle()
     (sending,) = pair.prefill.transfers.prefill.sender.sendings.values()
@@ -291,7 +272,7 @@ def test_more_slots_than_chunks_are_not_kept(pair):
 
 
 def test_no_slot_at_all_is_waited_for_until_the_time_is_over(pair):
-    change(pair, Fetch, grants=())
+    pair.network.change(Fetch, times=1, grants=())
     pair.start()
     pair.start("good", *GOOD)
     pair.run(1)
@@ -308,13 +289,12 @@ def test_a_chunk_larger_than_our_own_slots_is_not_packed():
     pair = Pair(prefill_blocks=80, decode_blocks=90)
     source, target = tuple(range(1, 41)), tuple(range(1, 41))
     whole = (Chunk(0, 3, (TokenSpan(0, 0, 160),)),)
-    insert(
-        pair,
-        Fetch,
-        lambda fetch: [
-            msgspec.structs.replace(fetch, chunks=whole, grants=(Grant(fetch.grants[0].address, 1 << 20, 7),))
-        ],
-    )
+
+    def enlarge(fetch):
+        grant = Grant(fetch.grants[0].address, 1 << 20, 7)
+        return [msgspec.structs.replace(fetch, chunks=whole, grants=(grant,))]
+
+    pair.network.insert(Fetch, enlarge, times=1)
     arena = pair.prefill.arenas[1]
     arena.view(arena.address, arena.length_bytes).fill_(0x5A)
     pair.start("a", source, target)
@@ -341,14 +321,14 @@ def test_a_chunk_larger_than_our_own_slots_is_not_packed():
     ],
 )
 def test_chunks_that_are_none_of_the_request(pair, chunks, match):
-    change(pair, Fetch, chunks=chunks)
+    pair.network.change(Fetch, times=1, chunks=chunks)
     fails_alone(pair, match)
 
 
 @pytest.mark.parametrize("stop", [1, 12])
 def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(pair, stop):
     """All of the request, or one token of it, 65 536 times: to plan that would take P seconds."""
-    change(pair, Fetch, chunks=(Chunk(0, 3, (TokenSpan(0, 0, stop),)),) * MAX_CHUNKS)
+    pair.network.change(Fetch, times=1, chunks=(Chunk(0, 3, (TokenSpan(0, 0, stop),)),) * MAX_CHUNKS)
     staged = []
     path_to = pair.prefill.transfers.prefill.fetches.paths.path_to
 

@@ -92,7 +92,7 @@ def test_ten_thousand_leases_are_read_in_pages_that_take_little_time(pair):
         Hold(f"request-{number}", f"the handle {number}", 2048, (GroupBlocks(0, 0, (1,) * 128),), 30.0, 0)
         for number in range(10_000)
     ]
-    pair.prefill.transfers.order(Orders(holds=tuple(holds)))
+    pair.prefill.order(Orders(holds=tuple(holds)))
     pair.run()
     found, took_s, page = [], [], None
     while page is None or not page.is_last:

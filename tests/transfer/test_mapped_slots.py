@@ -26,7 +26,7 @@ from kvconnect.peer.messages import (
 )
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import D_IDS, PAGE_BYTES, SLOT_BYTES, Pair, quarantined
-from tests.transfer.test_hostile import change, fails_alone
+from tests.transfer.test_hostile import fails_alone
 
 SOURCE = tuple(range(1, 11))
 TARGET = tuple(range(31, 21, -1))
@@ -55,17 +55,6 @@ def noted(calls, call):
 @pytest.fixture
 def pair():
     return Pair(shared=True)
-
-
-def introduces(pair, **fields):
-    """D introduces itself with other words."""
-    ours = pair.decode.local.introduction
-    pair.decode.local.introduction = msgspec.structs.replace(ours, **fields)
-
-
-def shown_otherwise(pair, **fields):
-    """D's card of its memory has other words."""
-    introduces(pair, memory=msgspec.structs.replace(pair.decode.local.introduction.memory, **fields))
 
 
 def test_pages_are_packed_into_the_peers_slots_and_the_engine_is_not_used(pair):
@@ -105,12 +94,7 @@ def test_a_chunk_is_reported_before_the_next_is_packed_and_a_turn_packs_a_few():
     source, target = tuple(range(1, 61)), tuple(range(121, 61, -1))
     happened = []
 
-    def note_landed(message):
-        if isinstance(message, Landed):
-            happened.append("reported")
-        return [message]
-
-    pair.network.taps.append(note_landed)
+    pair.network.insert(Landed, lambda landed: happened.append("reported") or [landed])
     pair.start("a", source, target)
     with mock.patch.object(Packer, "pack", noted(happened, Packer.pack)):
         turns = []
@@ -158,7 +142,7 @@ OUTSIDE = {
 def test_a_slot_outside_of_the_mapping_is_refused_and_nothing_is_written(pair, where):
     foreign = (ctypes.c_uint8 * SLOT_BYTES)()
     address = OUTSIDE[where](pair, foreign)
-    change(pair, Fetch, grants=(Grant(address, SLOT_BYTES, 7),) * 2)
+    pair.network.change(Fetch, times=1, grants=(Grant(address, SLOT_BYTES, 7),) * 2)
     sent = pair.decode.arenas[1]._storage.clone()
     fails_alone(pair, "the prefill node cannot pack its chunks")
     (answer,) = [written for written in pair.network.heard(Written) if not written.ok]
@@ -175,7 +159,7 @@ def test_scratch_memory_outside_of_the_mapping_is_refused_and_nothing_is_written
     foreign = (ctypes.c_uint8 * SCRATCH_BYTES)()
     scratch = pair.prefill.arenas[0]
     scratch.view(scratch.scratch_address, SCRATCH_BYTES).fill_(7)
-    introduces(pair, scratch_address=ctypes.addressof(foreign))
+    pair.decode.introduce(scratch_address=ctypes.addressof(foreign))
     pair.start()
     pair.run(0.1)
     assert "are named, the peer's slots are the" in pair.decode.failed["a"]
@@ -202,10 +186,9 @@ def test_slots_that_cannot_be_mapped_are_written_by_the_engine(pair, changes, fa
     use, other = EngineUse(pair), SharedMemory(4096)
     with open(os.devnull, "rb") as plain:
         opened = {"a plain file": plain.fileno(), "shorter memory": other.card.descriptor}
-        if changes is None:
-            introduces(pair, memory=None)
-        else:
-            shown_otherwise(pair, **{name: opened.get(value, value) for name, value in changes.items()})
+        card = pair.decode.local.introduction.memory
+        fields = {name: opened.get(value, value) for name, value in (changes or {}).items()}
+        pair.decode.introduce(memory=msgspec.structs.replace(card, **fields) if fields else None)
         pair.start()
         pair.run(0.1)
     assert pair.landed()

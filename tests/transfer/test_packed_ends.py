@@ -14,7 +14,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.decode.loads import RankFetchState
 from kvconnect.errors import LocalError
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.messages import Fetch, Landed, Refused, Written, encode
+from kvconnect.peer.messages import Fetch, Landed, Refused, Written
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import PAGE_BYTES, Pair, quarantined
 
@@ -78,8 +78,7 @@ def end(pair, how):
         case "death":
             pair.network.kill(pair.prefill.channel.port)
         case "refusal":
-            (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
-            pair.prefill.channel.send(link, encode(Refused(2, "who are you?")))
+            pair.say(Refused(2, "who are you?"))
 
 
 def watch(pair, kernels, seconds, step_s=0.5):
@@ -107,7 +106,7 @@ def test_whenever_and_however_a_request_ends(pair, kernels, state, how):
     kernels.finish()
     survives = state == "written" and how in ("silence", "death", "refusal")
     for _ in range(40):
-        pair.run(0.5)
+        pair.run(0.5, step_s=0.5)
         kernels.finish()
     assert pair.decode.received == ["a"]
     assert ("a" in pair.decode.failed) != survives
@@ -157,9 +156,7 @@ def test_a_peer_that_forgot_us_is_not_asked_again_while_we_unpack_what_it_sent(p
 def test_what_has_to_be_sent_again_is_asked_for_once_the_old_kernel_has_run(pair, kernels, then):
     """The peer lost the blocks that it sent from; what it sent already is still being unpacked."""
     bring_to(pair, kernels, "unpacking")
-    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
-    again = Written(1, False, True, 0, 0, 0.0, "the prefill was preempted", again=True)
-    pair.prefill.channel.send(link, encode(again))
+    pair.say(Written(1, False, True, 0, 0, 0.0, "the prefill was preempted", again=True))
     pair.settle(2)
     if then != "nothing":
         end(pair, then)
@@ -176,7 +173,7 @@ def test_what_has_to_be_sent_again_is_asked_for_once_the_old_kernel_has_run(pair
 
 
 def test_what_was_moved_is_counted_once_however_often_the_peer_says_so(pair, kernels):
-    pair.network.taps.append(lambda said: [said] * (3 if isinstance(said, Written) else 1))
+    pair.network.insert(Written, lambda written: [written] * 3)
     bring_to(pair, kernels, "written")
     kernels.finish()
     pair.settle()
@@ -187,11 +184,10 @@ def test_what_was_moved_is_counted_once_however_often_the_peer_says_so(pair, ker
 
 
 def test_what_a_kernel_finds_wrong_fails_the_request_after_all_was_written(pair, kernels):
-    def spoil(message):
-        last = isinstance(message, Landed) and message.chunk == 4
-        return [msgspec.structs.replace(message, digest=1) if last else message]
+    def spoil_last(landed):
+        return [msgspec.structs.replace(landed, digest=1) if landed.chunk == 4 else landed]
 
-    pair.network.taps.append(spoil)
+    pair.network.insert(Landed, spoil_last)
     bring_to(pair, kernels, "written")
     assert not pair.decode.received
     kernels.finish()

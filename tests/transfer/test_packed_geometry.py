@@ -49,42 +49,34 @@ def topologies(draw, model: Model, most_tensor: int):
     return Topology(draw(st.integers(1, most_tensor)), (0, *sorted(cuts)))
 
 
-def move(ranks, num_tokens, known_tokens=0, drop=(True, True), request="a"):
-    """One request, from P to D; it is checked that all of it landed, and nothing else was touched."""
-    truth = ranks.prefilled(request, num_tokens, drop=drop[0])
-    blocks = ranks.fetched(request, num_tokens, known_tokens, drop=drop[1])
-    before = [worker.cache.outside(blocks) for worker in ranks.decode]
-    ranks.run_until_received(1)
-    for worker, kept in zip(ranks.decode, before, strict=True):
-        assert worker.failed == {}
-        assert worker.cache.differences(truth, blocks) == []
-        for name, now in worker.cache.outside(blocks).items():
-            assert (kept[name] == now).all(), f"{name}: blocks of others were written"
-    return blocks
-
-
-@settings(max_examples=80)
-@given(st.data())
-def test_any_shape_lands_in_any_other(data):
+def any_ranks(data, most_tensor, num_blocks):
+    """Ranks of any shapes, the tokens of a request, and how many of these D has already."""
     model = data.draw(models())
     prefill = data.draw(shapes())
     decode = data.draw(st.one_of(st.just(prefill), shapes()))
     num_tokens = data.draw(st.integers(1, 300))
     known_tokens = data.draw(st.integers(0, num_tokens - 1))
-    # P keeps no less of a window than D may want.
-    dropped = data.draw(st.sampled_from([(True, True), (False, True), (False, False)]))
     ranks = Ranks(
         model,
         prefill,
         decode,
-        data.draw(topologies(model, 4)),
-        data.draw(topologies(model, 4)),
+        data.draw(topologies(model, most_tensor)),
+        data.draw(topologies(model, most_tensor)),
         ExtraConfig(num_slots=data.draw(st.integers(1, 4))),
-        num_blocks=70,
+        num_blocks=num_blocks,
         slot_bytes=data.draw(st.sampled_from([1 << 15, 1 << 16, 1 << 18])),
         seed=data.draw(st.integers(0, 1000)),
     )
-    move(ranks, num_tokens, known_tokens, dropped)
+    return ranks, num_tokens, known_tokens
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_any_shape_lands_in_any_other(data):
+    ranks, num_tokens, known_tokens = any_ranks(data, 4, 70)
+    # P keeps no less of a window than D may want.
+    dropped = data.draw(st.sampled_from([(True, True), (False, True), (False, False)]))
+    ranks.hand_over(num_tokens, known_tokens, dropped)
     ranks.assert_idle()
 
 

@@ -106,13 +106,11 @@ def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land
     pair = Pair(ExtraConfig(num_slots=2))
 
     def not_quiescent(message):
-        if not isinstance(message, Written):
-            return [message]
         lent = [slot.generation for slot in pair.decode.landing.slots]
         unsettled = None if names is None else tuple(lent[:names])
         return [msgspec.structs.replace(message, quiescent=False, unsettled=unsettled)]
 
-    pair.network.taps.append(not_quiescent)
+    pair.network.insert(Written, not_quiescent)
     pair.prefill.engine.hold()
     pair.start()
     pair.settle()
@@ -133,15 +131,12 @@ def test_a_fetch_that_is_read_late_is_not_served_after_its_time(late_s):
     pair.start("warm", *SHORT)
     pair.run(1)
     kept = []
-    pair.network.taps.append(
-        lambda message: kept.append(message) or () if isinstance(message, Fetch) else (message,)
-    )
+    pair.network.insert(Fetch, lambda fetch: kept.append(fetch) or [], times=1)
     pair.start()
     pair.run(late_s)
-    pair.network.taps.clear()
     pair.network.said.clear()
-    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
-    pair.decode.channel.send(link.split(":", 2)[2], encode(kept[0]))
+    (link,) = pair.decode.transfers.decode.peers.links
+    pair.decode.channel.send(link, encode(kept[0]))
     pair.run(0.2)
     assert pair.landed() == (late_s == 0.0)
     assert bool(pair.network.heard(Landed)) == (late_s == 0.0)

@@ -130,15 +130,7 @@ class Chaos:
         self.pair.mend(self.any_prefill_node())
 
     def message_is_lost(self) -> None:
-        kind, left = self.random.choice([Fetch, Landed, Written]), [1]
-
-        def lose(message):
-            if isinstance(message, kind) and left:
-                left.pop()
-                return []
-            return [message]
-
-        self.pair.network.taps.append(lose)
+        self.pair.network.lose(self.random.choice([Fetch, Landed, Written]), times=1)
 
     def inbound_peers_are_forgotten(self) -> None:
         prefill = self.any_prefill_node().transfers.prefill

@@ -23,10 +23,10 @@ def crowded(num_slots, *, shared=False, **config):
     return Pair(config, prefill_blocks=250, decode_blocks=260, shared=shared)
 
 
-def blocks(number, count=BLOCKS):
+def blocks(number):
     """The blocks of one of many requests, on either side."""
     first = 1 + BLOCKS * number
-    return tuple(range(first, first + count)), tuple(reversed(range(first + 9, first + 9 + count)))
+    return tuple(range(first, first + BLOCKS)), tuple(reversed(range(first + 9, first + 9 + BLOCKS)))
 
 
 @pytest.mark.parametrize(("num_slots", "shared"), [(1, False), (2, False), (3, True), (6, True)])
@@ -190,7 +190,7 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
         pair.hold(f"e{number}", source)
         groups = (GroupBlocks(0, 0, target[:10]),)
         load = Load(f"e{number}", f"handle-e{number}", "P", "h", pair.prefill.channel.port, 40, groups)
-        other.transfers.order(Orders(loads=(load,)), lambda: True)
+        other.order(Orders(loads=(load,)))
     pair.run(1)
     assert pair.prefill.send.taken == 3
     pair.start("a", *blocks(0))

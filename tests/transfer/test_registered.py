@@ -8,10 +8,7 @@ import threading
 import weakref
 
 import pytest
-import torch
 
-from kvconnect.cache.region_table import CacheTensor
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError, LocalError
@@ -20,11 +17,9 @@ from kvconnect.halves.worker_half import TransferWorker
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.transfer.stack import RankCache
 from tests.identities import named
 from tests.ports import free_port
-
-SPEC = FullAttentionSpec(16, 2, 8, torch.float16)
+from tests.transfer.pair import HEADS, PlainCache
 
 
 class Recording(MemoryEngine):
@@ -36,11 +31,9 @@ class Recording(MemoryEngine):
 def start(engine, role, **extra):
     """A worker that serves peers, and its cache."""
     config = parse_kv_transfer_config({"kv_role": role, "kv_connector_extra_config": extra})
-    cache = torch.zeros(8, 2, 16, 2, 8, dtype=torch.float16)
-    tensors = {"a": CacheTensor(cache, "block plane token head content")}
-    described = RankCache(KVCacheConfig(8, (KVCacheGroup(("a",), SPEC),)), {0: 16}, tensors)
-    traits = RankTraits(sent=SentCache(described, CacheMeaning(named(), None, 1)))
-    return TransferWorker(config, traits, engine=engine), cache
+    cache = PlainCache(8)
+    traits = RankTraits(sent=SentCache(cache.described, CacheMeaning(named(), HEADS, 1)))
+    return TransferWorker(config, traits, engine=engine), cache.storage
 
 
 def registered(role, **extra):

@@ -14,8 +14,8 @@ from kvconnect.transfer.slots import SlotEvent, SlotPool, SlotState
 TAKING = (SlotEvent.LEND, SlotEvent.PACK)
 
 
-def make_pool(count=3, first_generation=10):
-    return SlotPool([4096 * (1 + index) for index in range(count)], 4096, first_generation)
+def make_pool(count=3):
+    return SlotPool([4096 * (1 + index) for index in range(count)], 4096, first_generation=10)
 
 
 @pytest.mark.parametrize("event", [event for event in SlotEvent if event not in TAKING])

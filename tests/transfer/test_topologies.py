@@ -17,12 +17,11 @@ from kvconnect.peer.agreement import disagreement
 from kvconnect.peer.messages import Fetch, Landed, Release
 from kvconnect.transfer.orders import Load, Orders
 from tests.prefill.keeping import KeepingRanks
-from tests.prefill.test_streaming_geometry import SteppedPrefill, check_landed
+from tests.prefill.test_streaming_geometry import SteppedPrefill
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import Clock, FakeWorker, TappedNetwork
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, same_blocks
-from tests.transfer.test_packed_geometry import move
 
 MODELS = {
     "full": Model({"full": 4}, heads=4),
@@ -67,7 +66,7 @@ def check(name, prefill, decode, blocks):
         ExtraConfig(num_slots=2),
         slot_bytes=1 << 13,
     )
-    move(ranks, num_tokens=130, known_tokens=50)
+    ranks.hand_over(num_tokens=130, known_tokens=50)
     ranks.settle()
     # Every rank of P is let go, also one that nobody fetches from.
     assert [worker.sent for worker in ranks.prefill] == [["a"]] * prefill.size
@@ -98,25 +97,17 @@ def test_a_rank_without_layers_of_a_group_is_not_asked_for_it():
 
 
 def test_a_rank_that_nobody_fetches_from_is_let_go():
-    model = MODELS["latent"]
-    ranks = Ranks(model, same_blocks(16), same_blocks(16), Topology(2, (0, 2)), Topology(1))
-    move(ranks, num_tokens=40)
-    ranks.settle()
+    ranks = check("latent", Topology(2, (0, 2)), Topology(1), (16, 16))
     assert len(ranks.network.heard(Fetch)) == 2
     assert len(ranks.network.heard(Release)) == 2
-    assert [worker.sent for worker in ranks.prefill] == [["a"]] * 4
 
 
 def test_a_layer_that_its_rank_does_not_have_is_named():
     ranks = Ranks(MODELS["full"], same_blocks(16), same_blocks(16), Topology(1, (0, 2)))
-    local = ranks.prefill[1].local
-    table = local.introduction.table
+    table = ranks.prefill[1].local.introduction.table
     kept = tuple(region for region in table.regions if region.layer != "full.3")
-    local.introduction = replace(local.introduction, table=replace(table, regions=kept))
-    ranks.prefilled("a", 20)
-    ranks.fetched("a", 20)
-    ranks.run(1)
-    assert "layer 'full.3': the prefill node has none of it" in ranks.decode[0].failed["a"]
+    ranks.prefill[1].introduce(table=replace(table, regions=kept))
+    assert "layer 'full.3': the prefill node has none of it" in ranks.refused()
 
 
 def test_layers_without_numbers_are_not_divided_over_pipeline_ranks():
@@ -133,11 +124,8 @@ def test_a_peer_whose_ranks_cannot_be_is_refused_by_name(stages):
     ranks = Ranks(MODELS["full"], same_blocks(16), same_blocks(16))
     worker = ranks.prefill[0]
     meaning = worker.local.introduction.meaning
-    worker.local.introduction = replace(worker.local.introduction, meaning=replace(meaning, stages=stages))
-    ranks.prefilled("a", 20)
-    ranks.fetched("a", 20)
-    ranks.run(1)
-    assert "is in no world of 1 tensor-parallel ranks" in ranks.decode[0].failed["a"]
+    worker.introduce(meaning=replace(meaning, stages=stages))
+    assert "is in no world of 1 tensor-parallel ranks" in ranks.refused()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [((0, 2), (0,)), ((0,), (0, 2)), ((0, 2), (0, 2))])
@@ -189,7 +177,7 @@ def test_ranks_that_keep_tokens_in_turns(prefill, decode, blocks, num_tokens, kn
         ExtraConfig(num_slots=2),
         slot_bytes=1 << 10,
     )
-    move(ranks, num_tokens, known_tokens)
+    ranks.hand_over(num_tokens, known_tokens)
     ranks.settle()
     assert [worker.sent for worker in ranks.prefill] == [["a"]] * prefill.size
     ranks.assert_idle()
@@ -202,7 +190,7 @@ def test_heads_and_turns(prefill, decode):
     """Two heads over four ranks: two ranks have each, and take turns."""
     shape = same_blocks(16, layout="HND")
     ranks = Ranks(Model({"full": 3}, heads=2), shape, shape, prefill, decode)
-    move(ranks, num_tokens=130)
+    ranks.hand_over(num_tokens=130)
     ranks.assert_idle()
 
 
@@ -236,10 +224,7 @@ def test_heads_and_turns(prefill, decode):
 )
 def test_turns_that_do_not_match_are_refused_with_both_numbers(model, prefill, decode, blocks, reason):
     ranks = Ranks(MODELS[model], same_blocks(blocks[0]), same_blocks(blocks[1]), prefill, decode)
-    ranks.prefilled("a", 20)
-    ranks.fetched("a", 20)
-    ranks.run(1)
-    assert reason in ranks.decode[0].failed["a"]
+    assert reason in ranks.refused()
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
@@ -255,15 +240,12 @@ def test_what_is_kept_in_turns_is_sent_once_all_of_it_is_computed(is_whole):
     )
     prefill = SteppedPrefill(ranks, 250)
     blocks = ranks.fetched("a", 250)
-    before = [worker.cache.outside(blocks) for worker in ranks.decode]
+    others = ranks.others(blocks)
     ranks.settle()
     prefill.to(130)
     ranks.settle(20)
     assert not ranks.network.heard(Landed)
-    prefill.hold()
-    ranks.run_until_received(1)
-    check_landed(ranks, prefill, blocks, before)
-    ranks.assert_idle()
+    prefill.arrives(blocks, others)
 
 
 # Ranks of which one is behind the others, or fails

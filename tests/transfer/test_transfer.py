@@ -49,14 +49,6 @@ def test_nothing_is_reported_while_the_engine_holds_the_bytes(pair):
     assert pair.decode.received == ["a"]
 
 
-def test_only_the_blocks_beyond_a_prefix_are_fetched(pair):
-    pair.hold("a", P_IDS)
-    pair.load("a", D_IDS, groups=(GroupBlocks(0, 2, D_IDS[2:]),))
-    pair.run()
-    assert pair.landed(P_IDS[2:], D_IDS[2:])
-    assert not pair.decode.storage[:, list(D_IDS[:2])].any()
-
-
 def test_nothing_is_written_to_blocks_that_the_device_still_uses(pair):
     done = []
     pair.hold("a", P_IDS)
@@ -191,8 +183,7 @@ def test_the_first_meeting_is_logged_once_by_each_side(pair, caplog):
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_nothing_is_fetched_where_one_side_has_no_slots(pair, side):
     """As a node that only offloads."""
-    local = getattr(pair, side).local
-    local.introduction = msgspec.structs.replace(local.introduction, slot_bytes=0)
+    getattr(pair, side).introduce(slot_bytes=0)
     pair.start()
     pair.run(0.1)
     assert pair.decode.failed == {"a": without_slots(side)}
@@ -202,13 +193,8 @@ def test_nothing_is_fetched_where_one_side_has_no_slots(pair, side):
 
 
 def test_a_peer_without_slots_that_fetches_is_refused(pair):
-    def no_slots(message):
-        if not isinstance(message, Hello):
-            return [message]
-        introduction = msgspec.structs.replace(message.introduction, slot_bytes=0)
-        return [msgspec.structs.replace(message, introduction=introduction)]
-
-    pair.network.taps.append(no_slots)
+    ours = pair.decode.local.introduction
+    pair.network.change(Hello, introduction=msgspec.structs.replace(ours, slot_bytes=0))
     pair.start()
     pair.run(0.1)
     assert pair.decode.failed == {"a": without_slots("decode")}
@@ -236,21 +222,14 @@ ONE_ROW = Model({"full": 1}, heads=2, width=1100)
 @pytest.mark.parametrize("block_tokens", [4, 8])
 def test_a_slot_that_no_row_fits_is_named_with_both_sizes(block_tokens):
     ranks = Ranks(ONE_ROW, same_blocks(4), same_blocks(block_tokens), slot_bytes=4096)
-    ranks.prefilled("a", 11)
-    ranks.fetched("a", 11)
-    ranks.run_until_received(1)
-    assert "a slot has 4096 bytes, but layer 'full.0' needs at least" in ranks.decode[0].failed["a"]
+    assert "a slot has 4096 bytes, but layer 'full.0' needs at least" in ranks.refused()
     ranks.assert_idle()
 
 
 def test_a_slot_that_no_block_fits_holds_rows():
     """A block of 128 tokens has 8192 bytes; a slot has half of that."""
     ranks = Ranks(Model({"full": 1}, heads=4), same_blocks(16), same_blocks(128), slot_bytes=4096)
-    truth = ranks.prefilled("a", 200)
-    blocks = ranks.fetched("a", 200)
-    ranks.run_until_received(1)
-    assert ranks.decode[0].failed == {}
-    assert ranks.decode[0].cache.differences(truth, blocks) == []
+    ranks.hand_over(200)
     ranks.assert_idle()
 
 

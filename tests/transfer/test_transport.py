@@ -6,7 +6,6 @@ import logging
 from dataclasses import replace
 from itertools import pairwise
 
-import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
@@ -48,18 +47,13 @@ class LinkedPair(Pair):
     def engine(self) -> LinkEngine:
         return LinkEngine(self.words, self.seconds, self.clock)
 
+    def run(self, seconds: float = 0.0, step_s: float = 0.05) -> None:
+        """No step is longer than a batch takes: each would be measured as that long."""
+        super().run(seconds, step_s)
+
     def request(self, name: str, seconds: float = 2.0) -> None:
         self.start(name)
         self.run(seconds)
-
-    def return_as(self, incarnation: str) -> None:
-        """P's process is gone, and one of this name answers at its address."""
-        channel, ours = self.prefill.channel, self.prefill.local.introduction
-        self.network.kill(channel.port)
-        self.settle()
-        self.prefill.local.introduction = msgspec.structs.replace(ours, incarnation=incarnation)
-        self.network._channels[channel.port] = channel
-        self.run(30)
 
 
 def lines(caplog, words: str, level: int) -> list[str]:
@@ -156,7 +150,7 @@ def test_a_peer_whose_calibration_was_disturbed_is_refused_for_a_while_only(side
 @pytest.mark.parametrize("setting", REFUSALS)
 def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_settings(setting):
     pair = LinkedPair(decode=REFUSALS[setting][0])
-    pair.network.taps.append(lambda message: () if isinstance(message, Transport) else (message,))
+    pair.network.lose(Transport)
     pair.request("a", 5)
     assert "its lane is not reported by this release of the prefill node" in pair.decode.failed["a"]
     assert REFUSALS[setting][1] in pair.decode.failed["a"]
@@ -167,7 +161,7 @@ def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_se
     assert pair.decode.count("transfer_bytes") == 0
     pair.assert_idle()
     plain = LinkedPair()
-    plain.network.taps.append(pair.network.taps[0])
+    plain.network.lose(Transport)
     plain.request("a", 5)
     assert plain.landed()
     assert "a" not in plain.decode.failed
@@ -178,8 +172,7 @@ def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_se
 def test_a_peer_whose_link_cannot_be_measured_is_refused(side):
     """One side has no scratch memory."""
     pair = LinkedPair(decode={"min_gb_per_s": 1e-6})
-    local = getattr(pair, side).local
-    local.introduction = msgspec.structs.replace(local.introduction, scratch_bytes=0)
+    getattr(pair, side).introduce(scratch_bytes=0)
     pair.request("a")
     assert "at a rate that was not measured" in pair.decode.failed["a"]
     assert "min_gb_per_s" in pair.decode.failed["a"]

@@ -144,7 +144,7 @@ def test_what_is_being_sent_to_a_peer_with_the_weights_of_before_arrives(pair):
 
 
 def test_a_fetch_that_waits_for_its_prefill_is_refused_once_that_has_other_weights(pair):
-    pair.prefill.transfers.order(Orders(expected=("handle-a",)))
+    pair.prefill.order(Orders(expected=("handle-a",)))
     pair.load("a", D_IDS)
     pair.run(0.5)
     rename(pair.prefill, "second")
