@@ -226,20 +226,6 @@ def test_what_does_not_exist_is_not_copied_and_the_ticket_says_so(kind, copies, 
     bench.check(image, rows)
 
 
-@pytest.mark.parametrize("kind", COPIERS)
-def test_nothing_to_copy_is_done(kind):
-    side = two_groups()
-    bench = Bench(side.table, side.tensors, kind)
-    image, rows = bench.image(), bench.rows()
-    for copies in ([], [RowCopies(0, (), ())]):
-        for ticket in (bench.copier.snapshot(copies), bench.copier.restore(copies, bench.copier.mark())):
-            ticket.wait()
-            assert ticket.done
-            assert ticket.error is None
-            assert ticket.waited_s == 0
-    bench.check(image, rows)
-
-
 def test_a_copy_that_fails_half_way_ends_once_all_is_quiet_and_those_after_it_are_right():
     side = two_groups()
     bench = Bench(side.table, side.tensors, "dma", half_bytes=1024, seed=3, launcher=PlainLauncher)
