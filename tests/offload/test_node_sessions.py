@@ -288,25 +288,23 @@ def test_a_turn_that_goes_to_disk_at_its_end_stays_there(turns, tmp_path):
     assert talk.cached >= min(pinned, len(last) // 16 * 16 - 16)
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"kv_hints": 7}, "Expected `object`"),
-        ({"kv_hints": {"protocol_version": "1"}}, "message_id"),
-        ({"kv_hints": {"protocol_version": "2", "message_id": "m", "actions": []}}, "protocol_version"),
-        ({"kv_hints": {"protocol_version": "1", "message_id": "m", "actions": [{}] * 17}}, "actions"),
-    ],
-)
-def test_hints_that_cannot_be_read_are_said_to_be_so_and_the_request_runs(given, text):
+def test_hints_that_cannot_be_read_are_said_to_be_so_and_the_request_runs():
     talk = Talk("gqa")
-    talk.ask(FIRST, **given)
-    assert text in talk.last.kv_transfer_params["kv_hint_results"]["error"]
-    assert talk.last.finish_reason == "length"
+    envelope = {"protocol_version": "1", "message_id": "m", "actions": []}
+    for given, text in (
+        (7, "Expected `object`"),
+        ({"protocol_version": "1"}, "message_id"),
+        ({**envelope, "protocol_version": "2"}, "protocol_version"),
+        ({**envelope, "actions": [{}] * 17}, "actions"),
+    ):
+        talk.ask(FIRST, kv_hints=given)
+        assert text in talk.last.kv_transfer_params["kv_hint_results"]["error"]
+        assert talk.last.finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("action", "text"),
-    [
+def test_actions_that_are_not_done_are_rejected_with_what_is_accepted():
+    talk = Talk("gqa")
+    wrong = (
         (("evict", {}), "accepted: pin, release, prefetch, demote"),
         (("pin", {"ttl_s": -1}), "ttl_s"),
         (("pin", {"tll_s": 1}), "tll_s"),
@@ -314,14 +312,12 @@ def test_hints_that_cannot_be_read_are_said_to_be_so_and_the_request_runs(given,
         (("demote", {"to": "host"}), "accepted: to disk"),
         (("demote", {"to": "store"}), "to"),
         (("prefetch", {"to": "disk"}), "accepted: to host"),
-    ],
-)
-def test_an_action_that_is_not_done_is_rejected_with_what_is_accepted(action, text):
-    talk = Talk("gqa")
-    talk.ask(FIRST, action, ("pin", {}))
-    refused, pinned = talk.answers
-    assert refused["outcome"] == "rejected"
-    assert text in refused["reason"]
+    )
+    talk.ask(FIRST, *(action for action, _ in wrong), ("pin", {}))
+    *refused, pinned = talk.answers
+    for (action, text), answer in zip(wrong, refused, strict=True):
+        assert answer["outcome"] == "rejected", action
+        assert text in answer["reason"], action
     assert pinned["outcome"] == "accepted"
     talk.ask(make_prompt(20, seed=5), ("pin", {}), session="")
     assert "session_id" in talk.answers[0]["reason"]
