@@ -31,7 +31,7 @@ class Announced(Talk):
         return self.answers[0]
 
 
-@pytest.mark.parametrize("model", ["gqa", "sliding", "hybrid"])
+@pytest.mark.parametrize("model", ["sliding", "hybrid"])
 def test_what_is_on_disk_is_in_host_memory_when_its_request_comes(model, tmp_path):
     node = Announced(model, **disk_settings(tmp_path))
     node.ask(FIRST)

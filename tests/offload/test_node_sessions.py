@@ -11,7 +11,7 @@ import pytest
 from tests.node.node_harness import make_prompt
 from tests.offload.node_kit import POOLS, disk_settings, expected, make_keeper, wipe
 
-MODELS = ("gqa", "mixed", "sliding", "hybrid")
+MODELS = ("mixed", "sliding", "hybrid")
 FIRST = make_prompt(300, seed=1)
 
 
@@ -110,10 +110,9 @@ def test_the_next_turn_of_a_pinned_session_restores_all_of_it(model):
     assert talk.cached >= first["num_tokens"]
 
 
-@pytest.mark.parametrize("model", ["gqa", "hybrid"])
-def test_a_prompt_is_kept_from_the_moment_that_it_is_stored(model):
+def test_a_prompt_is_kept_from_the_moment_that_it_is_stored():
     """Others press while the answer is decoded: what makes room then is not stored anew."""
-    talk = Talk(model, num_blocks=4 * POOLS[model], turns=8)
+    talk = Talk("hybrid", num_blocks=4 * POOLS["hybrid"], turns=8)
     keeper = talk.keeper
     keeper.submit("long", FIRST, 30, hints(("pin", {})))
     number = 0
@@ -159,10 +158,9 @@ def test_a_pin_is_over_when_it_is_released_or_had_its_time():
     assert talk.answers[0]["outcome"] == "expired"
 
 
-@pytest.mark.parametrize("model", ["gqa", "hybrid"])
 @pytest.mark.parametrize("turn", ["goes on", "begins anew"])
-def test_what_a_session_had_is_released_and_the_prompt_pinned_by_one_request(turn, model):
-    talk = Talk(model)
+def test_what_a_session_had_is_released_and_the_prompt_pinned_by_one_request(turn):
+    talk = Talk("hybrid")
     talk.ask(FIRST, ("pin", {}))
     before = talk.answers[0]["num_tokens"]
     prompt = [*FIRST, *make_prompt(60, seed=7)] if turn == "goes on" else make_prompt(300, seed=7)
@@ -192,9 +190,8 @@ def test_a_release_before_a_pin_that_fails_leaves_nothing():
     assert talk.pinned == 0
 
 
-@pytest.mark.parametrize("model", ["gqa", "hybrid"])
-def test_a_turn_whose_client_leaves_ends_nothing_of_what_the_session_had(model):
-    talk = Talk(model)
+def test_a_turn_whose_client_leaves_ends_nothing_of_what_the_session_had():
+    talk = Talk("hybrid")
     keeper = talk.keeper
     answer = talk.ask(FIRST, ("pin", {}), max_tokens=40)
     pinned = talk.answers[0]["num_tokens"]
