@@ -59,7 +59,7 @@ class Talk:
         assert tokens == expected(prompt, max_tokens, model=self._model)
         return tokens
 
-    def press(self, times: int = 3) -> None:
+    def press(self, times: int = 2) -> None:
         """So many times all that host memory has room for is kept of others, and the device forgets."""
         for number in range(self._turns * times):
             prompt = make_prompt(290, seed=100 + number)
