@@ -178,31 +178,6 @@ def test_a_process_that_dies_loses_only_what_it_was_doing(own_master):
     assert keeper.close()
 
 
-def test_a_store_that_cannot_be_cleared_is_not_read(own_master):
-    """Weights may have changed: what was kept before must not be found, whatever fails."""
-    tier = open_tier(own_master.address, store_bytes=0)
-    keeper = open_tier(own_master.address)
-    driver, rows = TierDriver(tier), some_rows(10, 10)
-    assert TierDriver(keeper).write(rows) == ()
-    assert driver.seek(list(rows)) == set(rows)
-    process = tier._link.process
-    ask = process.ask
-
-    def no_clear(lane, order, timeout_s):
-        return (-800,) if order.verb is Verb.CLEAR else ask(lane, order, timeout_s)
-
-    process.ask = no_clear
-    tier.clear()
-    assert driver.seek(list(rows)) == set()
-    assert driver.read(lengths_of(rows)) == {}
-    assert driver.failures["store_not_cleared"] == 1
-    # The next process clears before it does anything else.
-    until(lambda: driver.write(rows) == ())
-    assert driver.read(lengths_of(rows)) == rows
-    assert tier.close()
-    assert keeper.close()
-
-
 def test_the_process_loads_torch_only_where_the_library_needs_it(monkeypatch):
     found = [sys.executable, "-c", f"import {mooncake_store.__name__}, sys; sys.exit('torch' in sys.modules)"]
     assert subprocess.run(found).returncode == 0
