@@ -129,14 +129,6 @@ def test_a_prompt_is_kept_from_the_moment_that_it_is_stored():
     assert talk.cached >= pinned["num_tokens"]
 
 
-def test_what_is_not_pinned_is_gone_after_the_same():
-    talk = Talk("gqa")
-    talk.ask(FIRST)
-    talk.press()
-    talk.ask(FIRST)
-    assert talk.cached == 0
-
-
 def test_a_pin_is_over_when_it_is_released_or_had_its_time():
     talk = Talk("gqa")
     talk.ask(FIRST, ("pin", {}))
@@ -320,10 +312,9 @@ def test_actions_that_are_not_done_are_rejected_with_what_is_accepted():
     assert "session_id" in talk.answers[0]["reason"]
 
 
-def test_nothing_is_pinned_where_the_quota_is_none_or_nothing_is_kept():
-    talk = Talk("gqa", pin_quota=0.0)
-    talk.ask(FIRST, ("pin", {}))
-    assert talk.answers[0]["outcome"] == "rejected"
-    talk.ask(FIRST, ("pin", {}), max_offload_tokens=0)
+@pytest.mark.parametrize(("pin_quota", "more"), [(0.0, {}), (0.5, {"max_offload_tokens": 0})])
+def test_nothing_is_pinned_where_the_quota_is_none_or_nothing_is_kept(pin_quota, more):
+    talk = Talk("gqa", pin_quota=pin_quota)
+    talk.ask(FIRST, ("pin", {}), **more)
     assert talk.answers[0]["outcome"] == "rejected"
     assert talk.pinned == 0
