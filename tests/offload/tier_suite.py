@@ -150,12 +150,6 @@ class LowerTierSuite:
         assert driver.read(lengths_of(rows)) == rows
         assert not driver.failures
 
-    def test_what_was_not_written_is_missing(self, driver: TierDriver) -> None:
-        rows, others = some_rows(20, 3), some_rows(20, 4)
-        assert driver.write(rows) == ()
-        assert driver.read(lengths_of(rows | others)) == rows
-        assert driver.read(lengths_of(others)) == {}
-
     def test_a_row_of_another_length_is_missing(self, driver: TierDriver) -> None:
         short, long = some_rows(2, 5, length=1000).items()
         other = some_rows(1, 6, length=1000)
