@@ -12,6 +12,7 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import ConfigError, EngineError, LayoutError, LocalError
+from kvconnect.offload.copies.copier import Ring
 from kvconnect.offload.copies.rows import RowArena, RowLayout, RowParts, row_table
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass, plan_arena
 from kvconnect.transfer.orders import RowCopies
@@ -197,8 +198,6 @@ def test_adjacent_rows_are_one_copy():
 
 @given(lengths=st.lists(st.integers(1, 100), max_size=40), size=st.integers(100, 250))
 def test_a_ring_gives_no_byte_twice_without_a_fence_between(lengths, size):
-    from kvconnect.offload.copies.copier import Ring
-
     ring, owner = Ring(1000, size), {}
     passed = -1
     for number, length in enumerate(lengths):
@@ -214,8 +213,6 @@ def test_a_ring_gives_no_byte_twice_without_a_fence_between(lengths, size):
 
 
 def test_a_ring_refuses_what_it_cannot_give():
-    from kvconnect.offload.copies.copier import Ring
-
     ring = Ring(0, 100)
     with pytest.raises(LocalError, match="a span has 101 bytes; accepted: up to 100"):
         ring.take(101)
