@@ -88,9 +88,8 @@ def test_disk_gives_back_what_memory_has_no_room_for(model, tmp_path):
         offload["shares"] = [0.4, 0.3, 0.3]
     twin = Twin(model, make_keeper(model=model, num_blocks=POOLS[model], offload=offload))
     prompts = [make_prompt(length, seed=length) for length in (300, 290, 170, 260)]
-    for _ in range(3):
-        for prompt in prompts:
-            twin.ask(prompt, 5)
+    for prompt in prompts * 2:
+        twin.ask(prompt, 5)
     host = twin.keeper.engine.offload_state()["usage"]["host"]
     disk = twin.keeper.engine.offload_state()["usage"]["tiers"]["disk"]
     assert disk["records"] > sum(counts["ready"] for counts in host.values())
