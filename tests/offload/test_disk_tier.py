@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -191,16 +190,18 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
 def test_a_large_job_is_read_by_several_threads(tmp_path):
     class WatchedFolder(FaultyFolder):
         readers: ClassVar[set[str]] = set()
+        all_read = threading.Barrier(READ_THREADS)
 
         def read(self, file, buffers, offset):
-            self.readers.add(threading.current_thread().name)
-            time.sleep(0.01)
+            name = threading.current_thread().name
+            if name not in self.readers:
+                self.readers.add(name)
+                self.all_read.wait(30.0)
             return super().read(file, buffers, offset)
 
     driver = open_driver(tmp_path, 64 << 20, open_folder=Faults(WatchedFolder))
     rows = some_rows(60, 5, length=300_000)
     assert driver.write(rows) == ()
-    WatchedFolder.readers.clear()
     assert driver.read(dict(reversed(lengths_of(rows).items()))) == rows
     assert len(WatchedFolder.readers) == READ_THREADS
 
