@@ -24,9 +24,9 @@ import numpy as np
 from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.disk.folder import FolderOwner, row_name
 from kvconnect.offload.record import HEADER_BYTES
-from kvconnect.offload.tier import Content, Kind, TierRow
+from kvconnect.offload.tier import Content
 from tests.faults.stage import RowReport, progress
-from tests.offload.tier_suite import until
+from tests.offload.tier_suite import TierDriver, rows_of, until
 
 NAMESPACE = hashlib.sha256(b"python -m tests.faults disk").hexdigest()
 OTHER_NAMESPACE = hashlib.sha256(b"another").hexdigest()
@@ -35,9 +35,9 @@ _RUN_S = 60.0
 _MAX_QUEUED_BYTES = 64 << 20
 
 
-def open_tier(path: Path, limit_bytes: int, namespace: str = NAMESPACE) -> DiskTier:
-    """A tier, which recovers what is there."""
-    return DiskTier(path, FolderOwner(namespace), limit_bytes, max_queued_bytes=_MAX_QUEUED_BYTES)
+def open_tier(path: Path, limit_bytes: int, namespace: str = NAMESPACE) -> TierDriver:
+    """A tier, which recovers what is there, to be driven."""
+    return TierDriver(DiskTier(path, FolderOwner(namespace), limit_bytes, max_queued_bytes=_MAX_QUEUED_BYTES))
 
 
 def content_of(number: int) -> Content:
@@ -61,42 +61,19 @@ def bytes_of(number: int, longest: int) -> bytes:
     return (words * _WORD).tobytes()
 
 
-def numbered_rows(numbers: Iterable[int], longest: int) -> list[TierRow]:
-    return [TierRow(*content_of(number), memoryview(bytes_of(number, longest))) for number in numbers]
+def numbered_rows(numbers: Iterable[int], longest: int) -> dict[Content, bytes]:
+    return {content_of(number): bytes_of(number, longest) for number in numbers}
 
 
-def finish(tier: DiskTier, kind: Kind, job: int) -> tuple[tuple[Content, ...], Counter[str]]:
-    """Wait for a job; what its report names, and the failures told meanwhile.
-
-    Raises:
-        TimeoutError: it is not reported.
-    """
-    deadline = time.monotonic() + _RUN_S
-    failures = Counter[str]()
-    while time.monotonic() < deadline:
-        news = tier.poll()
-        failures.update(news.failures)
-        told = news.done.get(kind, {})
-        if job in told:
-            return told[job], failures
-        time.sleep(0.0002)
-    raise TimeoutError(f"{kind} {job} was never reported: {tier.state()}")
-
-
-def served(tier: DiskTier, numbers: Sequence[int], longest: int) -> tuple[set[int], set[int], Counter[str]]:
-    """Read numbered rows: those that are right, those that are wrong, and what failed."""
-    rows = [
-        TierRow(*content_of(number), memoryview(bytearray(length_of(number, longest)))) for number in numbers
-    ]
-    tier.read(1, rows)
-    missing, failures = finish(tier, "read", 1)
-    lost = {number_of(content) for content in missing}
+def served(driver: TierDriver, numbers: Iterable[int], longest: int) -> tuple[set[int], set[int]]:
+    """Read numbered rows: those that are right, and those that are wrong."""
+    found = driver.read({content_of(number): length_of(number, longest) for number in numbers})
     right: set[int] = set()
     wrong: set[int] = set()
-    for number, row in zip(numbers, rows, strict=True):
-        if number not in lost:
-            (right if bytes(row.memory) == bytes_of(number, longest) else wrong).add(number)
-    return right, wrong, failures
+    for content, row in found.items():
+        number = number_of(content)
+        (right if row == bytes_of(number, longest) else wrong).add(number)
+    return right, wrong
 
 
 def taken_bytes(path: Path) -> int:
@@ -198,23 +175,22 @@ def _live(path: Path, life: int, limit_bytes: int, rng: random.Random) -> tuple[
 
 
 def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng: random.Random) -> None:
-    tier = open_tier(path, limit_bytes)
+    driver = open_tier(path, limit_bytes)
     number = (life + 1) * _NUMBERS_PER_LIFE
-    rows = numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
+    rows = rows_of(numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES))
     while True:
-        numbers = range(number, number + _ROWS_PER_JOB)
+        numbers, job = range(number, number + _ROWS_PER_JOB), driver.new_job()
         number += _ROWS_PER_JOB
-        tier.write(1, rows)
+        driver.tier.write(job, rows)
         # The next ones are made while these are written, so that most kills hit a write.
-        rows = numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
-        failed, _failures = finish(tier, "write", 1)
-        if failed:
+        rows = rows_of(numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES))
+        if failed := driver.wait("write", job):
             raise RuntimeError(f"{len(failed)} rows were not kept")
         os.write(pipe, b"".join(_ACKNOWLEDGED.pack(one) for one in numbers))
         # What is read now and then makes room later.
         if rng.random() < 0.3:
             some = rng.sample(numbers, 4)
-            _right, wrong, _failures = served(tier, some, _LONGEST_BYTES)
+            _right, wrong = served(driver, some, _LONGEST_BYTES)
             if wrong:
                 raise RuntimeError(f"rows {wrong} are wrong")
 
@@ -222,18 +198,17 @@ def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng:
 def _look(path: Path, life: int, limit_bytes: int, acknowledged: list[int], report: DiskKillReport) -> None:
     """Open what a life left, and read all of it."""
     start = time.monotonic()
-    tier = open_tier(path, limit_bytes)
+    driver = open_tier(path, limit_bytes)
     try:
-        until(lambda: not tier.state()["recovering"], f"life {life}: not recovered", _RUN_S)
+        until(lambda: not driver.tier.state()["recovering"], f"life {life}: not recovered", _RUN_S)
         report.slowest_open_s = max(report.slowest_open_s, time.monotonic() - start)
         if (taken := taken_bytes(path)) > limit_bytes:
             report.problems.append(f"after life {life}: {taken} bytes of {limit_bytes}")
-        news = tier.poll()
-        there = sorted(number_of(content) for content in news.changed(True))
-        right, wrong, failures = served(tier, there, _LONGEST_BYTES)
-        failures.update(news.failures)
-        report.failures = dict(Counter(report.failures) + failures)
-        report.torn += failures["disk_torn"]
+        driver.poll()
+        there = sorted(map(number_of, driver.index))
+        right, wrong = served(driver, there, _LONGEST_BYTES)
+        report.failures = dict(Counter(report.failures) + Counter(driver.failures))
+        report.torn += driver.failures.get("disk_torn", 0)
         report.corrupt += len(there) - len(right) - len(wrong)
         report.acknowledged += len(acknowledged)
         report.served += len(right)
@@ -244,7 +219,7 @@ def _look(path: Path, life: int, limit_bytes: int, acknowledged: list[int], repo
         if lost:
             report.problems.append(f"after life {life}: rows {sorted(lost)[:5]} were written and are lost")
     finally:
-        if not tier.close():
+        if not driver.tier.close():
             report.problems.append(f"after life {life}: the tier does not close")
 
 
@@ -298,23 +273,23 @@ def run_damage(path: Path, records: int, *, seed: int = 0) -> list[DamageReport]
             copy = path / "copy"
             shutil.copytree(whole, copy)
             here = {copy / file.relative_to(whole): record for file, record in spans.items()}
-            tier = _open(copy) if when == "open" else None
+            driver = _open(copy) if when == "open" else None
             damaged = damage(here, random.Random(f"{seed} {kind} {when}"))
             reports.append(DamageReport(kind, when, len(damaged)))
-            _read(tier or _open(copy), numbers, damaged, reports[-1])
+            _read(driver or _open(copy), numbers, damaged, reports[-1])
             shutil.rmtree(copy)
             progress(f"{kind}, {when}: {reports[-1].served} served, {reports[-1].wrong} wrong")
     return reports
 
 
-def _read(tier: DiskTier, numbers: Sequence[int], damaged: set[int], report: DamageReport) -> None:
+def _read(driver: TierDriver, numbers: Sequence[int], damaged: set[int], report: DamageReport) -> None:
     """Read all rows, and close the tier."""
     # What was wrong once is not there the second time.
-    _right, wrong, failures = served(tier, numbers, _LONGEST_DAMAGED_BYTES)
+    _right, wrong = served(driver, numbers, _LONGEST_DAMAGED_BYTES)
     report.wrong = len(wrong)
-    right, wrong, more_failures = served(tier, numbers, _LONGEST_DAMAGED_BYTES)
+    right, wrong = served(driver, numbers, _LONGEST_DAMAGED_BYTES)
     report.wrong += len(wrong)
-    report.failures = dict(failures + more_failures)
+    report.failures = driver.failures
     report.served = len(right)
     report.missed = len(numbers) - len(right) - len(wrong)
     if report.wrong:
@@ -323,7 +298,7 @@ def _read(tier: DiskTier, numbers: Sequence[int], damaged: set[int], report: Dam
         report.problems.append(f"{len(damaged & right)} damaged records were served")
     if damaged and not report.failures:
         report.problems.append("nothing was counted")
-    if not tier.close():
+    if not driver.tier.close():
         report.problems.append("the tier does not close")
 
 
@@ -430,22 +405,22 @@ KINDS: dict[str, Callable[[Spans, random.Random], set[int]]] = {
 }
 
 
-def _open(path: Path, namespace: str = NAMESPACE) -> DiskTier:
-    tier = open_tier(path, _LIMIT_BYTES, namespace)
-    until(lambda: not tier.state()["recovering"], f"{path} is not recovered", _RUN_S)
-    return tier
+def _open(path: Path, namespace: str = NAMESPACE) -> TierDriver:
+    driver = open_tier(path, _LIMIT_BYTES, namespace)
+    until(lambda: not driver.tier.state()["recovering"], f"{path} is not recovered", _RUN_S)
+    return driver
 
 
 def _write(path: Path, numbers: Sequence[int], namespace: str) -> Spans:
     """Write rows, and say where they are."""
-    tier = _open(path, namespace)
+    driver = _open(path, namespace)
     for start in range(0, len(numbers), _DAMAGED_ROWS_PER_JOB):
-        tier.write(1, numbered_rows(numbers[start : start + _DAMAGED_ROWS_PER_JOB], _LONGEST_DAMAGED_BYTES))
-        failed, _failures = finish(tier, "write", 1)
-        assert not failed
-    tier.close()
+        some = numbers[start : start + _DAMAGED_ROWS_PER_JOB]
+        assert not driver.write(numbered_rows(some, _LONGEST_DAMAGED_BYTES))
+    driver.tier.close()
+    (folder,) = path.iterdir()
     return {
-        tier.path / row_name(content_of(number)): (
+        folder / row_name(content_of(number)): (
             number,
             HEADER_BYTES + length_of(number, _LONGEST_DAMAGED_BYTES),
         )

@@ -143,9 +143,9 @@ GARBAGE = "garbage"
 class Ranks:
     """Worker ranks that carry out orders when ``work`` is called, in any order, and fail now and then."""
 
-    def __init__(self, stack, num_ranks, rng, *, fail=0.0, tiers=(), lag=0.5) -> None:
-        self.stack, self.rng, self.fail, self.lag = stack, rng, fail, lag
-        self.tiers = tiers
+    def __init__(self, stack, num_ranks, rng, *, tiers=(), lag=0.5) -> None:
+        self.stack, self.rng, self.tiers, self.lag = stack, rng, tiers, lag
+        self.fail = 0.0
         self.rows = [{} for _ in range(num_ranks)]
         self.lower = [{tier: {} for tier in tiers} for _ in range(num_ranks)]
         self.todo = [[] for _ in range(num_ranks)]
@@ -365,9 +365,6 @@ class Device:
     def __setitem__(self, key, held) -> None:
         self._held[key[1]] = key[0], held
 
-    def forget(self) -> None:
-        self._held.clear()
-
 
 class Clock:
     def __init__(self) -> None:
@@ -447,7 +444,6 @@ class Stack:
         rows=None,
         seed=0,
         num_ranks=1,
-        fail=0.0,
         tiers=(),
         lag=0.5,
         budget=16,
@@ -497,7 +493,7 @@ class Stack:
         )
         self.half = OffloadScheduler(config, kept)
         self.router = Replay(chained, name_of(ROOT))
-        self.ranks = Ranks(self, num_ranks, self.rng, fail=fail, tiers=tiers, lag=lag)
+        self.ranks = Ranks(self, num_ranks, self.rng, tiers=tiers, lag=lag)
 
     # What the half asks
 
@@ -848,12 +844,6 @@ class Stack:
                     request.hits[-1] = (request.hits[-1][0], request.computed - request.hits[-1][0])
 
     # Whole runs
-
-    def forget_device(self) -> None:
-        """Whatever was cached on the device is overwritten."""
-        self.cached.clear()
-        self.cached_as.clear()
-        self.device.forget()
 
     def forget_device_cache(self) -> None:
         """The prefix cache is emptied; blocks in use stay."""

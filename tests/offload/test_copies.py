@@ -10,14 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.offload.copies.copier import make_arena, make_copier
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.offload.copies.copier import Direction, Ring, StagedCopier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout, RowParts
+from kvconnect.pack.launcher import Launcher
 from kvconnect.transfer.orders import RowCopies
 from tests.caches import overlaid_groups
 from tests.offload.rows_by_hand import Image, copy_back, copy_out, plan_rows, rows_of
 from tests.offload.slow_device import PlainLauncher, SlowDevice
-from tests.pack.sides import DEVICE, KERNELS, Side, models, shapes
+from tests.pack.sides import DEVICE, KERNELS, Layer, Model, Shape, Side, models, shapes
 
 NUM_BLOCKS = 12
 NUM_ROWS = 9
@@ -38,9 +41,6 @@ class Bench:
         if kind == "cpu":
             self.copier = make_copier(self.layout, self.arena, "cpu")
             return
-        from kvconnect.offload.copies.copier import Direction, Ring, StagedCopier
-        from kvconnect.pack.launcher import Launcher
-
         self.staging = torch.zeros(2 * half_bytes + 64, dtype=torch.uint8)
         address = -(-self.staging.data_ptr() // 64) * 64
         parts = RowParts(self.layout, self.arena, half_bytes // 4)
@@ -117,8 +117,6 @@ def test_rows_hold_what_blocks_held_and_blocks_what_rows_held(kind, data):
 
 
 def two_groups():
-    from tests.pack.sides import Layer, Model, Shape
-
     layers = (
         Layer("a", 0, "gqa", 8, torch.float16),
         Layer("b", 0, "gqa", 8, torch.float16),
@@ -226,20 +224,6 @@ def test_what_does_not_exist_is_not_copied_and_the_ticket_says_so(kind, copies, 
     bench.check(image, rows)
 
 
-@pytest.mark.parametrize("kind", COPIERS)
-def test_nothing_to_copy_is_done(kind):
-    side = two_groups()
-    bench = Bench(side.table, side.tensors, kind)
-    image, rows = bench.image(), bench.rows()
-    for copies in ([], [RowCopies(0, (), ())]):
-        for ticket in (bench.copier.snapshot(copies), bench.copier.restore(copies, bench.copier.mark())):
-            ticket.wait()
-            assert ticket.done
-            assert ticket.error is None
-            assert ticket.waited_s == 0
-    bench.check(image, rows)
-
-
 def test_a_copy_that_fails_half_way_ends_once_all_is_quiet_and_those_after_it_are_right():
     side = two_groups()
     bench = Bench(side.table, side.tensors, "dma", half_bytes=1024, seed=3, launcher=PlainLauncher)
@@ -258,9 +242,6 @@ def test_a_copy_that_fails_half_way_ends_once_all_is_quiet_and_those_after_it_ar
 
 
 def test_groups_that_lie_over_each_other_have_rows_of_their_own():
-    from kvconnect.cache.region_table import CacheTensor, RegionTable
-    from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
-
     raw = torch.randint(0, 256, (NUM_BLOCKS * 512,), dtype=torch.uint8)
     tensors = {
         "attention": CacheTensor(

@@ -7,7 +7,7 @@ import pytest
 from tests.node.node_harness import make_prompt
 from tests.offload.node_kit import ORACLES, POOLS, Twin, disk_settings, make_keeper, wipe
 
-MODELS = tuple(POOLS)
+MODELS = ("gqa", "mixed", "sliding", "hybrid")
 ROOM_FOR_ONE = {"gqa": 22 << 15, "sliding": 72 << 14, "hybrid": 96 << 13, "mixed": 5 << 17}
 
 
@@ -80,7 +80,7 @@ def test_prompts_return_from_disk_when_the_node_was_restarted(model, tmp_path):
     twin.ask([*second, *make_prompt(20, seed=3)])
 
 
-@pytest.mark.parametrize("model", ["gqa", "sliding", "hybrid", "mixed"])
+@pytest.mark.parametrize("model", MODELS)
 def test_disk_gives_back_what_memory_has_no_room_for(model, tmp_path):
     offload = {"cpu_bytes": ROOM_FOR_ONE[model], **disk_settings(tmp_path)}
     if model == "sliding":
@@ -88,9 +88,8 @@ def test_disk_gives_back_what_memory_has_no_room_for(model, tmp_path):
         offload["shares"] = [0.4, 0.3, 0.3]
     twin = Twin(model, make_keeper(model=model, num_blocks=POOLS[model], offload=offload))
     prompts = [make_prompt(length, seed=length) for length in (300, 290, 170, 260)]
-    for _ in range(3):
-        for prompt in prompts:
-            twin.ask(prompt, 5)
+    for prompt in prompts * 2:
+        twin.ask(prompt, 5)
     host = twin.keeper.engine.offload_state()["usage"]["host"]
     disk = twin.keeper.engine.offload_state()["usage"]["tiers"]["disk"]
     assert disk["records"] > sum(counts["ready"] for counts in host.values())

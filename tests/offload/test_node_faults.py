@@ -25,7 +25,7 @@ def copier(keeper: Keeper):
     return keeper.engine.worker.offload._copier
 
 
-@pytest.mark.parametrize("model", ["gqa", "sliding", "hybrid"])
+@pytest.mark.parametrize("model", ["sliding", "hybrid"])
 def test_a_restore_that_fails_is_computed_whatever_the_policy_for_peers(model):
     keeper = make_keeper(model=model)
     assert keeper.ask(PROMPT) == expected(PROMPT, model=model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -13,25 +12,16 @@ import pytest
 from kvconnect.node.children import Children, fetch_json, read_metrics
 from kvconnect.node.pair_demo import ask
 from tests.node.node_harness import make_prompt
+from tests.offload.node_kit import disk_settings, offload_config
+from tests.pair_kit import alone
 
 FIRST, SECOND = make_prompt(300, seed=1), make_prompt(200, seed=2)
-KEPT = {"gqa": (288, 192), "hybrid": (288, 192)}
 
 
-def serve(children, name, model, folder, *more, **offload):
-    settings = {
-        "cpu_bytes": 32 << 20,
-        "disk_path": str(folder),
-        "disk_bytes": 32 << 20,
-        "wait_s": 20,
-        **offload,
-    }
-    extra = {"engine": "none", "offload": settings}
-    config = json.dumps({"kv_role": "kv_both", "kv_connector_extra_config": extra})
+def serve(children, name, model, folder):
+    config = offload_config(cpu_bytes=32 << 20, **disk_settings(folder, disk_bytes=32 << 20))
     options = ("--num-blocks", "64", "--no-enable-prefix-caching", "--num-threads", "1")
-    started = children.start(
-        name, "serve", "--model", model, "--port", "0", "--kv-transfer-config", config, *options, *more
-    )
+    started = alone(children, *options, "--kv-transfer-config", config, name=name, model=model)
     url = started.wait_ready()
     settle(url)
     return started, url
@@ -54,23 +44,18 @@ def settle(url):
         time.sleep(0.05)
 
 
-def stop(child):
-    child.end(20)
-
-
-@pytest.mark.parametrize("model", KEPT)
-def test_a_restarted_server_finds_everything_on_disk(model, tmp_path):
+def test_a_restarted_server_finds_everything_on_disk(tmp_path):
     with Children(tmp_path) as children:
-        node, url = serve(children, "first", model, tmp_path / "kept")
-        expected = [asked(url, model, prompt)[0] for prompt in (FIRST, SECOND)]
+        node, url = serve(children, "first", "hybrid", tmp_path / "kept")
+        expected = [asked(url, "hybrid", prompt)[0] for prompt in (FIRST, SECOND)]
         # Nothing is waited for: what was promised to be kept is written before the node ends.
-        stop(node)
+        node.end(20)
         assert node.exit_code() == 0
-        node, url = serve(children, "second", model, tmp_path / "kept")
-        for prompt, tokens, kept in zip((FIRST, SECOND), expected, KEPT[model], strict=True):
-            assert asked(url, model, prompt) == (tokens, kept)
+        node, url = serve(children, "second", "hybrid", tmp_path / "kept")
+        for prompt, tokens, kept in zip((FIRST, SECOND), expected, (288, 192), strict=True):
+            assert asked(url, "hybrid", prompt) == (tokens, kept)
         usage = settle(url)
-        assert fetch_json(url + "/debug/state")["counts"]["cached_tokens"] == sum(KEPT[model])
+        assert fetch_json(url + "/debug/state")["counts"]["cached_tokens"] == 288 + 192
         metrics = {name: value for (name, labels), value in read_metrics(url).items() if not labels}
         held = sum(counts["held"] * usage["row_bytes"][group] for group, counts in usage["host"].items())
         assert metrics["kvconnect_offload_host_bytes"] == held > 0
@@ -85,9 +70,8 @@ def test_a_server_that_was_killed_while_it_wrote_serves_nothing_wrong(tmp_path):
     rng = random.Random(5)
     prompts = [make_prompt(rng.randrange(60, 400), seed=100 + number) for number in range(6)]
     with Children(tmp_path) as children:
-        plain = children.start("plain", "serve", "--model", "gqa", "--port", "0", "--num-threads", "1")
-        alone = plain.wait_ready()
-        expected = [asked(alone, "gqa", prompt)[0] for prompt in prompts]
+        plain = alone(children, "--num-threads", "1", name="plain").wait_ready()
+        expected = [asked(plain, "gqa", prompt)[0] for prompt in prompts]
         found = 0
         for turn in range(3):
             node, url = serve(children, f"node-{turn}", "gqa", tmp_path / "kept")

@@ -12,6 +12,7 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import ConfigError, EngineError, LayoutError, LocalError
+from kvconnect.offload.copies.copier import Ring
 from kvconnect.offload.copies.rows import RowArena, RowLayout, RowParts, row_table
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass, plan_arena
 from kvconnect.transfer.orders import RowCopies
@@ -49,25 +50,17 @@ def tables(draw):
 
 
 @settings(max_examples=50)
-@given(made=tables(), block=st.integers(0, NUM_BLOCKS - 1))
-def test_a_row_is_the_pages_of_a_block_one_after_the_other(made, block):
+@given(made=tables(), block=st.integers(0, NUM_BLOCKS - 1), part_bytes=st.sampled_from([64, 128, 4096]))
+def test_a_row_is_the_pages_of_a_block_one_after_the_other_whole_and_in_parts(made, block, part_bytes):
     table, _ = made
     layout = RowLayout.build(table)
     assert list(layout.lanes) == [geometry.group for geometry in table.groups]
     assert layout.num_blocks == NUM_BLOCKS
-    for group, lanes in layout.lanes.items():
-        wanted = bytes_of_pages(table, group, block)
-        assert bytes_of_lanes(lanes, block) == wanted
-        assert layout.row_bytes[group] % 64 == 0
-        assert 0 <= layout.row_bytes[group] - len(wanted) < 64
-
-
-@settings(max_examples=50)
-@given(made=tables(), block=st.integers(0, NUM_BLOCKS - 1), part_bytes=st.sampled_from([64, 128, 4096]))
-def test_lanes_of_all_parts_are_the_row(made, block, part_bytes):
-    table, _ = made
-    layout = RowLayout.build(table)
     for group, row_bytes in layout.row_bytes.items():
+        wanted = bytes_of_pages(table, group, block)
+        assert bytes_of_lanes(layout.lanes[group], block) == wanted
+        assert row_bytes % 64 == 0
+        assert 0 <= row_bytes - len(wanted) < 64
         lanes = []
         for first in range(0, row_bytes, part_bytes):
             for alike in layout.lanes_of(group, 5, first, first + part_bytes):
@@ -80,7 +73,7 @@ def test_lanes_of_all_parts_are_the_row(made, block, part_bytes):
                     numbers = (address, walk.block_stride, walk.run_bytes, offset)
                     assert not any(number % access.unit for number in numbers)
                     lanes.append((*numbers[:3], first + offset))
-        assert bytes_of_lanes(lanes, block) == bytes_of_pages(table, group, block)
+        assert bytes_of_lanes(lanes, block) == wanted
 
 
 @settings(max_examples=50)
@@ -205,8 +198,6 @@ def test_adjacent_rows_are_one_copy():
 
 @given(lengths=st.lists(st.integers(1, 100), max_size=40), size=st.integers(100, 250))
 def test_a_ring_gives_no_byte_twice_without_a_fence_between(lengths, size):
-    from kvconnect.offload.copies.copier import Ring
-
     ring, owner = Ring(1000, size), {}
     passed = -1
     for number, length in enumerate(lengths):
@@ -222,8 +213,6 @@ def test_a_ring_gives_no_byte_twice_without_a_fence_between(lengths, size):
 
 
 def test_a_ring_refuses_what_it_cannot_give():
-    from kvconnect.offload.copies.copier import Ring
-
     ring = Ring(0, 100)
     with pytest.raises(LocalError, match="a span has 101 bytes; accepted: up to 100"):
         ring.take(101)

@@ -221,19 +221,24 @@ def test_long_jobs_go_in_batches_and_what_is_too_long_is_refused(store, make):
     assert driver.read(lengths_of(rows | long)) == rows
 
 
-def test_a_clear_is_done_before_anything_that_was_ordered_later(store, make):
-    """Also if the store can only be reached later."""
+@pytest.mark.parametrize("trouble", [EngineError("broken"), -800])
+def test_a_clear_is_done_before_anything_that_was_ordered_later(store, make, trouble):
+    """Also if the store can only be reached later: weights may have changed since what was kept before."""
     tier, driver = make()
     rows = some_rows(5, 10)
     assert driver.write(rows) == ()
-    store.processes[0].trouble[Verb.CLEAR] = EngineError("broken")
+    store.processes[0].trouble[Verb.CLEAR] = trouble
     store.refuses_to_start = 2
     tier.clear()
     while len(store.processes) < 2:
         assert driver.seek(list(rows)) == set()
+        assert driver.read(lengths_of(rows)) == {}
     assert driver.seek(list(rows)) == set()
+    assert driver.failures.get("store_not_cleared", 0) == (trouble == -800)
     assert store.processes[1].orders[0] is Verb.CLEAR
     assert not store.values
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
 
 
 def test_a_clear_reaches_a_store_that_returns_though_no_job_comes(store, make):

@@ -26,20 +26,6 @@ class Late:
     done, error, waited_s = False, None, 0.25
 
 
-@pytest.fixture
-def make():
-    rigs = []
-
-    def make(*tiers, **settings):
-        rigs.append(Rig(*tiers, **settings))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-        assert rig.worker.state()["errands"] == 0
-
-
 def store(job, pairs, *names, group=0, keep=True):
     return Store(job, copies(group, pairs), hashes(*names), keep)
 
@@ -49,9 +35,9 @@ def row(rig, group, number):
     return rows_of(rig.worker._arena, group)[number][:content_bytes].copy()
 
 
-def test_what_is_kept_is_fetched_into_other_rows_and_restored(make):
+def test_what_is_kept_is_fetched_into_other_rows_and_restored():
     disk = Double()
-    rig = make(disk)
+    rig = Rig(disk)
     image = rig.image()
     for group in range(NUM_GROUPS):
         rig.order(stores=(store(group, [(1, 0), (2, 1)], 1, 2, group=group),))
@@ -73,10 +59,10 @@ def test_what_is_kept_is_fetched_into_other_rows_and_restored(make):
     rig.until_idle()
 
 
-def test_rows_are_kept_only_once_their_copy_is_done(make):
+def test_rows_are_kept_only_once_their_copy_is_done():
     """A device that is late: the tier must not see the row before, nor anything if the copy fails."""
     disk = Double()
-    rig = make(disk)
+    rig = Rig(disk)
 
     tickets = []
     rig.worker._copier.snapshot = lambda orders: tickets.append(Late()) or tickets[-1]
@@ -99,9 +85,9 @@ def test_rows_are_kept_only_once_their_copy_is_done(make):
     rig.until_idle()
 
 
-def test_kept_is_told_once_no_tier_reads_the_rows(make):
+def test_kept_is_told_once_no_tier_reads_the_rows():
     disk, store_ = Double("disk", "late"), Double("store", indexed=False)
-    rig = make(disk, store_)
+    rig = Rig(disk, store_)
     rig.order(stores=(store(1, [(1, 0)], 1),))
     rig.until(lambda: rig.stored == {1: ()})
     rig.until(lambda: len(store_.kept) == 1 and len(disk.put_off) == 1)
@@ -112,9 +98,9 @@ def test_kept_is_told_once_no_tier_reads_the_rows(make):
     rig.until_idle()
 
 
-def test_what_no_tier_has_is_counted_and_the_job_is_kept(make):
+def test_what_no_tier_has_is_counted_and_the_job_is_kept():
     disk, store_ = Double("disk", "refuse"), Double("store", indexed=False)
-    rig = make(disk, store_)
+    rig = Rig(disk, store_)
     rig.order(stores=(store(1, [(1, 0)], 1),))
     rig.until(lambda: rig.kept == {1})
     store_.mood = "refuse"
@@ -124,19 +110,19 @@ def test_what_no_tier_has_is_counted_and_the_job_is_kept(make):
     assert rig.sample("offload_rows", move="unkept", tier="disk") == 2
 
 
-def test_a_tier_that_is_asked_says_what_it_has(make):
+def test_a_tier_that_is_asked_says_what_it_has():
     tier = Double("store", indexed=False)
-    rig = make(tier)
+    rig = Rig(tier)
     tier.kept = {(1, hashes(1)[0]): b"", (0, hashes(2)[0]): b"", (1, hashes(3)[0]): b""}
     rig.order(seeks=(Seek(1, "store", 1, hashes(1, 2, 3, 4)), Seek(2, "store", 0, ())))
     rig.until(lambda: len(rig.found) == 2)
     assert rig.found == {1: hashes(1, 3), 2: ()}
 
 
-def test_a_tier_that_does_not_answer_keeps_its_jobs_open_and_other_jobs_go_on(make):
+def test_a_tier_that_does_not_answer_keeps_its_jobs_open_and_other_jobs_go_on():
     """So the scheduler half uses none of their rows again: what is late is written into rows of its own."""
     disk, other = Double(mood="late"), Double("store", indexed=False)
-    rig = make(disk, other)
+    rig = Rig(disk, other)
     disk.kept = {(0, hash_): b"\xee" * rig.worker.row_bytes[0] for hash_ in hashes(7, 8)}
     rig.order(
         stores=(store(1, [(1, 0)], 1),),
@@ -161,8 +147,8 @@ def test_a_tier_that_does_not_answer_keeps_its_jobs_open_and_other_jobs_go_on(ma
     rig.until_idle()
 
 
-def test_a_restore_is_told_once_nobody_writes_the_blocks(make):
-    rig = make(Double())
+def test_a_restore_is_told_once_nobody_writes_the_blocks():
+    rig = Rig(Double())
     slow = Late()
     rig.worker._copier.restore = lambda orders, after: slow
     rig.order(restores=(Restore("r", (copies(0, [(1, 0)]),)),))
@@ -175,8 +161,8 @@ def test_a_restore_is_told_once_nobody_writes_the_blocks(make):
     rig.until_idle()
 
 
-def test_a_refusal_is_a_failure_that_touches_nothing(make):
-    rig = make(Double())
+def test_a_refusal_is_a_failure_that_touches_nothing():
+    rig = Rig(Double())
     image = rig.image()
     rig.order(restores=(Restore("r", (copies(0, [(1, 0)]),), refusal="too few tokens were taken"),))
     rig.until(lambda: rig.received == ["r"])
@@ -185,9 +171,9 @@ def test_a_refusal_is_a_failure_that_touches_nothing(make):
 
 
 @pytest.mark.parametrize("broken", ["raise", "dead"])
-def test_a_tier_that_is_broken_harms_nobody_else(make, broken):
+def test_a_tier_that_is_broken_harms_nobody_else(broken):
     disk, other = Double("disk"), Double("store", indexed=False)
-    rig = make(disk, other)
+    rig = Rig(disk, other)
     disk.mood = broken
     for job in range(3):
         rig.order(
@@ -206,9 +192,9 @@ def test_a_tier_that_is_broken_harms_nobody_else(make, broken):
     assert set(rig.fetched.values()) == {hashes(9)}
 
 
-def test_a_report_that_names_others_contents_is_not_believed(make):
+def test_a_report_that_names_others_contents_is_not_believed():
     disk = Double(mood="wrong")
-    rig = make(disk)
+    rig = Rig(disk)
     rig.order(stores=(store(1, [(1, 0)], 1),))
     rig.until(lambda: rig.kept == {1})
     disk.tracker._update.done["read"][999] = ()
@@ -216,9 +202,9 @@ def test_a_report_that_names_others_contents_is_not_believed(make):
     rig.until(lambda: 2 in rig.kept)
 
 
-def test_after_a_clear_nothing_from_before_reaches_a_tier(make):
+def test_after_a_clear_nothing_from_before_reaches_a_tier():
     disk = Double()
-    rig = make(disk)
+    rig = Rig(disk)
 
     late, copier = Late(), rig.worker._copier
     rig.order(stores=(store(1, [(1, 0)], 1),))
@@ -236,9 +222,9 @@ def test_after_a_clear_nothing_from_before_reaches_a_tier(make):
     rig.until_idle()
 
 
-def test_a_tier_with_much_to_tell_is_heard_part_by_part(make):
+def test_a_tier_with_much_to_tell_is_heard_part_by_part():
     disk = Double()
-    rig = make(disk)
+    rig = Rig(disk)
     woken = threading.Event()
     rig.worker.on_results(woken.set)
     everything = {(group, b"%d" % at) for group in range(2) for at in range(5000)}
@@ -259,11 +245,11 @@ def test_a_tier_with_much_to_tell_is_heard_part_by_part(make):
     assert rig.collect().offload == ()
 
 
-def test_a_job_is_kept_once_what_changed_before_was_reported(make):
+def test_a_job_is_kept_once_what_changed_before_was_reported():
     """Until then the scheduler half must know what its contents stand for."""
     disk = Double()
     disk.tracker.add([(0, b"%d" % at) for at in range(CHANGES_AT_ONCE + 1)])
-    rig = make(disk)
+    rig = Rig(disk)
     rig.order(stores=(store(1, [(1, 1)], 1),))
     until(lambda: not rig.worker._jobs.counts()["keep"])
     first, second = (rig.worker.results().offload[0] for _ in range(2))
@@ -273,8 +259,8 @@ def test_a_job_is_kept_once_what_changed_before_was_reported(make):
     assert hashes(1)[0] in second.changes[-1].added
 
 
-def test_a_report_says_how_often_all_was_cleared_before(make):
-    rig = make(Double())
+def test_a_report_says_how_often_all_was_cleared_before():
+    rig = Rig(Double())
     for times in range(3):
         rig.order(stores=(store(times + 1, [(1, times)], times + 1),))
         rig.until(lambda times=times: times + 1 in rig.kept)
@@ -283,9 +269,9 @@ def test_a_report_says_how_often_all_was_cleared_before(make):
         rig.until(lambda times=times: rig.worker._jobs._num_cleared == times + 1)
 
 
-def test_closing_ends_what_tiers_never_answered(make):
+def test_closing_ends_what_tiers_never_answered():
     disk = Double(mood="never")
-    rig = make(disk)
+    rig = Rig(disk)
     rig.order(
         stores=(store(1, [(1, 0)], 1),),
         fetches=(TierFetch(2, "disk", 0, hashes(7), (1,)),),
@@ -300,8 +286,8 @@ def test_closing_ends_what_tiers_never_answered(make):
     assert not any(rig.worker.state().values())
 
 
-def test_what_happened_to_the_scheduler_half_is_counted(make):
-    rig = make(Double())
+def test_what_happened_to_the_scheduler_half_is_counted():
+    rig = Rig(Double())
     rig.worker.count_failures(("lookup", "lookup"))
     rig.worker.count_failures(())
     rig.until(lambda: rig.failures("lookup") == 2)

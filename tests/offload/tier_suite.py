@@ -150,12 +150,6 @@ class LowerTierSuite:
         assert driver.read(lengths_of(rows)) == rows
         assert not driver.failures
 
-    def test_what_was_not_written_is_missing(self, driver: TierDriver) -> None:
-        rows, others = some_rows(20, 3), some_rows(20, 4)
-        assert driver.write(rows) == ()
-        assert driver.read(lengths_of(rows | others)) == rows
-        assert driver.read(lengths_of(others)) == {}
-
     def test_a_row_of_another_length_is_missing(self, driver: TierDriver) -> None:
         short, long = some_rows(2, 5, length=1000).items()
         other = some_rows(1, 6, length=1000)
@@ -234,16 +228,17 @@ class LowerTierSuite:
 
     def test_its_caller_does_not_wait(self, driver: TierDriver) -> None:
         rows = rows_of(some_rows(900, 9, length=1000))
-        # The machine may be busy; not every time, though.
-        fastest: dict[Kind, float] = {"write": HANG_S, "read": HANG_S}
-        for _ in range(10):
-            for kind in fastest:
-                job, call = driver.new_job(), driver.tier.write if kind == "write" else driver.tier.read
-                start = time.monotonic()
+        calls: dict[Kind, Callable[..., None]] = {"write": driver.tier.write, "read": driver.tier.read}
+        for kind, call in calls.items():
+            # The machine may be busy; not every time, though.
+            for _ in range(10):
+                job, start = driver.new_job(), time.monotonic()
                 call(job, rows)
-                fastest[kind] = min(fastest[kind], time.monotonic() - start)
+                took_s = time.monotonic() - start
                 driver.wait(kind, job)
-        assert max(fastest.values()) < _PROMPT_S
+                if took_s < _PROMPT_S:
+                    break
+            assert took_s < _PROMPT_S, kind
 
     def test_what_is_beyond_the_queue_fails_and_is_counted(self, driver: TierDriver) -> None:
         length = self.queue_bytes // 4

@@ -158,6 +158,7 @@ class Rig:
     def close(self):
         self.worker.close()
         self.collect()
+        assert self.worker.state()["errands"] == 0
 
 
 def hashes(*numbers):
