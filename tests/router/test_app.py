@@ -261,20 +261,6 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_is_seen_by_the_dec
         assert all(node.in_flight == 0 for node in client.router.decode.view())
 
 
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
-@in_loop
-async def test_a_client_that_leaves_before_any_answer_cancels_the_leg_under_way(leg: str) -> None:
-    async with pair(**{leg: never}) as (client, prefill, decode):
-        node = prefill if leg == "prefill" else decode
-        task = asyncio.create_task(client.post(ASK))
-        await until(lambda: node.seen)
-        task.cancel()
-        await asyncio.wait_for(node.gone.wait(), 2)
-        if leg == "prefill":
-            assert decode.seen == []
-        assert client.router.in_flight == 0
-
-
 @in_loop
 async def test_bodies_are_bounded_and_must_be_objects() -> None:
     async with pair(max_body_bytes=1000, body_timeout_s=0.3) as (client, prefill, _):

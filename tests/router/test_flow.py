@@ -231,15 +231,6 @@ async def test_what_a_decode_node_says_by_itself_does_not_wait_for_the_prefill_a
 
 
 @in_loop
-async def test_a_client_that_leaves_ends_both_legs() -> None:
-    async with learnt([never], [never]) as (client, p, d):
-        task = asyncio.create_task(client.post(ASK))
-        await until(lambda: len(p.seen) == len(d.seen) == 2)
-        task.cancel()
-        await asyncio.wait_for(asyncio.gather(p.gone.wait(), d.gone.wait()), 2)
-
-
-@in_loop
 async def test_whatever_the_nodes_do_every_client_is_answered_and_nothing_is_left() -> None:
     """The double checks at its end that no lease and no request is left over."""
     rng = random.Random(5)
