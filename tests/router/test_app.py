@@ -342,17 +342,14 @@ async def test_ready_means_a_healthy_node_of_each_role() -> None:
     prefill, decode = Node(is_healthy=False), Node()
     async with prefill.serving(), decode.serving(), routed([prefill.url], [decode.url], **FAST) as client:
 
-        async def is_ready() -> bool:
-            return (await client.get("/ready"))[0] == 200
-
         async def is_not_ready() -> bool:
-            return not await is_ready()
+            return not await client.is_ready()
 
         await asyncio.sleep(0.3)
         status, text = await client.get("/ready")
         assert (status, "prefill" in text, "decode" in text) == (503, True, False)
         prefill.is_healthy = True
-        await until(is_ready)
+        await until(client.is_ready)
         decode.is_healthy = False
         await until(is_not_ready)
         assert (await client.get("/health"))[0] == 200

@@ -344,11 +344,7 @@ async def test_with_every_prefill_node_gone_the_decode_node_prefills_until_one_i
         none, lost = [await fallbacks(client, f"prefill_{why}") for why in ("none_healthy", "unreachable")]
         assert none + lost == 4
         assert none >= 1, "after two failures each both are out of rotation"
-
-        async def is_ready() -> bool:
-            return (await client.get("/ready"))[0] == 200
-
-        await until(is_ready)
+        await until(client.is_ready)
         assert "prefill" in (await client.get("/ready"))[1], "the answer names what is missing"
         assert (await client.get("/ready?all"))[0] == 503
         async with Node(hands_out()).serving(int(urls[0].rpartition(":")[2])):

@@ -374,9 +374,5 @@ async def test_plain_servers_need_no_prefill_node():
         status, _, raw = await client.post({"model": "m", "prompt": "hello", "n": 2})
         assert (status, json.loads(raw)["object"]) == (200, "text_completion")
         assert "kv_transfer_params" not in one.seen[-1].body
-
-        async def is_ready():
-            return (await client.get("/ready?all"))[0] == 200
-
-        await until(is_ready)
+        await until(lambda: client.is_ready("/ready?all"))
         assert json.loads((await client.get("/ready?all"))[1]) == {"status": "ready", "missing": []}
