@@ -90,11 +90,7 @@ def corrupt(path):
         file.write(bytes([byte[0] ^ 1]))
 
 
-def truncate(path):
-    os.truncate(path, 100)
-
-
-@pytest.mark.parametrize("damage", [remove, corrupt, truncate])
+@pytest.mark.parametrize("damage", [remove, corrupt])
 def test_a_row_that_cannot_be_read_is_a_miss_and_the_prompt_is_computed(damage, tmp_path):
     prompt, other = make_prompt(300, seed=1), make_prompt(300, seed=2)
     source = restarted(tmp_path, prompt)
