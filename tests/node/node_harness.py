@@ -163,6 +163,12 @@ def make_client(
     return Client(build_engine(made, connector, model))
 
 
+@cache
+def plain_node(**options: object) -> Client:
+    """A node that keeps nothing and asks nobody, made once for all who ask it one thing after the other."""
+    return make_client(**{**options, "enable_prefix_caching": False})  # type: ignore[arg-type]
+
+
 def answer_of(prompt: Sequence[int], max_tokens: int = 8, **options: object) -> list[int]:
     """Tokens and draft tokens that a node computes by itself, once for all tests that ask for them."""
     return list(_computed(tuple(prompt), max_tokens, **options))
@@ -170,7 +176,7 @@ def answer_of(prompt: Sequence[int], max_tokens: int = 8, **options: object) -> 
 
 @cache
 def _computed(prompt: tuple[int, ...], max_tokens: int, **options: object) -> list[int]:
-    return make_client(**options).complete(list(prompt), max_tokens)
+    return plain_node(**options).complete(list(prompt), max_tokens)
 
 
 class CopyConnector:
