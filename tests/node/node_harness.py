@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -140,6 +141,16 @@ class Client:
     @property
     def held(self) -> int:
         return self.engine.scheduler.manager.pool.num_held
+
+
+def until(is_true: Callable[[], object], *clients: Client, timeout_s: float = 60.0) -> None:
+    """Steps of the clients until something is true."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        for client in clients:
+            client.steps(1)
+        time.sleep(0.001)
 
 
 def make_client(

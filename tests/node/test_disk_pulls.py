@@ -10,9 +10,9 @@ import pytest
 
 from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.worker.tier_loop import TierLoop
-from tests.node.node_harness import MODEL_NAMES, answer_of, make_prompt
+from tests.node.node_harness import MODEL_NAMES, answer_of, make_prompt, until
 from tests.node.test_pulls import assert_at_rest, closing, node, pulled
-from tests.offload.node_kit import DEADLINE_S, Keeper, disk_settings, make_keeper
+from tests.offload.node_kit import Keeper, disk_settings, make_keeper
 
 PATIENCE_S = 16.0
 
@@ -43,12 +43,8 @@ def asking(source: Keeper, **options) -> Keeper:
     """A node that knows how fast it computes prompts, and what the link to its source takes."""
     target = node(source, learns=True, reserved_blocks=61, **options)
     target.ask(make_prompt(300, seed=101))
-    deadline = time.monotonic() + DEADLINE_S
-    while not all(
-        link.found for link in target.engine.worker.transfer._transfers.decode.peers.links.values()
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    links = target.engine.worker.transfer._transfers.decode.peers.links
+    until(lambda: all(link.found for link in links.values()))
     assert pulled(target) == {"missed": 1, "tokens": 0}
     return target
 
@@ -190,10 +186,7 @@ def test_of_a_disk_that_was_never_read_a_little_is_read_first(tmp_path):
         assert not work.disk_bytes_per_s
         assert target.ask(prompt) == answer_of(prompt)
         assert target.cached == 0
-        deadline = time.monotonic() + DEADLINE_S
-        while not work.disk_bytes_per_s:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: work.disk_bytes_per_s)
         assert target.ask(other) == answer_of(other)
         assert target.cached == 288
         assert_at_rest(source, target)

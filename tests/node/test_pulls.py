@@ -14,7 +14,7 @@ from kvconnect.decode.sources import MISS_S
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.node.block_manager import PrefixHashes
 from kvconnect.timeline import Moment
-from tests.node.node_harness import MODEL_NAMES, answer_of, make_client, make_prompt
+from tests.node.node_harness import MODEL_NAMES, answer_of, make_client, make_prompt, until
 from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper, patient
 
 SHARED = ("gqa", "mla", "mixed", "sliding")
@@ -199,10 +199,7 @@ def test_a_prompt_whose_blocks_are_given_away_while_it_is_pulled_is_computed(mon
         monkeypatch.setattr(kept, "hold", overwritten)
         monkeypatch.setattr(MemoryEngine, "_advance", move_late)
         target.submit("r", prompt)
-        deadline = time.monotonic() + DEADLINE_S
-        while not begun.is_set():
-            assert time.monotonic() < deadline
-            target.step()
+        until(begun.is_set, target)
         for other in others:
             source.ask(other)
         gone.set()
@@ -271,10 +268,7 @@ def test_a_client_that_leaves_while_its_kv_is_asked_for_or_loaded_leaves_nothing
         target.submit("gone", prompt)
         target.steps(steps)
         target.engine.abort("gone")
-        deadline = time.monotonic() + DEADLINE_S
-        while target.held or target.engine.worker.state()["loads"]:
-            assert time.monotonic() < deadline
-            target.step()
+        until(lambda: not (target.held or target.engine.worker.state()["loads"]), target)
         target.settle()
         assert target.ask(prompt) == source.ask(prompt)
 
@@ -285,11 +279,7 @@ def turn(prefill: Keeper, decode: Keeper, prompt: list[int], name: str, params: 
     prefill.run(name)
     told = prefill.last(name).kv_transfer_params
     decode.submit(name, prompt, 30, dict(told))
-    deadline = time.monotonic() + DEADLINE_S
-    while not decode.last(name) or prefill.held or decode.held:
-        assert time.monotonic() < deadline
-        decode.step()
-        prefill.step()
+    until(lambda: decode.last(name) and not (prefill.held or decode.held), decode, prefill)
     prefill.settle()
     decode.settle()
     return decode.tokens(name), decode.last(name).kv_transfer_params
@@ -352,10 +342,7 @@ def test_nothing_is_pulled_over_a_link_that_is_slower_than_computing(monkeypatch
             assert target.ask(prompt, params=named) == answer
             assert target.cached == 0
         link = target.engine.worker.transfer._transfers.decode.peers.links
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(one.found for one in link.values()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: all(one.found for one in link.values()))
         (rate,) = {one.found.bytes_per_s for one in link.values()}
         assert rate == pytest.approx(SLOW_BYTES_PER_S, rel=0.2)
         last = [*make_prompt(100, seed=1), *make_prompt(200, seed=7)]
