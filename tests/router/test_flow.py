@@ -296,7 +296,7 @@ async def test_a_prefill_leg_that_fails_is_answered_by_the_decode_node(flow, fai
     node = streams(*CHUNKS) if stream else DONE
     decode = [never if flow == "parallel" else node, node]
     caplog.set_level(logging.WARNING, "kvconnect.router")
-    timeout_s = 1.0 if fails == "timeout" else 30.0
+    timeout_s = 0.4 if fails == "timeout" else 30.0
     async with learnt([FAILS[fails]], decode, flow=flow, prefill_timeout_s=timeout_s) as (client, p, d):
         status, _, raw = await client.post({**ASK, "stream": stream})
         assert (status, raw) == (200, b"".join(CHUNKS) if stream else b'{"token_ids": [5, 6]}')
