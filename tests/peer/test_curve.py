@@ -53,6 +53,14 @@ def run_both(server, client):
     return seen, frames
 
 
+def serve_until(server, is_true):
+    """Take what comes until something is true, or for some seconds."""
+    end = time.monotonic() + 5
+    while not is_true() and time.monotonic() < end:
+        server.receive()
+        server.wait(0.05)
+
+
 @pytest.mark.parametrize(
     ("server_keys", "client_keys", "cause"),
     [
@@ -75,10 +83,7 @@ def test_a_handshake_that_cannot_succeed_ends_at_once_with_its_cause(
     assert any(word in lost.reason for word in cause.split("|")), lost.reason
     assert ("insecure" if client_keys is None else "shared key") in lost.reason
     assert frames == [], "nothing of a stranger reaches a session"
-    end = time.monotonic() + 5
-    while not server.counted and time.monotonic() < end:
-        server.receive()
-        time.sleep(0.01)
+    serve_until(server, lambda: server.counted)
     # Where neither side understands the other, chance decides who leaves first.
     assert set(server.counted) <= {"handshake_refused", "handshake_incomplete"} != set()
     if None not in (server_keys, client_keys):
@@ -299,10 +304,7 @@ def test_too_many_connections_are_closed_and_those_there_before_go_on(channels):
     _, frames = run_both(server, first)
     assert [frame.data for frame in frames] == [b"one"]
     strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
-    end = time.monotonic() + 1
-    while time.monotonic() < end:
-        server.receive()
-        server.wait(0.05)
+    serve_until(server, lambda: server.counted.count("max_connections") >= 41)
     assert server.counted.count("max_connections") >= 41
     open_ = 0
     for stranger in strangers:
@@ -320,10 +322,7 @@ def test_too_many_connections_are_closed_and_those_there_before_go_on(channels):
     assert [frame.data for frame in frames] == [b"two"]
     for stranger in strangers:
         stranger.close()
-    end = time.monotonic() + 1
-    while time.monotonic() < end:
-        server.receive()
-        server.wait(0.05)
+    serve_until(server, lambda: len(server._authenticator._open) <= 1)
     assert still_works(channels, server), "there is room again"
 
 
@@ -336,10 +335,7 @@ def test_strangers_that_come_and_go_leave_nothing_behind(channels):
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(NULL_3)
         server.receive()
-    end = time.monotonic() + 5
-    while (len(os.listdir("/proc/self/fd")) > most or server._authenticator._open) and time.monotonic() < end:
-        server.receive()
-        server.wait(0.05)
+    serve_until(server, lambda: len(os.listdir("/proc/self/fd")) <= most and not server._authenticator._open)
     assert len(os.listdir("/proc/self/fd")) <= most
     assert len(server._authenticator._open) == 0
     assert still_works(channels, server)
