@@ -88,7 +88,7 @@ def _loading(name: str, prompt: list[int], **options: object):
     zeroed: list[int] = []
     zero = d.engine.runner.zeroer.zero_block_ids
     d.engine.runner.zeroer.zero_block_ids = lambda ids: zeroed.extend(ids) or zero(ids)
-    d.submit("r", prompt, 30, params)
+    d.submit("r", prompt, 20, params)
     d.steps(1)
     assert decode.pending == ["r"]
     return d, decode, zeroed
@@ -99,7 +99,7 @@ def _loading(name: str, prompt: list[int], **options: object):
 @pytest.mark.parametrize("length", [60, 128, 129])
 def test_a_load_into_blocks_of_nan_gives_the_tokens_of_a_local_request(name, length, fails):
     prompt = make_prompt(length, seed=length)
-    expected = answer_of(prompt, 30, model=name, **FP8)
+    expected = answer_of(prompt, 20, model=name, **FP8)
     d, decode, zeroed = _loading(name, prompt)
     first, *states = decode.allocated["r"][0]
     # A load owns the blocks that it fills whole. Of its last block it writes only what it needs.
