@@ -164,10 +164,6 @@ ELSEWHERE = {"remote_host": "192.0.2.1", "remote_port": 1}
         (lambda params: signed_anew(params, name="made-up"), "no request is held under this handle"),
         (changed(kvconnect_handle="made-up"), "kv_transfer_params.kvconnect_handle is of no use"),
         (
-            lambda params: {**params, "kvconnect_handle": params["kvconnect_handle"][:-1]},
-            "kv_transfer_params.kvconnect_handle is of no use",
-        ),
-        (
             lambda _: {"do_remote_prefill": True, "transfer_id": "t", **ELSEWHERE},
             "192.0.2.1:1, which no signed handle has named",
         ),
@@ -231,10 +227,9 @@ def test_recompute_serves_what_could_not_be_loaded(nodes):
     assert tokens(nodes["both"], prompt, kv_transfer_params=params) == tokens(nodes["alone"], prompt)
 
 
-@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-def test_a_prompt_longer_than_the_cache(nodes, role):
+def test_a_prompt_longer_than_the_cache(nodes):
     with pytest.raises(BadAnswer, match=r"answered 400.*500\d.*4096"):
-        ask(nodes[role], "gqa", [1] * 5000)
+        ask(nodes["router"], "gqa", [1] * 5000)
 
 
 # --- what its tools show of it ---

@@ -12,18 +12,10 @@ from kvconnect.peer.description import read_answer
 from kvconnect.peer.messages import Fetch
 from kvconnect.peer.timeline_page import MOST_PER_PAGE, TimelinePage, write_page
 from kvconnect.timeline import LATE_S, Moment, Timeline, Turns
-from tests.transfer.pair import Pair
+from tests.transfer.pair import Clock, Pair
 
 SENT = (Moment.PACKING, Moment.PACKED, Moment.SUBMITTED, Moment.WRITTEN)
 RECEIVED = (Moment.LANDED, Moment.UNPACKING, Moment.UNPACKED)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def moments(worker):
@@ -45,10 +37,10 @@ def test_the_oldest_records_go_and_those_of_another_part_take_their_place_in_tim
     for number in range(5):
         clock.now += 1
         timeline.note(Moment.PACKED, number, handle="h", transfer_id=7)
-    assert timeline.records()[0] == (103.0, "packed", "h", "", 7, 2)
+    assert timeline.records()[0] == (1003.0, "packed", "h", "", 7, 2)
     assert [record[5] for record in timeline.records()] == [2, 3, 4]
-    timeline.take([(103.5, Moment.QUEUED, "h", "r", 0, 0)])
-    assert [record[0] for record in timeline.records()] == [103.5, 104.0, 105.0]
+    timeline.take([(1003.5, Moment.QUEUED, "h", "r", 0, 0)])
+    assert [record[0] for record in timeline.records()] == [1003.5, 1004.0, 1005.0]
 
 
 def test_records_are_read_while_another_thread_adds_some():

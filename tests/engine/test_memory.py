@@ -12,6 +12,7 @@ from kvconnect.errors import ConfigError, EngineError
 from tests.engine.engine_peer import PeerCommands, PeerProcess
 from tests.engine.engine_suite import Driver, EngineSuite
 from tests.engine.faulty_engine import FaultyEngine
+from tests.transfer.pair import Clock
 
 
 class PeerHere(PeerProcess):
@@ -48,13 +49,6 @@ class TestMemoryEngine(EngineSuite):
 def test_a_protocol_is_refused() -> None:
     with pytest.raises(ConfigError, match="'rdma': the memory engine has none"):
         MemoryEngine("127.0.0.1", "rdma")
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -142,6 +143,16 @@ class Client:
         return self.engine.scheduler.manager.pool.num_held
 
 
+def until(is_true: Callable[[], object], *clients: Client, timeout_s: float = 60.0) -> None:
+    """Steps of the clients until something is true."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        for client in clients:
+            client.steps(1)
+        time.sleep(0.001)
+
+
 def make_client(
     connector: Connector | None = None,
     *,
@@ -163,6 +174,12 @@ def make_client(
     return Client(build_engine(made, connector, model))
 
 
+@cache
+def plain_node(**options: object) -> Client:
+    """A node that keeps nothing and asks nobody, made once for all who ask it one thing after the other."""
+    return make_client(**{**options, "enable_prefix_caching": False})  # type: ignore[arg-type]
+
+
 def answer_of(prompt: Sequence[int], max_tokens: int = 8, **options: object) -> list[int]:
     """Tokens and draft tokens that a node computes by itself, once for all tests that ask for them."""
     return list(_computed(tuple(prompt), max_tokens, **options))
@@ -170,7 +187,7 @@ def answer_of(prompt: Sequence[int], max_tokens: int = 8, **options: object) -> 
 
 @cache
 def _computed(prompt: tuple[int, ...], max_tokens: int, **options: object) -> list[int]:
-    return make_client(**options).complete(list(prompt), max_tokens)
+    return plain_node(**options).complete(list(prompt), max_tokens)
 
 
 class CopyConnector:

@@ -10,7 +10,7 @@ from kvconnect.errors import ConfigError, LocalError
 from kvconnect.node.block_manager import BlockManager, BlockPool, PrefixHashes
 from kvconnect.node.kv_cache import build_cache_config
 from kvconnect.node.models import CacheSizing, build_model
-from tests.node.node_harness import check_pool, make_client, make_prompt
+from tests.node.node_harness import answer_of, check_pool, make_client, make_prompt
 
 CONFIGS = {
     name: build_cache_config(build_model(name).layout(CacheSizing(None, 1024)), 64)
@@ -139,8 +139,7 @@ def test_a_repeated_prompt_reuses_full_blocks_and_gives_the_same_tokens(name, hi
     assert client.complete(prompt) == expected
     assert client.last("request-1").cached_tokens == hit
     other = [*prompt[:100], *make_prompt(50, seed=9)]
-    fresh = make_client(model=name).complete(other)
-    assert client.complete(other) == fresh
+    assert client.complete(other) == answer_of(other, model=name)
     assert client.held == 0
 
 

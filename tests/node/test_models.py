@@ -13,7 +13,7 @@ from kvconnect.node.models import CacheSizing, build_model
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import EngineStep, ScheduledChunk
 from tests.caches import overlaid_groups
-from tests.node.node_harness import DEVICES, MODEL_NAMES, make_client, make_prompt
+from tests.node.node_harness import DEVICES, MODEL_NAMES, answer_of, make_client, make_prompt
 
 
 class Bench:
@@ -106,7 +106,7 @@ def test_a_changed_cache_of_the_wide_model_changes_tokens():
     for cached in client.engine.runner.cache.tensors.values():
         cached.tensor[:] = 0.5
     client.run("a")
-    assert client.tokens("a") != make_client(model="wide").complete(make_prompt(200), 30)
+    assert client.tokens("a") != answer_of(make_prompt(200), 30, model="wide")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -115,8 +115,7 @@ def test_a_changed_cache_of_the_wide_model_changes_tokens():
 def test_tokens_depend_on_neither_budget_nor_concurrency(name, dtype, device):
     prompts = [make_prompt(length, seed=length) for length in (333, 33, 64)]
     options = {"model": name, "kv_cache_dtype": dtype, "enable_prefix_caching": False, "device": device}
-    alone = make_client(**options)
-    expected = [alone.complete(prompt, 12) for prompt in prompts]
+    expected = [answer_of(prompt, 12, **options) for prompt in prompts]
     for budget in (17, 50):
         assert make_client(**options, max_num_batched_tokens=budget).together(prompts, 12) == expected
 
@@ -124,7 +123,7 @@ def test_tokens_depend_on_neither_budget_nor_concurrency(name, dtype, device):
 @pytest.mark.parametrize("size", [32, 64])
 def test_block_size_does_not_change_tokens(size):
     prompt = make_prompt(90)
-    assert make_client(block_size=size).complete(prompt) == make_client().complete(prompt)
+    assert make_client(block_size=size).complete(prompt) == answer_of(prompt)
 
 
 def test_seed_and_name_choose_the_weights():

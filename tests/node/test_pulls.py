@@ -14,7 +14,7 @@ from kvconnect.decode.sources import MISS_S
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.node.block_manager import PrefixHashes
 from kvconnect.timeline import Moment
-from tests.node.node_harness import MODEL_NAMES, answer_of, make_client, make_prompt
+from tests.node.node_harness import MODEL_NAMES, answer_of, make_client, make_prompt, until
 from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper, patient
 
 SHARED = ("gqa", "mla", "mixed", "sliding")
@@ -138,9 +138,8 @@ def test_a_node_gets_what_only_the_device_of_another_has(model):
 
 
 def test_the_device_and_host_memory_of_a_node_give_what_each_of_them_has():
-    source = node(shares=True, enable_prefix_caching=True, num_blocks=40)
-    target = node(source, reserved_blocks=61)
-    with closing(source, target):
+    both_places = {"shares": True, "enable_prefix_caching": True, "num_blocks": 40}
+    with source_and_target(both_places) as (source, target):
         kept = source.engine.worker.transfer._transfers.local.kept
         prompts = [make_prompt(300, seed=seed) for seed in range(1, 5)]
         for prompt in prompts:
@@ -154,7 +153,6 @@ def test_the_device_and_host_memory_of_a_node_give_what_each_of_them_has():
             kept.hold = hold
         assert [held.on_device for held in places] == [False, False, True, True]
         assert pulled(target) == {"loaded": 4, "tokens": 4 * 288}
-        assert_at_rest(source, target)
 
 
 def test_what_the_device_has_given_to_other_prompts_is_not_found():
@@ -174,9 +172,8 @@ def test_what_the_device_has_given_to_other_prompts_is_not_found():
 @pytest.mark.parametrize("at", ["packed", "sent"])
 def test_a_prompt_whose_blocks_are_given_away_while_it_is_pulled_is_computed(monkeypatch, at):
     """The blocks are overwritten at once, so that what is served late would be another prompt's KV."""
-    source = node(keeps=False, shares=True, num_blocks=24)
-    target = node(source, keeps=False, reserved_blocks=61)
-    with closing(source, target):
+    shares = {"keeps": False, "shares": True, "num_blocks": 24}
+    with source_and_target(shares, keeps=False) as (source, target):
         prompt, others = make_prompt(300, seed=1), [make_prompt(300, seed=seed) for seed in (2, 3)]
         source.ask(prompt)
         gone, advance = threading.Event(), MemoryEngine._advance
@@ -199,17 +196,13 @@ def test_a_prompt_whose_blocks_are_given_away_while_it_is_pulled_is_computed(mon
         monkeypatch.setattr(kept, "hold", overwritten)
         monkeypatch.setattr(MemoryEngine, "_advance", move_late)
         target.submit("r", prompt)
-        deadline = time.monotonic() + DEADLINE_S
-        while not begun.is_set():
-            assert time.monotonic() < deadline
-            target.step()
+        until(begun.is_set, target)
         for other in others:
             source.ask(other)
         gone.set()
         target.run("r")
         assert target.tokens("r") == answer_of(prompt, 8)
         assert pulled(target)["failed"] == 1
-        assert_at_rest(source, target)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (64, 16), (16, 48)])
@@ -271,10 +264,7 @@ def test_a_client_that_leaves_while_its_kv_is_asked_for_or_loaded_leaves_nothing
         target.submit("gone", prompt)
         target.steps(steps)
         target.engine.abort("gone")
-        deadline = time.monotonic() + DEADLINE_S
-        while target.held or target.engine.worker.state()["loads"]:
-            assert time.monotonic() < deadline
-            target.step()
+        until(lambda: not (target.held or target.engine.worker.state()["loads"]), target)
         target.settle()
         assert target.ask(prompt) == source.ask(prompt)
 
@@ -285,11 +275,7 @@ def turn(prefill: Keeper, decode: Keeper, prompt: list[int], name: str, params: 
     prefill.run(name)
     told = prefill.last(name).kv_transfer_params
     decode.submit(name, prompt, 30, dict(told))
-    deadline = time.monotonic() + DEADLINE_S
-    while not decode.last(name) or prefill.held or decode.held:
-        assert time.monotonic() < deadline
-        decode.step()
-        prefill.step()
+    until(lambda: decode.last(name) and not (prefill.held or decode.held), decode, prefill)
     prefill.settle()
     decode.settle()
     return decode.tokens(name), decode.last(name).kv_transfer_params
@@ -352,10 +338,7 @@ def test_nothing_is_pulled_over_a_link_that_is_slower_than_computing(monkeypatch
             assert target.ask(prompt, params=named) == answer
             assert target.cached == 0
         link = target.engine.worker.transfer._transfers.decode.peers.links
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(one.found for one in link.values()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: all(one.found for one in link.values()))
         (rate,) = {one.found.bytes_per_s for one in link.values()}
         assert rate == pytest.approx(SLOW_BYTES_PER_S, rel=0.2)
         last = [*make_prompt(100, seed=1), *make_prompt(200, seed=7)]

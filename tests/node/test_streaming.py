@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.node.node_harness import MODEL_NAMES, Client, answer_of, check_pool, make_client, make_prompt
+from tests.node.node_harness import MODEL_NAMES, Client, answer_of, make_client, make_prompt, until
 
 BUDGET = 64
 PROMPT = make_prompt(400, seed=5)
@@ -50,31 +50,20 @@ def ask_both(prefill: Client, decode: Client, prompt: list[int], name: str = "a"
 def ask_and_wait(prefill: Client, decode: Client, prompt: list[int], name: str = "a") -> None:
     """Both are asked, and D's fetch waits at P."""
     ask_both(prefill, decode, prompt, name)
-    until(decode, lambda: prefill.engine.worker.state()["pending_fetches"])
+    until(lambda: prefill.engine.worker.state()["pending_fetches"], decode)
 
 
 def counted(client: Client, name: str, *labels: str) -> float:
     return client.engine.worker.transfer._metrics.families[name].labels(*labels).value
 
 
-def until(client: Client, is_true, *others: Client) -> None:
-    """Steps of a client, and of others, until something is true."""
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline
-        for one in (client, *others):
-            one.engine.run_once()
-        time.sleep(0.001)
-
-
 def finish(prefill: Client, decode: Client, name: str = "a") -> list[int]:
     """Both legs to their ends; D's tokens. Then nothing is left."""
-    until(prefill, lambda: prefill.last(name) and decode.last(name), decode)
+    until(lambda: prefill.last(name) and decode.last(name), prefill, decode)
     last = decode.last(name)
     assert last.failure is None, last.failure
-    until(prefill, lambda: prefill.held == decode.held == 0, decode)
+    until(lambda: prefill.held == decode.held == 0, prefill, decode)
     for client in (prefill, decode):
-        check_pool(client.engine.scheduler.manager.pool)
         assert not any(client.engine.scheduler.hooks.state().values())
     return decode.tokens(name) + decode.drafts(name)
 
@@ -124,7 +113,7 @@ def test_a_prompt_that_is_preempted_while_it_is_sent_is_sent_again(model, after)
         scheduler.waiting.rotate(-1)
         prefill.engine.run_once()
         assert lost & blocks_of(prefill, "other")
-        until(decode, lambda: not prefill.engine.worker.state()["sendings"])
+        until(lambda: not prefill.engine.worker.state()["sendings"], decode)
         assert prefill.last("a") is None
         assert finish(prefill, decode) == answer_of(PROMPT, model=model)
         assert counted(prefill, "failures", "preempted") + counted(decode, "failures", "preempted") == 1
@@ -138,11 +127,11 @@ def test_an_abort_while_it_is_sent_leaves_nothing(side):
             prefill.engine.run_once()
             time.sleep(0.03)
         (prefill if side == "prefill" else decode).engine.abort("a")
-        until(prefill, lambda: decode.last("a") and prefill.last("a"), decode)
+        until(lambda: decode.last("a") and prefill.last("a"), prefill, decode)
         if side == "prefill":
             # D computes it or says why not: whichever it is configured for.
             assert decode.last("a").failure is not None
-        until(prefill, lambda: prefill.held == decode.held == 0, decode)
+        until(lambda: prefill.held == decode.held == 0, prefill, decode)
         ask_and_wait(prefill, decode, PROMPT[::-1], "b")
         assert finish(prefill, decode, "b") == answer_of(PROMPT[::-1])
 
@@ -153,7 +142,7 @@ def test_a_prefix_that_p_has_already_is_sent_first():
         ask_and_wait(prefill, decode, PROMPT)
         sent = prefill.engine.worker.transfer._metrics.copies.labels("sent")
         prefill.steps(1)
-        until(prefill, lambda: prefill.last("a"))
+        until(lambda: prefill.last("a"), prefill)
         assert finish(prefill, decode) == answer_of(PROMPT)
         assert sent.value > 0
         assert prefill.last("a").cached_tokens >= 192
@@ -165,8 +154,8 @@ def test_several_prompts_at_once_are_exact():
         for name, prompt in prompts.items():
             ask_both(prefill, decode, prompt, name)
             prefill.engine.run_once()
-        until(prefill, lambda: all(decode.last(name) for name in prompts), decode)
+        until(lambda: all(decode.last(name) for name in prompts), prefill, decode)
         for name, prompt in prompts.items():
             assert decode.last(name).failure is None
             assert decode.tokens(name) == answer_of(prompt, model="sliding")
-        until(prefill, lambda: prefill.held == decode.held == 0, decode)
+        until(lambda: prefill.held == decode.held == 0, prefill, decode)

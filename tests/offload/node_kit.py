@@ -6,14 +6,14 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import msgspec
 import torch
 
 import tests.node.wide_model  # noqa: F401
-from tests.node.node_harness import Client, check_pool, make_client
+from tests.node.node_harness import Client, check_pool, make_client, plain_node
+from tests.node.node_harness import answer_of as expected
 from tests.offload.opened import closes_later
 
 DEADLINE_S = 60.0
@@ -191,25 +191,9 @@ def wipe(client: Client) -> None:
         cached.tensor.view(torch.int8).fill_(0x55)
 
 
-@cache
-def _plain(model: str, device: str) -> Client:
-    return make_client(model=model, device=device, enable_prefix_caching=False)
-
-
-_ANSWERS: dict[tuple, list[int]] = {}
-
-
-def expected(prompt: list[int], max_tokens: int = 8, *, model: str = "gqa", device: str = "cpu") -> list[int]:
-    """What a node that keeps nothing answers, with its drafts."""
-    key = tuple(prompt), max_tokens, model, device
-    if key not in _ANSWERS:
-        _ANSWERS[key] = _plain(model, device).complete(prompt, max_tokens)
-    return _ANSWERS[key]
-
-
 def expected_together(asked: Sequence[tuple[list[int], int]], model: str) -> list[list[int]]:
-    """The same of many prompts, each with its number of tokens: in one batch, which takes fewer steps."""
-    return _plain(model, "cpu").together([prompt for prompt, _ in asked], *(count for _, count in asked))
+    """What is ``expected`` of many prompts, each with its number of tokens: in one batch, in fewer steps."""
+    return plain_node(model=model).together([prompt for prompt, _ in asked], *(count for _, count in asked))
 
 
 class Twin:

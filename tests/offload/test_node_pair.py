@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from tests.node.node_harness import make_prompt
+from tests.node.node_harness import make_prompt, until
 from tests.offload.node_kit import (
-    DEADLINE_S,
     ORACLES,
     Keeper,
     disk_settings,
@@ -31,15 +28,6 @@ def node(name: str, role: str, offload: dict | None = None, **options) -> Keeper
 def pair(offload: dict | None = None, **options) -> tuple[Keeper, Keeper]:
     prefill = node("P", "kv_producer", offload, **options)
     return prefill, node("D", "kv_consumer", reserved_blocks=61, **options)
-
-
-def until(is_true, *clients: Keeper) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert time.monotonic() < deadline, [client.busy() for client in clients]
-        for client in clients:
-            client.engine.run_once()
-        time.sleep(0.001)
 
 
 def both(prefill: Keeper, decode: Keeper, prompt: list[int], name: str, max_tokens: int = 8) -> list[int]:

@@ -247,7 +247,7 @@ def simple_blocks(model, shape):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("sizes", [(16, 256), (256, 16), (64, 96), (128, 16)])
+@pytest.mark.parametrize("sizes", [(16, 256), (256, 16), (64, 96)])
 def test_block_sizes_in_any_ratio(kernels, sizes):
     model = simple_model(300, 2, 16)
     ours, theirs = (

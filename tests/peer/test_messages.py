@@ -306,12 +306,6 @@ def test_a_lane_that_would_change_how_a_log_is_shown_is_not_read(field, text):
         m.decode(m.Side.DECODE, m.encode(m.Transport("tcp", **{field: text})), LIMIT)
 
 
-def test_what_is_too_long_is_not_read():
-    frame = m.encode(m.CreditGrant(1, (GRANT,) * 100))
-    with pytest.raises(PeerError, match=f"a message of {len(frame)} bytes, accepted are 99"):
-        m.decode(m.Side.PREFILL, frame, 99)
-
-
 def test_a_rank_listens_at_a_port():
     given = msgspec.msgpack.encode(RankAddress(0, "h", 65536))
     with pytest.raises(msgspec.ValidationError, match="<= 65535"):

@@ -10,16 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.addresses import RankAddress
-from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.config import parse_kv_transfer_config
-from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import PROMPT_BYTES, digest_prompt
 from kvconnect.transfer.orders import Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
-from kvconnect.transfer.stack import StackTraits
 from tests.halves.test_scheduler_half import ATTENTION, HANDLES, STATE
+from tests.halves.test_scheduler_half import connector as scheduler_half
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 PARTS = st.text(max_size=5) | st.integers() | st.binary(max_size=5)
@@ -31,6 +27,7 @@ NAMES = (
     "0fc9ffdef1ec7b4bed0d0ba670960d5c",
 )
 A, B = list(range(100, 140)), list(range(200, 240))
+ANNOUNCED = {"do_remote_prefill": True, TRANSFER_KEY: "t", "remote_host": "10.0.0.1", "remote_port": 5600}
 
 
 @dataclass
@@ -45,12 +42,9 @@ class Request:
 
 
 def connector(role, groups=(ATTENTION,), **traits):
-    return build_scheduler_half(
-        parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": {}}),
-        KVCacheConfig(100, tuple(groups)),
-        StackTraits(prompt_digest=lambda request, count: digest_prompt(request.token_ids[:count]), **traits),
-        directory=(RankAddress(0, "10.0.0.1", 5600),),
-        trust=Trust(HANDLES),
+    """A half that names prompts."""
+    return scheduler_half(
+        role, groups, prompt_digest=lambda request, count: digest_prompt(request.token_ids[:count]), **traits
     )
 
 
@@ -190,28 +184,16 @@ def test_with_states_the_last_token_is_not_part_of_what_is_handed_over():
 
 def test_a_transfer_id_names_one_prompt():
     answer, hold = prefilled(A, **{TRANSFER_KEY: "t"})
-    announced = {
-        "do_remote_prefill": True,
-        TRANSFER_KEY: "t",
-        "remote_host": "10.0.0.1",
-        "remote_port": 5600,
-    }
-    for params in (announced, answer):
+    for params in (ANNOUNCED, answer):
         (load,) = loads(connector("kv_consumer"), Request("a", A, dict(params)))
         assert (load.handle, load.refusal) == (hold.handle, None)
-    (load,) = loads(connector("kv_consumer"), Request("b", B, announced))
+    (load,) = loads(connector("kv_consumer"), Request("b", B, dict(ANNOUNCED)))
     assert load.handle != hold.handle, "P holds nothing under what D calls it"
     assert not loads(connector("kv_consumer"), Request("b", B, answer))
 
 
 def test_two_prompts_with_one_transfer_id_are_each_held_and_fetched():
     prefill, decode = connector("kv_producer"), connector("kv_consumer")
-    announced = {
-        "do_remote_prefill": True,
-        TRANSFER_KEY: "t",
-        "remote_host": "10.0.0.1",
-        "remote_port": 5600,
-    }
     for request_id, prompt in (("a", A), ("b", B)):
         request = Request(request_id, [*prompt], {**ON_P, TRANSFER_KEY: "t"})
         prefill.new_request(request)
@@ -219,7 +201,7 @@ def test_two_prompts_with_one_transfer_id_are_each_held_and_fetched():
         assert prefill.request_finished(request, ([1, 2, 3],), delivered=True)[0]
     orders = prefill.build_orders()
     assert set(orders.expected) == {hold.handle for hold in orders.holds}
-    ordered = loads(decode, Request("a", A, dict(announced)), Request("b", B, dict(announced)))
+    ordered = loads(decode, Request("a", A, dict(ANNOUNCED)), Request("b", B, dict(ANNOUNCED)))
     assert [load.handle for load in ordered] == [hold.handle for hold in orders.holds]
     assert len({load.handle for load in ordered}) == 2
 
@@ -227,9 +209,8 @@ def test_two_prompts_with_one_transfer_id_are_each_held_and_fetched():
 def test_an_id_cannot_be_chosen_to_name_another_prompt():
     name = digest_prompt(A).hex()
     _, hold = prefilled(A, **{TRANSFER_KEY: "t"})
-    params = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5600}
     for text in ("t", f"{name}:t", hold.handle):
-        (load,) = loads(connector("kv_consumer"), Request("b", B, {**params, TRANSFER_KEY: text}))
+        (load,) = loads(connector("kv_consumer"), Request("b", B, {**ANNOUNCED, TRANSFER_KEY: text}))
         assert load.handle != hold.handle
 
 

@@ -192,6 +192,9 @@ class Client:
         async with self.session.get(self.url + path) as response:
             return response.status, await response.text()
 
+    async def is_ready(self, path: str = "/ready") -> bool:
+        return (await self.get(path))[0] == 200
+
     async def metric(self, name: str) -> float:
         """The value of a metric, labels included in its name, 0 if it is not there."""
         _, text = await self.get("/metrics")

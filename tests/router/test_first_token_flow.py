@@ -130,8 +130,8 @@ async def test_behind_ps_token_another_d_computes_the_prompt_if_the_first_breaks
     left = []
 
     async def decode(request):
-        # In the parallel flow P's token is sent first.
-        await asyncio.sleep(0.1)
+        # P's token is sent first.
+        await asyncio.sleep(0.1 if flow == "parallel" else 0)
         return await (left.pop() if left else streams(*events(" a", " b", " c"), END))(request)
 
     scripts, options = [taking_first(decode)] * 2, {"flow": flow, "decode_fallback": decode_fallback}

@@ -231,15 +231,6 @@ async def test_what_a_decode_node_says_by_itself_does_not_wait_for_the_prefill_a
 
 
 @in_loop
-async def test_a_client_that_leaves_ends_both_legs() -> None:
-    async with learnt([never], [never]) as (client, p, d):
-        task = asyncio.create_task(client.post(ASK))
-        await until(lambda: len(p.seen) == len(d.seen) == 2)
-        task.cancel()
-        await asyncio.wait_for(asyncio.gather(p.gone.wait(), d.gone.wait()), 2)
-
-
-@in_loop
 async def test_whatever_the_nodes_do_every_client_is_answered_and_nothing_is_left() -> None:
     """The double checks at its end that no lease and no request is left over."""
     rng = random.Random(5)
@@ -305,7 +296,7 @@ async def test_a_prefill_leg_that_fails_is_answered_by_the_decode_node(flow, fai
     node = streams(*CHUNKS) if stream else DONE
     decode = [never if flow == "parallel" else node, node]
     caplog.set_level(logging.WARNING, "kvconnect.router")
-    timeout_s = 1.0 if fails == "timeout" else 30.0
+    timeout_s = 0.4 if fails == "timeout" else 30.0
     async with learnt([FAILS[fails]], decode, flow=flow, prefill_timeout_s=timeout_s) as (client, p, d):
         status, _, raw = await client.post({**ASK, "stream": stream})
         assert (status, raw) == (200, b"".join(CHUNKS) if stream else b'{"token_ids": [5, 6]}')
@@ -353,11 +344,7 @@ async def test_with_every_prefill_node_gone_the_decode_node_prefills_until_one_i
         none, lost = [await fallbacks(client, f"prefill_{why}") for why in ("none_healthy", "unreachable")]
         assert none + lost == 4
         assert none >= 1, "after two failures each both are out of rotation"
-
-        async def is_ready() -> bool:
-            return (await client.get("/ready"))[0] == 200
-
-        await until(is_ready)
+        await until(client.is_ready)
         assert "prefill" in (await client.get("/ready"))[1], "the answer names what is missing"
         assert (await client.get("/ready?all"))[0] == 503
         async with Node(hands_out()).serving(int(urls[0].rpartition(":")[2])):

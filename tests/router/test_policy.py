@@ -228,25 +228,31 @@ async def test_prompts_as_text_and_chats_are_tokenized_by_a_server():
             assert asked == {"model": "m", **body}
 
 
-@pytest.mark.parametrize("status", [200, 404, 500])
 @in_loop
-async def test_a_server_that_cannot_tokenize_gets_requests_by_load(status):
+async def test_a_server_that_cannot_tokenize_gets_requests_by_load():
     async with servers(1) as (client, (server,)):
-        server.script = lambda request: _answer(status if request.path == "/tokenize" else 200)
-        assert (await client.post({"model": "m", "prompt": "hello"}))[0] == 200
-        assert await client.metric('kvconnect_router_placements_total{by="load"}') == 1
+        for count, status in enumerate((200, 404, 500), 1):
+            server.script = cannot_tokenize(status)
+            assert await client.status({"model": "m", "prompt": "hello"}) == 200
+            assert await client.metric('kvconnect_router_placements_total{by="load"}') == count, status
 
 
-async def _answer(status):
-    return web.json_response({"tokens": None}, status=status)
+def cannot_tokenize(status):
+    """A script that answers /tokenize so, without tokens, and all else well."""
+
+    async def script(request):
+        return web.json_response({"tokens": None}, status=status if request.path == "/tokenize" else 200)
+
+    return script
 
 
-@pytest.mark.parametrize("prompt", [[], ["a", "b"], [[1], [2]], [1, "a"], [1, -1], [1, 2**40], None, 5, {}])
 @in_loop
-async def test_a_request_without_one_prompt_is_served_by_load(prompt):
+async def test_a_request_without_one_prompt_is_served_by_load():
+    prompts = [[], ["a", "b"], [[1], [2]], [1, "a"], [1, -1], [1, 2**40], None, 5, {}]
     async with servers(1) as (client, (server,)):
-        assert (await client.post({"model": "m", "prompt": prompt}))[0] == 200
-        assert [seen.body["prompt"] for seen in server.completions] == [prompt]
+        for prompt in prompts:
+            assert await client.status({"model": "m", "prompt": prompt}) == 200, prompt
+        assert [seen.body["prompt"] for seen in server.completions] == prompts
 
 
 @in_loop
@@ -268,7 +274,7 @@ async def test_a_session_stays_where_it_was_if_nothing_else_is_known(by):
     async with servers() as (client, found):
         for server in found:
             # No tokens are known of a text.
-            server.script = lambda request: _answer(404 if request.path == "/tokenize" else 200)
+            server.script = cannot_tokenize(404)
         for _ in range(4):
             for name in ("s", "t"):
                 headers = {"X-Session-ID": name} if by == "header" else {}
@@ -374,9 +380,5 @@ async def test_plain_servers_need_no_prefill_node():
         status, _, raw = await client.post({"model": "m", "prompt": "hello", "n": 2})
         assert (status, json.loads(raw)["object"]) == (200, "text_completion")
         assert "kv_transfer_params" not in one.seen[-1].body
-
-        async def is_ready():
-            return (await client.get("/ready?all"))[0] == 200
-
-        await until(is_ready)
+        await until(lambda: client.is_ready("/ready?all"))
         assert json.loads((await client.get("/ready?all"))[1]) == {"status": "ready", "missing": []}

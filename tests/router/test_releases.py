@@ -36,10 +36,10 @@ async def assert_released(client, p, *, asked=1):
     assert "X-Request-Id" not in release.headers
 
 
-async def leaves(client, seen_by, count):
-    """A client that leaves as soon as a node has seen so many requests."""
+async def leaves(client, count, *nodes):
+    """A client that leaves as soon as each of these nodes has seen so many requests."""
     task = asyncio.create_task(client.post(ASK, headers={"Authorization": "Bearer k", "X-Request-Id": "i"}))
-    await until(lambda: len(seen_by.seen) == count)
+    await until(lambda: all(len(node.seen) == count for node in nodes))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -47,13 +47,17 @@ async def leaves(client, seen_by, count):
 @FLOWS
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
 @in_loop
-async def test_a_client_leaves_before_the_first_byte(flow, moment) -> None:
+async def test_a_client_that_leaves_before_the_first_byte_ends_every_leg_under_way(flow, moment) -> None:
     released = answers(404, {})
     late = OURS if moment == "decode" else never
     async with pair(in_turn(OURS, late, released), in_turn(DONE, never), flow=flow) as (client, p, d):
         assert await client.status(ASK) == 200
-        await leaves(client, *((p, 2) if moment == "prefill" else (d, 2)))
+        legs = {"decode": [d], "prefill": [p, d] if flow == "parallel" else [p]}[moment]
+        await leaves(client, 2, *legs)
         await assert_released(client, p, asked=2)
+        for leg in legs:
+            await asyncio.wait_for(leg.gone.wait(), 2)
+        assert len(d.seen) == (2 if legs[-1] is d else 1)
 
 
 @FLOWS
@@ -112,7 +116,7 @@ async def test_a_prefill_node_that_was_not_reached_holds_nothing() -> None:
 async def test_another_connector_is_not_asked_for_what_it_would_not_understand() -> None:
     async with pair(in_turn(hands_out(), hands_out()), in_turn(DONE, never)) as (client, p, d):
         assert await client.status(ASK) == 200
-        await leaves(client, d, 2)
+        await leaves(client, 2, d)
         await asyncio.sleep(0.1)
         assert len(p.seen) == 2
 
@@ -138,7 +142,7 @@ async def test_a_router_that_ends_has_told_all() -> None:
     async with p.serving(), d.serving():
         async with routed([p.url], [d.url]) as client:
             assert await client.status(ASK) == 200
-            await leaves(client, d, 2)
+            await leaves(client, 2, d)
             await until(lambda: len(p.seen) == 3)
             metrics = client.router.metrics
         assert b'releases_total{outcome="sent"} 1.0' in metrics.text()

@@ -75,15 +75,18 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 LAYOUTS = st.sampled_from(["nhd", "hnd", "heads_first"])
-SIDES = st.fixed_dictionaries({"layout": LAYOUTS, "tp_size": st.integers(1, 6), "ratio": st.integers(1, 3)})
+PLANES = st.sampled_from(["together", "per_block", "apart"])
+SIDES = st.fixed_dictionaries(
+    {"layout": LAYOUTS, "kv": PLANES, "tp_size": st.integers(1, 6), "ratio": st.integers(1, 3)}
+)
 
 
 @settings(max_examples=60)
-@given(SIDES, SIDES, st.sampled_from(["together", "per_block", "apart"]), st.integers(1, 300))
-def test_every_target_rank_gets_each_of_its_heads_once_and_whole(source, target, kv, tokens):
+@given(SIDES, SIDES, st.integers(1, 300))
+def test_every_target_rank_gets_each_of_its_heads_once_and_whole(source, target, tokens):
     sides = [
         cache(
-            {**GQA, "layout": side["layout"], "kv": kv},
+            {**GQA, "layout": side["layout"], "kv": side["kv"]},
             MLA,
             tp_size=side["tp_size"],
             block_size=16 * side["ratio"],
@@ -136,10 +139,6 @@ def test_a_request_is_cut_into_chunks_that_fit_a_slot():
     side = cache(GQA, slot_bytes=8192)
     (pair,) = cache_pairs(side, side, 1600).values()
     assert pair.chunks >= pair.total_bytes / 8192
-    tiny = cache({**GQA, "num_kv_heads": 64, "head_size": 128}, slot_bytes=4096)
-    *_, last = findings(tiny, tiny, 100)
-    assert last.level is Level.FAILURE
-    assert "a slot has 4096 bytes" in last.found
 
 
 def test_no_memory_is_touched():
@@ -194,11 +193,6 @@ def test_an_engine_that_is_chosen_there_is_no_difference(source, target, tmp_pat
     done = command(str(tmp_path / "p"), str(tmp_path / "d"), "--json")
     assert done.returncode == (target == "mooncake")
     assert (f"engine is nixl {ON_P}, mooncake {ON_D}" in done.stdout) == (target == "mooncake")
-
-
-def test_caches_of_other_blocks_and_layouts_fit():
-    found = cache_pairs(cache(GQA), cache({**GQA, "kv": "apart"}, block_size=32), 100)
-    assert [pair.order for pair in found.values()] == ["rows"]
 
 
 def test_caches_that_do_not_fit_have_every_reason():

@@ -64,11 +64,11 @@ def test_no_engine_that_works_is_a_failure_that_says_what_to_install():
 
 def test_the_engine_that_is_configured_has_to_work_and_no_other():
     engines = {"nixl": "NIXL is not usable", "mooncake": ""}
-    said = failures(found(configured(engine="nixl"), engines=lambda: engines))
+    said = failures(found(configured(engine="nixl"), engines=engines))
     assert list(said) == ["engine nixl"]
     assert "NIXL is not usable > pip install" in said["engine nixl"]
-    assert failures(found(configured(engine="mooncake"), engines=lambda: engines)) == {}
-    assert "takes mooncake" in found(configured(), engines=lambda: engines)["engine auto"].found
+    assert failures(found(configured(engine="mooncake"), engines=engines)) == {}
+    assert "takes mooncake" in found(configured(), engines=engines)["engine auto"].found
 
 
 def test_a_wrong_protocol_is_found_by_starting_the_engine():
@@ -90,9 +90,7 @@ def test_tcp_where_rdma_is_asked_for_is_a_failure(tmp_path):
     assert "no RDMA device" in said["RDMA"]
     machine = look(make_root(tmp_path), {"UCX_TLS": "tcp,cuda_copy"})
     over_tcp = Trial("UCX mlx5_0:1", "tcp/eth0")
-    said = failures(
-        found(configured(device_name="mlx5_0:1"), machine=lambda: machine, trial=lambda *a, **k: over_tcp)
-    )
+    said = failures(found(configured(device_name="mlx5_0:1"), machine=machine, trial=over_tcp))
     assert (
         "device_name 'mlx5_0:1' asks for RDMA, and bytes go over tcp/eth0 > unset UCX_TLS"
         in said["transport"]
@@ -103,9 +101,7 @@ def test_tcp_beside_an_rdma_device_is_a_warning_between_machines(tmp_path, monke
     monkeypatch.setenv("KVCONNECT_KEY", new_secret())
     machine = replace(look(make_root(tmp_path)), memlock_bytes=None)
     over_tcp = Trial("tcp")
-    said = found(
-        configured(host=OTHER, engine="mooncake"), machine=lambda: machine, trial=lambda *a, **k: over_tcp
-    )
+    said = found(configured(host=OTHER, engine="mooncake"), machine=machine, trial=over_tcp)
     assert "bytes to other hosts go over tcp, though mlx5_0 is there" in said["transport"].found
     assert "device_name mlx5_0;" in said["transport"].advice
 
@@ -123,9 +119,7 @@ ABSENT = "device_name names mlx5_3, which this machine does not have > accepted:
 )
 def test_an_rdma_device_that_cannot_be_used_is_named(tmp_path, changes, device, about, names):
     machine = replace(look(make_root(tmp_path, **changes)), memlock_bytes=None)
-    said = failures(
-        found(configured(device_name=device), machine=lambda: machine, trial=lambda *a, **k: RDMA)
-    )
+    said = failures(found(configured(device_name=device), machine=machine, trial=RDMA))
     assert list(said) == [about]
     assert names in said[about]
 
@@ -177,7 +171,7 @@ def test_locked_memory_of_64_kib_is_a_failure_beside_an_rdma_device(tmp_path):
         "from kvconnect.tools.facts import look\n"
         "from pathlib import Path\n"
         "from tests.tools.kit import *\n"
-        f"said = found(configured(), machine=lambda: look(Path({str(root)!r})))\n"
+        f"said = found(configured(), machine=look(Path({str(root)!r})))\n"
         "print(failures(said))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
@@ -189,14 +183,14 @@ def test_locked_memory_of_64_kib_is_a_failure_beside_an_rdma_device(tmp_path):
 
 def test_locked_memory_does_not_matter_without_rdma_or_where_it_may_be_exceeded(tmp_path):
     little = Machine(memlock_bytes=65536, shm_free_bytes=1 << 30)
-    assert failures(found(configured(), machine=lambda: little)) == {}
+    assert failures(found(configured(), machine=little)) == {}
     mighty = replace(look(make_root(tmp_path)), memlock_bytes=65536, may_lock=True)
-    assert failures(found(configured(), machine=lambda: mighty)) == {}
+    assert failures(found(configured(), machine=mighty)) == {}
 
 
 def test_small_limits_are_warnings():
     small = Machine(open_files=1024, shm_free_bytes=64 << 20, shm_bytes=64 << 20)
-    said = found(configured(), machine=lambda: small)
+    said = found(configured(), machine=small)
     assert "1024" in said["open files"].found
     assert "--shm-size" in said["/dev/shm"].advice
     assert look().open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -207,21 +201,21 @@ GPUS = (Gpu("H200", 0, {1: 18}, (1,)), Gpu("H200", 0, {0: 18}, (0,)))
 
 def test_gpus_without_their_way_to_the_network_are_warned_of(tmp_path):
     machine = replace(look(make_root(tmp_path)), gpus=GPUS, visible_gpus=2, memlock_bytes=None, compiler="")
-    said = found(configured(), machine=lambda: machine)
+    said = found(configured(), machine=machine)
     assert "go through host memory" in said["GPUDirect"].found
     assert "GPUs [0, 1] are on other nodes" in said["NUMA"].found
     assert "18 NVLinks: each GPU reaches" in said["GPU links"].found
     assert "no C compiler" in failures(said)["Triton"]
     well = replace(machine, has_peermem=True, compiler="/usr/bin/gcc")
-    assert "nvidia_peermem" in found(configured(), machine=lambda: well)["GPUDirect"].found
+    assert "nvidia_peermem" in found(configured(), machine=well)["GPUDirect"].found
     well = replace(machine, has_dmabuf=True)
-    assert "by DMA-BUF" in found(configured(), machine=lambda: well)["GPUDirect"].found
+    assert "by DMA-BUF" in found(configured(), machine=well)["GPUDirect"].found
 
 
 def test_gpus_that_torch_does_not_see_and_those_that_reach_no_other_are_warned_of():
     gpus = (GPUS[0], Gpu("H200", 0, {}, ()))
     hidden = Machine(gpus=gpus, shm_free_bytes=1 << 30)
-    said = found(configured(), machine=lambda: hidden)
+    said = found(configured(), machine=hidden)
     assert "no GPU, though this machine has 2 x H200" in said["torch"].found
     assert "GPUs [1] reach no other GPU's memory" in said["GPU links"].found
 
@@ -337,7 +331,7 @@ def test_a_configuration_is_read_as_vllm_takes_it(tmp_path):
 )
 def test_a_vllm_that_would_not_find_us_is_named(version, environ, about, names):
     machine = Machine(versions={"vllm": version}, environ=environ, shm_free_bytes=1 << 30)
-    assert names in found(configured(), machine=lambda: machine)[about].advice
+    assert names in found(configured(), machine=machine)[about].advice
 
 
 def test_no_secret_of_the_environment_is_kept():

@@ -26,10 +26,11 @@ from kvconnect.transfer.orders import Orders
 from kvconnect.vllm.configuration import read_configuration
 from tests.identities import named
 from tests.ports import free_port
-from tests.tools.kit import QUICK, configured, failures, found
+from tests.tools.kit import QUICK, configured, failures, finds, found
 from tests.transfer.pair import HEADS, PlainCache
 
-MEMORY = dataclasses.replace(QUICK, engines=lambda: {"memory": ""})
+MEMORY = dataclasses.replace(QUICK, engines=finds({"memory": ""}))
+CONSUMER = configured("kv_consumer", engine="memory")
 
 
 class Node:
@@ -113,8 +114,7 @@ def test_what_measures_a_link_gets_nothing_of_the_cache_and_leaves_nothing(node,
         cache.tensor.view(torch.int16).fill_(0x5A5A)
     made = []
     monkeypatch.setattr(link_check, "Arena", lambda *a: made.append(Arena(*a)) or made[0])
-    given = configured("kv_consumer", engine="memory")
-    said = found(given, probes=MEMORY, peers=(prefill.address,), measured=True)
+    said = found(CONSUMER, probes=MEMORY, peers=(prefill.address,), measured=True)
     assert failures(said) == {}
     assert said["contiguous"].figures["bytes_per_s"] > 0
     (arena,) = made
@@ -148,9 +148,8 @@ def test_a_peer_that_only_fetches_is_not_measured_and_said_so(node):
 def test_a_peer_that_cannot_measure_says_why_at_once(node):
     prefill = node("kv_producer")
     prefill.workers[0].drain(1.0)
-    given = configured("kv_consumer", engine="memory")
     began_at = time.monotonic()
-    said = found(given, probes=MEMORY, peers=(prefill.address,), measured=True)
+    said = found(CONSUMER, probes=MEMORY, peers=(prefill.address,), measured=True)
     assert "nothing came over" in failures(said)["rate"]
     assert time.monotonic() - began_at < 9
 
@@ -166,7 +165,7 @@ def test_all_ranks_are_asked_and_each_pair_of_them_is_lined_up(node):
 
 def test_a_node_that_does_not_run_is_not_compared_and_the_engine_is(node):
     prefill = node("kv_producer")
-    said = asked(configured("kv_consumer", engine="memory"), prefill.address)
+    said = asked(CONSUMER, prefill.address)
     assert failures(said) == {}
     assert said["caches"].level is Level.WARNING
     assert said["peer's weights"].found == "files 1f"
@@ -174,12 +173,15 @@ def test_a_node_that_does_not_run_is_not_compared_and_the_engine_is(node):
     assert "the peer's is memory, here it is nixl" in said["engine"]
 
 
-def test_another_key_is_named_with_what_to_compare(node, monkeypatch):
+def test_another_key_is_named_with_what_to_compare_and_on_our_port_it_is_another_program(node, monkeypatch):
     prefill = node("kv_producer")
     monkeypatch.setenv("KVCONNECT_KEY", new_secret())
-    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address))
+    said = failures(asked(CONSUMER, prefill.address))
     assert list(said) == ["peer"]
     assert "kvconnect keys show" in said["peer"]
+    said = failures(found(prefill.given, probes=MEMORY))
+    assert "no node with our key" in said["port"]
+    assert "different keys" in said["port"]
 
 
 def test_a_peer_that_is_not_known_or_not_allowed_is_a_failure(tmp_path):
@@ -193,31 +195,20 @@ def test_a_peer_that_is_not_known_or_not_allowed_is_a_failure(tmp_path):
     assert "allow_peers does not have 10.1.0.1:5 > add it to allow_peers" in said["peer"]
 
 
-def test_a_node_of_ours_on_the_port_that_has_another_key_is_another_program(node, monkeypatch):
+def test_a_clock_that_is_off_is_a_failure_and_one_that_is_so_a_little_a_warning(node):
     prefill = node("kv_producer")
-    monkeypatch.setenv("KVCONNECT_KEY", new_secret())
-    said = failures(found(prefill.given, probes=MEMORY))
-    assert "no node with our key" in said["port"]
-    assert "different keys" in said["port"]
-
-
-@pytest.mark.parametrize(
-    ("ahead_s", "level", "found"),
-    [
+    for ahead_s, level, text in (
         (90, Level.FAILURE, "90 s ahead"),
         (-90, Level.FAILURE, "90 s behind"),
         (20, Level.WARNING, ""),
         (0, Level.PASS, ""),
-    ],
-)
-def test_a_clock_that_is_off_is_a_failure_and_one_that_is_so_a_little_a_warning(node, ahead_s, level, found):
-    prefill = node("kv_producer")
-    probes = changed(clock_s=lambda told: told.clock_s + ahead_s)
-    said = asked(configured("kv_consumer", engine="memory"), prefill.address, probes)
-    assert said["clock"].level is level
-    assert found in said["clock"].found
-    assert list(failures(said)) == ["clock"] * (level is Level.FAILURE)
-    assert level is not Level.FAILURE or "NTP" in said["clock"].advice
+    ):
+        probes = changed(clock_s=lambda told, ahead_s=ahead_s: told.clock_s + ahead_s)
+        said = asked(CONSUMER, prefill.address, probes)
+        assert said["clock"].level is level, ahead_s
+        assert text in said["clock"].found
+        assert list(failures(said)) == ["clock"] * (level is Level.FAILURE)
+        assert level is not Level.FAILURE or "NTP" in said["clock"].advice
 
 
 def test_another_model_and_other_weights_are_named_with_both(node):
@@ -267,7 +258,7 @@ def test_an_entry_that_only_another_release_states_is_named(node):
 def test_another_release_is_a_failure_that_names_both(node):
     prefill = node("kv_producer")
     probes = changed(release="9.0", protocol=PROTOCOL_VERSION + 1, introduced=msgspec.Raw(b"\xc0"))
-    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address, probes))
+    said = failures(asked(CONSUMER, prefill.address, probes))
     assert list(said) == ["release"]
     assert f"9.0 (protocol {PROTOCOL_VERSION + 1})" in said["release"]
 
@@ -275,7 +266,7 @@ def test_another_release_is_a_failure_that_names_both(node):
 def test_a_peer_that_answers_nonsense_is_a_failure_beside_all_others(node):
     prefill = node("kv_producer")
     probes = changed(introduced=msgspec.Raw(b"\xc0"))
-    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address, probes))
+    said = failures(asked(CONSUMER, prefill.address, probes))
     assert list(said) == ["peer"]
     assert "its introduction cannot be read" in said["peer"]
 
@@ -288,7 +279,7 @@ def test_a_release_that_answers_no_questions_is_named(node, monkeypatch):
         messages.Side.DECODE: messages._decoders[messages.Side.DECODE],
     }
     monkeypatch.setattr(messages, "_decoders", decoders)
-    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address))
+    said = failures(asked(CONSUMER, prefill.address))
     assert list(said) == ["release"]
     assert "install the same release" in said["release"]
 
@@ -344,6 +335,6 @@ def test_a_rank_that_is_gone_is_named(node):
     prefill = node("kv_producer", ranks=2)
     prefill.workers[1].close()
     deadline = time.monotonic() + 5
-    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address))
+    said = failures(asked(CONSUMER, prefill.address))
     assert time.monotonic() < deadline
     assert f"nothing listens at 127.0.0.1:{prefill.workers[1].address().port}" in said["peer"]
