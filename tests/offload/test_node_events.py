@@ -17,7 +17,7 @@ from tests.node.node_harness import make_prompt
 from tests.offload.half_kit import Plain, Replay
 from tests.offload.node_kit import POOLS, disk_settings, make_keeper
 
-ROWS = {"sliding": 200 << 14, "hybrid": 96 << 13, "mixed": 5 << 17}
+ROWS = {"gqa": 22 << 15, "sliding": 200 << 14, "hybrid": 96 << 13, "mixed": 5 << 17}
 
 
 PREFIXES = {b"": []}
