@@ -133,14 +133,6 @@ def test_other_salts_find_nothing(make):
     assert rig.served(LONG, salt="one").loaded == WHOLE
 
 
-def test_a_folder_is_found_again(make, tmp_path):
-    leave_on_disk(make, tmp_path)
-    second = make(**on_disk(tmp_path))
-    second.settle()
-    assert second.served(LONG).loaded == WHOLE
-    assert second.served(OTHER).loaded == 0
-
-
 def test_another_server_finds_nothing_in_the_folder(make, model, tmp_path, tmp_path_factory):
     leave_on_disk(make, tmp_path)
     other = tmp_path_factory.mktemp("other") / "model"
