@@ -119,13 +119,11 @@ def mixed(num_blocks: int, rank: int, world: int, split: int, layout: str):
 def put(tensors, ids, rank: int, world: int, split: int, num_tokens: int) -> None:
     for (layer, tensor), heads in zip(tensors.items(), (None, TARGET_HEADS, DRAFT_HEADS), strict=True):
         owned = HeadInterval(0, 1) if heads is None else shard_heads(heads, rank, world)
+        # Values of each layer, head and token, whoever keeps them.
+        values = 1000 * torch.arange(owned.start, owned.stop)[:, None] + torch.arange(tensor.shape[3])
         for token in range(num_tokens):
             kernel, row = divmod(token % BLOCK, BLOCK // split)
-            block = ids[token // BLOCK] * split + kernel
-            for index in range(len(owned)):
-                # A value per layer, head and token, whoever keeps it.
-                base = 1000 * (owned.start + index) + 20 * token + len(layer)
-                tensor[block, index, row] = base + torch.arange(tensor.shape[3], dtype=torch.int16)
+            tensor[ids[token // BLOCK] * split + kernel, :, row] = values.short() + 20 * token + len(layer)
 
 
 @given(
