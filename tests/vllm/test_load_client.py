@@ -126,7 +126,10 @@ def test_both_servers_are_asked_at_once(server):
     assert len(announced) == 6
     assert {body["kv_transfer_params"]["transfer_id"] for body in server.legs("D")} == announced
     assert all(body["kv_transfer_params"]["kvconnect_peer"] == "signed" for body in server.legs("D"))
-    assert all(sample.first_token_s < sample.prefill_s + sample.decode_s for sample in samples)
+    # A client that begins late, on a busy machine, is no answer that is.
+    took = [sample.first_token_s - sample.late_s for sample in samples]
+    legs = [sample.prefill_s + sample.decode_s for sample in samples]
+    assert all(one < other for one, other in zip(took, legs, strict=True))
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])
