@@ -15,7 +15,7 @@ from kvconnect.cache.identity import Identity, differences, marks_differ
 from kvconnect.vllm.stated_identity import FREE_FIELDS, _rotary, configuration, plain
 from kvconnect.vllm.values import page_orders
 
-MODEL_TYPES = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3")
+MODEL_TYPES = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "gpt_oss", "llama4_text")
 """With numbers, texts, lists, mappings of mappings, and nothing as values of their fields."""
 FREE = {field for fields in FREE_FIELDS.values() for field in fields}
 
