@@ -59,12 +59,22 @@ def on_disk(folder, **more):
     return {"disk_path": str(folder), "disk_bytes": DISK_BYTES, **more}
 
 
-def leave_on_disk(make, folder):
-    """A server that has ended leaves the pages of ``LONG`` in a folder."""
-    rig = make(**on_disk(folder))
+@pytest.fixture(scope="session")
+def left(model, tmp_path_factory):
+    """What a server that has ended left on disk: the pages of ``LONG``."""
+    folder = tmp_path_factory.mktemp("left")
+    with pytest.MonkeyPatch.context() as patched:
+        rig = LinkedCache(model, patched, **on_disk(folder))
     rig.served(LONG)
     rig.leave_device()
     rig.cache.release_host_resources()
+    return folder
+
+
+@pytest.fixture
+def folder(left, tmp_path):
+    """A copy of it that is the test's own."""
+    return shutil.copytree(left, tmp_path / "disk")
 
 
 def test_every_method_is_there_and_takes_what_sglang_gives():
@@ -133,42 +143,31 @@ def test_other_salts_find_nothing(make):
     assert rig.served(LONG, salt="one").loaded == WHOLE
 
 
-def test_a_folder_is_found_again(make, tmp_path):
-    leave_on_disk(make, tmp_path)
-    second = make(**on_disk(tmp_path))
-    second.settle()
-    assert second.served(LONG).loaded == WHOLE
-    assert second.served(OTHER).loaded == 0
-
-
-def test_another_server_finds_nothing_in_the_folder(make, model, tmp_path, tmp_path_factory):
-    leave_on_disk(make, tmp_path)
+def test_another_server_finds_nothing_in_the_folder(make, model, folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(model, other)
     (weights,) = other.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     for change in ({"model": other}, {"dtype": torch.bfloat16}, {"salt": "x"}, {"latent": True}):
-        rig = make(**{**on_disk(tmp_path), **change})
+        rig = make(**{**on_disk(folder), **change})
         rig.settle()
         assert rig.served(LONG).loaded == 0, change
         rig.cache.release_host_resources()
 
 
-def test_damage_is_a_miss(make, tmp_path):
-    leave_on_disk(make, tmp_path)
+def test_damage_is_a_miss(make, folder):
     tenth = get_storage_hash_str(Request(LONG).key(WHOLE), None, page_size=PAGE)[9]
-    (path,) = [path for path in tmp_path.rglob("*.kv") if tenth in path.name]
+    (path,) = [path for path in folder.rglob("*.kv") if tenth in path.name]
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    second = make(**on_disk(tmp_path))
+    second = make(**on_disk(folder))
     second.settle()
     assert second.served(LONG).loaded == 9 * PAGE
     second.leave_device()
     assert second.served(LONG).loaded == WHOLE
 
 
-def test_a_disk_that_does_not_answer_is_a_miss(make, tmp_path, monkeypatch):
-    leave_on_disk(make, tmp_path)
-    second = make(**on_disk(tmp_path), wait_s=0.2)
+def test_a_disk_that_does_not_answer_is_a_miss(make, folder, monkeypatch):
+    second = make(**on_disk(folder), wait_s=0.2)
     second.settle()
     (disk,) = second.linker.worker.offload._loop.tiers
     monkeypatch.setattr(disk, "read", lambda *given: None)
@@ -199,9 +198,8 @@ def test_servers_share_a_store(make):
         second.cache.release_host_resources()
 
 
-def test_a_request_that_left_while_it_waited(make, tmp_path):
-    leave_on_disk(make, tmp_path)
-    second = make(**on_disk(tmp_path))
+def test_a_request_that_left_while_it_waited(make, folder):
+    second = make(**on_disk(folder))
     second.settle()
     second.run(Request(LONG))
     second.waiting.clear()

@@ -99,12 +99,12 @@ def build(config: Config, tensors: dict[str, torch.Tensor], rank: int, world: in
     return cache, table
 
 
-LATENT, TARGET_HEADS, DRAFT_HEADS = 12, 4, 8
+LATENT, TARGET_HEADS, DRAFT_HEADS = 14, 2, 4
 COUNTS = HeadCounts(main=TARGET_HEADS, draft=DRAFT_HEADS, num_layers=2)
 
 
 def mixed(num_blocks: int, rank: int, world: int, split: int, layout: str):
-    """A latent layer, a layer of 4 heads and a draft layer of 8, with pages of three sizes in one group."""
+    """A latent layer, a layer of 2 heads and a draft layer of 4, with pages of three sizes in one group."""
     heads = [len(shard_heads(count, rank, world)) for count in (TARGET_HEADS, DRAFT_HEADS)]
     tensors = {
         "latent": attention(num_blocks, 1, LATENT, split, layout),
@@ -119,18 +119,16 @@ def mixed(num_blocks: int, rank: int, world: int, split: int, layout: str):
 def put(tensors, ids, rank: int, world: int, split: int, num_tokens: int) -> None:
     for (layer, tensor), heads in zip(tensors.items(), (None, TARGET_HEADS, DRAFT_HEADS), strict=True):
         owned = HeadInterval(0, 1) if heads is None else shard_heads(heads, rank, world)
+        # Values of each layer, head and token, whoever keeps them.
+        values = 1000 * torch.arange(owned.start, owned.stop)[:, None] + torch.arange(tensor.shape[3])
         for token in range(num_tokens):
             kernel, row = divmod(token % BLOCK, BLOCK // split)
-            block = ids[token // BLOCK] * split + kernel
-            for index in range(len(owned)):
-                # A value per layer, head and token, whoever keeps it.
-                base = 1000 * (owned.start + index) + 20 * token + len(layer)
-                tensor[block, index, row] = base + torch.arange(tensor.shape[3], dtype=torch.int16)
+            tensor[ids[token // BLOCK] * split + kernel, :, row] = values.short() + 20 * token + len(layer)
 
 
 @given(
     # As vLLM divides heads: evenly, or each of them over several ranks.
-    worlds=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
+    worlds=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
     layouts=st.tuples(st.sampled_from(["BHNC", "BNHC", "HBNC"]), st.sampled_from(["BHNC", "BNHC", "HBNC"])),
     split=st.sampled_from([1, 2, 4]),
     num_tokens=st.integers(1, 20),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from tests.router.router_doubles import Node
 from tests.vllm import load_client
 from tests.vllm.load_client import Job
 from tests.vllm.load_figures import Load, arrivals_s
@@ -25,7 +26,6 @@ class Pretending:
 
     def __init__(self):
         self.asked: list = []
-        self.hosts: list[str] = []
         self.refuse = {"P": 0, "D": 0}
         self.missing = 0
         self.broken: bytes | None = None
@@ -35,7 +35,6 @@ class Pretending:
         body = await request.json()
         leg = "D" if body.get("stream") else "P"
         self.asked.append((leg, time.monotonic(), body))
-        self.hosts.append(request.host.partition(":")[0])
         if self.refuse[leg] > 0:
             self.refuse[leg] -= 1
             return web.Response(status=500, text="no room")
@@ -61,26 +60,16 @@ class Pretending:
 
 @pytest.fixture
 def server():
-    pretending, ready, loop = Pretending(), threading.Event(), asyncio.new_event_loop()
-
-    async def serve():
-        app = web.Application()
-        app.router.add_post("/v1/completions", pretending.answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        pretending.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        pretending.stop = asyncio.Event()
-        ready.set()
-        await pretending.stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    """In a loop of its own: the client runs one too."""
+    pretending, loop = Pretending(), asyncio.new_event_loop()
+    serving = Node(pretending.answer).serving()
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    assert ready.wait(10)
+    node = asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result(10)
+    pretending.url = node.url
     yield pretending
-    loop.call_soon_threadsafe(pretending.stop.set)
+    asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
 
@@ -137,7 +126,10 @@ def test_both_servers_are_asked_at_once(server):
     assert len(announced) == 6
     assert {body["kv_transfer_params"]["transfer_id"] for body in server.legs("D")} == announced
     assert all(body["kv_transfer_params"]["kvconnect_peer"] == "signed" for body in server.legs("D"))
-    assert all(sample.first_token_s < sample.prefill_s + sample.decode_s for sample in samples)
+    # A client that begins late, on a busy machine, is no answer that is.
+    took = [sample.first_token_s - sample.late_s for sample in samples]
+    legs = [sample.prefill_s + sample.decode_s for sample in samples]
+    assert all(one < other for one, other in zip(took, legs, strict=True))
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])

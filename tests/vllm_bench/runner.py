@@ -45,9 +45,6 @@ class Runner:
         self._rng = rng
         self.rows: dict[str, Row] = {}
 
-    def reset(self) -> None:
-        self.rows.clear()
-
     def prepare(self, output: Any) -> None:
         """Zero fresh blocks and copy others, as the scheduler asks."""
         for views in self._caches.words:

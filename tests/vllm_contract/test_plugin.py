@@ -20,8 +20,10 @@ NEW_ENOUGH.KVConnectorTransferResults = object
 
 
 @pytest.fixture(autouse=True)
-def nothing_warned_yet():
+def nothing_done_yet():
     plugin.check_vllm.cache_clear()
+    yield
+    plugin.register.cache_clear()
 
 
 def test_the_entry_point_is_ours():
@@ -64,12 +66,6 @@ def fake_factory(monkeypatch, taken=False):
     sys.modules[path].KVConnectorFactory = KVConnectorFactory
     plugin.register.cache_clear()
     return registered
-
-
-@pytest.fixture(autouse=True)
-def register_again():
-    yield
-    plugin.register.cache_clear()
 
 
 def test_it_registers_once(monkeypatch, caplog):
