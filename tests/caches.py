@@ -15,6 +15,7 @@ from kvconnect.cache.specs import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
+    LayerSpec,
     MLASpec,
     SlidingWindowSpec,
     StateSpec,
@@ -45,9 +46,7 @@ class BuiltCache:
     table: RegionTable
 
 
-def spec_of(
-    kind: str, tokens: int, heads: int, width: int, dtype: torch.dtype, window: int
-) -> FullAttentionSpec | MLASpec | StateSpec:
+def spec_of(kind: str, tokens: int, heads: int, width: int, dtype: torch.dtype, window: int) -> LayerSpec:
     """The spec of ``full`` attention, of attention in a ``window``, of ``latent`` rows or of a ``state``.
 
     ``width`` are the values of a head's K, of a latent row, or of a state.
@@ -116,9 +115,7 @@ def block_values(cache: CacheTensor, block: int) -> torch.Tensor:
     return picked.contiguous().view(torch.uint8).clone()
 
 
-def single_group(
-    spec: FullAttentionSpec | MLASpec | StateSpec, num_blocks: int, **tensors: CacheTensor
-) -> BuiltCache:
+def single_group(spec: LayerSpec, num_blocks: int, **tensors: CacheTensor) -> BuiltCache:
     """A cache of one group whose layers share a spec, without a kernel split."""
     config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),))
     sizes = {0: spec.block_size}
@@ -127,7 +124,7 @@ def single_group(
 
 def mla_and_eagle() -> BuiltCache:
     """An MLA main layer and a GQA Eagle layer in one group: (2, 16, 96) and (2, 16, 8, 64) of fp16."""
-    specs = {
+    specs: dict[str, LayerSpec] = {
         "mla": MLASpec(16, 96, torch.float16),
         "eagle": FullAttentionSpec(16, 8, 32, torch.float16),
     }
