@@ -298,6 +298,8 @@ class Jobs:
         self._by_deadline: deque[Job] = deque()
         self._serial = 0
         self._now = self._ticked_at = 0.0
+        self.num_awaited = 0
+        """The number of jobs that a request may wait for: not done, and not overdue."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -310,6 +312,7 @@ class Jobs:
         while self._by_deadline and self._by_deadline[0].deadline <= self._now:
             job = self._by_deadline.popleft()
             if job.number in self._jobs:
+                self.num_awaited -= bool(job.unreported)
                 job.overdue = True
                 found.append(job)
         return found
@@ -323,6 +326,7 @@ class Jobs:
         job = Job(self._serial, kind, group, hashes, tier, all_ranks, all_ranks if keep else 0, deadline)
         self._jobs[job.number] = job
         self._by_deadline.append(job)
+        self.num_awaited += 1
         return job
 
     def report(self, report: OffloadReport) -> tuple[Job, ...]:
@@ -336,6 +340,7 @@ class Jobs:
                 job.unreported &= ~bit
                 job.named.update(named)
                 if not job.unreported:
+                    self.num_awaited -= not job.overdue
                     ended[number] = job
         for number in report.kept:
             job = self._jobs.get(number)
@@ -350,9 +355,10 @@ class Jobs:
         jobs = [job for job in self._jobs.values() if job.group == group and job.unkept]
         return {name for job in jobs for name in job.hashes}
 
-    def are_due(self, *, with_kept: bool) -> bool:
-        """Whether a job that is not overdue lacks a report; ``with_kept``: if only that it was kept."""
-        return any((with_kept or job.unreported) and not job.overdue for job in self._jobs.values())
+    @property
+    def are_due(self) -> bool:
+        """Whether a job that is not overdue lacks a report, if only the one that it was kept."""
+        return any(not job.overdue for job in self._jobs.values())
 
     def is_open(self, job: Job) -> bool:
         return job.number in self._jobs

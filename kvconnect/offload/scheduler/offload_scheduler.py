@@ -258,9 +258,10 @@ class OffloadScheduler:
     @property
     def pending(self) -> bool:
         """Whether orders or events are left, or a request or an event waits for reports of workers."""
-        events, jobs = self.host.events, self.host.jobs
-        waits = self._lookup.restoring or self.parking.restoring or len(self._stores) or self._clear
-        return bool(waits or events) or jobs.are_due(with_kept=events is not None)
+        waits = self._lookup.restoring or self.parking.restoring or self.host.jobs.num_awaited
+        waits = waits or len(self._stores) or self._clear
+        is_heard = self.host.events is not None and (self.host.events or self.host.jobs.are_due)
+        return bool(waits or is_heard)
 
     def state(self) -> dict[str, int]:
         return {
