@@ -25,12 +25,12 @@ from kvconnect.cache.specs import (
 
 def overlaid_groups(table: RegionTable) -> set[tuple[int, int]]:
     """The pairs of groups whose pages of one logical block share bytes."""
-    pairs = set()
+    pairs, geometry = set(), table.geometry()
     for first, second in itertools.combinations(table.regions, 2):
         ends = []
         for region in (first, second):
-            ratio = table.geometry_of(region.group).blocks_per_kv_block
-            ends.append(region.address + region.block_stride * (ratio - 1) + region.page_bytes)
+            address, _, size = region.logical_pages(geometry[region.group].blocks_per_kv_block)
+            ends.append(address + size)
         if first.group != second.group and first.address < ends[1] and second.address < ends[0]:
             pairs.add((min(first.group, second.group), max(first.group, second.group)))
     return pairs

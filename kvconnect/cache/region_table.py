@@ -21,7 +21,7 @@ import numpy as np
 from kvconnect.cache.retention import Retention, parse
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec, div_exact
-from kvconnect.errors import LayoutError, listed
+from kvconnect.errors import LayoutError
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +108,11 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         """The address of the first byte after the last page."""
         return self.address + self.length_bytes
 
+    def logical_pages(self, blocks_per_kv_block: int) -> tuple[int, int, int]:
+        """Address, stride and size of the logical pages: kernel pages side by side."""
+        stride = self.block_stride * blocks_per_kv_block
+        return self.address, stride, stride - self.block_stride + self.page_bytes
+
 
 class GroupGeometry(msgspec.Struct, frozen=True, array_like=True):
     """The block sizes of a cache group, by which two sides match its blocks by token.
@@ -132,22 +137,11 @@ class GroupGeometry(msgspec.Struct, frozen=True, array_like=True):
         return not self.rule.by_position
 
 
-@dataclass(frozen=True)
-class Storage:
-    """A stretch of memory that holds pages. An engine registers each stretch once."""
-
-    address: int
-    length_bytes: int
-    device: str
-
-
-@dataclass(frozen=True)
-class RegionTable:
-    """All regions of one worker. ``build`` checks their bounds and overlaps."""
+class RegionTable(msgspec.Struct, frozen=True, array_like=True):
+    """All regions of one worker, as peers get them. ``build`` checks their bounds and overlaps."""
 
     regions: tuple[Region, ...]
     groups: tuple[GroupGeometry, ...]
-    storages: tuple[Storage, ...]
 
     @classmethod
     def build(
@@ -167,7 +161,6 @@ class RegionTable:
         its layout cannot be expressed as regions.
         """
         regions: list[Region] = []
-        extents: dict[tuple[int, str], list[tuple[int, int]]] = {}
         for layer in scales or {}:
             config.group_of(layer)
         for layer, cache in tensors.items():
@@ -184,8 +177,6 @@ class RegionTable:
             )
             _check_page(layer, spec, ratio, made)
             view.check_inside_storage(made)
-            storage = (cache.tensor.untyped_storage().data_ptr(), str(cache.tensor.device))
-            extents.setdefault(storage, []).extend((region.address, region.end) for region in made)
             regions.extend(made)
         if not regions:
             raise LayoutError("no cache tensor was given")
@@ -199,30 +190,21 @@ class RegionTable:
             for index, group in enumerate(config.groups)
             if index in kernel_block_sizes
         )
-        ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in geometries}
+        table = cls(tuple(regions), geometries)
         # Pages of one group never share a byte. Pages of two groups may, but only under the same logical
         # block id, since a block id belongs to one group at a time.
         _check_pages_apart(regions)
-        _check_overlays(regions, ratios)
-        storages = tuple(
-            Storage(start := min(low for low, _ in stretch), max(high for _, high in stretch) - start, device)
-            for (_, device), stretch in extents.items()
-        )
-        return cls(tuple(regions), geometries, storages)
+        _check_overlays(table)
+        return table
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The names of the layers, in the order of ``tensors``."""
         return tuple(dict.fromkeys(region.layer for region in self.regions))
 
-    def geometry_of(self, group: int) -> GroupGeometry:
-        """The block geometry of a group. Raises ``LayoutError`` if the table has no such group."""
-        for geometry in self.groups:
-            if geometry.group == group:
-                return geometry
-        raise LayoutError(
-            f"no cache group {group}; known: {listed(geometry.group for geometry in self.groups)}"
-        )
+    def geometry(self) -> dict[int, GroupGeometry]:
+        """The block geometry by group index."""
+        return {geometry.group: geometry for geometry in self.groups}
 
 
 class _TensorView:
@@ -413,19 +395,19 @@ def _check_cluster(cluster: Sequence[Region]) -> None:
         )
 
 
-def _check_overlays(regions: Sequence[Region], blocks_per_kv_block: Mapping[int, int]) -> None:
+def _check_overlays(table: RegionTable) -> None:
     """Raises ``LayoutError`` that names both layers: pages share bytes under different logical block ids."""
-    ordered = sorted(regions, key=lambda region: region.address)
+    ordered, geometry = sorted(table.regions, key=lambda region: region.address), table.geometry()
     for position, first in enumerate(ordered):
         for second in ordered[position + 1 :]:
             if second.address >= first.end:
                 break
             if first.group != second.group:
-                _check_overlay(first, second, blocks_per_kv_block)
+                _check_overlay(first, second, geometry)
 
 
-def _check_overlay(first: Region, second: Region, blocks_per_kv_block: Mapping[int, int]) -> None:
-    a, b = (_logical_pages(region, blocks_per_kv_block[region.group]) for region in (first, second))
+def _check_overlay(first: Region, second: Region, geometry: Mapping[int, GroupGeometry]) -> None:
+    a, b = (one.logical_pages(geometry[one.group].blocks_per_kv_block) for one in (first, second))
     if a[1] != b[1]:
         # With two strides, some block of one layer overlaps a block of another id of the other layer.
         raise LayoutError(
@@ -440,9 +422,3 @@ def _check_overlay(first: Region, second: Region, blocks_per_kv_block: Mapping[i
             f"layers {first.layer!r} and {second.layer!r} of cache groups {first.group} and {second.group} "
             f"share memory under different block ids (their first pages are {distance} bytes apart)"
         )
-
-
-def _logical_pages(region: Region, ratio: int) -> tuple[int, int, int]:
-    """Address, stride and size in bytes of the region's logical pages."""
-    stride = region.block_stride * ratio
-    return region.address, stride, region.block_stride * (ratio - 1) + region.page_bytes

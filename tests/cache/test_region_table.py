@@ -23,7 +23,7 @@ from kvconnect.errors import LayoutError
 from tests.caches import attention_layer, fill_random, mla_and_eagle, overlaid_groups, single_group
 
 
-def test_mla_and_eagle_register_by_byte_length():
+def test_mla_and_eagle_are_regions_of_their_byte_lengths():
     built = mla_and_eagle()
     mla, eagle = built.table.regions
     for region, name in ((mla, "mla"), (eagle, "eagle")):
@@ -32,9 +32,6 @@ def test_mla_and_eagle_register_by_byte_length():
         assert region.length_bytes == tensor.nbytes
         assert region.page_bytes == tensor.nbytes // 2
         assert region.num_blocks == 2
-    assert [(s.address, s.length_bytes) for s in built.table.storages] == [
-        (cache.tensor.data_ptr(), cache.tensor.nbytes) for cache in built.tensors.values()
-    ]
 
 
 LAYOUTS = [
@@ -83,7 +80,6 @@ def test_heads_outermost_become_one_region_each():
     cache = attention_layer("head block token", 4, 2, 16, 8)
     built = single_group(FullAttentionSpec(16, 2, 4, torch.float16), 4, layer=cache)
     assert [region.heads for region in built.table.regions] == [HeadInterval(0, 1), HeadInterval(1, 2)]
-    assert len(built.table.storages) == 1
 
 
 def test_planes_apart_become_two_regions_and_planes_inside_one():
@@ -93,14 +89,6 @@ def test_planes_apart_become_two_regions_and_planes_inside_one():
     assert [r.first_plane for r in single_group(spec, 4, layer=apart).table.regions] == [0, 1]
     (region,) = single_group(spec, 4, layer=inside).table.regions
     assert region.axes.planes == 2
-
-
-def test_layers_packed_in_one_storage_register_once():
-    storage = torch.zeros(3, 8, 16, 2, 4, dtype=torch.float16)
-    tensors = {f"l{i}": CacheTensor(storage[i], "block token head content") for i in range(3)}
-    built = single_group(FullAttentionSpec(16, 2, 2, torch.float16), 8, **tensors)
-    (registered,) = built.table.storages
-    assert (registered.address, registered.length_bytes) == (storage.data_ptr(), storage.nbytes)
 
 
 def test_layers_packed_inside_a_block_are_kept_apart():

@@ -161,7 +161,7 @@ def changed_tables():
 def test_of_a_table_all_is_a_fact_but_where_pages_are_and_how_many(what, is_fact, change):
     table = a_table(order="head block token content")
     assert len(table.regions) == 2
-    other = dataclasses.replace(table, **change)
+    other = msgspec.structs.replace(table, **change)
     assert (Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))) == is_fact
 
 
