@@ -19,7 +19,6 @@ from kvconnect.cache.specs import (
     MLASpec,
     SlidingWindowSpec,
     StateSpec,
-    UniformTypeSpec,
 )
 
 
@@ -128,7 +127,7 @@ def mla_and_eagle() -> BuiltCache:
         "mla": MLASpec(16, 96, torch.float16),
         "eagle": FullAttentionSpec(16, 8, 32, torch.float16),
     }
-    config = KVCacheConfig(2, (KVCacheGroup(tuple(specs), UniformTypeSpec(specs)),))
+    config = KVCacheConfig(2, (KVCacheGroup.of(specs),))
     tensors = {
         "mla": CacheTensor(torch.zeros(2, 16, 96, dtype=torch.float16), "block token content"),
         "eagle": CacheTensor(torch.zeros(2, 16, 8, 64, dtype=torch.float16), "block token head content"),

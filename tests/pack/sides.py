@@ -22,7 +22,6 @@ from kvconnect.cache.specs import (
     MLASpec,
     SlidingWindowSpec,
     StateSpec,
-    UniformTypeSpec,
 )
 from kvconnect.errors import LayoutError
 from kvconnect.pack.digest import MULTIPLIER, STEP
@@ -127,9 +126,9 @@ class Side:
             specs[layer.name] = layer_spec(layer, model, kernel * ratio, len(heads))
         made = []
         for group in model.groups:
-            names = tuple(layer.name for layer in model.layers if layer.group == group)
-            alike = {name: specs[name] for name in names}
-            made.append(KVCacheGroup(names, UniformTypeSpec(alike) if len(names) > 1 else alike[names[0]]))
+            made.append(
+                KVCacheGroup.of({one.name: specs[one.name] for one in model.layers if one.group == group})
+            )
         intervals = {layer.name: heads for layer in model.layers if layer.has_heads}
         sizes = {group: shape.kernel[group] for group in model.groups}
         config = KVCacheConfig(num_blocks, tuple(made))
