@@ -98,12 +98,11 @@ def build_scheduler_half(
         LocalError: the directory is empty, and the configuration names an engine.
     """
     traits, trust = traits or StackTraits(), trust or Trust(Handles(clock=time.time))
-    offload = None
+    draft, offload = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock), None
     if kept is not None and config.extra.offload is not None:
         from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 
-        offload = OffloadScheduler(config.extra.offload, kept)
-    draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
+        offload = OffloadScheduler(config.extra.offload, kept, draft)
     rank0 = draft.directory[0] if draft.directory else None
     receipts = Receipts(
         config.engine_id,
