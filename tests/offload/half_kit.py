@@ -137,6 +137,12 @@ def check_index(index: TierIndex) -> None:
         assert all(len(row_of) <= rows.num_rows for row_of in rows.row_of.values())
 
 
+def num_ready(index: TierIndex, group, names) -> int:
+    """How many of these contents are ready, from the first on."""
+    states = index.states(group, names)
+    return next((at for at, state in enumerate(states) if state != READY), len(states))
+
+
 GARBAGE = "garbage"
 
 

@@ -14,7 +14,7 @@ from kvconnect.offload.scheduler.host import JobKind
 from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, StateBlock, Step
-from tests.offload.half_kit import Kind, Plain, Removed, Req, Stack
+from tests.offload.half_kit import Kind, Plain, Removed, Req, Stack, num_ready
 
 FULL = (Kind(4),)
 SLIDING = (Kind(4), Kind(2, window=7))
@@ -370,7 +370,7 @@ def test_a_restore_that_failed_is_computed_and_its_rows_are_dropped():
     while stack.loading:
         stack.step(everything=True)
     stack.ranks.fail = 0.0
-    assert stack.half.host.index.lookup(0, request.hashes(4)) == 0
+    assert num_ready(stack.half.host.index, 0, request.hashes(4)) == 0
     assert stack.half.matched_tokens(request, 0) == (0, False)
     assert failures(stack)["offload_restore_failed"] == 1
     stack.run()
@@ -446,9 +446,9 @@ def test_reports_come_in_any_order_and_more_than_once():
     report(OffloadReport(1, kept=(store.job,)), OffloadReport(5, stored={store.job: ()}))
     report(OffloadReport(1, stored={store.job: (lost,), 999: ()}, found={store.job: ()}))
     report(OffloadReport(1, stored={store.job: store.hashes}, kept=(store.job,)))
-    assert stack.half.host.index.lookup(0, store.hashes) == 0
+    assert num_ready(stack.half.host.index, 0, store.hashes) == 0
     report(OffloadReport(0, stored={store.job: ()}))
-    assert stack.half.host.index.lookup(0, store.hashes) == 2
+    assert num_ready(stack.half.host.index, 0, store.hashes) == 2
     counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 3, 1)
     report(OffloadReport(0, kept=(store.job,), fetched={store.job: ()}))

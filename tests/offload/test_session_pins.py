@@ -11,7 +11,7 @@ from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.session_pins import MOST_PINNED, MOST_SESSIONS, Ledger, SessionPins
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
 from kvconnect.offload.tier import DISK, HOST
-from tests.offload.half_kit import check_index
+from tests.offload.half_kit import check_index, num_ready
 from tests.offload.test_index import GROUPS, PLAN, names
 
 SHARE = 0.4
@@ -201,7 +201,7 @@ def test_the_next_turn_continues_the_pin_and_another_prompt_has_its_own(plan):
     # While that runs it never ends, and a request beside it has a pin of its own.
     pins.expire(1e9)
     assert pins.begin("", "s", names(1, 0, 60)) is not pin
-    assert index.lookup(0, names(1, 0, 40)) == 40
+    assert num_ready(index, 0, names(1, 0, 40)) == 40
     pins.end(pin, 2e9)
     assert pin in pins.of("", "s")
 

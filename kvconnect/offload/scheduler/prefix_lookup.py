@@ -253,17 +253,11 @@ class PrefixLookup:
         With ``lookup``, contents under way to host memory and contents of lower tiers count as there.
         """
 
-        def names(group: HitGroup, first: int, end: int) -> Sequence[bytes]:
-            return group.names(self._host.hashes(request.view, group.block_tokens), first, end)
-
         def known(group: HitGroup, first: int, end: int) -> Sequence[bool]:
-            return self._known(group.group, names(group, first, end), lookup)
+            names = group.names(self._host.hashes(request.view, group.block_tokens), first, end)
+            return self._known(group.group, names, lookup)
 
-        def ready(group: HitGroup, first: int, end: int) -> int:
-            return self._host.index.lookup(group.group, names(group, first, end))
-
-        last = request.view.num_tokens - 1
-        return self._host.requirements.hit(start_tokens, last, known, ready if lookup is None else None)
+        return self._host.requirements.hit(start_tokens, request.view.num_tokens - 1, known)
 
     def _known(self, group: int, names: Sequence[bytes], lookup: Lookup | None) -> list[bool]:
         states = self._host.index.states(group, names)
