@@ -180,11 +180,13 @@ class OffloadScheduler:
         return total_bytes, digest.hexdigest()
 
     def build_orders(self) -> OffloadOrders:
-        # No request waits for overdue jobs any more; their rows stay out of use.
         for job in self.host.jobs.tick(self._clock()):
             # A load has a deadline of its own.
             if job.kind is not JobKind.PARK:
-                self._lookup.overdue(job)
+                self.host.count("offload_overdue")
+            if job.kind is JobKind.SEEK:
+                # A seek has no rows, so its late answer can be ignored.
+                self._lookup.found(job)
         clear, self._clear = self._clear, False
         self._num_clears += clear
         asked = self._sessions.orders(self._clock())

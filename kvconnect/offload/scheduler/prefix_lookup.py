@@ -174,16 +174,6 @@ class PrefixLookup:
             lookup.waits_for.pop(awaited, None)
         return lookups
 
-    def overdue(self, job: Job) -> None:
-        """A job is overdue: no request waits for it any more."""
-        self._host.count("offload_overdue")
-        if job.kind is JobKind.SEEK:
-            # A seek has no rows, so its late answer can be ignored.
-            self.found(job)
-        elif job.unreported:
-            self.lost(job.group, job.hashes)
-            self._stuck.update((job.group, name) for name in job.hashes)
-
     def fetched(self, job: Job) -> None:
         """All ranks have finished a fetch: contents that every rank has read are ready, others dropped."""
         missing = [name for name in job.hashes if job.stale or name in job.named]
