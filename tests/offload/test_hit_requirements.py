@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.retention import Chunked, Draft, Full, State, Window
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
-from tests.cache.test_retention import Sinks
+from tests.cache.test_retention import Sinks, sees
 
 
 class Oracle:
@@ -28,21 +28,8 @@ class Oracle:
         """Whether computing token ``boundary`` reads a block, given that all before it are at hand."""
         size = group.block_tokens
         first, last = position * size, (position + 1) * size - 1
-        if last >= boundary:
-            return False
-        rule = group.retention.of if group.is_draft else group.retention
-        match rule:
-            case State():
-                return last == boundary - 1
-            case Window():
-                return any(boundary - token < rule.tokens for token in range(first, last + 1))
-            case Chunked():
-                return any(
-                    token // rule.tokens == boundary // rule.tokens for token in range(first, last + 1)
-                )
-            case Sinks():
-                return first < rule.first or boundary - last < rule.last
-        return True
+        tokens = range(first, last + 1)
+        return last < boundary and any(sees(group.retention, boundary, token) for token in tokens)
 
     def is_possible(self, boundary, num_tokens):
         drafts = [group.block_tokens for group in self.groups if group.is_draft]
