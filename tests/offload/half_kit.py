@@ -337,13 +337,6 @@ class Kind:
             )
         return KVCacheGroup(name, FullAttentionSpec(self.tokens, 1, 1, torch.int8))
 
-    def reads(self, position: int, boundary: int) -> bool:
-        """Whether token ``boundary`` needs this block."""
-        end = (position + 1) * self.tokens
-        if end > boundary or self.is_state:
-            return self.is_state and end == boundary
-        return end > self.first_seen(boundary)
-
     def first_seen(self, token: int) -> int:
         """The first token that computing ``token`` reads."""
         if self.chunk is not None:

@@ -60,12 +60,12 @@ class Oracle:
                     assert key is not None
                     self.kept.add(key)
 
-    def hit(self, tokens, start=0):
+    def hit(self, tokens, start=0, kept=None):
         """The longest hit of a prompt, of which ``start`` tokens are at hand."""
-        best = start
+        best, kept = start, self.kept if kept is None else kept
         for boundary in range(start + 1, len(tokens)):
             if self.is_possible(boundary, len(tokens) - 1) and all(
-                self.key(group, position, tokens) in self.kept
+                self.key(group, position, tokens) in kept
                 for group in self.groups
                 for position in range(boundary // group.block_tokens)
                 if self.reads(group, position, boundary) and (position + 1) * group.block_tokens > start
