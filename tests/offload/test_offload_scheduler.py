@@ -14,8 +14,8 @@ from kvconnect.offload.scheduler.host import JobKind
 from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, StateBlock, Step
+from tests.offload.endless import Endless
 from tests.offload.half_kit import Kind, Plain, Removed, Req, Stack, num_ready
-from tests.offload.test_hit_requirements import Oracle
 
 FULL = (Kind(4),)
 SLIDING = (Kind(4), Kind(2, window=7))
@@ -24,7 +24,7 @@ DRAFT = (Kind(4), Kind(4, is_draft=True), Kind(2, window=9, is_draft=True))
 ALL = (Kind(4), Kind(2, window=11), Kind(8, is_state=True), Kind(4, is_draft=True))
 
 
-class Endless(Oracle):
+class Kept(Endless):
     """What an endless cache would have: ``kept`` of windows and states at the ends only, ``dense`` of all."""
 
     def __init__(self, *given):
@@ -87,7 +87,7 @@ def test_hits_are_those_of_an_endless_cache(case, checkpoint, max_new, tiers):
         checkpoint_tokens=checkpoint,
         num_ranks=2,
     )
-    endless = Endless(stack.half.host.requirements.groups, align, checkpoint)
+    endless = Kept(stack.half.host.requirements.groups, align, checkpoint)
     turns = [*prompts, *prompts]
     for serial, prompt in enumerate(turns):
         if serial == len(prompts) and tiers:
