@@ -20,18 +20,21 @@ from kvconnect.cache.specs import (
     StateSpec,
 )
 from kvconnect.errors import LayoutError
-from tests.caches import attention_layer, fill_random, mla_and_eagle, overlaid_groups, single_group
+from tests.caches import attention_layer, fill_random, overlaid_groups, single_group
 
 
-def test_mla_and_eagle_are_regions_of_their_byte_lengths():
-    built = mla_and_eagle()
-    mla, eagle = built.table.regions
-    for region, name in ((mla, "mla"), (eagle, "eagle")):
-        tensor = built.tensors[name].tensor
-        assert region.address == tensor.data_ptr()
-        assert region.length_bytes == tensor.nbytes
-        assert region.page_bytes == tensor.nbytes // 2
-        assert region.num_blocks == 2
+def test_layers_of_one_group_may_differ_in_page_size():
+    specs = {"mla": MLASpec(16, 96, torch.float16), "eagle": FullAttentionSpec(16, 8, 32, torch.float16)}
+    tensors = {
+        "mla": CacheTensor(torch.zeros(2, 16, 96, dtype=torch.float16), "block token content"),
+        "eagle": CacheTensor(torch.zeros(2, 16, 8, 64, dtype=torch.float16), "block token head content"),
+    }
+    table = RegionTable.build(KVCacheConfig(2, (KVCacheGroup.of(specs),)), {0: 16}, tensors)
+    assert table.layers == ("mla", "eagle")
+    for region in table.regions:
+        tensor, sizes = tensors[region.layer].tensor, (region.num_blocks, region.page_bytes)
+        assert (region.address, region.length_bytes) == (tensor.data_ptr(), tensor.nbytes)
+        assert sizes == (2, tensor.nbytes // 2)
 
 
 LAYOUTS = [
@@ -57,7 +60,7 @@ def test_the_pages_of_a_layer_are_exactly_its_bytes(layout, num_blocks, heads, t
     planes = 2 if "plane" in layout else 1
     spec = FullAttentionSpec(tokens, heads, content * planes, torch.float16)
     try:
-        built = single_group(spec, num_blocks, layer=cache)
+        table = single_group(spec, num_blocks, layer=cache)
     except LayoutError as refused:
         # Heads or planes between the tokens of a page and the next token: rows, not pages.
         assert "token axis" in str(refused)
@@ -68,7 +71,7 @@ def test_the_pages_of_a_layer_are_exactly_its_bytes(layout, num_blocks, heads, t
         pages = torch.cat(
             [
                 raw[start : start + region.page_bytes]
-                for region in built.table.regions
+                for region in table.regions
                 for start in [region.address - base + block * region.block_stride]
             ]
         )
@@ -78,24 +81,24 @@ def test_the_pages_of_a_layer_are_exactly_its_bytes(layout, num_blocks, heads, t
 
 def test_heads_outermost_become_one_region_each():
     cache = attention_layer("head block token", 4, 2, 16, 8)
-    built = single_group(FullAttentionSpec(16, 2, 4, torch.float16), 4, layer=cache)
-    assert [region.heads for region in built.table.regions] == [HeadInterval(0, 1), HeadInterval(1, 2)]
+    table = single_group(FullAttentionSpec(16, 2, 4, torch.float16), 4, layer=cache)
+    assert [region.heads for region in table.regions] == [HeadInterval(0, 1), HeadInterval(1, 2)]
 
 
 def test_planes_apart_become_two_regions_and_planes_inside_one():
     apart = attention_layer("plane block token head", 4, 2, 16, 8)
     inside = attention_layer("block plane token head", 4, 2, 16, 8)
     spec = FullAttentionSpec(16, 2, 8, torch.float16)
-    assert [r.first_plane for r in single_group(spec, 4, layer=apart).table.regions] == [0, 1]
-    (region,) = single_group(spec, 4, layer=inside).table.regions
+    assert [r.first_plane for r in single_group(spec, 4, layer=apart).regions] == [0, 1]
+    (region,) = single_group(spec, 4, layer=inside).regions
     assert region.axes.planes == 2
 
 
 def test_layers_packed_inside_a_block_are_kept_apart():
     storage = torch.zeros(8, 3, 16, 2, 4, dtype=torch.float16)
     tensors = {f"l{i}": CacheTensor(storage[:, i], "block token head content") for i in range(3)}
-    built = single_group(FullAttentionSpec(16, 2, 2, torch.float16), 8, **tensors)
-    assert {region.block_stride for region in built.table.regions} == {storage[0].nbytes}
+    table = single_group(FullAttentionSpec(16, 2, 2, torch.float16), 8, **tensors)
+    assert {region.block_stride for region in table.regions} == {storage[0].nbytes}
 
 
 def overlay(second_offset=0):
@@ -118,11 +121,8 @@ def overlay(second_offset=0):
     )
 
 
-def test_overlaid_groups_are_recognised():
-    assert overlaid_groups(overlay()) == {(0, 1)}
-
-
 def test_groups_that_share_bytes_under_different_ids_are_refused():
+    assert overlaid_groups(overlay()) == {(0, 1)}
     with pytest.raises(LayoutError, match="'sliding' and 'full'.*different block ids"):
         overlay(second_offset=16)
 
