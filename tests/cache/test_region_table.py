@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def overlay(second_offset=0):
 
 def test_groups_that_share_bytes_under_different_ids_are_refused():
     assert overlaid_groups(overlay()) == {(0, 1)}
-    with pytest.raises(LayoutError, match="'sliding' and 'full'.*different block ids"):
+    with pytest.raises(LayoutError, match="'full' and 'sliding'.*different block ids"):
         overlay(second_offset=16)
 
 
@@ -188,14 +189,24 @@ def test_padded_pages_are_not_split_into_kernel_blocks():
     refuse("cannot be split into 2", FullAttentionSpec(128, 2, 4, torch.float16), padded, kernel=64)
 
 
-def test_overlapping_layers_of_one_group_are_refused():
-    storage = torch.zeros(4 * 256 + 128, dtype=torch.float16)
-    tensors = {
-        "one": CacheTensor(storage[: 4 * 256].view(4, 16, 2, 8), "block token head content"),
-        "two": CacheTensor(storage[128:].view(4, 16, 2, 8), "block token head content"),
-    }
-    with pytest.raises(LayoutError, match="'one' and 'two'"):
-        single_group(FullAttentionSpec(16, 2, 4, torch.float16), 4, **tensors)
+PLACES = st.tuples(st.integers(0, 2), st.integers(0, 40), st.sampled_from([8, 12, 16]), st.integers(1, 8))
+
+
+@given(st.lists(PLACES, min_size=2, max_size=4))
+def test_pages_overlap_under_one_block_id_of_two_groups_alone(layers):
+    storage, groups, tensors, pages = torch.zeros(128, dtype=torch.int8), {}, {}, []
+    for index, (group, start, stride, size) in enumerate(layers):
+        groups.setdefault(group, {})[f"l{index}"] = MLASpec(4, size, torch.int8, stored_block_size=1)
+        view = storage.as_strided((4, size), (stride, 1), start)
+        tensors[f"l{index}"] = CacheTensor(view, "block content")
+        pages += [(group, at, start + at * stride, start + at * stride + size) for at in range(4)]
+    is_wrong = any(
+        one[2] < other[3] and other[2] < one[3] and (one[0] == other[0] or one[1] != other[1])
+        for one, other in itertools.combinations(pages, 2)
+    )
+    config = KVCacheConfig(4, tuple(map(KVCacheGroup.of, groups.values())))
+    with pytest.raises(LayoutError, match="overlap at address") if is_wrong else nullcontext():
+        RegionTable.build(config, dict.fromkeys(range(len(groups)), 4), tensors)
 
 
 def test_unknown_layers_and_doubled_layers_are_refused():
