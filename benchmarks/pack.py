@@ -18,7 +18,6 @@ from benchmarks.harness import report
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer, make_coder
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 
@@ -57,8 +56,7 @@ class _Case:
         return min(run_seconds(call, _CPU_RUNS)) * 1e6
 
     def stage(self, order: str, digest_sample: int) -> tuple[Packer, StagedChunk]:
-        card = TableCard.of(self.table)
-        wire = align_wire(card, card, order)
+        wire = align_wire(self.table, self.table, order)
         sample = max(1, digest_sample)
         packer = Packer(self.table, wire, side="source", device=self.device, digest_sample=sample)
         tokens = self.blocks * _TOKENS

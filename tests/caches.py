@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 
@@ -19,31 +18,20 @@ from kvconnect.cache.specs import (
     MLASpec,
     SlidingWindowSpec,
     StateSpec,
-    UniformTypeSpec,
 )
 
 
 def overlaid_groups(table: RegionTable) -> set[tuple[int, int]]:
     """The pairs of groups whose pages of one logical block share bytes."""
-    pairs = set()
+    pairs, geometry = set(), table.geometry()
     for first, second in itertools.combinations(table.regions, 2):
         ends = []
         for region in (first, second):
-            ratio = table.geometry_of(region.group).blocks_per_kv_block
-            ends.append(region.address + region.block_stride * (ratio - 1) + region.page_bytes)
+            address, _, size = region.logical_pages(geometry[region.group].blocks_per_kv_block)
+            ends.append(address + size)
         if first.group != second.group and first.address < ends[1] and second.address < ends[0]:
             pairs.add((min(first.group, second.group), max(first.group, second.group)))
     return pairs
-
-
-@dataclass
-class BuiltCache:
-    """A cache with its table. ``ratio`` is kernel blocks per logical block, by group."""
-
-    config: KVCacheConfig
-    kernel_block_sizes: dict[int, int]
-    tensors: dict[str, CacheTensor]
-    table: RegionTable
 
 
 def spec_of(kind: str, tokens: int, heads: int, width: int, dtype: torch.dtype, window: int) -> LayerSpec:
@@ -115,22 +103,7 @@ def block_values(cache: CacheTensor, block: int) -> torch.Tensor:
     return picked.contiguous().view(torch.uint8).clone()
 
 
-def single_group(spec: LayerSpec, num_blocks: int, **tensors: CacheTensor) -> BuiltCache:
-    """A cache of one group whose layers share a spec, without a kernel split."""
+def single_group(spec: LayerSpec, num_blocks: int, **tensors: CacheTensor) -> RegionTable:
+    """The table of one group whose layers share a spec, without a kernel split."""
     config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),))
-    sizes = {0: spec.block_size}
-    return BuiltCache(config, sizes, dict(tensors), RegionTable.build(config, sizes, tensors))
-
-
-def mla_and_eagle() -> BuiltCache:
-    """An MLA main layer and a GQA Eagle layer in one group: (2, 16, 96) and (2, 16, 8, 64) of fp16."""
-    specs: dict[str, LayerSpec] = {
-        "mla": MLASpec(16, 96, torch.float16),
-        "eagle": FullAttentionSpec(16, 8, 32, torch.float16),
-    }
-    config = KVCacheConfig(2, (KVCacheGroup(tuple(specs), UniformTypeSpec(specs)),))
-    tensors = {
-        "mla": CacheTensor(torch.zeros(2, 16, 96, dtype=torch.float16), "block token content"),
-        "eagle": CacheTensor(torch.zeros(2, 16, 8, 64, dtype=torch.float16), "block token head content"),
-    }
-    return BuiltCache(config, {0: 16}, tensors, RegionTable.build(config, {0: 16}, tensors))
+    return RegionTable.build(config, {0: spec.block_size}, tensors)

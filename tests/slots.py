@@ -8,7 +8,6 @@ import torch
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.pack.packer import Packer
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import PACK_BYTES_PER_S, RequestCutter
 from kvconnect.plan.wire import align_wire
@@ -28,11 +27,10 @@ def carry_over(
 
     Raises ``LayoutError``: the two tables cannot be matched, or the source does not hold what is wanted.
     """
-    cards = TableCard.of(source), TableCard.of(target)
-    wire = align_wire(*cards, order)
+    wire = align_wire(source, target, order)
     packer = Packer(source, wire, side="source", device="cpu")
     unpacker = Packer(target, wire, side="target", device="cpu")
-    cutter = RequestCutter(unpacker.chunker, *cards, slot_bytes, PACK_BYTES_PER_S["cuda"])
+    cutter = RequestCutter(unpacker.chunker, source, target, slot_bytes, PACK_BYTES_PER_S["cuda"])
     chunks = cutter.cut(wanted, num_tokens)
     outgoing, incoming = packer.stage(held, chunks, num_tokens), unpacker.stage(wanted, chunks, num_tokens)
     slot = torch.empty(slot_bytes, dtype=torch.uint8)

@@ -26,7 +26,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
-from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.peer.agreement import table_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.leases import Lease
 from kvconnect.transfer.orders import Progress
@@ -89,7 +89,6 @@ class Side:
         self.kernels = {0: kernel, 1: kernel}
         heads = dict.fromkeys(self.tensors, HeadInterval(0, HEADS))
         self.table = RegionTable.build(self.config, self.kernels, self.tensors, heads)
-        self.card = TableCard.of(self.table)
 
     def token(self, name: str, ids: list[int], token: int) -> torch.Tensor:
         """What a layer keeps of one token, head by head; raw bits."""
@@ -178,12 +177,12 @@ def test_a_sink_that_is_gone_is_missed_and_what_lies_between_is_not():
 
 
 def test_peers_that_do_not_know_it_refuse_it():
-    card = Side(4, 2, 1, 4, 6, 0).card
-    assert card_refusal(card) is None
+    card = Side(4, 2, 1, 4, 6, 0).table
+    assert table_refusal(card) is None
     text = card.groups[1].retention
     assert text == "FirstAndLast 4 6"
-    unknown = TableCard(card.regions, (card.groups[0], type(card.groups[1])(1, 2, 1, "Unheard 4 6")))
-    assert "no rule 'Unheard 4 6' of what layers see; known: " in (card_refusal(unknown) or "")
+    unknown = RegionTable(card.regions, (card.groups[0], type(card.groups[1])(1, 2, 1, "Unheard 4 6")))
+    assert "no rule 'Unheard 4 6' of what layers see; known: " in (table_refusal(unknown) or "")
 
 
 @dataclass

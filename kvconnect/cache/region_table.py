@@ -21,7 +21,7 @@ import numpy as np
 from kvconnect.cache.retention import Retention, parse
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec, div_exact
-from kvconnect.errors import LayoutError, listed
+from kvconnect.errors import LayoutError
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +108,11 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         """The address of the first byte after the last page."""
         return self.address + self.length_bytes
 
+    def logical_pages(self, blocks_per_kv_block: int) -> tuple[int, int, int]:
+        """Address, stride and size of the logical pages: kernel pages side by side."""
+        stride = self.block_stride * blocks_per_kv_block
+        return self.address, stride, stride - self.block_stride + self.page_bytes
+
 
 class GroupGeometry(msgspec.Struct, frozen=True, array_like=True):
     """The block sizes of a cache group, by which two sides match its blocks by token.
@@ -132,22 +137,11 @@ class GroupGeometry(msgspec.Struct, frozen=True, array_like=True):
         return not self.rule.by_position
 
 
-@dataclass(frozen=True)
-class Storage:
-    """A stretch of memory that holds pages. An engine registers each stretch once."""
-
-    address: int
-    length_bytes: int
-    device: str
-
-
-@dataclass(frozen=True)
-class RegionTable:
-    """All regions of one worker. ``build`` checks their bounds and overlaps."""
+class RegionTable(msgspec.Struct, frozen=True, array_like=True):
+    """All regions of one worker, as peers get them. ``build`` checks their bounds and overlaps."""
 
     regions: tuple[Region, ...]
     groups: tuple[GroupGeometry, ...]
-    storages: tuple[Storage, ...]
 
     @classmethod
     def build(
@@ -167,7 +161,6 @@ class RegionTable:
         its layout cannot be expressed as regions.
         """
         regions: list[Region] = []
-        extents: dict[tuple[int, str], list[tuple[int, int]]] = {}
         for layer in scales or {}:
             config.group_of(layer)
         for layer, cache in tensors.items():
@@ -184,8 +177,6 @@ class RegionTable:
             )
             _check_page(layer, spec, ratio, made)
             view.check_inside_storage(made)
-            storage = (cache.tensor.untyped_storage().data_ptr(), str(cache.tensor.device))
-            extents.setdefault(storage, []).extend((region.address, region.end) for region in made)
             regions.extend(made)
         if not regions:
             raise LayoutError("no cache tensor was given")
@@ -199,30 +190,18 @@ class RegionTable:
             for index, group in enumerate(config.groups)
             if index in kernel_block_sizes
         )
-        ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in geometries}
-        # Pages of one group never share a byte. Pages of two groups may, but only under the same logical
-        # block id, since a block id belongs to one group at a time.
-        _check_pages_apart(regions)
-        _check_overlays(regions, ratios)
-        storages = tuple(
-            Storage(start := min(low for low, _ in stretch), max(high for _, high in stretch) - start, device)
-            for (_, device), stretch in extents.items()
-        )
-        return cls(tuple(regions), geometries, storages)
+        table = cls(tuple(regions), geometries)
+        _check_apart(table)
+        return table
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The names of the layers, in the order of ``tensors``."""
         return tuple(dict.fromkeys(region.layer for region in self.regions))
 
-    def geometry_of(self, group: int) -> GroupGeometry:
-        """The block geometry of a group. Raises ``LayoutError`` if the table has no such group."""
-        for geometry in self.groups:
-            if geometry.group == group:
-                return geometry
-        raise LayoutError(
-            f"no cache group {group}; known: {listed(geometry.group for geometry in self.groups)}"
-        )
+    def geometry(self) -> dict[int, GroupGeometry]:
+        """The block geometry by group index."""
+        return {geometry.group: geometry for geometry in self.groups}
 
 
 class _TensorView:
@@ -380,69 +359,45 @@ def _check_page(layer: str, spec: LayerSpec, ratio: int, made: Sequence[Region])
         )
 
 
-def _check_pages_apart(regions: Sequence[Region]) -> None:
-    """Raises ``LayoutError`` that names both layers: two pages of one group share a byte."""
-    for group in sorted({region.group for region in regions}):
-        cluster: list[Region] = []
-        cluster_end = 0
-        for region in sorted((r for r in regions if r.group == group), key=lambda r: r.address):
-            if cluster and region.address < cluster_end:
-                cluster.append(region)
-            else:
-                _check_cluster(cluster)
-                cluster = [region]
-            cluster_end = max(cluster_end, region.end)
-        _check_cluster(cluster)
+def _check_apart(table: RegionTable) -> None:
+    """Raises ``LayoutError`` that names both layers: two pages share bytes, and may not.
+
+    Pages of two groups may, under the same logical block id, since a block id belongs to one group at a time.
+    """
+    ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in table.groups}
+    cluster: list[Region] = []
+    end = 0
+    for region in sorted(table.regions, key=lambda region: region.address):
+        if region.address >= end:
+            _check_cluster(cluster, ratios)
+            cluster = []
+        cluster.append(region)
+        end = max(end, region.end)
+    _check_cluster(cluster, ratios)
 
 
-def _check_cluster(cluster: Sequence[Region]) -> None:
+def _check_cluster(cluster: Sequence[Region], ratios: Mapping[int, int]) -> None:
     """Compare every page of regions that interleave, such as layers packed inside a block."""
     if len(cluster) < 2:
         return
-    starts = np.concatenate([r.address + np.arange(r.num_blocks) * r.block_stride for r in cluster])
-    lengths = np.concatenate([np.full(r.num_blocks, r.page_bytes) for r in cluster])
-    owner = np.concatenate([np.full(r.num_blocks, index) for index, r in enumerate(cluster)])
+    starts = np.concatenate([one.address + np.arange(one.num_blocks) * one.block_stride for one in cluster])
+    counts = np.array([one.num_blocks for one in cluster])
+    pages = np.array([(one.page_bytes, one.group, ratios[one.group]) for one in cluster])
     order = np.argsort(starts, kind="stable")
-    starts, ends, owner = starts[order], (starts + lengths)[order], owner[order]
-    clash = np.flatnonzero(starts[1:] < ends[:-1])
-    if len(clash):
-        first, second = cluster[int(owner[clash[0]])], cluster[int(owner[clash[0] + 1])]
-        raise LayoutError(
-            f"pages of layers {first.layer!r} and {second.layer!r}, both in cache group {first.group}, "
-            f"overlap at address {int(starts[clash[0] + 1]):#x}"
-        )
-
-
-def _check_overlays(regions: Sequence[Region], blocks_per_kv_block: Mapping[int, int]) -> None:
-    """Raises ``LayoutError`` that names both layers: pages share bytes under different logical block ids."""
-    ordered = sorted(regions, key=lambda region: region.address)
-    for position, first in enumerate(ordered):
-        for second in ordered[position + 1 :]:
-            if second.address >= first.end:
-                break
-            if first.group != second.group:
-                _check_overlay(first, second, blocks_per_kv_block)
-
-
-def _check_overlay(first: Region, second: Region, blocks_per_kv_block: Mapping[int, int]) -> None:
-    a, b = (_logical_pages(region, blocks_per_kv_block[region.group]) for region in (first, second))
-    if a[1] != b[1]:
-        # With two strides, some block of one layer overlaps a block of another id of the other layer.
-        raise LayoutError(
-            f"layers {first.layer!r} and {second.layer!r} of cache groups {first.group} and {second.group} "
-            f"share memory, but their logical blocks are {a[1]} and {b[1]} bytes apart; they must be equal"
-        )
-    stride, distance = a[1], b[0] - a[0]
-    shift, offset = divmod(distance, stride)
-    meets_next = offset + b[2] > stride
-    if meets_next or (shift and offset < a[2]):
-        raise LayoutError(
-            f"layers {first.layer!r} and {second.layer!r} of cache groups {first.group} and {second.group} "
-            f"share memory under different block ids (their first pages are {distance} bytes apart)"
-        )
-
-
-def _logical_pages(region: Region, ratio: int) -> tuple[int, int, int]:
-    """Address, stride and size in bytes of the region's logical pages."""
-    stride = region.block_stride * ratio
-    return region.address, stride, region.block_stride * (ratio - 1) + region.page_bytes
+    starts, owner = starts[order], np.repeat(np.arange(len(cluster)), counts)[order]
+    ends, number = starts + pages[owner, 0], order - (counts.cumsum() - counts)[owner]
+    for step in range(1, len(starts)):
+        first = np.flatnonzero(starts[step:] < ends[:-step])
+        if not len(first):
+            return
+        second = first + step
+        groups, blocks = pages[owner, 1], number // pages[owner, 2]
+        clash = (groups[first] == groups[second]) | (blocks[first] != blocks[second])
+        if clash.any():
+            at = int(first[clash][0])
+            one, other = cluster[int(owner[at])], cluster[int(owner[at + step])]
+            raise LayoutError(
+                f"pages of layers {one.layer!r} and {other.layer!r}, of cache groups {one.group} and "
+                f"{other.group}, overlap at address {int(starts[at + step]):#x}; accepted: no overlap within "
+                "a group, and none of two groups under different block ids"
+            )

@@ -198,53 +198,34 @@ class EncoderOnlySpec:
 LayerSpec = FullAttentionSpec | MLASpec | StateSpec
 
 
-@dataclass(frozen=True)
-class UniformTypeSpec:
-    """Layers of one kind that share block ids and differ in page size."""
-
-    specs: Mapping[str, LayerSpec]
-
-    def __post_init__(self) -> None:
-        sizes = {name: spec.block_size for name, spec in self.specs.items()}
-        if len(set(sizes.values())) != 1:
-            raise LayoutError(f"UniformTypeSpec needs one block_size for all its layers, it has {sizes}")
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block, the same for every layer."""
-        return next(iter(self.specs.values())).block_size
-
-
-GroupSpec = LayerSpec | EncoderOnlySpec | UniformTypeSpec
+GroupSpec = LayerSpec | EncoderOnlySpec
 
 
 @dataclass(frozen=True)
 class KVCacheGroup:
     """Layers that share one list of block ids per request.
 
-    ``num_blocks``: the logical blocks of the group's own pool; None for the pool that all groups share.
+    ``spec``: that of every layer, or of the first where layers have their ``own``, by name, which differ in
+    page size. ``num_blocks``: the logical blocks of the group's own pool; None for the pool that all groups
+    share.
     """
 
     layer_names: tuple[str, ...]
     spec: GroupSpec
     num_blocks: int | None = None
+    own: Mapping[str, LayerSpec] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, specs: Mapping[str, LayerSpec], num_blocks: int | None = None) -> KVCacheGroup:
         """A group of these layers, by name, which may be alike or not."""
-        alike = len(set(specs.values())) == 1
-        return cls(tuple(specs), next(iter(specs.values())) if alike else UniformTypeSpec(specs), num_blocks)
+        return cls(tuple(specs), next(iter(specs.values())), num_blocks, specs)
 
     def __post_init__(self) -> None:
-        if isinstance(self.spec, UniformTypeSpec) and set(self.spec.specs) != set(self.layer_names):
-            raise LayoutError(
-                f"a group's layers {listed(self.layer_names)} are not those of its UniformTypeSpec "
-                f"{listed(self.spec.specs)}"
-            )
-        if len(rules := {spec.retention for _, spec in self.layer_specs()}) > 1:
+        rules = {f"{spec.retention.text} in blocks of {spec.block_size}" for _, spec in self.layer_specs()}
+        if len(rules) > 1:
             raise LayoutError(
                 f"a group's layers {listed(self.layer_names)} share blocks and see different tokens: "
-                f"{', '.join(sorted(rule.text for rule in rules))}"
+                f"{', '.join(sorted(rules))}"
             )
 
     @functools.cached_property
@@ -283,7 +264,7 @@ class KVCacheGroup:
         """The spec of one layer. Raises ``LayoutError``: it is not in the group, or keeps no cache."""
         if layer_name not in self.layer_names or isinstance(self.spec, EncoderOnlySpec):
             raise LayoutError(f"no cached layer {layer_name!r} in the group of {listed(self.layer_names)}")
-        return self.spec.specs[layer_name] if isinstance(self.spec, UniformTypeSpec) else self.spec
+        return self.own.get(layer_name, self.spec)
 
     def layer_specs(self) -> Iterator[tuple[str, LayerSpec]]:
         """Every cached layer with its own spec."""

@@ -10,7 +10,6 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -31,12 +30,12 @@ from kvconnect.peer.handles import Handles, PeerTrust, new_handle
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import OrdersDraft
-from kvconnect.transfer.stack import Names, PrefixPool, StackTraits
+from kvconnect.transfer.stack import StackTraits
 
 # The tiers are a fifth of the package: a node without offload does not load them.
 if TYPE_CHECKING:
-    from kvconnect.offload.scheduler.hit_requirements import HitRequirements
     from kvconnect.offload.scheduler.host import KeptBlocks
+    from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
     from kvconnect.offload.worker.offload_worker import OffloadWorker
 
 
@@ -64,18 +63,6 @@ def configured_trust(config: TransferConfig, environ: Mapping[str, str], clock: 
     return Trust(handles, peers, keyring.receipt_secret if keyring else b"")
 
 
-@dataclass(frozen=True)
-class SharedBlocks:
-    """The traits that a stack states of its prefix cache, whose blocks peers may fetch by name.
-
-    ``hashes`` name the contents of a request's blocks, of which ``pool`` has those that are reused.
-    """
-
-    requirements: HitRequirements
-    hashes: Names
-    pool: PrefixPool
-
-
 def build_scheduler_half(
     config: TransferConfig,
     cache_config: KVCacheConfig,
@@ -84,7 +71,7 @@ def build_scheduler_half(
     directory: Sequence[RankAddress] = (),
     trust: Trust | None = None,
     kept: KeptBlocks | None = None,
-    shared: SharedBlocks | None = None,
+    shared: Callable[[OrdersDraft], SharedPrefixes] | None = None,
 ) -> SchedulerHalf:
     """Make the half beside the request scheduler.
 
@@ -92,18 +79,18 @@ def build_scheduler_half(
         cache_config: only its block sizes, counts and kinds are read.
         directory: the addresses of the worker ranks; empty without an engine.
         trust: None for handles of one process, and any peer that a request names; unsigned receipts.
+        shared: makes the names of the stack's prefix cache; None if peers may not fetch its blocks by name.
 
     Raises:
         ConfigError: engine id and host are too long for a handle, or ``kept`` does not fit into memory.
         LocalError: the directory is empty, and the configuration names an engine.
     """
     traits, trust = traits or StackTraits(), trust or Trust(Handles(clock=time.time))
-    offload = None
+    draft, offload = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock), None
     if kept is not None and config.extra.offload is not None:
         from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 
-        offload = OffloadScheduler(config.extra.offload, kept)
-    draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
+        offload = OffloadScheduler(config.extra.offload, kept, draft)
     rank0 = draft.directory[0] if draft.directory else None
     receipts = Receipts(
         config.engine_id,
@@ -125,11 +112,8 @@ def build_scheduler_half(
     # A recurrent state cannot be rolled back by the token that D computes itself.
     has_states = any(group.is_state for group in groups)
     traits = dataclasses.replace(traits, held_back=max(traits.held_back, int(has_states)))
-    prefill = decode = pulls = prefixes = None
-    if shared is not None:
-        from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
-
-        prefixes = SharedPrefixes(shared.requirements.groups, shared.hashes, shared.pool, draft)
+    prefill = decode = pulls = None
+    prefixes = None if shared is None else shared(draft)
     if config.is_producer:
         prefill = PrefillRequests(config, groups, traits, trust.handles, trust.new_handle, draft)
         prefill.keeps_named = traits.naming is not None and bool(config.extra.offload or prefixes)

@@ -18,7 +18,7 @@ from kvconnect.halves.receipts import Receipts
 from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.receipt import PEER, RECEIPT_KEY, LoadPart
-from kvconnect.transfer.orders import Load, Orders, OrdersDraft, Results
+from kvconnect.transfer.orders import NO_OFFLOAD, Load, Orders, OrdersDraft, Results
 from kvconnect.transfer.params import RESULTS_KEY, SOURCES_KEY, is_release, transfer_params
 from kvconnect.transfer.stack import RequestView, Step
 
@@ -249,14 +249,10 @@ class SchedulerHalf:
             self.pulls.ordered()
         if self.receipts is not None and self.receipts.records:
             self._note_parking(self.receipts)
+        offload = NO_OFFLOAD if self.offload is None else self.offload.build_orders()
         orders = self.draft.take()
-        if self._zeroes_loads:
-            orders = msgspec.structs.replace(orders, zeroes_loads=True)
-        if self.offload is None:
-            return orders
-        offload, failures = self.offload.build_orders(), self.offload.host.take_failures()
-        if offload or failures:
-            orders = msgspec.structs.replace(orders, offload=offload, failures=orders.failures + failures)
+        if offload or self._zeroes_loads:
+            orders = msgspec.structs.replace(orders, offload=offload, zeroes_loads=self._zeroes_loads)
         return orders
 
     def request_finished(

@@ -32,7 +32,6 @@ from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
-from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import ASLEEP, STOPPING
 from kvconnect.transfer.kept import KeptByName
 from kvconnect.transfer.local import open_local
@@ -130,7 +129,7 @@ class TransferWorker:
             meaning=self._meaning,
             engine=self.engine_name,
             engine_card=b"",
-            table=TableCard.of(table),
+            table=table,
         )
         device = cache.device
         local = open_local(config, self._engine, introduction, table, device, reserved_bytes, self._metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -14,7 +15,6 @@ from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import OffloadConfig, parse_kv_transfer_config
 from kvconnect.halves.building import (
-    SharedBlocks,
     build_scheduler_half,
     build_worker_half,
     configured_trust,
@@ -32,6 +32,7 @@ from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.handles import digest_prompt
 from kvconnect.peer.keyring import names_key
@@ -131,7 +132,9 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
             if names_key(config.extra, os.environ) or address is not None
             else None,
             kept=blocks,
-            shared=SharedBlocks(requirements, _content_hashes, pool) if shares else None,
+            shared=functools.partial(SharedPrefixes, requirements.groups, _content_hashes, pool)
+            if shares
+            else None,
         )
         opened.pop_all()
     state = None

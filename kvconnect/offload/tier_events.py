@@ -10,13 +10,12 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from kvconnect.errors import LocalError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.tier import DISK, HOST, STORE
 from kvconnect.transfer.orders import CHANGES_AT_ONCE
@@ -124,18 +123,13 @@ class TierEvents:
             found = (_read_footer(footers.get(name, b"")) for name in hashes)
             origins = [own or origin for own, origin in zip(found, origins, strict=True)]
         gained, lost = self._changes[tier][group]
-        if not lost or lost.keys().isdisjoint(hashes):
-            gained.update(zip(hashes, origins, strict=True))
-            return
         for name, origin in zip(hashes, origins, strict=True):
             if lost.pop(name, gained) is gained:
                 gained[name] = origin
 
     def removed(self, tier: str, group: int, hashes: Collection[bytes]) -> None:
         gained, lost = self._changes[tier][group]
-        if gained:
-            hashes = [name for name in hashes if gained.pop(name, lost) is lost]
-        lost.update(dict.fromkeys(hashes))
+        lost.update(dict.fromkeys(name for name in hashes if gained.pop(name, lost) is lost))
 
     def take(self) -> list[Any]:
         """Events of about ``CHANGES_AT_ONCE`` changes, oldest first; in a group stores precede removals."""
@@ -208,7 +202,7 @@ class EventMaker:
     """Makes events of vLLM's classes, and fills the fields that a class has.
 
     ``groups`` has, by cache group, the fields that are equal for all its blocks. ``name`` converts a hash to
-    its published form. Raises ``LocalError``: a class does not begin with the expected fields.
+    its published form.
     """
 
     def __init__(
@@ -221,46 +215,34 @@ class EventMaker:
     ) -> None:
         self.describe, self._name = describe, name
         self._stored, self._removed = stored, removed
-        self._of_requests = frozenset(stored.__struct_fields__) - {*_OF_STORED}
-        self._of_stored = _constants(stored, _OF_STORED, groups)
-        self._of_removed = _constants(removed, _OF_REMOVED, [{} for _ in groups])
+        self._fields = frozenset(stored.__struct_fields__)
+        self._of_stored = _constants(stored, groups)
+        self._of_removed = _constants(removed, [{} for _ in groups])
 
     def stored(self, tier: str, group: int, runs: Iterable[Run]) -> list[Any]:
         """Events for blocks that a tier stored, one for each run."""
-        name, make, constants, events = self._name, self._stored, self._of_stored[tier, group], []
+        events = []
         for (first, view, parent, size), hashes in runs:
             described = view if isinstance(view, dict) else self.describe(view, first, len(hashes), size)
-            published = None if parent is None else name(parent)
-            # Positional arguments take a fraction of the time of keywords.
-            event = make(list(map(name, hashes)), published, described["token_ids"], size, *constants)
-            if len(described) > 1:
-                for field in self._of_requests & described.keys():
-                    setattr(event, field, described[field])
-            events.append(event)
+            made = {name: value for name, value in described.items() if name in self._fields}
+            made["block_hashes"], made["block_size"] = list(map(self._name, hashes)), size
+            made["parent_block_hash"] = None if parent is None else self._name(parent)
+            events.append(self._stored(**{**self._of_stored[tier, group], **made}))
         return events
 
     def removed(self, tier: str, group: int, hashes: Iterable[bytes]) -> Any:
         """An event for blocks that a tier removed."""
-        return self._removed([self._name(each) for each in hashes], *self._of_removed[tier, group])
-
-
-_OF_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size")
-_OF_REMOVED = ("block_hashes",)
+        names = list(map(self._name, hashes))
+        return self._removed(**{**self._of_removed[tier, group], "block_hashes": names})
 
 
 def _constants(
-    made: type[msgspec.Struct], given: Sequence[str], groups: Sequence[Mapping[str, Any]]
-) -> dict[tuple[str, int], tuple[Any, ...]]:
-    """By tier and group the values of the fields after ``given``; the same for every event."""
-    fields = msgspec.structs.fields(made)
-    if tuple(field.name for field in fields[: len(given)]) != tuple(given):
-        raise LocalError(f"{made.__name__} begins with {made.__struct_fields__}, and must begin with {given}")
+    made: type[msgspec.Struct], groups: Sequence[Mapping[str, Any]]
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """By tier and group the fields that are the same for every event; None for required, unknown ones."""
     constants = {}
-    for tier, place in _PLACES.items():
-        for index, group in enumerate(groups):
-            known = {**place, **group, "group_idx": index}
-            constants[tier, index] = tuple(
-                known.get(field.name, None if field.required else field.default)
-                for field in fields[len(given) :]
-            )
+    for (tier, place), (index, group) in product(_PLACES.items(), enumerate(groups)):
+        known = {**place, **group, "group_idx": index}
+        fields = [field for field in msgspec.structs.fields(made) if field.required or field.name in known]
+        constants[tier, index] = {field.name: known.get(field.name) for field in fields}
     return constants

@@ -22,7 +22,6 @@ from kvconnect.pack.numpy_mover import NumpyMover
 from kvconnect.pack.page_lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.packages import has_triton
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import BlockIds, GroupBlocks, check_held, page_ids
 from kvconnect.plan.chunks import Chunk, Chunker
 from kvconnect.plan.wire import Wire
@@ -65,11 +64,10 @@ class Packer:
     ) -> None:
         if side not in SIDES:
             raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
-        card = TableCard.of(table)
         self.chunker = Chunker(wire)
         self._side = side
-        self._groups = card.geometry()
-        self._lanes = make_lanes(wire, card, side)
+        self._groups = table.geometry()
+        self._lanes = make_lanes(wire, table, side)
         if any(lanes.walk.extent_bytes >= 2**31 for lanes in self._lanes):
             raise LayoutError("a page has 2 GiB or more; accepted: less")
         by_blocks = sorted(self._lanes, key=lambda lanes: -lanes.num_blocks)

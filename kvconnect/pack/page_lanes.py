@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.cache.region_table import UNSCALED, GroupGeometry, Region, Scales
+from kvconnect.cache.region_table import UNSCALED, GroupGeometry, Region, RegionTable, Scales
 from kvconnect.errors import LayoutError
 from kvconnect.pack.casts import Cast
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.conversion import SCALED
 from kvconnect.plan.wire import Wire, WireStream
 
@@ -144,14 +143,14 @@ def join_lanes(lanes: Sequence[PageLane], rows_alike: Sequence[tuple[int, int]])
     return tuple(joined)
 
 
-def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lanes, ...]:
+def make_lanes(wire: Wire, table: RegionTable, side: str) -> tuple[Lanes, ...]:
     """The lanes of this side, ``"source"`` or ``"target"``, joined.
 
     Raises ``LayoutError``: the wire does not fit this table; the text names the layer.
     """
-    groups = card.geometry()
+    groups = table.geometry()
     by_layer: dict[tuple[str, int], list[Region]] = defaultdict(list)
-    for region in card.regions:
+    for region in table.regions:
         by_layer[region.layer, region.group].append(region)
     lanes: list[PageLane] = []
     for index, stream in enumerate(wire.streams):

@@ -10,13 +10,19 @@ import math
 import msgspec
 
 from kvconnect.cache.identity import differences, models_differ, shown, weights_differ
+from kvconnect.cache.region_table import RegionTable, are_scales
+from kvconnect.cache.retention import parse
 from kvconnect.cache.shard import layer_number, shared_tokens
+from kvconnect.errors import LayoutError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import CacheMeaning, Introduction
-from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import WHOLE, Share
 
 _MOST_GROUPS = 256
+_MOST_REGIONS = 65_536
+_MOST_ROWS = 65_536
+_MOST_BLOCKS = 2**31
+_MOST_BYTES = 2**48
 
 
 def disagreement(prefill: Introduction, decode: Introduction) -> Reason | None:
@@ -46,8 +52,8 @@ def disagreement(prefill: Introduction, decode: Introduction) -> Reason | None:
                 f"{what} is {of_prefill} on the prefill node, {of_decode} on the decode node: {remedy}"
             )
     unlike = (
-        card_refusal(prefill.table)
-        or card_refusal(decode.table)
+        table_refusal(prefill.table)
+        or table_refusal(decode.table)
         or rank_refusal(prefill)
         or rank_refusal(decode)
         or _unnumbered(prefill, decode)
@@ -77,6 +83,49 @@ def other_weights(prefill: CacheMeaning, decode: CacheMeaning) -> Reason | None:
 def rank_refusal(rank: Introduction) -> str | None:
     """Why no node can have this topology and this rank; None if one can."""
     return rank.meaning.topology.refusal(rank.rank, rank.meaning.num_heads)
+
+
+def table_refusal(table: RegionTable) -> str | None:
+    """Why no cache can have a peer's table, or None if one can.
+
+    A false address harms only the peer, whose own memory is written there. Sizes and counts are bounded,
+    so that a peer cannot make this node compute with numbers that no cache has.
+    """
+    groups = table.geometry()
+    if len(table.regions) > _MOST_REGIONS or len(groups) != len(table.groups):
+        return f"a table of {len(table.regions)} regions and {len(table.groups)} groups, some of them alike"
+    for geometry in table.groups:
+        if not (
+            0 <= geometry.group < _MOST_ROWS
+            and 0 < geometry.block_tokens < _MOST_BLOCKS
+            and 0 < geometry.blocks_per_kv_block <= _MOST_ROWS
+        ):
+            return f"cache group {geometry.group} of the peer's table has impossible block sizes"
+        try:
+            parse(geometry.retention)
+        except LayoutError as error:
+            return f"cache group {geometry.group} of the peer's table: {error}"
+    for region in table.regions:
+        axes = region.axes
+        counts = (axes.planes, axes.heads, axes.tokens)
+        strides = (axes.plane_stride, axes.head_stride, axes.token_stride)
+        if not (
+            region.group in groups
+            and 0 < region.address < 2**62
+            and 0 < region.num_blocks < _MOST_BLOCKS
+            and 0 < region.page_bytes <= region.block_stride < _MOST_BYTES
+            and all(0 < count <= _MOST_ROWS for count in counts)
+            and axes.planes * axes.heads * axes.tokens <= 2**22
+            and 0 < axes.row_bytes <= region.page_bytes
+            and all(0 <= stride < _MOST_BYTES for stride in strides)
+            and 0 <= region.first_plane < _MOST_ROWS
+            and (region.heads is None or 0 <= region.heads.start <= region.heads.stop <= _MOST_ROWS)
+            and (region.key_bytes is None or 0 <= region.key_bytes <= axes.row_bytes)
+        ):
+            return f"layer {region.layer[:200]!r} of the peer's table has impossible sizes"
+        if not are_scales(region.scales):
+            return f"layer {region.layer[:200]!r} of the peer's table has impossible scales {region.scales}"
+    return None
 
 
 def _unnumbered(prefill: Introduction, decode: Introduction) -> str | None:
@@ -126,12 +175,12 @@ def target_share(source: Introduction, target: Introduction) -> Share:
     """The same share seen from the rank of D; cache groups without layers on P's rank are ``elsewhere``."""
     is_divided = len(target.meaning.topology.stages) > 1
     groups = range(_MOST_GROUPS) if is_divided else target.table.geometry()
-    elsewhere = frozenset(groups) - {region.group for region in wanted_card(source, target).regions}
+    elsewhere = frozenset(groups) - {region.group for region in wanted_table(source, target).regions}
     return source_share(target, source)._replace(elsewhere=elsewhere)
 
 
-def wanted_card(source: Introduction, target: Introduction) -> TableCard:
-    """The table card of a rank of D, with only the regions of layers that a rank of P owns.
+def wanted_table(source: Introduction, target: Introduction) -> RegionTable:
+    """The region table of a rank of D, with only the regions of layers that a rank of P owns.
 
     A draft model's layers are left out where P runs another draft model or none. Draft tokens are verified,
     so that missing KV of a draft model cannot change the output.

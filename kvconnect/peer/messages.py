@@ -14,12 +14,12 @@ import msgspec
 
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import Identity, Naming, Prefix
+from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import Topology
 from kvconnect.engine.lanes import Transport
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.shared_memory import SharedMemoryCard
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import Count
 from kvconnect.plan.chunks import Chunk
 
@@ -98,7 +98,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     meaning: CacheMeaning
     engine: str
     engine_card: bytes
-    table: TableCard
+    table: RegionTable
     slot_bytes: Bytes = 0
     scratch_address: Bytes = 0
     scratch_bytes: Bytes = 0

@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.cache.region_table import GroupGeometry
+from kvconnect.cache.region_table import GroupGeometry, RegionTable
 from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import LayoutError, listed
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import NULL_BLOCK, Count, GroupBlocks, Index
 from kvconnect.plan.wire import Wire
 
@@ -274,8 +273,8 @@ class RequestCutter:
     def __init__(
         self,
         chunker: Chunker,
-        source: TableCard,
-        target: TableCard,
+        source: RegionTable,
+        target: RegionTable,
         slot_bytes: int,
         pack_bytes_per_s: float,
     ) -> None:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnect.cache.region_table import Region, Scales
+from kvconnect.cache.region_table import Region, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError, LocalError
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.conversion import ITEM_BYTES, Conversion, make_conversion
 
 ORDERS = ("pages", "rows")
@@ -55,7 +54,9 @@ class Wire(msgspec.Struct, frozen=True, array_like=True):
     streams: tuple[WireStream, ...]
 
 
-def align_wire(source: TableCard, target: TableCard, order: str | None = None, convert: bool = False) -> Wire:
+def align_wire(
+    source: RegionTable, target: RegionTable, order: str | None = None, convert: bool = False
+) -> Wire:
     """The wire of two workers. With ``order`` None it is ``pages`` where pages are equal, else ``rows``.
 
     With ``convert`` token rows of different dtypes are converted where possible, in the order ``rows``. Both
@@ -81,7 +82,7 @@ def _named(layers: Sequence[str]) -> str:
     return f"layer{'s' * bool(count)} {layers[0][:200]!r}{count}"
 
 
-def _page_wire(source: TableCard, target: TableCard) -> Wire | None:
+def _page_wire(source: RegionTable, target: RegionTable) -> Wire | None:
     """A stream per region; None unless both sides' pages are equal. The gaps between pages may differ."""
     ours = {(region.layer, region.first_plane, region.heads): region for region in source.regions}
     source_groups, target_groups = source.geometry(), target.geometry()
@@ -136,10 +137,10 @@ class _LayerRows:
     scales: Scales
 
 
-def _layer_rows(card: TableCard) -> dict[str, _LayerRows]:
-    groups = card.geometry()
+def _layer_rows(table: RegionTable) -> dict[str, _LayerRows]:
+    groups = table.geometry()
     parts: dict[str, list[Region]] = {}
-    for region in card.regions:
+    for region in table.regions:
         parts.setdefault(region.layer, []).append(region)
     made = {}
     for layer, regions in parts.items():
@@ -165,7 +166,9 @@ def _layer_rows(card: TableCard) -> dict[str, _LayerRows]:
     return made
 
 
-def _row_wire(source: TableCard, target: TableCard, convert: bool, refusals: dict[str, list[str]]) -> Wire:
+def _row_wire(
+    source: RegionTable, target: RegionTable, convert: bool, refusals: dict[str, list[str]]
+) -> Wire:
     """A stream per layer, in the target's order. ``refusals`` gets the layers by reason."""
     ours = _layer_rows(source)
     streams = []

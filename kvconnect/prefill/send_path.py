@@ -24,7 +24,6 @@ from kvconnect.pack.shared_memory import MappedMemory, this_machine
 from kvconnect.peer.agreement import source_share
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.messages import Introduction
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import Share
 from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.exponent_coding import ExponentCoding
@@ -164,8 +163,8 @@ class SendPaths:
         def make_kept_packer(on_device: bool) -> Packer:
             table = local.table if on_device or local.kept is None else local.kept.table
             assert table is not None, "it was asked for rows"
-            card = msgspec.structs.replace(ours, table=TableCard.of(table))
-            made = local.packer(card, peer, "source", convert, table)
+            kept = msgspec.structs.replace(ours, table=table)
+            made = local.packer(kept, peer, "source", convert, table)
             if made.chunker.wire != packer.chunker.wire:
                 # The peer cuts its chunks by the wire of the blocks, computed from P's introduction.
                 raise LayoutError(

@@ -55,10 +55,8 @@ class KVBlockZeroer:
         if unknown := runner_only_layers - set(table.layers):
             raise LayoutError(f"runner_only_layers {listed(unknown)} are not layers of the table")
         self.pages = logical_pages(table, runner_only_layers)
-        counts = {
-            region.num_blocks // table.geometry_of(region.group).blocks_per_kv_block
-            for region in table.regions
-        }
+        ratios = {group.group: group.blocks_per_kv_block for group in table.groups}
+        counts = {region.num_blocks // ratios[region.group] for region in table.regions}
         if len(counts) != 1:
             raise LayoutError(f"the layers of one cache have different block counts: {listed(counts)}")
         (self.num_blocks,) = counts
@@ -90,18 +88,16 @@ class KVBlockZeroer:
 def logical_pages(table: RegionTable, runner_only_layers: frozenset[str]) -> PageTable:
     """The stretches of logical pages to zero: int64 ``(n, 3)`` of address, stride and size in bytes.
 
-    A logical page is its kernel pages side by side; the region table has checked that there are no gaps
-    between them. Of stretches with the same address and stride, only the widest is listed.
+    The region table has checked that there are no gaps between the kernel pages of a logical page. Of
+    stretches with the same address and stride, only the widest is listed.
     """
     widest: dict[tuple[int, int], int] = {}
+    geometry = table.geometry()
     for region in table.regions:
-        geometry = table.geometry_of(region.group)
-        if geometry.is_state or region.layer in runner_only_layers:
-            continue
-        ratio = geometry.blocks_per_kv_block
-        size = region.block_stride * (ratio - 1) + region.page_bytes
-        key = (region.address, region.block_stride * ratio)
-        widest[key] = max(widest.get(key, 0), size)
+        group = geometry[region.group]
+        if not group.is_state and region.layer not in runner_only_layers:
+            address, stride, size = region.logical_pages(group.blocks_per_kv_block)
+            widest[address, stride] = max(widest.get((address, stride), 0), size)
     rows = [(address, stride, size) for (address, stride), size in sorted(widest.items())]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 

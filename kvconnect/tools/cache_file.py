@@ -38,7 +38,6 @@ from kvconnect.config import ExtraConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.peer.messages import CacheMeaning, Introduction
-from kvconnect.plan.align import TableCard
 from kvconnect.reading import read_file, read_struct
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 
@@ -166,7 +165,7 @@ class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
             for rank in range(self.tp_size)
         }
 
-    def table(self, rank: int) -> TableCard:
+    def table(self, rank: int) -> RegionTable:
         """The region table of one rank. Raises as ``ranks``."""
         groups, kernels = [], {}
         tensors: dict[str, CacheTensor] = {}
@@ -186,7 +185,7 @@ class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
                 text = str(error).partition("\n")[0]
                 raise ConfigError(f"layers {kind.name!r} have blocks of impossible sizes: {text}") from error
         config = KVCacheConfig(_NUM_BLOCKS, tuple(groups))
-        return TableCard.of(RegionTable.build(config, kernels, tensors, heads))
+        return RegionTable.build(config, kernels, tensors, heads)
 
 
 def _tensor_of(kind: LayerKind, heads: int) -> tuple[LayerSpec, Sequence[int], str, torch.dtype]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvconnect.cache.identity import ENTRIES, Entry, Identity, Rule, entry_differs
+from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import HeadInterval, partner_ranks
 from kvconnect.cache.specs import div_ceil
 from kvconnect.errors import LayoutError
-from kvconnect.peer.agreement import disagreement, rank_refusal, target_share, wanted_card
+from kvconnect.peer.agreement import disagreement, rank_refusal, table_refusal, target_share, wanted_table
 from kvconnect.peer.messages import Introduction
-from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunker, RequestCutter
 from kvconnect.plan.wire import CANNOT_MATCH, align_wire
@@ -77,13 +77,13 @@ def exchange(
     source: Introduction, target: Introduction, num_tokens: int, *, convert: bool
 ) -> CachePair | str:
     """What a rank of D fetches from one of P, or all reasons why their caches do not fit."""
-    refusals = (*map(rank_refusal, (source, target)), *map(card_refusal, (source.table, target.table)))
+    refusals = (*map(rank_refusal, (source, target)), *map(table_refusal, (source.table, target.table)))
     if any(refusals):
         return ", ".join(filter(None, refusals))
     slot_bytes = min(source.slot_bytes, target.slot_bytes)
     reasons = [] if slot_bytes else ["one of them has no slots, as a node that only offloads"]
     try:
-        wanted, share = wanted_card(source, target), target_share(source, target)
+        wanted, share = wanted_table(source, target), target_share(source, target)
         wire = align_wire(source.table, wanted, convert=convert)
         if reasons:
             return reasons[0]
@@ -99,10 +99,10 @@ def exchange(
     return CachePair(wire.order, heads, len(chunks), total_bytes)
 
 
-def request_blocks(card: TableCard, num_tokens: int) -> tuple[GroupBlocks, ...]:
+def request_blocks(table: RegionTable, num_tokens: int) -> tuple[GroupBlocks, ...]:
     """The blocks of a request in every group; of a window only those before the next token."""
     made = []
-    for group in card.groups:
+    for group in table.groups:
         tokens = group.block_tokens * group.blocks_per_kv_block
         ids = range(1, 1 + (1 if group.is_state else div_ceil(num_tokens, tokens)))
         kept = group.rule.only_kept(ids, 0, num_tokens, tokens, replay=1)

@@ -31,9 +31,8 @@ from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.pack.packer import Packer, make_coder
 from kvconnect.packages import has_triton
-from kvconnect.peer.agreement import wanted_card
+from kvconnect.peer.agreement import wanted_table
 from kvconnect.peer.messages import Introduction
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import ORDERS, Wire, align_wire
@@ -112,7 +111,7 @@ class Local:
         Raises:
             LayoutError: the two caches cannot be matched.
         """
-        wire = align_wire(source.table, wanted_card(source, target), convert=convert)
+        wire = align_wire(source.table, wanted_table(source, target), convert=convert)
         return self._packer(table or self.table, wire, side, min(source.digest_sample, target.digest_sample))
 
     def _packer(self, table: RegionTable, wire: Wire, side: str, digest_sample: int = 1) -> Packer:
@@ -135,14 +134,14 @@ class Local:
             self._warm_up(pool, side, self.table)
 
     def _warm_up(self, pool: SlotPool, side: str, table: RegionTable) -> None:
-        card, last = TableCard.of(table), dict.fromkeys((group.group for group in table.groups), 0)
+        last = dict.fromkeys((group.group for group in table.groups), 0)
         if table is not self.table or side == "source":
             # Block 0 of rows has no memory.
             ratios = {group.group: group.blocks_per_kv_block for group in table.groups}
             last |= {region.group: region.num_blocks // ratios[region.group] - 1 for region in table.regions}
         blocks = [GroupBlocks(group, 0, (block,)) for group, block in last.items()]
         for order in ORDERS if pool.slots else ():
-            packer = self._packer(table, align_wire(card, card, order), side)
+            packer = self._packer(table, align_wire(table, table, order), side)
             token = [TokenSpan(group, 0, 1) for group in sorted(packer.chunker.groups)]
             try:
                 chunks = packer.chunker.cut(token, pool.slot_bytes)
@@ -211,10 +210,8 @@ def open_local(
     spans = [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
     engine.register(spans)
     logger.info(
-        "%d regions in %d storages, %d bytes; registered with the engine: %d bytes",
+        "%d regions; registered with the engine: %d bytes",
         len(table.regions),
-        len(table.storages),
-        sum(storage.length_bytes for storage in table.storages),
         sum(span.length_bytes for span in spans),
     )
     return local

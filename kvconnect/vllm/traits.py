@@ -15,7 +15,6 @@ import torch
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import (
-    SharedBlocks,
     build_scheduler_half,
     build_worker_half,
     configured_trust,
@@ -76,10 +75,13 @@ def make_scheduler_half(
         own = naming(vllm_config, kv_cache_config, extra.offload)
         named = settings.usable_naming(vllm_config, config, own)
         if settings.shared_naming(vllm_config, kv_cache_config, config, own, pool) is not None:
-            shared = SharedBlocks(
-                hit_requirements(vllm_config, kv_cache_config),
-                hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
-                pool=WatchedPool(pool),
+            from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
+
+            shared = functools.partial(
+                SharedPrefixes,
+                hit_requirements(vllm_config, kv_cache_config).groups,
+                BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
+                WatchedPool(pool),
             )
     traits = StackTraits(
         # vLLM before 0.31 does not state the lookahead; it is 1, as drafters of several modules are refused.

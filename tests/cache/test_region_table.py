@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,21 +21,21 @@ from kvconnect.cache.specs import (
     StateSpec,
 )
 from kvconnect.errors import LayoutError
-from tests.caches import attention_layer, fill_random, mla_and_eagle, overlaid_groups, single_group
+from tests.caches import attention_layer, fill_random, overlaid_groups, single_group
 
 
-def test_mla_and_eagle_register_by_byte_length():
-    built = mla_and_eagle()
-    mla, eagle = built.table.regions
-    for region, name in ((mla, "mla"), (eagle, "eagle")):
-        tensor = built.tensors[name].tensor
-        assert region.address == tensor.data_ptr()
-        assert region.length_bytes == tensor.nbytes
-        assert region.page_bytes == tensor.nbytes // 2
-        assert region.num_blocks == 2
-    assert [(s.address, s.length_bytes) for s in built.table.storages] == [
-        (cache.tensor.data_ptr(), cache.tensor.nbytes) for cache in built.tensors.values()
-    ]
+def test_layers_of_one_group_may_differ_in_page_size():
+    specs = {"mla": MLASpec(16, 96, torch.float16), "eagle": FullAttentionSpec(16, 8, 32, torch.float16)}
+    tensors = {
+        "mla": CacheTensor(torch.zeros(2, 16, 96, dtype=torch.float16), "block token content"),
+        "eagle": CacheTensor(torch.zeros(2, 16, 8, 64, dtype=torch.float16), "block token head content"),
+    }
+    table = RegionTable.build(KVCacheConfig(2, (KVCacheGroup.of(specs),)), {0: 16}, tensors)
+    assert table.layers == ("mla", "eagle")
+    for region in table.regions:
+        tensor, sizes = tensors[region.layer].tensor, (region.num_blocks, region.page_bytes)
+        assert (region.address, region.length_bytes) == (tensor.data_ptr(), tensor.nbytes)
+        assert sizes == (2, tensor.nbytes // 2)
 
 
 LAYOUTS = [
@@ -60,7 +61,7 @@ def test_the_pages_of_a_layer_are_exactly_its_bytes(layout, num_blocks, heads, t
     planes = 2 if "plane" in layout else 1
     spec = FullAttentionSpec(tokens, heads, content * planes, torch.float16)
     try:
-        built = single_group(spec, num_blocks, layer=cache)
+        table = single_group(spec, num_blocks, layer=cache)
     except LayoutError as refused:
         # Heads or planes between the tokens of a page and the next token: rows, not pages.
         assert "token axis" in str(refused)
@@ -71,7 +72,7 @@ def test_the_pages_of_a_layer_are_exactly_its_bytes(layout, num_blocks, heads, t
         pages = torch.cat(
             [
                 raw[start : start + region.page_bytes]
-                for region in built.table.regions
+                for region in table.regions
                 for start in [region.address - base + block * region.block_stride]
             ]
         )
@@ -81,33 +82,24 @@ def test_the_pages_of_a_layer_are_exactly_its_bytes(layout, num_blocks, heads, t
 
 def test_heads_outermost_become_one_region_each():
     cache = attention_layer("head block token", 4, 2, 16, 8)
-    built = single_group(FullAttentionSpec(16, 2, 4, torch.float16), 4, layer=cache)
-    assert [region.heads for region in built.table.regions] == [HeadInterval(0, 1), HeadInterval(1, 2)]
-    assert len(built.table.storages) == 1
+    table = single_group(FullAttentionSpec(16, 2, 4, torch.float16), 4, layer=cache)
+    assert [region.heads for region in table.regions] == [HeadInterval(0, 1), HeadInterval(1, 2)]
 
 
 def test_planes_apart_become_two_regions_and_planes_inside_one():
     apart = attention_layer("plane block token head", 4, 2, 16, 8)
     inside = attention_layer("block plane token head", 4, 2, 16, 8)
     spec = FullAttentionSpec(16, 2, 8, torch.float16)
-    assert [r.first_plane for r in single_group(spec, 4, layer=apart).table.regions] == [0, 1]
-    (region,) = single_group(spec, 4, layer=inside).table.regions
+    assert [r.first_plane for r in single_group(spec, 4, layer=apart).regions] == [0, 1]
+    (region,) = single_group(spec, 4, layer=inside).regions
     assert region.axes.planes == 2
-
-
-def test_layers_packed_in_one_storage_register_once():
-    storage = torch.zeros(3, 8, 16, 2, 4, dtype=torch.float16)
-    tensors = {f"l{i}": CacheTensor(storage[i], "block token head content") for i in range(3)}
-    built = single_group(FullAttentionSpec(16, 2, 2, torch.float16), 8, **tensors)
-    (registered,) = built.table.storages
-    assert (registered.address, registered.length_bytes) == (storage.data_ptr(), storage.nbytes)
 
 
 def test_layers_packed_inside_a_block_are_kept_apart():
     storage = torch.zeros(8, 3, 16, 2, 4, dtype=torch.float16)
     tensors = {f"l{i}": CacheTensor(storage[:, i], "block token head content") for i in range(3)}
-    built = single_group(FullAttentionSpec(16, 2, 2, torch.float16), 8, **tensors)
-    assert {region.block_stride for region in built.table.regions} == {storage[0].nbytes}
+    table = single_group(FullAttentionSpec(16, 2, 2, torch.float16), 8, **tensors)
+    assert {region.block_stride for region in table.regions} == {storage[0].nbytes}
 
 
 def overlay(second_offset=0):
@@ -130,12 +122,9 @@ def overlay(second_offset=0):
     )
 
 
-def test_overlaid_groups_are_recognised():
-    assert overlaid_groups(overlay()) == {(0, 1)}
-
-
 def test_groups_that_share_bytes_under_different_ids_are_refused():
-    with pytest.raises(LayoutError, match="'sliding' and 'full'.*different block ids"):
+    assert overlaid_groups(overlay()) == {(0, 1)}
+    with pytest.raises(LayoutError, match="'full' and 'sliding'.*different block ids"):
         overlay(second_offset=16)
 
 
@@ -200,14 +189,24 @@ def test_padded_pages_are_not_split_into_kernel_blocks():
     refuse("cannot be split into 2", FullAttentionSpec(128, 2, 4, torch.float16), padded, kernel=64)
 
 
-def test_overlapping_layers_of_one_group_are_refused():
-    storage = torch.zeros(4 * 256 + 128, dtype=torch.float16)
-    tensors = {
-        "one": CacheTensor(storage[: 4 * 256].view(4, 16, 2, 8), "block token head content"),
-        "two": CacheTensor(storage[128:].view(4, 16, 2, 8), "block token head content"),
-    }
-    with pytest.raises(LayoutError, match="'one' and 'two'"):
-        single_group(FullAttentionSpec(16, 2, 4, torch.float16), 4, **tensors)
+PLACES = st.tuples(st.integers(0, 2), st.integers(0, 40), st.sampled_from([8, 12, 16]), st.integers(1, 8))
+
+
+@given(st.lists(PLACES, min_size=2, max_size=4))
+def test_pages_overlap_under_one_block_id_of_two_groups_alone(layers):
+    storage, groups, tensors, pages = torch.zeros(128, dtype=torch.int8), {}, {}, []
+    for index, (group, start, stride, size) in enumerate(layers):
+        groups.setdefault(group, {})[f"l{index}"] = MLASpec(4, size, torch.int8, stored_block_size=1)
+        view = storage.as_strided((4, size), (stride, 1), start)
+        tensors[f"l{index}"] = CacheTensor(view, "block content")
+        pages += [(group, at, start + at * stride, start + at * stride + size) for at in range(4)]
+    is_wrong = any(
+        one[2] < other[3] and other[2] < one[3] and (one[0] == other[0] or one[1] != other[1])
+        for one, other in itertools.combinations(pages, 2)
+    )
+    config = KVCacheConfig(4, tuple(map(KVCacheGroup.of, groups.values())))
+    with pytest.raises(LayoutError, match="overlap at address") if is_wrong else nullcontext():
+        RegionTable.build(config, dict.fromkeys(range(len(groups)), 4), tensors)
 
 
 def test_unknown_layers_and_doubled_layers_are_refused():

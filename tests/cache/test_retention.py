@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvconnect.cache.retention import FULL, Chunked, Draft, Full, Retention, State, Window, joined, parse
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, UniformTypeSpec
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
 from kvconnect.errors import LayoutError
 
 LONGEST = 60
@@ -155,5 +155,5 @@ def test_layers_that_share_blocks_must_see_the_same():
         "a": FullAttentionSpec(16, 1, 8, torch.float16),
         "b": SlidingWindowSpec(16, 1, 8, torch.float16, sliding_window=8),
     }
-    with pytest.raises(LayoutError, match=r"share blocks and see different tokens: Full, Window 8"):
-        KVCacheGroup(("a", "b"), UniformTypeSpec(specs))
+    with pytest.raises(LayoutError, match="see different tokens: Full in blocks of 16, Window 8 in"):
+        KVCacheGroup.of(specs)

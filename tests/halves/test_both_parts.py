@@ -42,6 +42,7 @@ def both(role="kv_both"):
     stack.add("first", range(64))
     stack.run(everything=True)
     transfer = connector(role, [kind.spec() for kind in FULL], num_blocks=400)
+    stack.half.host.draft = transfer.draft
     half = SchedulerHalf(transfer.draft, transfer.prefill, transfer.decode, transfer.pulls, stack.half)
     half.build_orders()
     return stack, half

@@ -28,8 +28,8 @@ def test_view_block_table_and_region_table_agree_on_the_kernel_block():
         assert (size["block"], size["token"]) == (40, 64)
     table = RegionTable.build(cache.config, cache.kernel_block_sizes, connector.tensors)
     assert {(r.num_blocks, r.axes.tokens) for r in table.regions} == {(40, 64)}
-    assert table.geometry_of(0).block_tokens == 64
-    assert table.geometry_of(0).blocks_per_kv_block == 2
+    assert table.geometry()[0].block_tokens == 64
+    assert table.geometry()[0].blocks_per_kv_block == 2
     assert cache.tables.blocks_per_kv_block == {0: 2}
     assert cache.tables.capacity(0) == 1024 // 64
     client.submit("r", make_prompt(200), 60)
@@ -84,7 +84,7 @@ def test_an_fp8_cache_has_half_the_bytes_per_token_and_other_tokens(name):
         options = NodeOptions(num_blocks=8, max_num_seqs=1, max_model_len=1024)
         cache = NodeCache(build_model(name).layout(sizing), options)
         table = cache.region_table()
-        attention = [one for one in table.regions if not table.geometry_of(one.group).is_state]
+        attention = [one for one in table.regions if not table.geometry()[one.group].is_state]
         bits[dtype] = sum(region.page_bytes * 8 for region in attention)
         assert {region.dtype for region in attention} == {stored}
     assert bits["fp8_e4m3"] * 2 == bits["bf16"]

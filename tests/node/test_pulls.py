@@ -15,6 +15,7 @@ from kvconnect.engine.memory import MemoryEngine
 from kvconnect.node.block_manager import PrefixHashes
 from kvconnect.timeline import Moment
 from tests.node.node_harness import MODEL_NAMES, answer_of, make_client, make_prompt, until
+from tests.offload.half_kit import num_ready
 from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper, patient
 
 SHARED = ("gqa", "mla", "mixed", "sliding")
@@ -363,10 +364,10 @@ def test_what_the_device_has_kept_longer_is_in_host_memory_again_once_it_is_used
         index = source.engine.scheduler.hooks.offload.host.index
         source.ask(first)
         ours = list(index.classes[0].row_of[0])
-        assert index.lookup(0, ours) == len(ours) >= 18
+        assert num_ready(index, 0, ours) == len(ours) >= 18
         for prompt in others:
             source.ask(prompt)
-        assert index.lookup(0, ours) == 0, "host memory has lost it"
+        assert num_ready(index, 0, ours) == 0, "host memory has lost it"
         source.ask([*first, 7])
         assert source.cached == 288, "the device has it"
-        assert index.lookup(0, ours[:18]) == 18
+        assert num_ready(index, 0, ours[:18]) == 18

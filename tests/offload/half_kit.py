@@ -137,6 +137,12 @@ def check_index(index: TierIndex) -> None:
         assert all(len(row_of) <= rows.num_rows for row_of in rows.row_of.values())
 
 
+def num_ready(index: TierIndex, group, names) -> int:
+    """How many of these contents are ready, from the first on."""
+    states = index.states(group, names)
+    return next((at for at, state in enumerate(states) if state != READY), len(states))
+
+
 GARBAGE = "garbage"
 
 
@@ -330,13 +336,6 @@ class Kind:
                 name, ChunkedLocalSpec(self.tokens, 1, 1, torch.int8, chunk_tokens=self.chunk)
             )
         return KVCacheGroup(name, FullAttentionSpec(self.tokens, 1, 1, torch.int8))
-
-    def reads(self, position: int, boundary: int) -> bool:
-        """Whether token ``boundary`` needs this block."""
-        end = (position + 1) * self.tokens
-        if end > boundary or self.is_state:
-            return self.is_state and end == boundary
-        return end > self.first_seen(boundary)
 
     def first_seen(self, token: int) -> int:
         """The first token that computing ``token`` reads."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import product, takewhile
 from pathlib import Path
 
 import msgspec
 import torch
 
 import tests.node.wide_model  # noqa: F401
+from kvconnect.cache.retention import Full, State, Window
+from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from tests.node.node_harness import Client, check_pool, make_client, plain_node
 from tests.node.node_harness import answer_of as expected
+from tests.offload.endless import Endless
 from tests.offload.opened import closes_later
 
 DEADLINE_S = 60.0
@@ -107,8 +110,7 @@ def make_keeper(config: str | None = None, offload: dict | None = None, **option
     return keeper
 
 
-@dataclass
-class Oracle:
+class Oracle(Endless):
     """What can be found of prompts whose predecessors were all kept.
 
     ``block_tokens`` is the block size of every group, ``windows`` those of sliding groups. Windows and states
@@ -116,60 +118,24 @@ class Oracle:
     was found to leave an earlier one.
     """
 
-    block_tokens: int
-    windows: tuple[int, ...] = ()
-    states: bool = False
-    checkpoint: int = 4096
-    whole: set[tuple[int, ...]] = field(default_factory=set)
-    tails: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
-    after: set[tuple[int, ...]] = field(default_factory=set)
+    def __init__(
+        self, block_tokens: int, windows: tuple[int, ...] = (), states: bool = False, checkpoint: int = 4096
+    ) -> None:
+        rules = [Full(), *map(Window, windows), *[State()] * states]
+        groups = [HitGroup(index, block_tokens, rule) for index, rule in enumerate(rules)]
+        super().__init__(groups, block_tokens, checkpoint)
 
     def add(self, prompt: list[int], answer: list[int], found: int = 0) -> None:
         """A request ended, of which ``found`` tokens were not computed, nor was its last one."""
-        tokens = [*prompt, *answer][:-1]
-        size = self.block_tokens
-        shared = self._shared(prompt)
-        for end in range(size, len(tokens) + 1, size):
-            self.whole.add(tuple(tokens[:end]))
-        places = {(len(prompt) - 1) // size, len(prompt) // size, len(tokens) // size, shared}
-        if self.checkpoint:
-            places |= {end // size for end in range(self.checkpoint, len(prompt) + 1, self.checkpoint)}
-        for blocks in places:
-            if blocks * size <= found:
-                continue
-            self.after.add(tuple(tokens[: blocks * size]))
-            for window in self.windows:
-                # What the token after the boundary can still see.
-                first = max(0, blocks * size - window + 1) // size
-                for block in range(first, blocks):
-                    self.tails.add((window, tuple(tokens[: (block + 1) * size])))
-
-    def hit(self, prompt: list[int]) -> int:
-        """How many tokens need not be computed. The last one always is."""
-        fitting = [n for n in range(1, self._shared(prompt) + 1) if self._ends_here(prompt, n)]
-        return max(fitting, default=0) * self.block_tokens
-
-    def _shared(self, prompt: list[int]) -> int:
-        """How many blocks of groups that see everything are known, from the first on."""
-        blocks = 0
-        while (blocks + 1) * self.block_tokens < len(prompt) and (
-            tuple(prompt[: (blocks + 1) * self.block_tokens]) in self.whole
-        ):
-            blocks += 1
-        return blocks
-
-    def _ends_here(self, prompt: list[int], blocks: int) -> bool:
-        size = self.block_tokens
-        if self.states and tuple(prompt[: blocks * size]) not in self.after:
-            return False
-        for window in self.windows:
-            first = max(0, blocks * size - window + 1) // size
-            if any(
-                (window, tuple(prompt[: (block + 1) * size])) not in self.tails
-                for block in range(first, blocks)
-            ):
-                return False
-        return True
+        tokens, size = [*prompt, *answer][:-1], self.align
+        shared = (
+            self.key(self.groups[0], at, prompt) in self.kept for at in range((len(prompt) - 1) // size)
+        )
+        ends = self.boundaries(len(prompt)) | {len(tokens) // size * size}
+        ends.add(size * sum(takewhile(bool, shared)))
+        for group, at in product(self.groups, range(len(tokens) // size)):
+            if group.is_whole or any(end > found and self.reads(group, at, end) for end in ends):
+                self.kept.add(self.key(group, at, tokens))
 
 
 ORACLES = {

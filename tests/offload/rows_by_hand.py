@@ -23,7 +23,7 @@ class Image:
 
     def pages(self, group, block):
         """Views of the pages of a logical block, in the order of a row."""
-        ratio = self.table.geometry_of(group).blocks_per_kv_block
+        ratio = self.table.geometry()[group].blocks_per_kv_block
         for region in self.table.regions:
             if region.group != group:
                 continue

@@ -22,33 +22,45 @@ STATE = KVCacheGroup(("state",), StateSpec(4096, ((4, 4),), (torch.float32,)))
 
 @st.composite
 def wishes(draw):
+    """Bytes in all, of rows, shares that may add up to more than 1, and rows of the shortest hit."""
     row_bytes = draw(st.dictionaries(st.integers(0, 9), st.integers(1, 5000), min_size=1, max_size=5))
     weights = {group: draw(st.integers(1, 20)) for group in row_bytes}
-    whole = sum(weights.values()) + draw(st.integers(0, 5))
-    return draw(st.integers(0, 1 << 20)), row_bytes, {group: w / whole for group, w in weights.items()}
+    whole = max(1, sum(weights.values()) + draw(st.integers(-5, 5)))
+    least = {group: draw(st.integers(0, 3)) for group in row_bytes}
+    shares = {group: weight / whole for group, weight in weights.items()}
+    return draw(st.integers(0, 1 << 20)), row_bytes, shares, least
 
 
 @given(wishes(), st.sampled_from([0.0, 1 / 16, 0.3, 0.75]))
 def test_rows_lie_in_the_memory_and_nowhere_twice(wish, lent_share):
-    cpu_bytes, row_bytes, shares = wish
+    cpu_bytes, row_bytes, shares, least = wish
     own = 1 - Fraction(lent_share)
+    whole = max(1, sum(map(Fraction, shares.values())))
+    lengths = {group: aligned_row_bytes(length) for group, length in row_bytes.items()}
+    limits = {
+        group: int(cpu_bytes * Fraction(shares[group]) / whole * own / length)
+        for group, length in lengths.items()
+    }
+    is_enough = all(limits[group] >= max(1, least[group]) for group in limits)
     try:
-        plan = plan_arena(cpu_bytes, row_bytes, shares, lent_share=lent_share)
-    except ConfigError:
-        smallest = {
-            group: cpu_bytes * own * Fraction(shares[group]) // aligned_row_bytes(row_bytes[group])
-            for group in shares
-        }
-        assert min(smallest.values()) < 1
+        plan = plan_arena(cpu_bytes, row_bytes, shares, least, lent_share)
+    except ConfigError as error:
+        assert not is_enough
+        enough = int(str(error).rsplit(" ", 1)[1])
+        plan_arena(enough, row_bytes, shares, least, lent_share)
+        with pytest.raises(ConfigError):
+            plan_arena(enough - 1, row_bytes, shares, least, lent_share)
         return
+    assert is_enough
     assert plan.groups == tuple(sorted(row_bytes))
     assert plan.length_bytes <= cpu_bytes
+    assert plan.limits == limits
+    assert sorted(rows.row_bytes for rows in plan.classes) == sorted({*lengths.values()})
     seen: dict[int, int] = {}
     for group in plan.groups:
         rows = plan.row_class(group)
+        assert rows.row_bytes == lengths[group]
         assert row_bytes[group] <= rows.row_bytes < row_bytes[group] + 64
-        part = Fraction(shares[group]) / max(1, sum(map(Fraction, shares.values())))
-        assert plan.limits[group] == int(cpu_bytes * part * own / rows.row_bytes)
         for row in range(rows.num_all):
             offset = plan.offset_bytes(group, row)
             assert offset % 64 == 0
@@ -63,61 +75,20 @@ def test_rows_lie_in_the_memory_and_nowhere_twice(wish, lent_share):
         )
 
 
-def test_groups_with_equal_rows_share_a_class():
-    plan = plan_arena(64_000, {0: 100, 2: 128, 5: 640}, {0: 0.25, 2: 0.25, 5: 0.5})
-    assert plan.class_of[0] == plan.class_of[2] != plan.class_of[5]
-    assert plan.groups_of(plan.class_of[0]) == (0, 2)
-    assert plan.limits == {0: 125, 2: 125, 5: 50}
-    assert plan.row_class(0).num_rows == 250
-
-
-def test_shares_of_more_than_all_are_scaled_down():
-    plan = plan_arena(640, {0: 64, 1: 32}, {0: 1.0, 1: 1.0})
-    assert plan.limits == {0: 5, 1: 5}
-    assert plan.length_bytes == 640
-
-
 @pytest.mark.parametrize(
-    ("cpu_bytes", "shares", "match"),
+    ("shares", "match"),
     [
         (
-            1000,
-            {0: 0.5, 1: 0.5},
-            r"cpu_bytes is 1000: cache group 1 may take 0.5 of it.*640 bytes.*least 1280",
+            {0: 0.25, 1: 0.75},
+            r"cpu_bytes is 1000: cache group 0 may take 0.25 of it, one of its blocks has 64 bytes, and the "
+            rf"shortest hit needs 4 of them; it must be at least {16 * 640 * 4 // 3 + 1}$",
         ),
-        (1 << 20, {0: 1.0, 1: 0.0}, r"shares gives cache group 1 nothing; accepted: more than 0"),
+        ({0: 1.0, 1: 0.0}, r"shares gives cache group 1 nothing; accepted: more than 0"),
     ],
 )
-def test_a_group_without_a_row_is_named(cpu_bytes, shares, match):
+def test_a_group_without_the_rows_of_one_hit_is_named_with_what_all_groups_need(shares, match):
     with pytest.raises(ConfigError, match=match):
-        plan_arena(cpu_bytes, {0: 64, 1: 600}, shares)
-
-
-def test_the_least_that_is_named_is_enough():
-    shares = {0: 0.3, 1: 0.7}
-    for cpu_bytes in range(0, 4000, 37):
-        try:
-            plan_arena(cpu_bytes, {0: 64, 1: 600}, shares)
-        except ConfigError as error:
-            least = int(str(error).rsplit(" ", 1)[1])
-    assert min(plan_arena(least, {0: 64, 1: 600}, shares).limits.values()) == 1
-    with pytest.raises(ConfigError):
-        plan_arena(least - 1, {0: 64, 1: 600}, shares)
-
-
-def test_a_group_without_the_rows_of_one_hit_is_named_with_what_all_groups_need():
-    shares, least = {0: 0.25, 1: 0.75}, {0: 4, 1: 16}
-    # 4 rows of 64 bytes in a quarter, 16 of 640 in three.
-    needed = 16 * 640 * 4 // 3 + 1
-    assert plan_arena(needed, {0: 64, 1: 600}, shares, least).limits[1] == 16
-    text = (
-        r"cpu_bytes is 1000: cache group 0 may take 0.25 of it, one of its blocks has 64 bytes, and the "
-        rf"shortest hit needs 4 of them; it must be at least {needed}$"
-    )
-    with pytest.raises(ConfigError, match=text):
-        plan_arena(1000, {0: 64, 1: 600}, shares, least)
-    with pytest.raises(ConfigError, match="cache group 1 .* needs 16 of them"):
-        plan_arena(needed - 1, {0: 64, 1: 600}, shares, least)
+        plan_arena(1000, {0: 64, 1: 600}, shares, {0: 4, 1: 16})
 
 
 def test_a_row_that_does_not_exist():

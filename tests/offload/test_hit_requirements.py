@@ -10,81 +10,7 @@ from kvconnect.cache.retention import Chunked, Draft, Full, State, Window
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from tests.cache.test_retention import Sinks
-
-
-class Oracle:
-    """An endless cache of token lists. Shares nothing with the code but the description of groups."""
-
-    def __init__(self, groups, align, checkpoint):
-        self.groups, self.align, self.checkpoint = groups, align, checkpoint
-        self.kept = set()
-
-    def key(self, group, position, tokens):
-        """What a block is known by: all tokens that its bytes depend on, in whole blocks; None if unknown."""
-        end = (position + 1) * group.block_tokens + (group.block_tokens if group.is_draft else 0)
-        return (group.group, position, tuple(tokens[:end])) if end <= len(tokens) else None
-
-    def reads(self, group, position, boundary):
-        """Whether computing token ``boundary`` reads a block, given that all before it are at hand."""
-        size = group.block_tokens
-        first, last = position * size, (position + 1) * size - 1
-        if last >= boundary:
-            return False
-        rule = group.retention.of if group.is_draft else group.retention
-        match rule:
-            case State():
-                return last == boundary - 1
-            case Window():
-                return any(boundary - token < rule.tokens for token in range(first, last + 1))
-            case Chunked():
-                return any(
-                    token // rule.tokens == boundary // rule.tokens for token in range(first, last + 1)
-                )
-            case Sinks():
-                return first < rule.first or boundary - last < rule.last
-        return True
-
-    def is_possible(self, boundary, num_tokens):
-        drafts = [group.block_tokens for group in self.groups if group.is_draft]
-        return boundary % self.align == 0 and boundary + max(drafts, default=0) <= num_tokens
-
-    def boundaries(self, num_tokens):
-        """Ends of hits for which windows and states are kept of a prompt."""
-        ends = [b for b in range(1, num_tokens + 1) if self.is_possible(b, num_tokens)]
-        again = [b for b in range(1, num_tokens) if self.is_possible(b, num_tokens - 1)]
-        found = set(ends[-1:] + again[-1:])
-        if self.checkpoint:
-            step = self.align
-            while step < self.checkpoint:
-                step += self.align
-            found |= {b for b in ends if b % step == 0}
-        return found
-
-    def keep(self, tokens):
-        """A prompt was computed."""
-        for group in self.groups:
-            for position in range(len(tokens) // group.block_tokens):
-                if group.is_whole:
-                    reached = [b for b in range(1, len(tokens) + 1) if self.is_possible(b, len(tokens))]
-                else:
-                    reached = self.boundaries(len(tokens))
-                if any(self.reads(group, position, b) for b in reached):
-                    key = self.key(group, position, tokens)
-                    assert key is not None
-                    self.kept.add(key)
-
-    def hit(self, tokens, start=0):
-        """The longest hit of a prompt, of which ``start`` tokens are at hand."""
-        best = start
-        for boundary in range(start + 1, len(tokens)):
-            if self.is_possible(boundary, len(tokens) - 1) and all(
-                self.key(group, position, tokens) in self.kept
-                for group in self.groups
-                for position in range(boundary // group.block_tokens)
-                if self.reads(group, position, boundary) and (position + 1) * group.block_tokens > start
-            ):
-                best = boundary
-        return best
+from tests.offload.endless import Endless
 
 
 @st.composite
@@ -155,7 +81,7 @@ def hit(requirements, max_tokens, has, start=0):
 @given(mixes(), st.integers(0, 30), st.data())
 def test_what_is_kept_and_hit_is_what_an_endless_cache_gives(mix, checkpoint, data):
     groups, align = mix
-    requirements, oracle = HitRequirements(groups, align), Oracle(groups, align, checkpoint)
+    requirements, endless = HitRequirements(groups, align), Endless(groups, align, checkpoint)
     kept = set()
     prompts = []
     for _ in range(data.draw(st.integers(1, 3))):
@@ -164,25 +90,25 @@ def test_what_is_kept_and_hit_is_what_an_endless_cache_gives(mix, checkpoint, da
         prompt = (prompts[-1][:shared] if prompts else []) + [100 * len(prompts) + n for n in range(fresh)]
         prompts.append(prompt)
         kept |= keep(requirements, checkpoint, prompt)
-        oracle.keep(prompt)
-        assert kept == oracle.kept
+        endless.keep(prompt)
+        assert kept == endless.kept
     for prompt in [*prompts, prompts[-1] + [7] * (align + 3)]:
         for start in range(0, len(prompt), align):
             assert hit(
                 requirements, len(prompt) - 1, has_of(requirements, kept, prompt), start
-            ) == oracle.hit(prompt, start)
+            ) == endless.hit(prompt, start)
 
 
 @given(mixes(), st.integers(0, 4), st.integers(0, 4))
 def test_what_is_at_hand_is_not_needed(mix, boundary, start):
     groups, align = mix
-    oracle = Oracle(groups, align, 0)
+    endless = Endless(groups, align, 0)
     boundary, start = boundary * align, start * align
     for group in groups:
         assert [at for part in group.needed(boundary, start) for at in part] == [
             position
             for position in range(start // group.block_tokens, boundary // group.block_tokens)
-            if oracle.reads(group, position, boundary)
+            if endless.reads(group, position, boundary)
         ]
 
 

@@ -221,8 +221,6 @@ class IndexMachine(RuleBasedStateMachine):
         states = [self.model.state[group].get(content, ABSENT) for content in hashes]
         assert self.index.states(group, hashes) == states
         ready = next((at for at, state in enumerate(states) if state is not READY), len(hashes))
-        assert self.index.lookup(group, hashes) == ready
-        assert self.index.lookup(group, tuple(hashes)) == ready
         rows = [self.model.row[group][content] for content in hashes[:ready]]
         assert self.index.rows_of(group, hashes[:ready]) == rows
         if ready < len(hashes):
@@ -278,4 +276,4 @@ def test_what_comes_and_goes_between_two_calls_is_not_written_down():
 
 def test_a_group_without_rows_is_named():
     with pytest.raises(LocalError, match=r"cache group 3 has no rows; those that have: \[0\]"):
-        small(1).lookup(3, [])
+        small(1).states(3, [])

@@ -10,7 +10,6 @@ from kvconnect.errors import LayoutError
 from kvconnect.offload.worker.jobs import RankJobs
 from kvconnect.offload.worker.load_rows import LoadRows
 from kvconnect.pack.packer import Packer
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import align_wire
@@ -48,8 +47,7 @@ def test_a_load_into_rows_leaves_what_a_copy_of_the_blocks_does(data):
         tokens = geometry.block_tokens * geometry.blocks_per_kv_block
         span = (0, 1) if geometry.is_state else (first * tokens, (first + count) * tokens)
         spans.append(TokenSpan(geometry.group, *span))
-    card = TableCard.of(side.table)
-    wire = align_wire(card, card)
+    wire = align_wire(side.table, side.table)
     source = Packer(side.table, wire, side="source", device="cpu")
     target = Packer(loads.table, wire, side="target", device="cpu")
     chunks = source.chunker.cut([span for span in spans if span.group in source.chunker.groups], 1 << 20)

@@ -36,7 +36,7 @@ def name_of(prompt, group, position):
 
 def content(table, group, name):
     """What the pages of a block of this name are, by region and kernel page."""
-    ratio = table.geometry_of(group).blocks_per_kv_block
+    ratio = table.geometry()[group].blocks_per_kv_block
     random = np.random.default_rng([group, *name])
     regions = [region for region in table.regions if region.group == group]
     return [[random.bytes(region.page_bytes) for _ in range(ratio)] for region in regions]
@@ -57,7 +57,7 @@ class Named:
         self.row_of = lambda group, row: (classes[group], row)
 
     def write_block(self, group, block, name):
-        geometry = self.device.geometry_of(group)
+        geometry = self.device.geometry()[group]
         regions = [region for region in self.device.regions if region.group == group]
         for region, pages in zip(regions, content(self.device, group, name), strict=True):
             for part, page in enumerate(pages):

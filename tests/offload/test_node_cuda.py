@@ -27,7 +27,7 @@ def test_prompts_return_to_a_gpu_from_memory_and_from_disk(model, tmp_path):
                 tokens = keeper.ask(prompt, 40)
                 assert tokens == expected(prompt, 40, model=model, device="cuda")
                 assert keeper.cached == oracle.hit(prompt)
-                assert (keeper.cached > 0) == (start + turn > 0 and oracle.block_tokens < len(prompt))
+                assert (keeper.cached > 0) == (start + turn > 0 and oracle.align < len(prompt))
                 oracle.add(prompt, tokens[:40], keeper.cached)
             wipe(keeper)
         keeper.close()

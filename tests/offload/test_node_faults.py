@@ -39,7 +39,7 @@ def test_a_restore_that_fails_is_computed_whatever_the_policy_for_peers(model):
     wipe(keeper)
     # What could not be restored is not trusted any more; it was kept anew by the request.
     assert keeper.ask(PROMPT) == expected(PROMPT, model=model)
-    assert keeper.cached == ORACLES[model]().block_tokens * (299 // ORACLES[model]().block_tokens)
+    assert keeper.cached == 299 // ORACLES[model]().align * ORACLES[model]().align
 
 
 def test_an_abort_while_blocks_are_restored_keeps_them_until_they_are_quiet():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,8 @@ from kvconnect.offload.scheduler.host import JobKind
 from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.transfer.stack import Computed, StateBlock, Step
-from tests.offload.half_kit import Kind, Plain, Removed, Req, Stack
+from tests.offload.endless import Endless
+from tests.offload.half_kit import Kind, Plain, Removed, Req, Stack, num_ready
 
 FULL = (Kind(4),)
 SLIDING = (Kind(4), Kind(2, window=7))
@@ -21,47 +24,25 @@ DRAFT = (Kind(4), Kind(4, is_draft=True), Kind(2, window=9, is_draft=True))
 ALL = (Kind(4), Kind(2, window=11), Kind(8, is_state=True), Kind(4, is_draft=True))
 
 
-class Endless:
-    """What an endless cache would have, by tokens; ``rule`` keeps windows and states at the ends only."""
+class Kept(Endless):
+    """What an endless cache would have: ``kept`` of windows and states at the ends only, ``dense`` of all."""
 
-    def __init__(self, kinds, align, checkpoint):
-        self.kinds, self.align, self.checkpoint = kinds, align, checkpoint
-        self.ahead = max((kind.tokens for kind in kinds if kind.is_draft), default=0)
-        self.rule, self.dense = set(), set()
-
-    def key(self, group, position, tokens):
-        kind = self.kinds[group]
-        return group, tuple(tokens[: (position + 1 + kind.is_draft) * kind.tokens])
-
-    def last(self, num_tokens):
-        return max(0, num_tokens - self.ahead) // self.align * self.align
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.dense = set()
 
     def keep(self, request):
-        prompt, tokens = request.prompt, request.tokens[:-1]
-        ends = {self.last(prompt - 1), self.last(prompt), self.last(len(tokens))}
-        step = -(-self.checkpoint // self.align) * self.align if self.checkpoint else prompt + 1
-        ends |= set(range(step, self.last(prompt), step))
-        hit = sum(request.hits[0])
-        for group, kind in enumerate(self.kinds):
-            for position in range(len(tokens) // kind.tokens - kind.is_draft):
-                if (position + 1) * kind.tokens <= hit and not kind.reads(position, hit):
+        tokens, hit = request.tokens[:-1], sum(request.hits[0])
+        ends = self.boundaries(request.prompt) | {max(self.boundaries(len(tokens)), default=0)}
+        for group in self.groups:
+            for position in range(len(tokens) // group.block_tokens - group.is_draft):
+                if (position + 1) * group.block_tokens <= hit and not self.reads(group, position, hit):
                     # Neither restored nor computed, as of a hit at the end of a chunk nothing is.
                     continue
                 key = self.key(group, position, tokens)
                 self.dense.add(key)
-                if any(kind.reads(position, end) for end in ends):
-                    self.rule.add(key)
-
-    def hit(self, kept, tokens):
-        for end in range(self.last(len(tokens) - 1), 0, -self.align):
-            if all(
-                self.key(group, position, tokens) in kept
-                for group, kind in enumerate(self.kinds)
-                for position in range(end // kind.tokens)
-                if kind.reads(position, end)
-            ):
-                return end
-        return 0
+                if any(self.reads(group, position, end) for end in ends):
+                    self.kept.add(key)
 
 
 @st.composite
@@ -106,7 +87,7 @@ def test_hits_are_those_of_an_endless_cache(case, checkpoint, max_new, tiers):
         checkpoint_tokens=checkpoint,
         num_ranks=2,
     )
-    endless = Endless(kinds, align, checkpoint)
+    endless = Kept(stack.half.host.requirements.groups, align, checkpoint)
     turns = [*prompts, *prompts]
     for serial, prompt in enumerate(turns):
         if serial == len(prompts) and tiers:
@@ -118,7 +99,7 @@ def test_hits_are_those_of_an_endless_cache(case, checkpoint, max_new, tiers):
         request = stack.add(f"r{serial}", prompt, max_new=max_new)
         stack.run(everything=True)
         hit = sum(request.hits[0])
-        least, most = endless.hit(endless.rule, prompt), endless.hit(endless.dense, prompt)
+        least, most = endless.hit(prompt), endless.hit(prompt, kept=endless.dense)
         assert least <= hit <= most, (least, hit, most)
         endless.keep(request)
     stack.check_idle()
@@ -298,7 +279,7 @@ def orders(stack):
 
 
 def failures(stack):
-    return stack.half.usage()["totals"]
+    return Counter(stack.half.host.draft.failures)
 
 
 def test_asking_again_looks_nothing_up():
@@ -368,7 +349,7 @@ def test_a_restore_that_failed_is_computed_and_its_rows_are_dropped():
     while stack.loading:
         stack.step(everything=True)
     stack.ranks.fail = 0.0
-    assert stack.half.host.index.lookup(0, request.hashes(4)) == 0
+    assert num_ready(stack.half.host.index, 0, request.hashes(4)) == 0
     assert stack.half.matched_tokens(request, 0) == (0, False)
     assert failures(stack)["offload_restore_failed"] == 1
     stack.run()
@@ -444,9 +425,9 @@ def test_reports_come_in_any_order_and_more_than_once():
     report(OffloadReport(1, kept=(store.job,)), OffloadReport(5, stored={store.job: ()}))
     report(OffloadReport(1, stored={store.job: (lost,), 999: ()}, found={store.job: ()}))
     report(OffloadReport(1, stored={store.job: store.hashes}, kept=(store.job,)))
-    assert stack.half.host.index.lookup(0, store.hashes) == 0
+    assert num_ready(stack.half.host.index, 0, store.hashes) == 0
     report(OffloadReport(0, stored={store.job: ()}))
-    assert stack.half.host.index.lookup(0, store.hashes) == 2
+    assert num_ready(stack.half.host.index, 0, store.hashes) == 2
     counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 3, 1)
     report(OffloadReport(0, kept=(store.job,), fetched={store.job: ()}))
@@ -551,7 +532,7 @@ def test_a_request_may_bound_what_is_kept_of_it(most):
     refused = not isinstance(most, int) or isinstance(most, bool) or most < 0
     hit = 56 if refused or most > 64 else most // 8 * 8
     assert sum(prefill(stack, "again", range(64)).hits[0]) == hit
-    assert failures(stack).get("offload_parameters_refused", 0) == refused
+    assert failures(stack)["offload_parameters_refused"] == refused
 
 
 def test_requests_that_neither_read_nor_write():

@@ -32,7 +32,7 @@ def bytes_of_lanes(lanes, block):
 
 
 def bytes_of_pages(table, group, block):
-    ratio = table.geometry_of(group).blocks_per_kv_block
+    ratio = table.geometry()[group].blocks_per_kv_block
     return [
         region.address + page * region.block_stride + at
         for region in table.regions
@@ -94,7 +94,7 @@ def test_rows_are_blocks_of_a_region_table(made, row):
         at = arena.address + plan.offset_bytes(group, row)
         ids = pages[group].ids(np.array([row, plan.row_class(group).num_rows - 1]))
         assert ids.shape == (2, ratio)
-        assert rows.geometry_of(group).blocks_per_kv_block == 1
+        assert rows.geometry()[group].blocks_per_kv_block == 1
         for ours, theirs in zip(rows.regions, table.regions, strict=True):
             assert (ours.layer, ours.page_bytes, ours.axes) == (theirs.layer, theirs.page_bytes, theirs.axes)
             if ours.group != group:

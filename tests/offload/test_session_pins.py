@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvconnect.offload.index.budgets import plan_arena
-from kvconnect.offload.index.session_pins import MOST_PINNED, MOST_SESSIONS, Ledger, SessionPins
+from kvconnect.offload.index.session_pins import MOST_PINNED, MOST_SESSIONS, SessionPins
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
 from kvconnect.offload.tier import DISK, HOST
-from tests.offload.half_kit import check_index
+from tests.offload.half_kit import check_index, num_ready
 from tests.offload.test_index import GROUPS, PLAN, names
 
 SHARE = 0.4
@@ -94,6 +94,15 @@ class PinMachine(RuleBasedStateMachine):
             added = self.pins.add(pin, (tier, group), part)
             held = pin.held.get((tier, group), {})
             assert added == next((at for at, name in enumerate(part) if name not in held), len(part))
+            is_absent = tier == HOST and added < len(part) and not self.index.has(group, [part[added]])[0]
+            if added < len(part) and not is_absent and pin in self.every():
+                # There is no room for one more: its tenant's quota is used up, or that of all together.
+                limit, every = (PLAN.limits if tier == HOST else DISK_ROWS)[group], self.held((tier, group))
+                own = every.get(pin.tenant, set())
+                assert part[added] not in own
+                assert len(own) == quota(limit) or len(set().union(*every.values())) == quota(
+                    limit, MOST_PINNED
+                )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), ttl_s=st.integers(1, 50))
@@ -138,6 +147,13 @@ class PinMachine(RuleBasedStateMachine):
     def every(self):
         return [pin for tenant in TENANTS for session in "st" for pin in self.pins.of(tenant, session)]
 
+    def held(self, place):
+        """What is pinned in a place, by tenant."""
+        held: dict = {}
+        for pin in self.every():
+            held.setdefault(pin.tenant, set()).update(pin.held.get(place, ()))
+        return held
+
     @invariant()
     def what_is_pinned_is_there_and_within_its_quota(self):
         check_index(self.index)
@@ -146,19 +162,16 @@ class PinMachine(RuleBasedStateMachine):
             if is_pinned:
                 self.on_disk[name] = True
         self.pins.disk_changes.clear()
-        held: dict = {}
-        for pin in self.every():
-            for place, own in pin.held.items():
-                held.setdefault(place, {}).setdefault(pin.tenant, set()).update(own)
+        held = {(tier, group): self.held((tier, group)) for tier in (HOST, DISK) for group in GROUPS}
         for group in GROUPS:
             rows, place = self.index.classes[PLAN.class_of[group]], (HOST, group)
-            pinned = set().union(*held.get(place, {}).values())
+            pinned = set().union(*held[place].values())
             assert ABSENT not in self.index.states(group, sorted(pinned))
             marked = [rows.content[row] for row, pins in enumerate(rows.pins) if pins]
             assert {name for own, name in marked if own == group} == pinned
         for tier, limits in ((HOST, PLAN.limits), (DISK, DISK_ROWS)):
             for group in GROUPS:
-                by_tenant = held.get((tier, group), {})
+                by_tenant = held[tier, group]
                 assert all(len(own) <= quota(limits[group]) for own in by_tenant.values())
                 every = set().union(*by_tenant.values())
                 assert self.pins.counts()[tier, group] == len(every) <= quota(limits[group], MOST_PINNED)
@@ -201,43 +214,9 @@ def test_the_next_turn_continues_the_pin_and_another_prompt_has_its_own(plan):
     # While that runs it never ends, and a request beside it has a pin of its own.
     pins.expire(1e9)
     assert pins.begin("", "s", names(1, 0, 60)) is not pin
-    assert index.lookup(0, names(1, 0, 40)) == 40
+    assert num_ready(index, 0, names(1, 0, 40)) == 40
     pins.end(pin, 2e9)
     assert pin in pins.of("", "s")
-
-
-def test_what_was_dropped_is_pinned_no_more_and_may_be_pinned_again(plan):
-    index = filled(plan, 1)
-    pins = SessionPins(index, plan, 0.5)
-    pin = pins.begin("", "s", names(0, 0, 50))
-    pins.add(pin, (HOST, 0), names(0, 0, 50))
-    index.drop(0, names(0, 10, 5))
-    check_index(index)
-    assert len(pin.held[HOST, 0]) == 45
-    assert pins.add(pin, (HOST, 0), names(0, 0, 50)) == 10
-    taken, _ = index.reserve(0, names(0, 10, 5))
-    assert pins.add(pin, (HOST, 0), names(0, 0, 50)) == 50
-    # What is on its way makes no room either once it is there.
-    index.commit(0, taken)
-    check_index(index)
-    pins.release(pin)
-    check_index(index)
-    assert len(index.classes[0].ages) == 100
-
-
-def test_what_tenants_share_counts_for_each_and_stays_for_the_last():
-    ledger = Ledger(8, 0.5)
-    four = [b"1", b"2", b"3", b"4"]
-    assert ledger.add("a", [*four, b"5"]) == (4, four)
-    # Once more of the same tenant costs nothing; of another it counts there, and not for all.
-    assert ledger.add("a", [b"2"]) == (1, [])
-    assert ledger.add("b", [b"1", b"2", b"5", b"6", b"7"]) == (4, [b"5", b"6"])
-    assert ledger.add("c", [b"1", b"8"]) == (1, [])
-    assert len(ledger.all) == 6
-    assert ledger.remove("a", [b"1", b"2", b"3", b"4"]) == [b"3", b"4"]
-    assert ledger.remove("a", [b"2"]) == []
-    assert ledger.remove("b", [b"1", b"2"]) == [b"2"]
-    assert ledger.remove("c", [b"1"]) == [b"1"]
 
 
 def test_a_session_is_renewed_and_has_a_bounded_number_of_prompts(plan):

@@ -22,12 +22,10 @@ from kvconnect.cache.specs import (
     MLASpec,
     SlidingWindowSpec,
     StateSpec,
-    UniformTypeSpec,
 )
 from kvconnect.errors import LayoutError
 from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.pack.packer import Packer
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk
 from kvconnect.plan.wire import align_wire
@@ -128,16 +126,13 @@ class Side:
             specs[layer.name] = layer_spec(layer, model, kernel * ratio, len(heads))
         made = []
         for group in model.groups:
-            names = tuple(layer.name for layer in model.layers if layer.group == group)
-            alike = {name: specs[name] for name in names}
-            made.append(KVCacheGroup(names, UniformTypeSpec(alike) if len(names) > 1 else alike[names[0]]))
+            made.append(
+                KVCacheGroup.of({one.name: specs[one.name] for one in model.layers if one.group == group})
+            )
         intervals = {layer.name: heads for layer in model.layers if layer.has_heads}
         sizes = {group: shape.kernel[group] for group in model.groups}
         config = KVCacheConfig(num_blocks, tuple(made))
         self.table = RegionTable.build(config, sizes, self.tensors, intervals, scales)
-
-    def card(self) -> TableCard:
-        return TableCard.of(self.table)
 
     def storage(self, name: str) -> torch.Tensor:
         """Every byte of a layer's storage; a copy."""
@@ -415,7 +410,7 @@ def write_streams(source: Side, target: Side, wanted, wire, chunk, streams, scal
 
 def exchange(kernels, source: Side, held, target: Side, wanted, spans, slot_bytes, seed, scales=None):
     """Pack and unpack a request chunk by chunk, comparing slot, digests and caches on the way."""
-    wire, scales = align_wire(source.card(), target.card(), "rows", convert=True), scales or {}
+    wire, scales = align_wire(source.table, target.table, "rows", convert=True), scales or {}
     choices = {"device": DEVICE, "kernels": kernels}
     packer = Packer(source.table, wire, side="source", **choices)
     unpacker = Packer(target.table, wire, side="target", **choices)

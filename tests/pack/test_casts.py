@@ -67,7 +67,7 @@ def test_every_bit_pattern_is_cast_as_defined(kernels, pair, scales):
     patterns = torch.arange(1 << 16).to(torch.uint16).view(torch.uint8)
     spread = patterns.view(-1, 2)[:, : ITEM[pair[0]]].reshape(-1)
     cache[2:].view(torch.uint8).copy_(spread.view(cache[2:].view(torch.uint8).shape))
-    wire = align_wire(source.card(), target.card(), "rows", convert=True)
+    wire = align_wire(source.table, target.table, "rows", convert=True)
     packer, unpacker = (
         Packer(side.table, wire, side=name, device=DEVICE, kernels=kernels)
         for side, name in ((source, "source"), (target, "target"))
@@ -89,7 +89,7 @@ def test_what_was_quantised_is_read_as_it_was_written(kernels):
     wanted = torch.randn(2, 128, 2, 32).clamp(-3, 3)
     # (plane, block, head, token, content)
     wide.tensors["a"].tensor[:, 2:] = wanted.view(2, 16, 8, 2, 32).permute(0, 1, 3, 2, 4).to(BFLOAT16)
-    wire = align_wire(wide.card(), narrow.card(), convert=True)
+    wire = align_wire(wide.table, narrow.table, convert=True)
     packer = Packer(wide.table, wire, side="source", device=DEVICE, kernels=kernels)
     unpacker = Packer(narrow.table, wire, side="target", device=DEVICE, kernels=kernels)
     ours, theirs = whole(wide, packer), whole(narrow, unpacker)
@@ -137,7 +137,7 @@ class _Allocated(TorchDispatchMode):
 @pytest.mark.parametrize("pair", WAYS)
 def test_no_copy_of_the_whole_is_made_on_the_way(pair):
     source, target = (one_layer(getattr(torch, name), kernel=64, blocks=200) for name in pair)
-    wire = align_wire(source.card(), target.card(), "rows", convert=True)
+    wire = align_wire(source.table, target.table, "rows", convert=True)
     for side, name in ((source, "source"), (target, "target")):
         packer = Packer(side.table, wire, side=name, device="cpu", kernels="numpy")
         staged = whole(side, packer)
@@ -151,7 +151,7 @@ def test_no_copy_of_the_whole_is_made_on_the_way(pair):
 
 def test_a_table_that_keeps_another_type_than_the_wire_says_is_refused():
     wide, narrow = one_layer(BFLOAT16), one_layer(FP8)
-    wire = align_wire(wide.card(), narrow.card(), convert=True)
+    wire = align_wire(wide.table, narrow.table, convert=True)
     with pytest.raises(
         LayoutError, match="'a': the wire has bfloat16 on this side, this table float8_e4m3fn"
     ):

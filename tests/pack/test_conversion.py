@@ -13,7 +13,7 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec
 from kvconnect.errors import LayoutError
-from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.peer.agreement import table_refusal
 from kvconnect.plan.conversion import Conversion
 from kvconnect.plan.wire import Wire, align_wire
 from tests.pack.sides import Layer, Model, Shape, Side
@@ -23,14 +23,14 @@ BFLOAT16, FLOAT16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 def card(
     dtype, kind="gqa", width=4, layout="block token head", row_tokens=1, value_width=None, scales=(1.0, 1.0)
-) -> TableCard:
+) -> RegionTable:
     layer = Layer("a", 0, kind, width, dtype, row_tokens, value_width)
     # A second layer that is alike on all sides: not every layer of a wire is converted.
     other = Layer("b", 1, "gqa", 3, torch.uint8)
     fixed = {"mla": "block token", "state": "block"}.get(kind, layout)
     shape = Shape({"a": fixed, "b": layout}, {"a": 0, "b": 0}, {0: 4, 1: 4}, {0: 1, 1: 1})
     side = Side(Model((layer, other), 4, 1, 8), shape, HeadInterval(0, 4), 4, 1, {"a": scales})
-    return side.card()
+    return side.table
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_equal_types_with_unlike_scales_are_never_copied_as_they_are():
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e-40, 1e39])
 def test_impossible_scales_are_refused_from_a_peer_and_from_the_caller(scale):
     good = card(FP8)
-    assert card_refusal(good) is None
+    assert table_refusal(good) is None
     region = msgspec.structs.replace(good.regions[0], scales=(1.0, scale))
-    hostile = TableCard((region, *good.regions[1:]), good.groups)
-    assert "layer 'a' of the peer's table has impossible scales" in card_refusal(hostile)
+    hostile = RegionTable((region, *good.regions[1:]), good.groups)
+    assert "layer 'a' of the peer's table has impossible scales" in table_refusal(hostile)
     with pytest.raises(LayoutError, match="'a': scales of K and V are .*; accepted: finite numbers above 0"):
         card(FP8, scales=(scale, 1.0))
 
@@ -176,13 +176,13 @@ def test_an_impossible_end_of_k_is_refused_from_a_peer():
     good = card(FP8)
     for key_bytes in (-1, 9):
         region = msgspec.structs.replace(good.regions[0], key_bytes=key_bytes)
-        assert "impossible sizes" in card_refusal(TableCard((region,), good.groups))
+        assert "impossible sizes" in table_refusal(RegionTable((region,), good.groups))
 
 
 def test_a_card_without_scales_is_one_whose_scales_are_1():
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(card(FP8)))
     sent[0] = [region[:10] for region in sent[0]]
-    read = msgspec.convert(sent, TableCard)
+    read = msgspec.convert(sent, RegionTable)
     assert [region.scales for region in read.regions] == [(1.0, 1.0)] * len(read.regions)
 
 

@@ -10,7 +10,6 @@ import torch
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.pack.packer import Packer
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
@@ -60,8 +59,7 @@ def test_a_compiled_kernel_is_started_with_the_same_arguments(monkeypatch):
         {0: 4},
         {"a": CacheTensor(cache, "block token head content")},
     )
-    card = TableCard.of(table)
-    packer = Packer(table, align_wire(card, card), side="source", device=DEVICE, kernels="triton")
+    packer = Packer(table, align_wire(table, table), side="source", device=DEVICE, kernels="triton")
     staged = packer.stage(
         [GroupBlocks(0, 0, (3, 5))],
         [Chunk(0, 1, (TokenSpan(0, 0, 4),)), Chunk(0, 1, (TokenSpan(0, 0, 8),))],

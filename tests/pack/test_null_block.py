@@ -12,7 +12,6 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.pack.packer import Packer
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 
@@ -31,8 +30,8 @@ for converts in (False, True):
     _, theirs = table_of(torch.bfloat16 if converts else torch.float16)
     (region,) = ours.regions
     moved = msgspec.structs.replace(region, address=address + size - region.block_stride)
-    ours = RegionTable((moved,), ours.groups, ours.storages)
-    wire = align_wire(TableCard.of(ours), TableCard.of(theirs), convert=converts)
+    ours = RegionTable((moved,), ours.groups)
+    wire = align_wire(ours, theirs, convert=converts)
     packer = Packer(ours, wire, side="source", device="cpu")
     slot = torch.full((4096,), 7, dtype=torch.uint8)
     for ids in ((0, 0, 0, 1, 2), (0, 0, 0)):

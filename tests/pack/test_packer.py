@@ -183,7 +183,7 @@ def test_whole_pages_are_moved_as_they_are(kernels, case):
     everything = HeadInterval(0, model.total_heads)
     source = Side(model, ours, everything, NUM_BLOCKS, 100)
     target = Side(model, theirs, everything, NUM_BLOCKS, 7)
-    wire = align_wire(source.card(), target.card())
+    wire = align_wire(source.table, target.table)
     assert wire.order == "pages"
     spans = tuple(
         TokenSpan(group, *((0, 1) if wire_state(wire, group) else (start[group], stop[group])))
@@ -272,7 +272,7 @@ def test_block_sizes_in_any_ratio(kernels, sizes):
 def one_way(kernels):
     model, shape = simple_model(), simple_shape()
     side = Side(model, shape, HeadInterval(0, 4), NUM_BLOCKS, 1)
-    wire = align_wire(side.card(), side.card(), "rows")
+    wire = align_wire(side.table, side.table, "rows")
     packer = Packer(side.table, wire, side="source", device=DEVICE, kernels=kernels)
     chunk = Chunk(0, 2, (TokenSpan(0, 1, 11),))
     (staged,) = packer.stage(list(simple_blocks(model, shape).values()), [chunk], 12)
@@ -337,7 +337,7 @@ def test_a_processor_packs_and_unpacks_in_one_thread_however_many_torch_may_begi
     """A serving stack may bind torch's threads to the cores where it computes, and refuse other numbers."""
     model, shape, heads = simple_model(1024, 4, 128), simple_shape(kernel=256), HeadInterval(0, 4)
     side = Side(model, shape, heads, NUM_BLOCKS, 1)
-    wire = align_wire(side.card(), side.card(), "pages")
+    wire = align_wire(side.table, side.table, "pages")
     blocks = list(simple_blocks(model, shape).values())
     threads = []
 
@@ -395,7 +395,7 @@ def test_slots_that_are_askew_are_refused():
 def test_what_cannot_be_staged_is_refused():
     model, shape = simple_model(), simple_shape()
     side = Side(model, shape, HeadInterval(0, 4), NUM_BLOCKS, 1)
-    wire = align_wire(side.card(), side.card(), "rows")
+    wire = align_wire(side.table, side.table, "rows")
     packer = Packer(side.table, wire, side="source", device=DEVICE)
     chunk = Chunk(0, 2, (TokenSpan(0, 0, 12),))
     with pytest.raises(LocalError, match=rf"the\s+cache has 0..{NUM_BLOCKS - 1}"):
@@ -422,7 +422,7 @@ def test_what_cannot_be_staged_is_refused():
 def test_a_side_that_does_not_exist_is_refused():
     side, _, _ = one_way(KERNELS[0])
     with pytest.raises(LocalError, match="side is 'P'"):
-        Packer(side.table, align_wire(side.card(), side.card()), side="P", device=DEVICE)
+        Packer(side.table, align_wire(side.table, side.table), side="P", device=DEVICE)
 
 
 def test_a_wire_of_other_tables_is_refused():
@@ -431,8 +431,8 @@ def test_a_wire_of_other_tables_is_refused():
     half = Side(model, simple_shape(), HeadInterval(0, 2), NUM_BLOCKS, 1)
     long = Side(model, simple_shape(kernel=8), HeadInterval(0, 4), NUM_BLOCKS, 1)
     for wire, table in (
-        (align_wire(one.card(), one.card(), "rows"), half.table),
-        (align_wire(one.card(), one.card(), "pages"), long.table),
+        (align_wire(one.table, one.table, "rows"), half.table),
+        (align_wire(one.table, one.table, "pages"), long.table),
     ):
         with pytest.raises(LayoutError, match="layer 'a'"):
             Packer(table, wire, side="target", device=DEVICE)

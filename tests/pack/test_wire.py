@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError, LocalError
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import ALIGN_BYTES, Chunk, Chunker, TokenSpan, wanted_spans
 from kvconnect.plan.wire import Wire, WireStream, align_wire
@@ -143,8 +143,8 @@ def side(
     return Side(model, shape, HeadInterval(*heads), 4, 1)
 
 
-def card(**choices) -> TableCard:
-    return side(**choices).card()
+def card(**choices) -> RegionTable:
+    return side(**choices).table
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,12 @@ def test_tables_that_do_not_match_are_refused_with_both_values(source, target, r
 
 
 def test_a_block_size_that_a_backend_cannot_divide_is_named_once_for_all_layers():
-    def undivided(block_tokens: int) -> TableCard:
+    def undivided(block_tokens: int) -> RegionTable:
         names = [f"model.layers.{number}.attn" for number in range(28)]
         layers = tuple(Layer(name, 0, "mla", 4, torch.float16, block_tokens) for name in names)
         layouts, pads = dict.fromkeys(names, "block token"), dict.fromkeys(names, 0)
         shape = Shape(layouts, pads, {0: block_tokens}, {0: 1})
-        return Side(Model(layers, 4, 1, 8), shape, HeadInterval(0, 4), 4, 1).card()
+        return Side(Model(layers, 4, 1, 8), shape, HeadInterval(0, 4), 4, 1).table
 
     with pytest.raises(LayoutError) as refused:
         align_wire(undivided(128), undivided(64))
@@ -195,17 +195,17 @@ def test_pages_are_chosen_where_they_are_equal_and_refused_where_not():
 
 
 def test_a_layer_that_the_source_lacks_is_named():
-    ours = TableCard((), ())
+    ours = RegionTable((), ())
     with pytest.raises(LayoutError, match="layer 'a': the prefill node has none"):
         align_wire(ours, card(), "rows")
 
 
 def test_what_a_target_wants_begins_at_its_first_real_block():
-    groups = side().card().groups
+    groups = side().table.groups
     assert wanted_spans(groups, [GroupBlocks(0, 1, (0, 5, 6))], 100) == (TokenSpan(0, 8, 16),)
     assert wanted_spans(groups, [GroupBlocks(0, 1, (0, 5, 6))], 13) == (TokenSpan(0, 8, 13),)
     assert wanted_spans(groups, [GroupBlocks(0, 0, (0, 0))], 13) == ()
-    state = side(kind="state").card().groups
+    state = side(kind="state").table.groups
     assert wanted_spans(state, [GroupBlocks(0, 0, (3,))], 100) == (TokenSpan(0, 0, 1),)
 
 

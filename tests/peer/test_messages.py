@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import MAX_NAMES, Naming, Prefix
-from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
+from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region, RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause
 from kvconnect.pack.shared_memory import SharedMemoryCard
 from kvconnect.peer import messages as m
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from tests.identities import named
 
@@ -179,7 +178,7 @@ def test_a_greeting_of_version_8_has_its_fields_in_this_order():
     meaning = m.CacheMeaning(named("model", "1f"), 8, 2)
     axes = PageAxes(1, 2, 16, 4, 128, 64, 4)
     region = Region("l", 0, 0, HeadInterval(0, 2), "int8", 4096, 4, 128, 128, axes)
-    table = TableCard((region,), (GroupGeometry(0, 16, 1, "Full"),))
+    table = RegionTable((region,), (GroupGeometry(0, 16, 1, "Full"),))
     ours = m.Introduction(
         "D", "1", 1, meaning, "memory", b"card", table, 1 << 20, 8192, 64, 256, Naming("s", 16), MEMORY
     )
@@ -215,7 +214,7 @@ def test_a_greeting_of_version_8_has_its_fields_in_this_order():
 def test_a_card_of_shared_memory_that_no_node_makes_is_not_read(changes):
     meaning = m.CacheMeaning(named("model"), 8, 2)
     memory = msgspec.structs.replace(MEMORY, **changes)
-    ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", TableCard((), ()), memory=memory)
+    ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", RegionTable((), ()), memory=memory)
     with pytest.raises(PeerError, match="a message that cannot be read"):
         m.decode(m.Side.PREFILL, m.encode(m.Hello(m.PROTOCOL_VERSION, ours)), LIMIT)
 
@@ -232,7 +231,8 @@ def test_a_greeting_of_another_version_is_refused_for_that_whatever_it_has(side)
     "message",
     [
         m.Hello(
-            8, m.Introduction("D", "1", 0, m.CacheMeaning(named(), None, 10**10), "e", b"", TableCard((), ()))
+            8,
+            m.Introduction("D", "1", 0, m.CacheMeaning(named(), None, 10**10), "e", b"", RegionTable((), ())),
         ),
         m.Fetch(1, "h", -1, 1, 1.0),
         m.Fetch(1, "h", 1, 0, 1.0),

@@ -8,21 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.addresses import RankAddress
-from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
+from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region, RegionTable
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError
 from kvconnect.outcome import Cause
 from kvconnect.peer import messages as m
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.session import TRANSITIONS, Ended, Misused, Session, SessionState, Side
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from tests.identities import named
 
 
 def introduction(engine_id="P", model="m", engine="memory", heads=None, weights="w", held_back=0):
     meaning = m.CacheMeaning(named(model, weights), heads, 1, held_back)
-    return m.Introduction(engine_id, "1", 0, meaning, engine, b"card", TableCard((), ()))
+    return m.Introduction(engine_id, "1", 0, meaning, engine, b"card", RegionTable((), ()))
 
 
 def region(**changes):
@@ -103,14 +102,16 @@ def test_a_peer_that_disagrees_is_refused_with_both_values(difference, match):
 @pytest.mark.parametrize(
     "card",
     [
-        TableCard((), (GroupGeometry(0, 16, 10**9, "Full"),)),
-        TableCard((), (GroupGeometry(0, 0, 1, "Full"),)),
-        TableCard((), (GroupGeometry(0, 16, 1, "Full"),) * 2),
-        TableCard((region(group=3),), (GroupGeometry(0, 16, 1, "Full"),)),
-        TableCard((region(address=2**63 - 1),), (GroupGeometry(0, 16, 1, "Full"),)),
-        TableCard((region(block_stride=2**60),), (GroupGeometry(0, 16, 1, "Full"),)),
-        TableCard((region(page_bytes=0),), (GroupGeometry(0, 16, 1, "Full"),)),
-        TableCard((region(axes=PageAxes(1, 2**20, 2**20, 1, 1, 1, 1)),), (GroupGeometry(0, 16, 1, "Full"),)),
+        RegionTable((), (GroupGeometry(0, 16, 10**9, "Full"),)),
+        RegionTable((), (GroupGeometry(0, 0, 1, "Full"),)),
+        RegionTable((), (GroupGeometry(0, 16, 1, "Full"),) * 2),
+        RegionTable((region(group=3),), (GroupGeometry(0, 16, 1, "Full"),)),
+        RegionTable((region(address=2**63 - 1),), (GroupGeometry(0, 16, 1, "Full"),)),
+        RegionTable((region(block_stride=2**60),), (GroupGeometry(0, 16, 1, "Full"),)),
+        RegionTable((region(page_bytes=0),), (GroupGeometry(0, 16, 1, "Full"),)),
+        RegionTable(
+            (region(axes=PageAxes(1, 2**20, 2**20, 1, 1, 1, 1)),), (GroupGeometry(0, 16, 1, "Full"),)
+        ),
     ],
 )
 def test_a_table_that_no_cache_can_have_is_refused_before_it_is_used(card):

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnect.cache.region_table import GroupGeometry
+from kvconnect.cache.region_table import GroupGeometry, RegionTable
 from kvconnect.cache.retention import FULL, Chunked, Window
 from kvconnect.peer.agreement import fills_windows
-from kvconnect.plan.align import TableCard
 
 
 def card(tokens, ratio=1, rule=FULL):
-    return SimpleNamespace(table=TableCard((), (GroupGeometry(0, tokens, ratio, rule.text),)))
+    return SimpleNamespace(table=RegionTable((), (GroupGeometry(0, tokens, ratio, rule.text),)))
 
 
 @pytest.mark.parametrize("rule", [Window(12), Chunked(64)])

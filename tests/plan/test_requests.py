@@ -49,8 +49,8 @@ def test_a_request_is_cut_into_chunks_that_fit_and_hold_every_row_once(case, pac
         Side(model, shape, rank_heads(model, 0, world), NUM_BLOCKS, 0)
         for shape, world in zip(shapes, worlds, strict=True)
     )
-    chunker = Chunker(align_wire(source.card(), target.card()))
-    cut, cards = (list(wanted.values()), model.num_tokens), (source.card(), target.card())
+    chunker = Chunker(align_wire(source.table, target.table))
+    cut, cards = (list(wanted.values()), model.num_tokens), (source.table, target.table)
     try:
         chunks = RequestCutter(chunker, *cards, slot_bytes, pack_bytes_per_s).cut(*cut)
     except LayoutError:

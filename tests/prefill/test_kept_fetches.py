@@ -297,7 +297,7 @@ def test_rows_that_travel_otherwise_than_blocks_are_refused_by_name():
         strides = {"head_stride": axes.tokens * axes.row_bytes, "token_stride": axes.row_bytes}
         axes = msgspec.structs.replace(axes, **strides)
         other.append(msgspec.structs.replace(region, axes=axes))
-    rows.table = type(rows.table)(tuple(other), rows.table.groups, rows.table.storages)
+    rows.table = msgspec.structs.replace(rows.table, regions=tuple(other))
     ranks.pull("a", 64)
     ranks.run_until_ended()
     assert "do not travel to this decode node as its blocks do" in ranks.failed[0]

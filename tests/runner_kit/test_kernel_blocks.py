@@ -20,7 +20,6 @@ from kvconnect.cache.specs import (
     KVCacheGroup,
     MLASpec,
     StateSpec,
-    UniformTypeSpec,
 )
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.runner_kit.kernel_blocks import (
@@ -48,7 +47,7 @@ class Backend:
 
 
 SPECS = {"mla": MLASpec(128, 64, torch.bfloat16), "draft": FullAttentionSpec(128, 2, 16, torch.bfloat16)}
-MIXED = KVCacheGroup(tuple(SPECS), UniformTypeSpec(SPECS))
+MIXED = KVCacheGroup.of(SPECS)
 STATE = KVCacheGroup(("state",), StateSpec(4096, ((4,),), (torch.float32,)))
 
 

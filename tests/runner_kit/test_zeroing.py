@@ -17,7 +17,6 @@ from kvconnect.cache.specs import (
     KVCacheGroup,
     MLASpec,
     StateSpec,
-    UniformTypeSpec,
 )
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.runner_kit.block_table import BlockTables
@@ -77,7 +76,7 @@ def check(kernels, case):
     num_blocks, ratio, kernel, layers, ids, skipped = case
     tensors = {name: on_device(cache) for name, cache, _ in layers}
     specs = {name: spec for name, _, spec in layers}
-    config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(specs), UniformTypeSpec(specs)),))
+    config = KVCacheConfig(num_blocks, (KVCacheGroup.of(specs),))
     table = RegionTable.build(config, {0: kernel}, tensors)
     alone = frozenset({"layer0"}) if skipped else frozenset()
     expected = {

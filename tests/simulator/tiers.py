@@ -16,7 +16,6 @@ import torch
 
 from kvconnect.cache.identity import Naming
 from kvconnect.config import OffloadConfig
-from kvconnect.halves.building import SharedBlocks
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, CopyTicket
@@ -25,12 +24,13 @@ from kvconnect.offload.disk.folder import bytes_on_disk
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_for
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import KeptBlocks
+from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
 from kvconnect.offload.tier import DISK, Content
 from kvconnect.offload.worker.jobs import RankJobs
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.offload.worker.tier_loop import TierLoop
-from kvconnect.transfer.orders import RowCopies
+from kvconnect.transfer.orders import OrdersDraft, RowCopies
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from tests.identities import named
 from tests.offload.memory_tier import MemoryTier
@@ -247,13 +247,13 @@ def kept_blocks(node: SimNode) -> KeptBlocks | None:
     )
 
 
-def shared_blocks(node: SimNode) -> SharedBlocks | None:
-    """What a node states of its prefix cache, if it shares that."""
+def shared_blocks(node: SimNode) -> Callable[[OrdersDraft], SharedPrefixes] | None:
+    """What makes the names of a node's prefix cache, if it shares that."""
     keeps = node.plan.keeps
     if keeps is None or not keeps.shares:
         return None
     hashes = partial(_content_names, keeps.hashing)
-    return SharedBlocks(make_requirements(node.workers[0]), hashes, node.pool)
+    return partial(SharedPrefixes, make_requirements(node.workers[0]).groups, hashes, node.pool)
 
 
 class _ContentName(bytes):

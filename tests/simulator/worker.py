@@ -21,7 +21,6 @@ from kvconnect.metrics import Metrics
 from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
-from kvconnect.plan.align import TableCard
 from kvconnect.prefill.prefill_side import STOPPING
 from kvconnect.transfer.kept import Kept, KeptByName
 from kvconnect.transfer.orders import Orders, Reports, Results
@@ -148,7 +147,7 @@ class SimWorker:
             ),
             engine="memory",
             engine_card=b"",
-            table=TableCard.of(self.memory.table),
+            table=self.memory.table,
             slot_bytes=self.slot_bytes,
             scratch_address=self.memory.scratch_address,
             scratch_bytes=self.memory.scratch_bytes,

@@ -32,7 +32,6 @@ from kvconnect.peer.messages import (
     decode,
     encode,
 )
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.transfer.local import Local
@@ -183,7 +182,7 @@ class FakeWorker:
             CacheMeaning(named(model), num_heads, world_size, 0, stages, *turns),
             "memory",
             b"",
-            TableCard.of(self.table),
+            self.table,
             self.slot_bytes,
             self.arenas[0].scratch_address if scratch_bytes else 0,
             scratch_bytes,

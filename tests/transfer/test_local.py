@@ -20,7 +20,6 @@ from kvconnect.pack.arena import Arena
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import MappedMemory
 from kvconnect.peer.messages import CacheMeaning, Introduction
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import align_wire
 from kvconnect.transfer.local import Local, largest_piece, open_local
@@ -40,8 +39,7 @@ def test_warming_up_changes_no_page_and_takes_no_slot(data, slot_bytes):
     before = {layer.name: side.storage(layer.name).clone() for layer in model.layers}
     arena = Arena(DEVICE, slot_bytes, 2)
     pools = [SlotPool(arena.addresses, slot_bytes, 1) for _ in range(2)]
-    card = TableCard.of(side.table)
-    introduction = Introduction("P", "1", 0, CacheMeaning(named(), None, 1), "memory", b"", card)
+    introduction = Introduction("P", "1", 0, CacheMeaning(named(), None, 1), "memory", b"", side.table)
     Local(introduction, MemoryEngine(), side.table, torch.device(DEVICE), *pools).warm_up()
     assert all(torch.equal(side.storage(name), was) for name, was in before.items())
     assert [pool.taken for pool in pools] == [0, 0]
@@ -70,12 +68,14 @@ def test_scratch_memory_that_peers_are_sent_holds_nothing_of_before(monkeypatch)
 def test_the_largest_piece_is_what_equal_pages_and_states_need(data):
     model = data.draw(models())
     side = Side(model, data.draw(shapes(model)), HeadInterval(0, model.total_heads), NUM_BLOCKS, 1)
-    card, (slot_bytes, layer) = TableCard.of(side.table), largest_piece(side.table)
+    slot_bytes, layer = largest_piece(side.table)
     assert layer in {region.layer for region in side.table.regions}
     groups = {group.group for group in side.table.groups}
     states = {group.group for group in side.table.groups if group.is_state}
     for order, wanted in (("pages", groups), ("rows", states)):
-        chunker = Packer(side.table, align_wire(card, card, order), side="source", device=DEVICE).chunker
+        chunker = Packer(
+            side.table, align_wire(side.table, side.table, order), side="source", device=DEVICE
+        ).chunker
         assert bool(chunker.cut([TokenSpan(group, 0, 1) for group in sorted(wanted)], slot_bytes)) == bool(
             wanted
         )
@@ -99,9 +99,7 @@ def opened(role="kv_both", bypassed=True, table=None, limits=None, **extra):
     table, engine = table or PlainCache(8).table, MemoryEngine()
     engine.capabilities = replace(engine.capabilities, may_be_bypassed=bypassed, **(limits or {}))
     config = parse_kv_transfer_config({"kv_role": role, "kv_connector_extra_config": {**SMALL, **extra}})
-    introduction = Introduction(
-        "P", "1", 0, CacheMeaning(named(), None, 1), "memory", b"", TableCard.of(table)
-    )
+    introduction = Introduction("P", "1", 0, CacheMeaning(named(), None, 1), "memory", b"", table)
     metrics = Metrics()
     return open_local(config, engine, introduction, table, torch.device("cpu"), 0, metrics)
 
@@ -130,7 +128,7 @@ def test_slots_are_shared_where_the_engine_may_be_bypassed_and_that_lane_is_allo
         assert all(mapped.at(slot.address, slot.length_bytes) for slot in slots)
         assert mapped.at(local.introduction.scratch_address, local.introduction.scratch_bytes)
         with pytest.raises(PeerError):
-            mapped.at(local.table.storages[0].address, 1)
+            mapped.at(local.table.regions[0].address, 1)
         for slot in local.send.slots:
             with pytest.raises(PeerError):
                 mapped.at(slot.address, 1)

@@ -19,7 +19,6 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.retention import Window
 from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.wire import align_wire
 from kvconnect.vllm.geometry import (
@@ -167,7 +166,7 @@ def test_one_head_of_an_unknown_number_travels_whole_and_only_between_equal_rank
     assert table.regions[0].heads is None
     _, other = build(config, {"layer": attention(5, 2, 4)}, 0, 1, HeadCounts(8))
     with pytest.raises(LayoutError, match="the decode node's pages cannot be divided by head"):
-        align_wire(TableCard.of(other), TableCard.of(table))
+        align_wire(other, table)
 
 
 def test_layers_with_another_number_of_heads_than_their_model_are_divided_evenly():
@@ -177,7 +176,7 @@ def test_layers_with_another_number_of_heads_than_their_model_are_divided_evenly
     assert cache.finest(HeadCounts(2)) == 6
     whole, other = build(config, {"layer": attention(5, 6, 4)}, 0, 1, HeadCounts(2))
     assert whole.finest(HeadCounts(2)) == 6
-    (stream,) = align_wire(TableCard.of(other), TableCard.of(table)).streams
+    (stream,) = align_wire(other, table).streams
     assert (stream.heads, stream.width_bytes * BLOCK) == (HeadInterval(3, 6), table.regions[0].page_bytes)
 
 
@@ -222,7 +221,7 @@ def test_pages_of_slots_are_refused_between_sides_that_divide_them_otherwise(rol
     assert not cache.heads
     pair = (one, unlike) if role == "P" else (unlike, one)
     with pytest.raises(LayoutError):
-        align_wire(*(TableCard.of(table) for table in pair))
+        align_wire(*(table for table in pair))
 
 
 def test_state_is_a_page_with_padding_that_is_not_moved():

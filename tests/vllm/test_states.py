@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import Topology, partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
-from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.peer.agreement import table_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.wire import align_wire
 from kvconnect.vllm.geometry import HeadCounts, worker_cache
@@ -125,7 +125,6 @@ class Rank:
         )
         cache = self.cache
         self.table = RegionTable.build(cache.config, cache.kernel_block_sizes, cache.tensors, cache.heads)
-        self.card = TableCard.of(self.table)
 
     def fill(self, block: int) -> None:
         page = np.concatenate(
@@ -162,7 +161,7 @@ def test_every_rank_gets_its_heads_and_channels_from_those_that_have_them(model,
     wanted = [GroupBlocks(0, 0, (5,)), GroupBlocks(1, 0, (5,))]
     for rank in range(worlds[1]):
         target, expected = (Rank(model, rank, worlds[1], order, 9, 4 * pads[1]) for _ in range(2))
-        assert card_refusal(target.card) is None
+        assert table_refusal(target.table) is None
         assert not target.cache.rank_bound
         expected.fill(5)
         for partner in partner_ranks(
@@ -204,7 +203,7 @@ def test_what_is_not_told_travels_whole_and_only_between_equal_ranks():
     assert rank.cache.finest(rank.counts) == 4
     whole = Rank(silent, 0, 1, "SD", 4, 0)
     with pytest.raises(LayoutError, match="the prefill node has none of it"):
-        align_wire(whole.card, rank.card)
+        align_wire(whole.table, rank.table)
     assert text_of(whole) != text_of(rank)
 
 

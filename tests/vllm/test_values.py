@@ -11,7 +11,6 @@ import torch
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import LayoutError
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.conversion import Conversion
 from kvconnect.plan.wire import align_wire
 from kvconnect.vllm import values
@@ -81,7 +80,7 @@ def cards(
     table = RegionTable.build(
         cache.config, cache.kernel_block_sizes, cache.tensors, cache.heads, cache.scales
     )
-    return cache, TableCard.of(table)
+    return cache, table
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"])

@@ -18,7 +18,7 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
-from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.peer.agreement import table_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.wire import ORDERS, align_wire
 from kvconnect.transfer.orders import RowCopies
@@ -46,7 +46,6 @@ class Side:
         self.table = RegionTable.build(
             cache.config, cache.kernel_block_sizes, cache.tensors, cache.heads, cache.scales
         )
-        self.card = TableCard.of(self.table)
         groups = [(at, group) for at, group in enumerate(cache.config.groups) if group.has_cache]
         self.num_tokens = max(
             group.block_size for _, group in groups if not group.is_state or len(groups) == 1
@@ -93,7 +92,7 @@ def hand_over(architecture: str) -> str:
     ours.fill()
     for order in ORDERS:
         theirs = Side(families.again(source), 1 + sum(len(blocks.block_ids) for blocks in ours.blocks))
-        assert card_refusal(theirs.card) is None
+        assert table_refusal(theirs.table) is None
         request = ours.blocks, theirs.blocks, ours.num_tokens
         carry_over(ours.table, theirs.table, *request, slot_bytes=1 << 26, order=order)
         assert_equal(ours, theirs)
@@ -136,10 +135,10 @@ def feed_from_two(architecture: str) -> tuple[str, ...]:
         source = Side(part, 1)
         if source.cache.rank_bound:
             return source.cache.rank_bound
-        align_wire(source.card, target.card)
-        for region in source.card.regions:
+        align_wire(source.table, target.table)
+        for region in source.table.regions:
             fed[region.layer, region.first_plane].append(region.heads or HeadInterval(0, 1))
-    for region in target.card.regions:
+    for region in target.table.regions:
         wanted = range(region.heads.start, region.heads.stop) if region.heads else range(1)
         have = {head for one in fed[region.layer, region.first_plane] for head in range(one.start, one.stop)}
         assert have >= set(wanted), region.layer

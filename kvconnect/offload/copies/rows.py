@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.cache.region_table import RegionTable, Storage
+from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, KVConnectError, LayoutError, LocalError, listed
 from kvconnect.offload.copies.cuda_device import CudaDevice
 from kvconnect.offload.index.budgets import ArenaPlan, aligned_row_bytes
@@ -224,8 +224,7 @@ def row_table(table: RegionTable, arena: RowArena) -> tuple[RegionTable, dict[in
             regions.append(msgspec.structs.replace(region, **changes))
             address += region.page_bytes * ratio
         groups.append(msgspec.structs.replace(geometry, blocks_per_kv_block=1))
-    storage = Storage(arena.address, arena.length_bytes, "cpu")
-    return RegionTable(tuple(regions), tuple(groups), (storage,)), pages
+    return RegionTable(tuple(regions), tuple(groups)), pages
 
 
 @dataclass(frozen=True, eq=False)

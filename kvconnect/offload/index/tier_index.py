@@ -112,16 +112,6 @@ class TierIndex:
         self.session_pins_lost: Callable[[int, Sequence[bytes]], None] = lambda group, hashes: None
         """Called with pinned contents that are about to be dropped; the callee removes pins of sessions."""
 
-    def lookup(self, group: int, hashes: Iterable[bytes]) -> int:
-        """The number of ready contents from the first hash on, up to the first one that is not ready."""
-        rows, length = self._rows(group), 0
-        row_of, state = rows.row_of[group], rows.state
-        for name in hashes:
-            if state[row_of.get(name, -1)] != READY:
-                break
-            length += 1
-        return length
-
     def states(self, group: int, hashes: Iterable[bytes]) -> list[ContentState]:
         rows = self._rows(group)
         return [_STATES[rows.state[row]] for row in rows.find(group, hashes)]

@@ -136,19 +136,16 @@ class HitRequirements:
         start_tokens: int,
         max_tokens: int,
         known: Callable[[HitGroup, int, int], Sequence[bool]],
-        run: Callable[[HitGroup, int, int], int] | None = None,
     ) -> tuple[int, int]:
         """The longest hit, and its length if all windows and states were known; both in tokens.
 
         At most ``max_tokens``; ``start_tokens``, which the request has already, stand for no hit.
-        ``known(group, first, end)`` returns a flag for each position; ``run``, optional and faster, the
-        number of known blocks from the first one on.
+        ``known(group, first, end)`` returns a flag for each position.
         """
         limit = self.last_boundary(max_tokens)
         for group in self.whole:
             first, end = start_tokens // group.block_tokens, limit // group.block_tokens
-            length = run(group, first, end) if run is not None else _run(known, group, first, end)
-            limit = min(limit, (first + length) * group.block_tokens)
+            limit = min(limit, (first + _run(known, group, first, end)) * group.block_tokens)
         limit = limit // self.align_tokens * self.align_tokens
         if limit <= start_tokens:
             return start_tokens, start_tokens

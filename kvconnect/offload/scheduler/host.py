@@ -1,14 +1,14 @@
 """The records of the scheduler half: requests, the index of lower tiers, and the jobs that ranks work on.
 
 A job is over when every rank has reported it, in any order; a content that failed on one rank failed. A job
-that is late is overdue: no request waits for it any more, and its rows stay out of use until it is over. The
-module does not decide what is stored, restored or fetched.
+that is late is overdue: the serving stack does not step for it, and its rows stay out of use until it is
+over. Requests have stopped waiting for it before, after ``wait_s``. The module does not decide what is
+stored, restored or fetched.
 """
 
 from __future__ import annotations
 
 import enum
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +23,8 @@ from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import Content
 from kvconnect.offload.tier_events import TierEvents
-from kvconnect.transfer.orders import OffloadReport, Restore, Seek, TierChange, TierFetch
+from kvconnect.transfer.orders import OffloadReport, OrdersDraft, Restore, Seek, TierChange, TierFetch
 from kvconnect.transfer.stack import Names, RequestView
-
-logger = logging.getLogger(__name__)
 
 
 class LowerIndex:
@@ -397,19 +395,17 @@ class KeptBlocks:
 class Host:
     """The state that the scheduler half's modules share, and the orders of the next step but for stores.
 
-    The first failure of each reason is logged, and all are counted: by a worker, as this half has no metrics.
+    ``draft`` gets what is counted.
     """
 
-    def __init__(self, config: OffloadConfig, kept: KeptBlocks) -> None:
+    def __init__(self, config: OffloadConfig, kept: KeptBlocks, draft: OrdersDraft) -> None:
         self.config, self.requirements, self.hashes = config, kept.requirements, kept.hashes
         least_rows = kept.requirements.least_rows(config.min_tokens)
         self.plan = plan_for(config, kept.groups, kept.row_bytes, least_rows)
         self.index = TierIndex(self.plan, kept.events)
         self.pins = SessionPins(self.index, self.plan, config.pin_quota, config.disk_bytes)
         self.lower, self.jobs = LowerIndex(kept.num_ranks, kept.events), Jobs(kept.num_ranks)
-        self.totals: Counter[str] = Counter()
-        self.events = kept.events
-        self._untaken: list[str] = []
+        self.events, self.draft = kept.events, draft
         self.restores: list[Restore] = []
         self.fetches: list[TierFetch] = []
         self.seeks: list[Seek] = []
@@ -437,11 +433,4 @@ class Host:
         pins.clear()
 
     def count(self, reason: str) -> None:
-        self._untaken.append(reason)
-        self.totals[reason] += 1
-        if self.totals[reason] == 1:
-            logger.warning("%s (from now on counted only, as %s)", REASONS[reason], reason)
-
-    def take_failures(self) -> tuple[str, ...]:
-        taken, self._untaken = tuple(self._untaken), []
-        return taken
+        self.draft.warn(reason, "offload: %s", REASONS[reason])

@@ -21,7 +21,7 @@ from kvconnect.offload.scheduler.sessions import Notice, Sessions
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import HOST
 from kvconnect.plan.blocks import BlockIdsByGroup
-from kvconnect.transfer.orders import OffloadOrders, OffloadReport, Results
+from kvconnect.transfer.orders import OffloadOrders, OffloadReport, OrdersDraft, Results
 from kvconnect.transfer.stack import RequestView, Step
 
 # After so many failed restores in a row, no restore is promised for a while.
@@ -37,9 +37,9 @@ class OffloadScheduler:
     Raises ``ConfigError``: the host memory does not suffice for a single hit.
     """
 
-    def __init__(self, config: OffloadConfig, kept: KeptBlocks) -> None:
+    def __init__(self, config: OffloadConfig, kept: KeptBlocks, draft: OrdersDraft | None = None) -> None:
         self._clock, self._row_bytes = kept.clock, kept.row_bytes
-        self.host = Host(config, kept)
+        self.host = Host(config, kept, draft or OrdersDraft([]))
         self._lookup = PrefixLookup(self.host)
         self.parking = ParkingLot(self.host)
         """KV of requests that wait for blocks."""
@@ -180,11 +180,13 @@ class OffloadScheduler:
         return total_bytes, digest.hexdigest()
 
     def build_orders(self) -> OffloadOrders:
-        # No request waits for overdue jobs any more; their rows stay out of use.
         for job in self.host.jobs.tick(self._clock()):
             # A load has a deadline of its own.
             if job.kind is not JobKind.PARK:
-                self._lookup.overdue(job)
+                self.host.count("offload_overdue")
+            if job.kind is JobKind.SEEK:
+                # A seek has no rows, so its late answer can be ignored.
+                self._lookup.found(job)
         clear, self._clear = self._clear, False
         self._num_clears += clear
         asked = self._sessions.orders(self._clock())
@@ -280,7 +282,6 @@ class OffloadScheduler:
             "host": {str(group): asdict(counts) for group, counts in self.host.index.counts().items()},
             "lower": self.host.lower.counts(),
             "pinned": {" ".join(map(str, place)): n for place, n in self.host.pins.counts().items()},
-            "totals": dict(self.host.totals),
         }
 
     def _record(self, request: RequestView) -> OffloadRequest:

@@ -174,16 +174,6 @@ class PrefixLookup:
             lookup.waits_for.pop(awaited, None)
         return lookups
 
-    def overdue(self, job: Job) -> None:
-        """A job is overdue: no request waits for it any more."""
-        self._host.count("offload_overdue")
-        if job.kind is JobKind.SEEK:
-            # A seek has no rows, so its late answer can be ignored.
-            self.found(job)
-        elif job.unreported:
-            self.lost(job.group, job.hashes)
-            self._stuck.update((job.group, name) for name in job.hashes)
-
     def fetched(self, job: Job) -> None:
         """All ranks have finished a fetch: contents that every rank has read are ready, others dropped."""
         missing = [name for name in job.hashes if job.stale or name in job.named]
@@ -253,17 +243,11 @@ class PrefixLookup:
         With ``lookup``, contents under way to host memory and contents of lower tiers count as there.
         """
 
-        def names(group: HitGroup, first: int, end: int) -> Sequence[bytes]:
-            return group.names(self._host.hashes(request.view, group.block_tokens), first, end)
-
         def known(group: HitGroup, first: int, end: int) -> Sequence[bool]:
-            return self._known(group.group, names(group, first, end), lookup)
+            names = group.names(self._host.hashes(request.view, group.block_tokens), first, end)
+            return self._known(group.group, names, lookup)
 
-        def ready(group: HitGroup, first: int, end: int) -> int:
-            return self._host.index.lookup(group.group, names(group, first, end))
-
-        last = request.view.num_tokens - 1
-        return self._host.requirements.hit(start_tokens, last, known, ready if lookup is None else None)
+        return self._host.requirements.hit(start_tokens, request.view.num_tokens - 1, known)
 
     def _known(self, group: int, names: Sequence[bytes], lookup: Lookup | None) -> list[bool]:
         states = self._host.index.states(group, names)

@@ -237,13 +237,14 @@ class Sessions:
         if pin is None or pin not in self._pins.of(*ask.payload.session):
             return _EXPIRED
 
-        def run(group: HitGroup, first: int, end: int) -> int:
-            return self._pins.add(pin, (HOST, group.group), self._names(turn, group, first, end))
-
         def known(group: HitGroup, first: int, end: int) -> list[bool]:
-            return self._host.index.has(group.group, self._names(turn, group, first, end))
+            names, place = self._names(turn, group, first, end), (HOST, group.group)
+            if not group.is_whole:
+                return self._host.index.has(group.group, names)
+            self._pins.add(pin, place, names)
+            return [name in pin.held[place] for name in names]
 
-        length, _ = requirements.hit(0, num_tokens, known, run)
+        length, _ = requirements.hit(0, num_tokens, known)
         full, ttl_s = requirements.last_boundary(num_tokens), min(ask.payload.ttl_s, MOST_TTL_S)
         reason = f"of {full} tokens the quota or host memory has room for {length}, at most {MOST_TTL_S:g} s"
         if length < max(1, pin.num_tokens) or not self._keep(turn, pin, length):
