@@ -38,10 +38,15 @@ class NumpyMover(PlainMover):
         placed = self._pages if is_placed else {}
         self._placed = {lanes: [one[:, 0, 0, 0] for one in pages] for lanes, pages in placed.items()}
 
-    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
-        """Pack pages into the slot at address ``slot``, or unpack them. ``seed`` None: no digest."""
+    def move(self, slot: int, staged: StagedChunk, seed: int, pack: bool) -> PackTicket:
+        """Pack pages into the slot at address ``slot``, or unpack them, and compute the slot's digest."""
         if not staged.total_bytes:
-            return PackTicket(None if seed is None else 0)
+            return PackTicket(0)
+        raw = self.move_pages(slot, staged, pack)
+        return PackTicket(digest_streams(raw, staged.layout.streams, seed, self._digest_sample))
+
+    def move_pages(self, slot: int, staged: StagedChunk, pack: bool) -> NDArray[np.uint8]:
+        """Pack or unpack without a digest. Returns the bytes of the slot, which are more than 0."""
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * staged.total_bytes).from_address(slot))
         for move in staged.layout.moves:
             numbers = staged.blocks[move.pages]
@@ -50,9 +55,7 @@ class NumpyMover(PlainMover):
             else:
                 whole = self._whole[move.lanes][move.which]
                 _move_rows(self._pages[move.lanes][move.which], whole, move, numbers, raw, pack)
-        if seed is None:
-            return PackTicket(None)
-        return PackTicket(digest_streams(raw, staged.layout.streams, seed, self._digest_sample))
+        return raw
 
 
 def _memory_view(address: int, lanes: Lanes) -> Words:

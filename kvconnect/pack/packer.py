@@ -141,12 +141,12 @@ class Packer:
         return ids
 
     def pack(
-        self, slot: int, staged: StagedChunk, seed: int | None, coder: ExponentCoder | None = None
+        self, slot: int, staged: StagedChunk, seed: int, coder: ExponentCoder | None = None
     ) -> PackTicket:
         """Fill the slot at an address of the device with a chunk's pages, or with their code.
 
-        ``seed``, 64 bits, is the generation of the slot, which the digest includes; None for no digest. That
-        of a code is of the bytes before. A ``coder`` works on the same stream.
+        ``seed``, 64 bits, is the generation of the slot, which the digest includes. The digest of a code is
+        of the bytes before. A ``coder`` works on the same stream.
         Raises ``LocalError``: the slot is not aligned.
         """
         _check_aligned(slot)
@@ -156,7 +156,7 @@ class Packer:
         return coder.encode(slot, staged.total_bytes, packed)
 
     def unpack(
-        self, slot: int, staged: StagedChunk, seed: int | None, coder: ExponentCoder | None = None
+        self, slot: int, staged: StagedChunk, seed: int, coder: ExponentCoder | None = None
     ) -> PackTicket:
         """Write a slot's bytes, or those that they are the code of, to a chunk's pages; see ``pack``.
 

@@ -36,21 +36,20 @@ class TorchMover(PlainMover):
             lanes: [self._pages_of(at, lanes) for at in lanes.address.tolist()] for lanes in all_lanes
         }
 
-    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
-        """Pack pages into the slot at address ``slot``, or unpack them. ``seed`` None: no digest."""
+    def move(self, slot: int, staged: StagedChunk, seed: int, pack: bool) -> PackTicket:
+        """Pack pages into the slot at address ``slot``, or unpack them, and compute the slot's digest."""
         if not staged.total_bytes:
-            return PackTicket(None if seed is None else 0)
+            return PackTicket(0)
         with torch.cuda.stream(self._stream):
             raw = memory_at(slot, staged.total_bytes, self._device)
             for move in staged.layout.moves:
                 self._move_rows(
                     self._pages[move.lanes][move.which], move, staged.blocks[move.pages], raw, pack
                 )
-            sums = [] if seed is None else [_digest(raw, *one, seed) for one in staged.layout.streams]
-            digest = torch.stack(sums).sum() if sums else None
+            digest = torch.stack([_digest(raw, *one, seed) for one in staged.layout.streams]).sum()
             if self._stream is None:
-                return PackTicket(None if seed is None else _number(digest))
-            return _StreamTicket(self._stream, digest, seed is not None)
+                return PackTicket(_number(digest))
+            return _StreamTicket(self._stream, digest)
 
     def _pages_of(self, address: int, lanes: Lanes) -> torch.Tensor:
         """All pages of a lane: (block, token, head, plane, word)."""
@@ -116,25 +115,25 @@ class TorchMover(PlainMover):
 class _StreamTicket(PackTicket):
     """A pack or unpack on a stream, done when its event is."""
 
-    def __init__(self, stream: torch.cuda.Stream, digest: torch.Tensor | None, has_digest: bool) -> None:
+    def __init__(self, stream: torch.cuda.Stream, digest: torch.Tensor) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
-        self._sum, self._has_digest = digest, has_digest
+        self._sum = digest
 
     @property
     def done(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     @property
-    def digest(self) -> int | None:
-        return _number(self._sum) if self._has_digest else None
+    def digest(self) -> int:
+        return _number(self._sum)
 
     def wait(self) -> None:
         self._event.synchronize()
 
 
-def _number(digest: torch.Tensor | None) -> int:
-    return 0 if digest is None else int(digest.item()) % 2**64
+def _number(digest: torch.Tensor) -> int:
+    return int(digest.item()) % 2**64
 
 
 def _strided(

@@ -1,7 +1,7 @@
 """Moves chunks with the Triton kernel on one stream: a launch per access width moves and digests a chunk.
 
-All kernels add to one sum that is never reset. After each chunk with a digest, the sum is copied to a place
-in pinned memory; the digest is the difference of two successive sums.
+All kernels add to one sum that is never reset. After each chunk the sum is copied to a place in
+pinned memory; the digest is the difference of two successive sums.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TritonMover:
             self._launcher.load(lent)
         return staged
 
-    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> KernelTicket:
-        """Pack pages into the slot at address ``slot``, or unpack them. ``seed`` None: no digest.
+    def move(self, slot: int, staged: StagedChunk, seed: int, pack: bool) -> KernelTicket:
+        """Pack pages into the slot at address ``slot``, or unpack them, and compute the slot's digest.
 
         Raises ``LocalError``: 256 packs and unpacks are in flight, and no place for a digest is free.
         """
@@ -64,26 +64,21 @@ class TritonMover:
             self._launcher.start(staged, slot, pack, seed)
             place = self._issued % _PLACES
             self._issued += 1
-            if seed is not None:
-                self._places[place].copy_(self._sum, non_blocking=True)
+            self._places[place].copy_(self._sum, non_blocking=True)
             # The event can be reused: the ticket that had this place before is settled.
             event = self._events[place]
             if event is not None:
                 event.record(self._stream)
-        ticket = KernelTicket(self, None if seed is None else place, event, staged.lent)
+        ticket = KernelTicket(self, place, event, staged.lent)
         self._pending.append(ticket)
         return ticket
 
     def settle(self, ticket: KernelTicket) -> None:
         """Read the digests of all tickets up to this one, which is done."""
         while not ticket.settled:
-            oldest = self._pending.popleft()
-            digest = None
-            if oldest.place is not None:
-                value = int(self._values[oldest.place])
-                digest = (value - self._last_value) % 2**64
-                self._last_value = value
-            oldest.settle(digest)
+            oldest, before = self._pending.popleft(), self._last_value
+            self._last_value = int(self._values[oldest.place])
+            oldest.settle((self._last_value - before) % 2**64)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         if self._stream is None:
@@ -95,15 +90,15 @@ class TritonMover:
 
 
 class KernelTicket(PackTicket):
-    """A launched pack or unpack; see ``PackTicket``. ``place`` has the sum after it; None for no digest."""
+    """A launched pack or unpack; see ``PackTicket``. ``place`` has the sum after it."""
 
-    def __init__(self, mover: TritonMover, place: int | None, event: Any, reads: NumberBuffer | None) -> None:
+    def __init__(self, mover: TritonMover, place: int, event: Any, reads: NumberBuffer | None) -> None:
         super().__init__(None)
         self.place, self.settled = place, False
         # Keeps the kernel's numbers out of the pool until the kernel is done.
         self._mover, self._event, self._reads = mover, event, reads
 
-    def settle(self, digest: int | None) -> None:
+    def settle(self, digest: int) -> None:
         """Note that the work is done, and its digest."""
         self.settled, self._digest, self._reads = True, digest, None
 

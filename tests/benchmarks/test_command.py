@@ -14,7 +14,7 @@ from kvconnect.errors import ConfigError
 # Small runs, and the number of their findings.
 RUNS = {
     "turns": ("--turns 10 --records 3 --records 30", 8),
-    "pack": ("--device cpu", 12),
+    "pack": ("--device cpu", 8),
     "offload": ("--page-bytes 1024 --regions 3 --blocks 4", 2),
     "transfer": (
         "--engine nixl --page-bytes 1024 --blocks 3 --regions 2 --requests 4 --in-flight 1 --in-flight 2 "

@@ -94,8 +94,8 @@ def test_what_was_quantised_is_read_as_it_was_written(kernels):
     unpacker = Packer(narrow.table, wire, side="target", device=DEVICE, kernels=kernels)
     ours, theirs = whole(wide, packer), whole(narrow, unpacker)
     slot = slot_for(ours)
-    packer.pack(slot.data_ptr(), ours, None).wait()
-    unpacker.unpack(slot.data_ptr(), theirs, None).wait()
+    packer.pack(slot.data_ptr(), ours, 1).wait()
+    unpacker.unpack(slot.data_ptr(), theirs, 1).wait()
     read = narrow.tensors["a"].tensor[2:].cpu().float().view(128, 2, 2, 32) * torch.tensor(scales).view(2, 1)
     assert torch.allclose(read.permute(2, 0, 1, 3), wanted, rtol=0.07, atol=0.004)
 

@@ -104,11 +104,11 @@ class SimPacker:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._packer, name)
 
-    def pack(self, slot: int, staged: StagedChunk, seed: int | None, *coder: None) -> SimTicket:
+    def pack(self, slot: int, staged: StagedChunk, seed: int, *coder: None) -> SimTicket:
         self._fills(slot)
         return self._launch(self._source, staged, lambda: self._packer.pack(slot, staged, seed, *coder))
 
-    def unpack(self, slot: int, staged: StagedChunk, seed: int | None, *coder: None) -> SimTicket:
+    def unpack(self, slot: int, staged: StagedChunk, seed: int, *coder: None) -> SimTicket:
         self._takes(slot)
         return self._launch(self._target, staged, lambda: self._packer.unpack(slot, staged, seed, *coder))
 

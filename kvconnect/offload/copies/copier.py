@@ -107,7 +107,7 @@ class Copier:
             numbers = page_numbers(kind, block, address - self._arena.address)
             moves = self._parts.moves(tuple(numbers))
             layout = ChunkLayout(self._arena.length_bytes, (), moves)
-            self._mover.move(self._arena.address, StagedChunk(layout, numbers), None, pack)
+            self._mover.move_pages(self._arena.address, StagedChunk(layout, numbers), pack)
         except Exception as error:
             return CopyTicket(failure(what, error))
         return CopyTicket()
