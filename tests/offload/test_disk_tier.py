@@ -53,9 +53,8 @@ def test_a_restart_reports_footers_and_rows_without_one_too(tmp_path):
     rows = some_rows(40, 1)
     first = open_driver(tmp_path)
     footers = {content: b"of " + content[1] for content in rows}
-    job = first.new_job()
-    first.tier.write(job, [row._replace(footer=footers[row.content]) for row in rows_of(rows)])
-    assert first.wait("write", job) == ()
+    described = [row._replace(footer=footers[row.content]) for row in rows_of(rows)]
+    assert first.wait(first.begin("write", described)) == ()
     spoilt, cut, *_ = paths = row_paths(first.tier)
     assert first.tier.close()
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
@@ -101,10 +100,10 @@ def test_what_is_there_and_written_again_is_reported_again(tmp_path):
 
 
 def test_what_is_gone_before_it_was_told_is_not_reported():
-    tracker = CompletionTracker()
+    tracker = CompletionTracker("a test")
     catalog = Catalog(tracker)
     files = [RowFile(row_name((0, bytes([at]))), (0, bytes([at])), 9, float(at)) for at in range(3)]
-    catalog.adopt(files, catalog.epoch)
+    catalog.adopt(files, tracker.epoch)
     assert not tracker.take()
     unreported = catalog.unreported(2) + catalog.unreported(2)
     assert unreported == [(0, bytes([at])) for at in (2, 1, 0)], "most recently used first"
@@ -116,9 +115,9 @@ def test_what_is_gone_before_it_was_told_is_not_reported():
 
 
 def test_a_row_that_is_whole_after_a_clear_is_not_there():
-    tracker = CompletionTracker()
+    tracker = CompletionTracker("a test")
     catalog = Catalog(tracker)
-    epoch = catalog.epoch
+    epoch = tracker.epoch
     catalog.begin(4096)
     catalog.clear()
     catalog.add((0, b"a"), epoch)
@@ -128,7 +127,7 @@ def test_a_row_that_is_whole_after_a_clear_is_not_there():
 
 
 def test_questions_are_answered_while_a_great_many_rows_are_found_at_a_start():
-    catalog = Catalog(CompletionTracker())
+    catalog = Catalog(CompletionTracker("a test"))
     names = [at.to_bytes(4, "big") for at in range(5_000)]
     files = [RowFile(row_name((0, name)), (0, name), 9, 0.0) for name in names]
     known = []
@@ -141,7 +140,7 @@ def test_questions_are_answered_while_a_great_many_rows_are_found_at_a_start():
             known.append(len(catalog))
 
     catalog._lock = Lock()
-    catalog.adopt(files, catalog.epoch)
+    catalog.adopt(files, catalog.tracker.epoch)
     assert known[-1] == 5_000
     assert max(after - before for before, after in itertools.pairwise(known)) <= 1024
     assert catalog.taken_bytes == sum(file.disk_bytes for file in files)
@@ -189,13 +188,13 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
 
 def test_a_large_job_is_read_by_several_threads(tmp_path):
     class WatchedFolder(FaultyFolder):
-        readers: ClassVar[set[str]] = set()
+        readers: ClassVar[set[int]] = set()
         all_read = threading.Barrier(READ_THREADS)
 
         def read(self, file, buffers, offset):
-            name = threading.current_thread().name
-            if name not in self.readers:
-                self.readers.add(name)
+            thread = threading.get_ident()
+            if thread not in self.readers:
+                self.readers.add(thread)
                 self.all_read.wait(30.0)
             return super().read(file, buffers, offset)
 
@@ -751,14 +750,14 @@ def test_threads_live_on_whatever_is_raised(tmp_path, files, monkeypatch):
 
 def test_a_disk_that_hangs_is_left_behind(tmp_path, files, monkeypatch):
     driver = open_driver(tmp_path, open_folder=files)
-    monkeypatch.setattr("kvconnect.offload.disk.disk_tier._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvconnect.offload.threaded_tier.CLOSE_TIMEOUT_S", 0.2)
     is_begun, is_free = threading.Event(), threading.Event()
     monkeypatch.setattr(FaultyFolder, "write", lambda *_args: is_begun.set() or (is_free.wait() and 0))
-    driver.tier.write(100, rows_of(some_rows(3, 1)))
+    call = driver.begin("write", rows_of(some_rows(3, 1)))
     assert is_begun.wait(30.0)
     assert not driver.tier.close()
     is_free.set()
-    assert len(driver.wait("write", 100)) == 3
+    assert len(driver.wait(call)) == 3
 
 
 def test_rows_that_are_cleared_while_room_is_made_take_none_of_it(tmp_path, files, monkeypatch):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconnect.errors import ConfigError, LocalError
+from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.folder import (
     OVERHEAD_BYTES,
     UNFINISHED,
@@ -43,7 +43,6 @@ CLOSED = "disk_closed"
 FULL = "disk_full"
 GONE = "disk_gone"
 INTERNAL = "disk_internal"
-REFUSED = "disk_refused"
 TOO_LARGE = "disk_too_large"
 
 _REASONS = {
@@ -66,7 +65,7 @@ def reason_of(error: Exception) -> str:
         return _REASONS.get(error.errno or 0, "disk_io")
     if isinstance(error, ConfigError):
         return "disk_held"
-    return REFUSED if isinstance(error, LocalError) else INTERNAL
+    return INTERNAL
 
 
 _ADOPTED_AT_ONCE = 1024
@@ -83,14 +82,14 @@ class KeptFile:
 class Catalog:
     """Contents and the bytes of their files in LRU order. Reports changes to a tracker. Thread-safe.
 
-    ``taken_bytes`` is the most that all files take on disk. ``epoch`` grows with every ``clear``. Recovered
-    contents are reported by ``report``, once their footers are read.
+    ``taken_bytes`` is the most that all files take on disk. Recovered contents are reported by ``report``,
+    once their footers are read.
     """
 
     def __init__(self, tracker: CompletionTracker) -> None:
-        self.taken_bytes = self.epoch = 0
+        self.taken_bytes = 0
         self._unreported: list[Content] = []
-        self._tracker = tracker
+        self.tracker = tracker
         self._lock = threading.Lock()
         self._rows: OrderedDict[Content, KeptFile] = OrderedDict()
         self._pinned: set[Content] = set()
@@ -122,11 +121,11 @@ class Catalog:
             length_bytes = self._doomed.pop(UNFINISHED)
             # The file that had the name before is replaced.
             self.taken_bytes -= self._doomed.pop(name, 0)
-            if epoch != self.epoch:
+            if epoch != self.tracker.epoch:
                 self._doomed[name] = length_bytes
                 return
             self._rows[content] = KeptFile(length_bytes)
-            self._tracker.add([content])
+            self.tracker.add([content])
 
     def adopt(self, files: Sequence[RowFile], epoch: int) -> None:
         """Add files found in the folder, least recently used first; all are doomed if ``epoch`` is over."""
@@ -134,7 +133,7 @@ class Catalog:
             some = files[first : first + _ADOPTED_AT_ONCE]
             rows = {file.content: KeptFile(file.disk_bytes) for file in some if file.content is not None}
             with self._lock:
-                rows = rows if epoch == self.epoch else {}
+                rows = rows if epoch == self.tracker.epoch else {}
                 self.taken_bytes += sum(file.disk_bytes for file in some)
                 self._doomed.update((file.name, file.disk_bytes) for file in some if file.content not in rows)
                 self._rows.update(rows)
@@ -150,7 +149,7 @@ class Catalog:
     def report(self, contents: Iterable[Content], footers: Mapping[Content, bytes]) -> None:
         """Report contents that are there, maybe again: the scheduler half forgets what any rank missed."""
         with self._lock:
-            self._tracker.add([content for content in contents if content in self._rows], footers)
+            self.tracker.add([content for content in contents if content in self._rows], footers)
 
     def forget(self, missing: Sequence[Content], wrong: Mapping[Content, KeptFile]) -> None:
         """Doom the rows in ``wrong``, and report ``missing`` contents as removed, unless written again."""
@@ -158,7 +157,7 @@ class Catalog:
             for content, kept in wrong.items():
                 if self._rows.get(content) is kept:
                     self._doom(content)
-            self._tracker.remove([content for content in missing if content not in self._rows])
+            self.tracker.remove([content for content in missing if content not in self._rows])
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
         """Pin or unpin contents, there or not; pinned ones are not evicted."""
@@ -181,7 +180,7 @@ class Catalog:
                 doomed.append(oldest)
                 length_bytes -= self._rows[oldest].disk_bytes
                 self._doom(oldest)
-            self._tracker.remove(doomed)
+            self.tracker.remove(doomed)
         return bool(doomed)
 
     def _doom(self, content: Content) -> None:
@@ -200,17 +199,16 @@ class Catalog:
     def clear(self) -> None:
         """Forget all contents and pins; all files are doomed."""
         with self._lock:
-            self.epoch += 1
             self._doomed.update((row_name(content), kept.disk_bytes) for content, kept in self._rows.items())
             self._rows = OrderedDict()
             self._pinned = set()
             self._unreported = []
-            self._tracker.forget_changes()
+            self.tracker.clear()
 
     def lose(self) -> None:
         """All files are gone, with the folder."""
         with self._lock:
-            self._tracker.remove(list(self._rows))
+            self.tracker.remove(list(self._rows))
             self._rows.clear()
             self._doomed.clear()
             self.taken_bytes = 0
@@ -255,7 +253,7 @@ class RowFiles:
         self._abandoned: dict[Path, list[RowFile]] = {}
         self._abandoned_bytes = 0
         # The folder has no files from before this epoch.
-        self._epoch = catalog.epoch
+        self._epoch = catalog.tracker.epoch
 
     # ---- the folder
 
@@ -393,7 +391,7 @@ class RowFiles:
         """Remove all doomed files."""
         if self._folder is None:
             return
-        epoch = self._catalog.epoch
+        epoch = self._catalog.tracker.epoch
         for name in self._catalog.doomed():
             if self.is_closing:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))

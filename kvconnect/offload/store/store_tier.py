@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,10 +23,10 @@ from kvconnect.cache.specs import div_ceil
 from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
 from kvconnect.errors import KVConnectError
-from kvconnect.offload.io_threads import IoThreads
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
-from kvconnect.offload.tier import MAX_HASH_BYTES, CompletionTracker, Content, Kind, LowerTier, TierRow
+from kvconnect.offload.threaded_tier import CLOSE_TIMEOUT_S, ThreadedTier
+from kvconnect.offload.tier import CompletionTracker, Content, Kind, TierRow
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class Announced(CompletionTracker):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("store")
         self.most = 0
         self._seen: dict[Content, None] = {}
 
@@ -63,11 +62,10 @@ class Announced(CompletionTracker):
     def lost(self, why: str) -> None:
         """The store cannot be reached: report all announced contents as removed."""
         self.gone(list(self._seen))
-        self.fail(_UNREACHABLE, f"store: {why}")
+        self.fail(_UNREACHABLE, why)
 
-    def forget_changes(self) -> None:
-        """The owner cleared the store: forget announced contents, and report none as removed."""
-        super().forget_changes()
+    def clear(self) -> None:
+        super().clear()
         self._seen.clear()
 
 
@@ -233,7 +231,6 @@ _BATCH_KEYS = 4096
 _ALIGN_BYTES = 64
 _CALL_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 15.0
-_CLOSE_TIMEOUT_S = 5.0
 _RETRY_S = (1.0, 60.0)
 
 _NOT_THERE = -704
@@ -241,19 +238,19 @@ _REASONS = {-200: "store_full", -600: "store_wrong_size"}
 """The reasons that the library's codes count as."""
 
 LANES: tuple[Kind, ...] = ("write", "read", "seek")
-"""Each lane has a thread here and one in the store's process, and the name of its jobs' kind."""
+"""Each kind of call has a thread here and a lane of the store's process."""
 
 
-class StoreTier(LowerTier):
+class StoreTier(ThreadedTier):
     """Rows in a store that nodes share.
 
-    Three threads write, read and seek, a batch of one job at a time; a fourth starts the store's process.
+    Three threads write, read and seek, a batch at a time; a fourth starts the store's process.
 
     Args:
         start: makes the process that uses the store, with a lane for each of ``LANES``.
         namespace: the namespace's digest in hexadecimal.
         max_queued_bytes: most bytes of rows that wait to be written.
-        batch_bytes: most bytes of records under way in each direction; a longer record is not kept.
+        batch_bytes: most bytes of records under way in each direction; no record is longer.
         call_timeout_s: how long the store may take for a batch; after that its process is killed.
         retry_s: first and longest pause before the process is started again, doubled each time.
         says_goodbye: whether the store is notified when the process ends, which takes a second.
@@ -274,14 +271,13 @@ class StoreTier(LowerTier):
     ) -> None:
         self._prefix = f"kvconnect/{namespace}/"
         self._format = RecordFormat(namespace)
-        self._max_queued_bytes, self._batch_bytes = max_queued_bytes, batch_bytes
+        self._batch_bytes = batch_bytes
         self._memory = memory = StoreMemory(2 * batch_bytes)
         self.tracker: Announced = Announced()
-        self._queued_bytes = 0
-        self._epoch = self._cleared = 0
+        self._cleared = 0
         # Held by a write and by a clear: what is written was ordered after the clear, or is cleared by it.
         self._writing = threading.RLock()
-        self._lanes = {kind: IoThreads(f"kvconnect-store-{kind}", 1, self._note) for kind in LANES}
+        super().__init__(self.tracker, dict.fromkeys(LANES, 1), max_queued_bytes)
         self._link = StoreLink(
             lambda: start(memory),
             self.tracker,
@@ -297,69 +293,27 @@ class StoreTier(LowerTier):
         """Report contents that jobs find or miss in the store as changes. Call it before the first job."""
         self.tracker.most = MOST
 
-    def write(self, job: int, rows: Sequence[TierRow]) -> None:
-        self.tracker.open("write", job, len(rows))
-        taken: list[TierRow] = []
-        refused: dict[str, list[Content]] = {}
-        left_bytes = self._max_queued_bytes - self._queued_bytes
-        for row in rows:
-            length = len(row.memory)
-            if not 0 < len(row.hash) <= MAX_HASH_BYTES or not length:
-                refused.setdefault("store_bad_row", []).append(row.content)
-            elif length > left_bytes:
-                refused.setdefault("store_queue_full", []).append(row.content)
-            elif _record_bytes(row) > self._batch_bytes:
-                refused.setdefault("store_too_large", []).append(row.content)
-            else:
-                left_bytes -= length
-                taken.append(row)
-        for reason, contents in refused.items():
-            self.tracker.fail(reason, times=len(contents))
-            self.tracker.settle("write", job, len(contents), contents)
-        with self._link.changed:
-            self._queued_bytes += sum(len(row.memory) for row in taken)
-        self._submit("write", job, taken)
-
-    def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        self.tracker.open("read", job, len(rows))
-        large = [row.content for row in rows if _record_bytes(row) > self._batch_bytes]
-        if large:
-            self.tracker.settle("read", job, len(large), large)
-        self._submit("read", job, [row for row in rows if _record_bytes(row) <= self._batch_bytes])
-
-    def seek(self, job: int, contents: Sequence[Content]) -> None:
-        self.tracker.open("seek", job, len(contents))
-        self._submit("seek", job, [TierRow(*content, memoryview(b"")) for content in contents])
-
     def clear(self) -> None:
-        """Remove this namespace's contents from the store, whichever node wrote them. Later jobs wait."""
+        """Remove this namespace's contents from the store, whichever node wrote them. Later calls wait."""
         with self._link.changed:
-            self._epoch += 1
-            self.tracker.forget_changes()
+            self.tracker.clear()
         self._clear_if_due()
 
     def close(self) -> bool:
         """Stop. Written records stay in the store, except those in memory that this rank gave to it."""
-        is_over = self._link.close(_CLOSE_TIMEOUT_S)
-        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        ended = [lane.close(deadline_s) for lane in self._lanes.values()]
-        if is_over and all(ended):
+        is_over = self._link.close(CLOSE_TIMEOUT_S)
+        have_ended = super().close()
+        if is_over and have_ended:
             self._memory.close()
         # A process that is left behind can reach the shared memory, but no row.
-        return all(ended)
+        return have_ended
 
     def state(self) -> dict[str, Any]:
-        return {
-            "link": self._link.state,
-            "queued_bytes": self._queued_bytes,
-            "jobs": self.tracker.open_jobs(),
-        }
+        return {"link": self._link.state, "queued_bytes": self.queued_bytes}
 
-    def _submit(self, kind: Kind, job: int, rows: Sequence[TierRow]) -> None:
-        for batch in self._batches(rows):
-            self._lanes[kind].submit(partial(self._run, kind, job, batch, self._epoch))
+    # ---- on the lanes' threads
 
-    def _batches(self, rows: Sequence[TierRow]) -> Iterator[list[TierRow]]:
+    def _parts(self, kind: Kind, rows: Sequence[TierRow]) -> Iterator[list[TierRow]]:
         batch: list[TierRow] = []
         left_bytes = self._batch_bytes
         for row in rows:
@@ -371,30 +325,13 @@ class StoreTier(LowerTier):
         if batch:
             yield batch
 
-    # ---- on the lanes' threads
-
-    def _run(self, kind: Kind, job: int, rows: Sequence[TierRow], epoch: int) -> None:
-        """Carry out a batch of a job, and settle it: its rows are quiescent then."""
-        is_good: list[bool] = []
-        try:
-            if kind == "write":
-                is_good = self._write(rows, epoch)
-            else:
-                is_good = self._read(rows) if kind == "read" else self._find(rows)
-            self._announce(kind, rows, is_good, epoch)
-        except Exception as error:
-            self._note(error)
+    def _carry_out(self, kind: Kind, rows: Sequence[TierRow], epoch: int) -> Sequence[bool]:
         if kind == "write":
-            with self._link.changed:
-                self._queued_bytes -= sum(len(row.memory) for row in rows)
-        # Writes and reads name the failed contents, seeks the found ones.
-        each = zip(rows, is_good or [False] * len(rows), strict=True)
-        named = [row.content for row, is_well in each if is_well == (kind == "seek")]
-        self.tracker.settle(kind, job, len(rows), named)
-
-    def _note(self, error: Exception) -> None:
-        logger.error("internal error in the store tier, which goes on", exc_info=error)
-        self.tracker.fail("store_internal")
+            is_good = self._write(rows, epoch)
+        else:
+            is_good = self._read(rows) if kind == "read" else self._find(rows)
+        self._announce(kind, rows, is_good, epoch)
+        return is_good
 
     def _ask(
         self, kind: Kind, verb: Verb, rows: Sequence[TierRow], places: _Places = ((), ())
@@ -407,8 +344,8 @@ class StoreTier(LowerTier):
 
     def _clear_if_due(self) -> None:
         """On any thread. Other nodes would find what is to be cleared, though this one has no more jobs."""
-        if self._cleared != self._epoch:
-            self._lanes["seek"].submit(self._clear)
+        if self._cleared != self.tracker.epoch:
+            self._submit("seek", self._clear)
 
     def _clear(self) -> None:
         if not self._is_cleared(LANES.index("seek")):
@@ -416,10 +353,10 @@ class StoreTier(LowerTier):
 
     def _is_cleared(self, lane: int) -> bool:
         """Clear the store if that is due; False: it could not be cleared, and no job may use it."""
-        if self._cleared == self._epoch:
+        if self._cleared == self.tracker.epoch:
             return True
         with self._writing:
-            epoch = self._epoch
+            epoch = self.tracker.epoch
             if self._cleared == epoch:
                 return True
             if self._link.ask(lane, Order(Verb.CLEAR, (self._prefix,))) is None:
@@ -434,7 +371,7 @@ class StoreTier(LowerTier):
             return []
         with self._writing:
             # First: a clear that is ordered while the rows are copied must come after them in the store.
-            if not self._is_cleared(lane) or epoch < self._epoch:
+            if not self._is_cleared(lane) or epoch < self.tracker.epoch:
                 return []
             for row, offset in zip(rows, places[0], strict=True):
                 start = offset + HEADER_BYTES
@@ -478,7 +415,7 @@ class StoreTier(LowerTier):
     def _announce(self, kind: Kind, rows: Sequence[TierRow], is_good: Sequence[bool], epoch: int) -> None:
         # Before the job is reported, which drops event origins of its contents. Contents of a seek have none.
         with self._link.changed:
-            if self._link.process is not None and epoch == self._epoch:
+            if self._link.process is not None and epoch == self.tracker.epoch:
                 each = list(zip(rows, is_good, strict=False))
                 if kind != "seek":
                     self.tracker.there([row.content for row, is_well in each if is_well])

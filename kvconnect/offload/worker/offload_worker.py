@@ -251,8 +251,7 @@ class OffloadWorker:
         return self._metrics.changes()
 
     def state(self) -> dict[str, int]:
-        copies, errands = len(self._loop.copies), len(self._loop.calls)
-        return {**self._jobs.counts(), "copies": copies, "errands": errands}
+        return {**self._jobs.counts(), "copies": len(self._loop.copies)}
 
     def usage(self) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.rows import RowArena
-from kvconnect.offload.tier import DISK, HOST, Content, LowerTier, TierRow, TierUpdate
+from kvconnect.offload.tier import DISK, HOST, Content, Kind, LowerTier, TierCall, TierRow, TierUpdate
 from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
@@ -78,8 +78,6 @@ class TierLoop:
         """Rows in use in host memory, by class, as stated in the scheduler half's last orders."""
         self.copies: list[_Copy] = []
         """Copies of the device that have not ended."""
-        self.calls: dict[tuple[str, str, int], tuple[RankJob, float]] = {}
-        """Calls that a tier has not answered, by its name, verb and number: the job, and when it began."""
         self._for_peers: deque[tuple[float, RankJob]] = deque()
         self._logged: set[tuple[str, str]] = set()
         self.disk_bytes_per_s = 0.0
@@ -243,7 +241,7 @@ class TierLoop:
         """Ask a tier which of a job's contents it has; the job ends with the answer."""
         tier = self._tier(job, name)
         if tier is not None:
-            self._begin(tier, "seek", job, [(job.copies.group, hash_) for hash_ in job.hashes], now)
+            self._begin(tier, "seek", job, [TierRow(job.copies.group, hash_) for hash_ in job.hashes], now)
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]], _: float) -> None:
         """Pin or unpin contents in all tiers."""
@@ -274,7 +272,7 @@ class TierLoop:
         for tier in self.tiers:
             self._safely(tier, "close", tier.close)
             self._take(tier, self._poll(tier), now, with_changes=with_changes)
-        self.tiers, self.calls = (), {}
+        self.tiers = ()
 
     # Ends
 
@@ -343,22 +341,17 @@ class TierLoop:
         # Changes before answers, which may end jobs: event origins of contents are dropped with their job.
         if with_changes and update.changes:
             self._jobs.change(_changes(tier.name, update))
-        for verb, answers in update.done.items():
-            for number, contents in answers.items():
-                self._answered(tier.name, verb, number, contents, now)
+        for call in update.done:
+            self._ended(tier.name, call, now)
 
-    def _answered(self, name: str, verb: str, number: int, contents: Iterable[Content], now: float) -> None:
-        if (name, verb, number) not in self.calls:
-            self._log(name, "answer", f"answered job {number}, which it was not given: an internal error")
-            return
-        job, began_s = self.calls.pop((name, verb, number))
-        group, named_by_tier = job.copies.group, set(contents)
-        named = [hash_ for hash_ in job.hashes if (group, hash_) in named_by_tier]
+    def _ended(self, name: str, call: TierCall, now: float) -> None:
+        job: RankJob = call.job
+        group, named, verb = job.copies.group, [hash_ for _, hash_ in call.named], call.kind
         if verb == "seek":
             self._jobs.end(job, Report.FOUND, named)
             return
         good, bad = ("kept", "unkept") if verb == "write" else ("fetched", "missed")
-        self._moved(good, name, [(group, len(job.hashes) - len(named))], now - began_s)
+        self._moved(good, name, [(group, len(job.hashes) - len(named))], now - call.began_s)
         self._moved(bad, name, [(group, len(named))])
         if verb == "write":
             job.num_writing -= 1
@@ -366,13 +359,12 @@ class TierLoop:
                 self._jobs.end(job, Report.KEPT)
         else:
             if name == DISK:
-                self._measure(group, len(job.hashes) - len(named), began_s, now)
+                self._measure(group, len(job.hashes) - len(named), call.began_s, now)
             self._jobs.end(job, Report.FETCHED, named)
 
-    def _begin(self, tier: LowerTier, verb: str, job: RankJob, given: Sequence[object], now: float) -> None:
-        self.calls[tier.name, verb, job.number] = job, now
+    def _begin(self, tier: LowerTier, kind: Kind, job: RankJob, rows: Sequence[TierRow], now: float) -> None:
         # If it raises, it may have begun the call all the same.
-        self._safely(tier, verb, partial(getattr(tier, verb), job.number, given))
+        self._safely(tier, kind, partial(tier.begin, TierCall(kind, rows, job, now)))
 
     def _fail_copy(self, job: RankJob, reason: str, error: str) -> None:
         self._metrics.failures.labels(reason).inc()
