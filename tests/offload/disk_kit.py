@@ -104,7 +104,7 @@ def check(tier: DiskTier) -> None:
     catalog = tier._catalog
     with catalog._lock:
         assert not catalog._doomed.keys() & {row_name(content) for content in catalog._rows}
-        kept_bytes = sum(kept.disk_bytes for kept in catalog._rows.values())
+        kept_bytes = sum(catalog._rows.values())
         assert catalog.taken_bytes == kept_bytes + sum(catalog._doomed.values())
 
 

@@ -122,7 +122,7 @@ def test_a_row_that_is_whole_after_a_clear_is_not_there():
     catalog.clear()
     catalog.add((0, b"a"), epoch)
     assert not tracker.take()
-    assert catalog.has([(0, b"a")]) == [None]
+    assert catalog.has([(0, b"a")]) == [False]
     assert catalog.doomed() == [row_name((0, b"a"))]
 
 

@@ -18,7 +18,6 @@ from kvconnect.offload.disk.row_files import (
     INTERNAL,
     TOO_LARGE,
     Catalog,
-    KeptFile,
     RowFiles,
     reason_of,
 )
@@ -104,7 +103,7 @@ class DiskTier(ThreadedTier):
     # ---- for the owner's thread
 
     def has(self, contents: Sequence[Content]) -> Sequence[bool]:
-        return [kept is not None for kept in self._catalog.has(contents)]
+        return self._catalog.has(contents)
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
         self._catalog.pin(pins)
@@ -218,18 +217,15 @@ class DiskTier(ThreadedTier):
 
     def _read(self, rows: Sequence[TierRow]) -> Sequence[bool]:
         known = self._catalog.has([row.content for row in rows], is_use=True)
-        wrong: dict[Content, KeptFile] = {}
-        is_good = [
-            kept is not None and self._read_row(row, kept, wrong)
-            for row, kept in zip(rows, known, strict=True)
-        ]
+        wrong: list[Content] = []
+        is_good = [is_kept and self._read_row(row, wrong) for row, is_kept in zip(rows, known, strict=True)]
         missing = [row.content for row, is_read in zip(rows, is_good, strict=True) if not is_read]
         self._catalog.forget(missing, wrong)
         if wrong:
             self._submit("write", partial(self._rows.make_room, 0))
         return is_good
 
-    def _read_row(self, row: TierRow, kept: KeptFile, wrong: dict[Content, KeptFile]) -> bool:
+    def _read_row(self, row: TierRow, wrong: list[Content]) -> bool:
         """Read a row; returns whether it is intact. Adds it to ``wrong`` if another try would fail too."""
         try:
             reason = self._rows.read(row)
@@ -240,9 +236,9 @@ class DiskTier(ThreadedTier):
         if not reason:
             return True
         # A row that was evicted meanwhile is no fault of the disk.
-        if self._catalog.has([row.content])[0] is kept:
+        if self._catalog.has([row.content])[0]:
             self.tracker.fail(reason, f"group {row.group}, hash {row.hash.hex()} cannot be read")
-        wrong[row.content] = kept
+        wrong.append(row.content)
         return False
 
     def _note(self, error: Exception) -> str:

@@ -14,8 +14,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +71,6 @@ _ADOPTED_AT_ONCE = 1024
 """Files adopted under one hold of the lock: about a millisecond, in which lookups wait."""
 
 
-@dataclass(eq=False)
-class KeptFile:
-    """A written row. The identity of the object tells a row from one written again for the same content."""
-
-    disk_bytes: int
-
-
 class Catalog:
     """Contents and the bytes of their files in LRU order. Reports changes to a tracker. Thread-safe.
 
@@ -91,7 +83,8 @@ class Catalog:
         self._unreported: list[Content] = []
         self.tracker = tracker
         self._lock = threading.Lock()
-        self._rows: OrderedDict[Content, KeptFile] = OrderedDict()
+        # The bytes that each row's file takes on disk.
+        self._rows: OrderedDict[Content, int] = OrderedDict()
         self._pinned: set[Content] = set()
         # Doomed files, to be removed: they belong to no content, and still take these bytes on disk.
         self._doomed: dict[str, int] = {}
@@ -99,14 +92,14 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[KeptFile | None]:
-        """The rows of contents, None for absent ones. With ``is_use`` they become the most recently used."""
+    def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[bool]:
+        """For each content whether it is there. With ``is_use`` they become the most recently used."""
         with self._lock:
             # The end of a sequence is evicted first: no hit can use it without the beginning.
             for content in reversed(contents) if is_use else ():
                 if content in self._rows:
                     self._rows.move_to_end(content)
-            return [self._rows.get(content) for content in contents]
+            return [content in self._rows for content in contents]
 
     def begin(self, length_bytes: int) -> None:
         """A row is about to be written: its file takes room from now on, and belongs to no content yet."""
@@ -124,14 +117,14 @@ class Catalog:
             if epoch != self.tracker.epoch:
                 self._doomed[name] = length_bytes
                 return
-            self._rows[content] = KeptFile(length_bytes)
+            self._rows[content] = length_bytes
             self.tracker.add([content])
 
     def adopt(self, files: Sequence[RowFile], epoch: int) -> None:
         """Add files found in the folder, least recently used first; all are doomed if ``epoch`` is over."""
         for first in range(0, len(files), _ADOPTED_AT_ONCE):
             some = files[first : first + _ADOPTED_AT_ONCE]
-            rows = {file.content: KeptFile(file.disk_bytes) for file in some if file.content is not None}
+            rows = {file.content: file.disk_bytes for file in some if file.content is not None}
             with self._lock:
                 rows = rows if epoch == self.tracker.epoch else {}
                 self.taken_bytes += sum(file.disk_bytes for file in some)
@@ -151,11 +144,11 @@ class Catalog:
         with self._lock:
             self.tracker.add([content for content in contents if content in self._rows], footers)
 
-    def forget(self, missing: Sequence[Content], wrong: Mapping[Content, KeptFile]) -> None:
-        """Doom the rows in ``wrong``, and report ``missing`` contents as removed, unless written again."""
+    def forget(self, missing: Sequence[Content], wrong: Collection[Content]) -> None:
+        """Doom the rows of ``wrong`` contents, and report ``missing`` ones as removed that are not there."""
         with self._lock:
-            for content, kept in wrong.items():
-                if self._rows.get(content) is kept:
+            for content in wrong:
+                if content in self._rows:
                     self._doom(content)
             self.tracker.remove([content for content in missing if content not in self._rows])
 
@@ -178,13 +171,13 @@ class Catalog:
                     self._rows.move_to_end(oldest)
                     continue
                 doomed.append(oldest)
-                length_bytes -= self._rows[oldest].disk_bytes
+                length_bytes -= self._rows[oldest]
                 self._doom(oldest)
             self.tracker.remove(doomed)
         return bool(doomed)
 
     def _doom(self, content: Content) -> None:
-        self._doomed[row_name(content)] = self._rows.pop(content).disk_bytes
+        self._doomed[row_name(content)] = self._rows.pop(content)
 
     def doomed(self) -> list[str]:
         """The names of the doomed files."""
@@ -199,7 +192,7 @@ class Catalog:
     def clear(self) -> None:
         """Forget all contents and pins; all files are doomed."""
         with self._lock:
-            self._doomed.update((row_name(content), kept.disk_bytes) for content, kept in self._rows.items())
+            self._doomed.update((row_name(content), disk_bytes) for content, disk_bytes in self._rows.items())
             self._rows = OrderedDict()
             self._pinned = set()
             self._unreported = []
