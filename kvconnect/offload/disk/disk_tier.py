@@ -200,7 +200,11 @@ class DiskTier(ThreadedTier):
 
     def _report_found(self) -> None:
         """Report recovered contents, a part at a time."""
-        while not self.is_closing and (found := self._catalog.unreported(_REPORTED_AT_ONCE)):
+        contents = self._catalog.contents()
+        for first in range(0, len(contents), _REPORTED_AT_ONCE):
+            if self.is_closing:
+                break
+            found = contents[first : first + _REPORTED_AT_ONCE]
             footers = {content: self._footer(content) for content in found} if self._reads_footers else {}
             self._catalog.report(found, footers)
         self.tracker.recovered()

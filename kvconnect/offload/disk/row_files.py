@@ -80,7 +80,6 @@ class Catalog:
 
     def __init__(self, tracker: CompletionTracker) -> None:
         self.taken_bytes = 0
-        self._unreported: list[Content] = []
         self.tracker = tracker
         self._lock = threading.Lock()
         # The bytes that each row's file takes on disk.
@@ -130,14 +129,11 @@ class Catalog:
                 self.taken_bytes += sum(file.disk_bytes for file in some)
                 self._doomed.update((file.name, file.disk_bytes) for file in some if file.content not in rows)
                 self._rows.update(rows)
-                self._unreported += rows
 
-    def unreported(self, most: int) -> list[Content]:
-        """Take up to ``most`` recovered contents that were not reported yet, most recently used first."""
+    def contents(self) -> list[Content]:
+        """All contents that are there, most recently used first."""
         with self._lock:
-            taken = self._unreported[-most:]
-            del self._unreported[-most:]
-        return taken[::-1]
+            return list(reversed(self._rows))
 
     def report(self, contents: Iterable[Content], footers: Mapping[Content, bytes]) -> None:
         """Report contents that are there, maybe again: the scheduler half forgets what any rank missed."""
@@ -195,7 +191,6 @@ class Catalog:
             self._doomed.update((row_name(content), disk_bytes) for content, disk_bytes in self._rows.items())
             self._rows = OrderedDict()
             self._pinned = set()
-            self._unreported = []
             self.tracker.clear()
 
     def lose(self) -> None:
