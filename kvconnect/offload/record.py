@@ -7,7 +7,6 @@ under another content or namespace. On disk an optional footer with the content'
 
 from __future__ import annotations
 
-import enum
 import struct
 
 from xxhash import xxh3_64_intdigest
@@ -27,13 +26,6 @@ _NAMESPACE_BYTES = 32
 _KEY = struct.Struct(f"<4sHHIQ{_NAMESPACE_BYTES}s{MAX_HASH_BYTES}s")
 _CHECK = struct.Struct("<Q")
 HEADER_BYTES = _KEY.size + 2 * _CHECK.size
-
-
-class Flaw(enum.Enum):
-    """Why bytes are not the expected record; the value is the reason in the disk tier's failure count."""
-
-    CORRUPT = "disk_corrupt"
-    FOREIGN = "disk_foreign"
 
 
 class RecordFormat:
@@ -63,13 +55,12 @@ class RecordFormat:
         length_bytes = int(_KEY.unpack_from(header)[4]) if _namespace(header) == self._digest else 0
         return length_bytes if length_bytes <= MAX_RECORD_BYTES else 0
 
-    def flaw(self, header: bytes | bytearray | memoryview, content: Content, row: memoryview) -> Flaw | None:
-        """Why a header and a row are not this content's record; None if they are."""
+    def flaw(self, header: bytes | bytearray | memoryview, content: Content, row: memoryview) -> str:
+        """``corrupt`` or ``foreign`` if header and row are not this content's record; empty if they are."""
         raw = bytes(header)
         if raw == self.header(content, row):
-            return None
-        stated = _namespace(raw)
-        return Flaw.FOREIGN if stated not in (None, self._digest) else Flaw.CORRUPT
+            return ""
+        return "foreign" if _namespace(raw) not in (None, self._digest) else "corrupt"
 
 
 def sealed(header: bytes, footer: bytes) -> bytes:

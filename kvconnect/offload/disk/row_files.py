@@ -364,7 +364,7 @@ class RowFiles:
         if length_bytes < HEADER_BYTES + len(row.memory):
             return "disk_truncated"
         flaw = self._format.flaw(header, row.content, row.memory)
-        return flaw.value if flaw else ""
+        return f"disk_{flaw}" if flaw else ""
 
     # ---- room
 

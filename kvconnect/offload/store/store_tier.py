@@ -24,7 +24,7 @@ from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
 from kvconnect.errors import KVConnectError
 from kvconnect.offload.namespace import Namespace
-from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
+from kvconnect.offload.record import HEADER_BYTES, RecordFormat
 from kvconnect.offload.threaded_tier import CLOSE_TIMEOUT_S, ThreadedTier
 from kvconnect.offload.tier import CompletionTracker, Content, Kind, TierRow
 
@@ -391,19 +391,18 @@ class StoreTier(ThreadedTier):
         is_good: list[bool] = []
         spoilt: list[TierRow] = []
         for row, code, offset, length in zip(rows, codes, *places, strict=bool(codes)):
-            flaw: Flaw | None = None
-            if code == length:
-                header = self._memory.view[offset : offset + HEADER_BYTES]
-                copied = self._memory.view[offset + HEADER_BYTES : offset + length]
-                flaw = self._format.flaw(header, row.content, copied)
-                if flaw is None:
-                    row.memory[:] = copied
-                else:
-                    self.tracker.fail("store_foreign" if flaw is Flaw.FOREIGN else "store_corrupt")
-                    spoilt.append(row)
-            else:
+            is_good.append(False)
+            if code != length:
                 self._fail_code(code)
-            is_good.append(code == length and flaw is None)
+                continue
+            header = self._memory.view[offset : offset + HEADER_BYTES]
+            copied = self._memory.view[offset + HEADER_BYTES : offset + length]
+            if flaw := self._format.flaw(header, row.content, copied):
+                self.tracker.fail(f"store_{flaw}")
+                spoilt.append(row)
+                continue
+            row.memory[:] = copied
+            is_good[-1] = True
         if spoilt:
             # Remove bad records, so that a later store can write them again.
             self._ask("read", Verb.REMOVE, spoilt)
