@@ -4,8 +4,7 @@ Values are records as on disk: a header with names and checksums, then the bytes
 index of the store: a seek asks it. The store's library runs in a process of its own, and values pass through
 memory shared with it, so that no late write of the library can reach a row.
 
-A store that is unreachable or late counts as empty. The next job tries to reach it again, with growing pauses
-while that fails.
+A store that is unreachable or late counts as empty. It is tried again, with growing pauses while that fails.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -75,7 +74,7 @@ _GOODBYE_S = 3.0
 
 
 class StoreLink:
-    """Starts the store's process, and restarts it some time after a failure if it is wanted again.
+    """Starts the store's process, and another one some time after it was lost.
 
     Args:
         start: makes a process; called on the link's thread, which outlives it. Raises ``EngineError``.
@@ -85,6 +84,7 @@ class StoreLink:
 
     Attributes:
         changed: guards the link's state and its owner's.
+        process: None while none takes orders.
     """
 
     def __init__(
@@ -101,33 +101,24 @@ class StoreLink:
         self._start, self._tracker, self._on_start = start, tracker, on_start
         self._call_timeout_s, self._retry_s, self._says_goodbye = call_timeout_s, retry_s, says_goodbye
         self.process: StoreProcess | None = None
-        self._lost: StoreProcess | None = None
-        self._is_wanted, self._has_started, self._is_closed = True, False, False
-        self._pause_s, self._retry_at = retry_s[0], 0.0
+        self._has_started = self._is_closed = False
+        self._pause_s = retry_s[0]
         self._num_asking = 0
         self._thread = threading.Thread(target=self._run, name="kvconnect-store", daemon=True)
         self._thread.start()
 
     @property
     def state(self) -> str:
-        """For operators."""
+        """For operators, and for who would prepare an order that is lost."""
         if self._is_closed:
             return "closed"
-        return "up" if self.process is not None else "starting" if self._is_wanted else "down"
-
-    def want(self) -> bool:
-        """Have the process started once the pause after its failure is over. False: orders are lost now."""
-        with self.changed:
-            self._is_wanted = self.process is None
-            self.changed.notify_all()
-            return self.process is not None or not self._has_started
+        return "up" if self.process is not None else "down" if self._has_started else "starting"
 
     def ask(self, lane: int, order: Order) -> Sequence[int] | None:
         """Send the process an order and wait for its codes; None: process and order are lost.
 
         Orders wait for the first start. While the process is down they are lost at once.
         """
-        self.want()
         with self.changed:
             self.changed.wait_for(lambda: self._has_started or self._is_closed)
             process = self.process
@@ -169,43 +160,32 @@ class StoreLink:
         return not self._thread.is_alive()
 
     def _lose(self, why: str) -> None:
-        # It may still serve another lane: the next start closes it.
-        self._lost, self.process = self.process, None
-        self._retry_at = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, self._retry_s[1])
+        self.process = None
         self._tracker.lost(why)
 
     # ---- on the link's thread
 
     def _run(self) -> None:
-        while self._is_due():
-            self._start_once()
-        with self.changed:
-            is_idle = self.changed.wait_for(lambda: not self._num_asking, _GOODBYE_S)
-        if self.process is not None and self._says_goodbye and is_idle:
-            # Let the store unregister this process's memory, rather than detect the loss.
-            with contextlib.suppress(KVConnectError):
-                self.process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
-        for process in (self.process, self._lost):
+        while not self._is_closed:
+            process = self._start_once()
+            self._on_start()
+            with self.changed:
+                self.changed.wait_for(lambda: self._is_closed or self.process is None)
+                # The next process shares the memory of orders that are under way at a lost one.
+                is_lost, most_s = self.process is None, _GOODBYE_S if self._is_closed else None
+                is_idle = self.changed.wait_for(lambda: not self._num_asking, most_s)
+                self.process = None
             if process is not None:
+                if self._says_goodbye and is_idle and not is_lost:
+                    # Let the store unregister this process's memory, rather than detect the loss.
+                    with contextlib.suppress(KVConnectError):
+                        process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
                 process.close()
-        self.process = self._lost = None
+            with self.changed:
+                pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, self._retry_s[1])
+                self.changed.wait_for(lambda: self._is_closed, pause_s)
 
-    def _is_due(self) -> bool:
-        """Wait until a process is to be started; False once the link is closed."""
-        with self.changed:
-            while not self._is_closed:
-                # A new process shares the memory of an order that is under way at the lost one.
-                is_wanted = self._is_wanted and self.process is None and not self._num_asking
-                left_s = self._retry_at - time.monotonic()
-                if is_wanted and left_s <= 0:
-                    return True
-                self.changed.wait(left_s if is_wanted else None)
-        return False
-
-    def _start_once(self) -> None:
-        if self._lost is not None:
-            self._lost.close()
+    def _start_once(self) -> StoreProcess | None:
         process: StoreProcess | None = None
         why = ""
         try:
@@ -216,14 +196,14 @@ class StoreLink:
             logger.error("internal error in the start of the store's process", exc_info=error)
             why = f"{type(error).__name__}: {error}"
         with self.changed:
-            self.process, self._is_wanted, self._has_started = process, False, True
+            self.process, self._has_started = process, True
             self.changed.notify_all()
             if process is None:
                 self._lose(why)
             elif _UNREACHABLE in self._tracker.logged:
                 self._tracker.logged.remove(_UNREACHABLE)
                 logger.info("the store can be used again")
-        self._on_start()
+        return process
 
 
 _BATCH_BYTES = 16 << 20
@@ -345,11 +325,7 @@ class StoreTier(ThreadedTier):
     def _clear_if_due(self) -> None:
         """On any thread. Other nodes would find what is to be cleared, though this one has no more jobs."""
         if self._cleared != self.tracker.epoch:
-            self._submit("seek", self._clear)
-
-    def _clear(self) -> None:
-        if not self._is_cleared(LANES.index("seek")):
-            self._link.want()
+            self._submit("seek", partial(self._is_cleared, LANES.index("seek")))
 
     def _is_cleared(self, lane: int) -> bool:
         """Clear the store if that is due; False: it could not be cleared, and no job may use it."""
@@ -367,7 +343,7 @@ class StoreTier(ThreadedTier):
     def _write(self, rows: Sequence[TierRow], epoch: int) -> list[bool]:
         places, lane = _places(rows, 0), LANES.index("write")
         view = self._memory.view
-        if not self._link.want():
+        if self._link.state == "down":
             return []
         with self._writing:
             # First: a clear that is ordered while the rows are copied must come after them in the store.
