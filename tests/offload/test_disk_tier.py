@@ -474,7 +474,7 @@ TestDiskAgainstADictionary = DiskMachine.TestCase
 TestDiskAgainstADictionary.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 
 
-SOON = {"retry_s": (0.01, 0.05)}
+SOON = {"pause_s": 0.01}
 
 
 @pytest.fixture
@@ -716,7 +716,7 @@ from pathlib import Path
 from tests.offload.tier_suite import lengths_of, some_rows
 from tests.offload.disk_kit import open_driver
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-driver = open_driver(Path(sys.argv[1]), 8 << 20, retry_s=(0.01, 0.05))
+driver = open_driver(Path(sys.argv[1]), 8 << 20, pause_s=0.01)
 rows, long = some_rows(50, 1, length=1000), some_rows(3, 2, length=300_000)
 assert set(driver.write(long | rows)) == set(long)
 assert driver.read(lengths_of(rows)) == rows

@@ -58,7 +58,7 @@ def open_disk_tier(
 class DiskTier(ThreadedTier):
     """Rows in files of one folder, ``path/<namespace>-rank<rank>``.
 
-    If the folder cannot be used, the tier tries again when it is to write, with growing pauses.
+    If the folder cannot be used, or a write fails, the tier tries again when it is to write after a pause.
 
     Args:
         path: the parent of the folders of all ranks and namespaces.
@@ -66,7 +66,7 @@ class DiskTier(ThreadedTier):
         limit_bytes: most bytes that the tier takes on the disk.
         max_queued_bytes: most bytes of rows that wait to be written.
         reads_footers: whether recovered rows are reported with their footers.
-        retry_s: first and longest pause after a failed write, doubled each time.
+        pause_s: how long after a failed write nothing is written.
         open_folder: opens a folder; for tests.
     """
 
@@ -80,7 +80,7 @@ class DiskTier(ThreadedTier):
         *,
         max_queued_bytes: int = 1 << 30,
         reads_footers: bool = False,
-        retry_s: tuple[float, float] = (1.0, 60.0),
+        pause_s: float = 10.0,
         open_folder: OpenFolder = DiskFolder,
     ) -> None:
         self.path = path.absolute() / owner.folder_name
@@ -88,9 +88,7 @@ class DiskTier(ThreadedTier):
         self.tracker.is_recovering = True
         self._reads_footers = reads_footers
         self._catalog = Catalog(self.tracker)
-        # After a failed write the disk is left alone, twice as long each time.
-        self._retry_s = retry_s
-        self._pause_s = self._retry_at = 0.0
+        self._pause_s, self._retry_at = pause_s, 0.0
         self._paused_by = ""
         self._rows = RowFiles(self.path, owner, limit_bytes, self._catalog, open_folder, self._note)
         try:
@@ -187,13 +185,11 @@ class DiskTier(ThreadedTier):
         except Exception as error:
             reason = self._note(error)
             if reason not in (TOO_LARGE, INTERNAL):
-                first_s, most_s = self._retry_s
-                self._pause_s = min(max(2 * self._pause_s, first_s), most_s)
                 self._retry_at, self._paused_by = time.monotonic() + self._pause_s, reason
             return
         if self._paused_by:
             logger.info("%s: rows are written to disk again", self.path)
-            self._pause_s, self._paused_by = 0.0, ""
+            self._paused_by = ""
             self.tracker.logged.clear()
 
     # ---- on a reader's thread
