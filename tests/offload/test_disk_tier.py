@@ -72,23 +72,6 @@ def test_a_restart_reports_footers_and_rows_without_one_too(tmp_path):
     second.close()
 
 
-def test_an_error_of_ours_over_one_footer_hides_no_other_row(tmp_path, monkeypatch):
-    rows = some_rows(5, 1)
-    first = open_driver(tmp_path)
-    assert first.write(rows) == ()
-    assert first.tier.close()
-    bad = next(iter(rows))
-    monkeypatch.setattr(
-        row_files.RowFiles, "read_footer", lambda _, content: b"f" if content != bad else 1 // 0
-    )
-    second = open_tier(tmp_path, reads_footers=True)
-    update = second.poll()
-    assert set(update.changed(True)) == set(rows)
-    assert update.footers == {content: b"" if content == bad else b"f" for content in rows}
-    assert update.failures == {"disk_internal": 1}
-    second.close()
-
-
 def test_what_is_there_and_written_again_is_reported_again(tmp_path):
     """With several ranks: one missed it, so that all are ordered to write it."""
     rows = some_rows(5, 1)

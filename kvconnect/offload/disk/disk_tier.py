@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -201,19 +202,13 @@ class DiskTier(ThreadedTier):
             if self.is_closing:
                 break
             found = contents[first : first + _REPORTED_AT_ONCE]
-            footers = {content: self._footer(content) for content in found} if self._reads_footers else {}
+            footers: dict[Content, bytes] = {}
+            for content in found if self._reads_footers else ():
+                # An unreadable footer is no worse than a missing one.
+                with contextlib.suppress(OSError):
+                    footers[content] = self._rows.read_footer(content)
             self._catalog.report(found, footers)
         self.tracker.recovered()
-
-    def _footer(self, content: Content) -> bytes:
-        try:
-            return self._rows.read_footer(content)
-        except OSError:
-            # An unreadable footer is no worse than a missing one.
-            return b""
-        except Exception as error:
-            self._note(error)
-            return b""
 
     def _read(self, rows: Sequence[TierRow]) -> Sequence[bool]:
         known = self._catalog.has([row.content for row in rows], is_use=True)
