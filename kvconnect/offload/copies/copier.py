@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvconnect.errors import ConfigError, EngineError, LocalError
+from kvconnect.errors import ConfigError, EngineError
 from kvconnect.offload.copies.cuda_device import CudaDevice, CudaQueue
 from kvconnect.offload.copies.rows import Piece, RowArena, RowLayout, RowParts, page_numbers
 from kvconnect.offload.index.budgets import ArenaPlan
@@ -149,38 +149,29 @@ class Ring:
     def __init__(self, address: int, length_bytes: int) -> None:
         self.length_bytes = length_bytes
         self._address = address
-        self._next = 0
-        self._sealed: deque[tuple[int, int, Any]] = deque()
-        self._open: tuple[int, int] | None = None
+        # Places count on over the end of the ring, where they stand for its beginning again.
+        self._start = self._end = 0
+        self._sealed: deque[tuple[int, Any]] = deque()
 
     def take(self, length_bytes: int) -> tuple[int, Any]:
-        """Take a span: its address, and the fence to wait for before its use; None for no wait.
+        """Take a span, which is no longer than the ring, once the last one was sealed.
 
-        Fences pass in the order in which spans were sealed.
-
-        Raises:
-            LocalError: the span is longer than the ring, or the last span was not sealed.
+        Returns its address, and the fence to wait for before its use; None for no wait. Fences pass in the
+        order in which spans were sealed.
         """
-        if length_bytes > self.length_bytes:
-            raise LocalError(f"a span has {length_bytes} bytes; accepted: up to {self.length_bytes}")
-        if self._open is not None:
-            raise LocalError("a span was taken before the last one was sealed")
-        start = self._next if self._next + length_bytes <= self.length_bytes else 0
-        self._open = start, start + length_bytes
-        self._next = start + length_bytes
+        start, ring_bytes = self._end, self.length_bytes
+        if start % ring_bytes + length_bytes > ring_bytes:
+            start += ring_bytes - start % ring_bytes
+        self._start, self._end = start, start + length_bytes
         fence = None
-        # The oldest spans come first, so overlapping ones are at the front; a fence covers all before it.
-        in_the_way = [begin < start + length_bytes and start < end for begin, end, _ in self._sealed]
-        last = max((index for index, hit in enumerate(in_the_way) if hit), default=-1)
-        for _ in range(last + 1):
-            fence = self._sealed.popleft()[2]
-        return self._address + start, fence
+        # A fence covers all spans before its own.
+        while self._sealed and self._sealed[0][0] < self._end - ring_bytes:
+            fence = self._sealed.popleft()[1]
+        return self._address + start % ring_bytes, fence
 
     def seal(self, fence: Any) -> None:
         """Seal the span taken last: no work uses it once the fence has passed."""
-        if self._open is not None:
-            self._sealed.append((*self._open, fence))
-            self._open = None
+        self._sealed.append((self._start, fence))
 
 
 class Direction:
