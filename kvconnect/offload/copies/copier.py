@@ -85,7 +85,7 @@ class Copier:
 
         Work launched afterwards may overwrite the blocks. The rows are complete once the ticket is done.
         """
-        return self._copy("snapshot", copies, pack=True)
+        return self._move(copies, None, pack=True)
 
     def mark(self) -> Any:
         """A mark after all work launched on the device so far; for ``restore``."""
@@ -96,12 +96,12 @@ class Copier:
 
         Work launched after the ticket is done finds the rows' bytes in the blocks.
         """
-        return self._copy("restore", copies, pack=False)
+        return self._move(copies, after, pack=False)
 
     def close(self) -> None:
         """Wait until all copies are done, and free streams and staging memory."""
 
-    def _copy(self, what: str, copies: Sequence[RowCopies], pack: bool) -> CopyTicket:
+    def _move(self, copies: Sequence[RowCopies], after: Any, pack: bool) -> CopyTicket:
         try:
             kind, block, address, _ = self._parts.columns(copies)
             numbers = page_numbers(kind, block, address - self._arena.address)
@@ -109,7 +109,7 @@ class Copier:
             layout = ChunkLayout(self._arena.length_bytes, (), moves)
             self._mover.move(self._arena.address, StagedChunk(layout, numbers), None, pack)
         except Exception as error:
-            return CopyTicket(failure(what, error))
+            return CopyTicket(failure(error, pack))
         return CopyTicket()
 
 
@@ -123,10 +123,10 @@ def make_arena(plan: ArenaPlan, device: torch.device | str) -> RowArena:
     return RowArena(plan, CudaDevice(device) if device.type == "cuda" else None)
 
 
-def failure(what: str, error: Exception) -> str:
+def failure(error: Exception, pack: bool) -> str:
     """The error text for the ticket of a copy of blocks that failed."""
     # The ticket's owner logs the first.
-    logger.debug("a %s of blocks failed", what, exc_info=error)
+    logger.debug("a %s of blocks failed", "snapshot" if pack else "restore", exc_info=error)
     return _text(error)
 
 
@@ -216,26 +216,8 @@ class StagedCopier(Copier):
         self._storing, self._restoring = storing, restoring
         self._to_host, self._from_host, self._unpacks = (device.make_queue() for _ in range(3))
 
-    def snapshot(self, copies: Sequence[RowCopies]) -> CopyTicket:
-        try:
-            compute = self._device.compute()
-            # One half of the staging memory is filled while the other is copied to host memory.
-            pieces = self._parts.pieces(copies, self._storing.ring.length_bytes // 2)
-        except Exception as error:
-            return CopyTicket(failure("snapshot", error))
-        return self._move(pieces, self._storing, compute, self._to_host, pack=True)
-
     def mark(self) -> Any:
         return self._device.compute().record()
-
-    def restore(self, copies: Sequence[RowCopies], after: Any = None) -> CopyTicket:
-        try:
-            pieces = self._parts.pieces(copies, self._restoring.ring.length_bytes // 4)
-            if after is not None:
-                self._unpacks.wait_for(after)
-        except Exception as error:
-            return CopyTicket(failure("restore", error))
-        return self._move(pieces, self._restoring, self._from_host, self._unpacks, pack=False)
 
     def close(self) -> None:
         try:
@@ -245,17 +227,24 @@ class StagedCopier(Copier):
             logger.info("copies of blocks failed while the node ended: %s", error)
         self._keep = None
 
-    def _move(
-        self, pieces: Sequence[Piece], way: Direction, first: CudaQueue, last: CudaQueue, pack: bool
-    ) -> CopyTicket:
-        """Move pieces: to ``pack``, by the kernel and then the copy engines; else in the reverse order.
+    def _move(self, copies: Sequence[RowCopies], after: Any, pack: bool) -> CopyTicket:
+        """Move copies in pieces: to ``pack``, by the kernel and then the copy engines; else in reverse order.
 
         The two stages use the queues ``first`` and ``last``, so that they work on two pieces at a time.
         """
-        if not pieces:
-            return CopyTicket()
+        pieces: Sequence[Piece] = ()
         end, waits = None, []
         try:
+            if pack:
+                way, first, last = self._storing, self._device.compute(), self._to_host
+            else:
+                way, first, last = self._restoring, self._from_host, self._unpacks
+            # One half of the staging memory is filled while the other is copied to host memory.
+            pieces = self._parts.pieces(copies, way.ring.length_bytes // (2 if pack else 4))
+            if not pieces:
+                return CopyTicket()
+            if after is not None:
+                last.wait_for(after)
             all_staged = way.load(first if pack else last, pieces)
             for piece, staged in zip(pieces, all_staged, strict=True):
                 address, fence = way.ring.take(piece.total_bytes)
@@ -279,8 +268,10 @@ class StagedCopier(Copier):
                 way.ring.seal(end)
             way.keep_until(end)
         except Exception as error:
-            text = failure("snapshot" if pack else "restore", error)
-            return CopyTicket(text, _end_of_failed(way, first, last) or end, waits)
+            text = failure(error, pack)
+            if pieces:
+                end = _end_of_failed(way, first, last) or end
+            return CopyTicket(text, end, waits)
         return CopyTicket(None, end, waits)
 
 
