@@ -41,9 +41,7 @@ _DEVICE = "offload"
 """The owner of copies in failure counts."""
 
 _LONGEST_SLEEP_S = 1.0
-_SHORT_NAP_S = 200e-6
-_LONG_NAP_S = 1e-3
-_SHORT_NAPS = 50
+_NAP_S = 500e-6
 _LAST_COPIES_S = 5.0
 _CLOSE_TIMEOUT_S = 20.0
 
@@ -86,7 +84,6 @@ class TierLoop:
         self._orders: deque[tuple[Callable[[float], None], RankJob | None]] = deque()
         self._wake = threading.Event()
         self._is_stopping = False
-        self._naps = 0
         self._thread = threading.Thread(
             target=self._run, args=(device,), name="kvconnect-offload", daemon=True
         )
@@ -170,13 +167,9 @@ class TierLoop:
         progress |= self.advance(now)
         if progress:
             self._export()
-            self._naps = 0
             return 0.0
-        if self.copies:
-            self._naps += 1
-            return _SHORT_NAP_S if self._naps < _SHORT_NAPS else _LONG_NAP_S
-        self._naps = 0
-        return _LONGEST_SLEEP_S
+        # Nobody wakes the thread when a device has copied.
+        return _NAP_S if self.copies else _LONGEST_SLEEP_S
 
     def _run(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -189,7 +182,7 @@ class TierLoop:
         give_up_s = time.monotonic() + _LAST_COPIES_S
         self._step()
         while self.copies and time.monotonic() < give_up_s:
-            time.sleep(_SHORT_NAP_S)
+            time.sleep(_NAP_S)
             self._step()
         self.close_tiers(time.monotonic())
         self._jobs.fail_all("the worker was closed")
