@@ -87,7 +87,7 @@ def open_tier(
     **settings,
 ) -> DiskTier:
     """A disk tier that has found what was there before."""
-    tier = DiskTier(path, FolderOwner(namespace, rank, world_size, {}, label, model), limit_bytes, **settings)
+    tier = DiskTier(path, FolderOwner(namespace, rank, world_size, label, model), limit_bytes, **settings)
     until(lambda: not tier.state()["recovering"], "it does not recover")
     return tier
 

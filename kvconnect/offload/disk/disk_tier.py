@@ -41,12 +41,9 @@ def open_disk_tier(
 
     Raises ``ConfigError``: the path is no folder of this user, or another process uses it.
     """
-    facts = json.loads(namespace.text)["facts"]
-    # Finding rows takes the salt: a reader of the folder must not learn it.
-    facts.pop("salt", None)
-    # Stated by itself: the whole identity may be too long for a description.
-    model = facts["identity"].get(MODEL, {}).get("", "")
-    owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts, namespace.label, model)
+    # Not all facts: finding rows takes the salt, which a reader of the folder must not learn.
+    model = json.loads(namespace.text)["facts"]["identity"].get(MODEL, {}).get("", "")
+    owner = FolderOwner(namespace.digest.hex(), rank, world_size, namespace.label, model)
     return DiskTier(
         Path(config.disk_path),
         owner,

@@ -9,8 +9,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ _LOCK, _FACTS = "lock", "facts.json"
 _CLEARED = "cleared"
 """While a file of this name exists, all rows in the folder are void."""
 
-_MAX_FACT_BYTES = 12 << 10
 MAX_LABEL = 200
 _FILE_SYSTEM_BLOCK_BYTES = 4096
 _FOLDER_NAME = re.compile(r"([0-9a-f]{16,64})-rank([0-9]{1,6})")
@@ -42,14 +41,13 @@ _REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished")
 class FolderOwner:
     """The owner of a folder's rows: one rank of ``world_size``, in one namespace.
 
-    ``namespace`` is the digest in hexadecimal; ``facts``, ``label`` and ``model``, the class that computes,
-    describe it to operators.
+    ``namespace`` is the digest in hexadecimal. ``label``, and ``model``, the class that computes, describe it
+    to operators.
     """
 
     namespace: str
     rank: int = 0
     world_size: int = 1
-    facts: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
     model: str = ""
 
@@ -188,10 +186,9 @@ class DiskFolder:
         self.is_cleared = is_cleared
 
     def describe(self, owner: FolderOwner) -> None:
-        """Write the owner, with its short facts, into the folder for operators."""
-        facts = {key: fact for key, fact in owner.facts.items() if len(json.dumps(fact)) <= _MAX_FACT_BYTES}
+        """Write the owner into the folder for operators."""
         names = {"label": owner.label[:MAX_LABEL], "model": owner.model[:MAX_LABEL]}
-        text = json.dumps({"namespace": owner.namespace, **names, "rank": owner.rank, "facts": facts})
+        text = json.dumps({"namespace": owner.namespace, **names, "rank": owner.rank})
         file = self.open(_FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self.write(file, [text.encode()], 0)
