@@ -1,8 +1,4 @@
-"""The seam to a tier below host memory: a cache of rows by content, with asynchronous writes and reads.
-
-Every failure inside a tier is a miss and a counted reason. A tier raises for none of them, never returns
-bytes that differ from the bytes written, and never blocks its caller. It knows no requests or block ids.
-"""
+"""What tiers and their users tell each other: contents, rows, calls, and what came of them."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from kvconnect.config import OffloadConfig
 
@@ -132,20 +128,17 @@ class CompletionTracker:
     """Collects, from a tier's threads, calls that ended, changes and failures until the owner polls.
 
     Thread-safe. The first failure of each reason in ``TEXTS`` is logged, with ``where``; all others are only
-    counted. ``epoch`` grows with every ``clear``.
+    counted. ``epoch`` grows with every ``clear``. ``wake`` is called, on any thread, when there is news.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._lock = threading.Lock()
-        self._wake: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
         self.epoch = 0
         self.is_recovering = False
         self.logged: set[str] = set()
         self._update = TierUpdate()
-
-    def on_update(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
 
     def settle(self, call: TierCall, rows: Sequence[TierRow], is_good: Sequence[bool] = ()) -> None:
         """End rows of a call, with a flag for each row; without flags they have failed, or were not found."""
@@ -157,7 +150,7 @@ class CompletionTracker:
             if call.num_settled < len(call.rows):
                 return
             self._update.done.append(call)
-        self._wake()
+        self.wake()
 
     def add(
         self,
@@ -170,7 +163,7 @@ class CompletionTracker:
             with self._lock:
                 self._update.changes.update(dict.fromkeys(contents, is_there))
                 self._update.footers.update(footers)
-            self._wake()
+            self.wake()
 
     def remove(self, contents: Sequence[Content]) -> None:
         self.add(contents, is_there=False)
@@ -184,7 +177,7 @@ class CompletionTracker:
     def recovered(self) -> None:
         """The tier has added all contents from before its start."""
         self.is_recovering = False
-        self._wake()
+        self.wake()
 
     def fail(self, reason: str, about: object = "", *, times: int = 1) -> None:
         if not times:
@@ -198,7 +191,7 @@ class CompletionTracker:
             logger.warning(
                 "offload, %s: %s (further ones are only counted, as %s)", where, TEXTS[reason], reason
             )
-        self._wake()
+        self.wake()
 
     def take(self) -> TierUpdate:
         """Everything since the last call."""
@@ -206,56 +199,3 @@ class CompletionTracker:
             taken, self._update = self._update, TierUpdate()
             taken.is_recovering = self.is_recovering
         return taken
-
-
-class LowerTier(Protocol):
-    """A tier of one worker rank. One thread calls it; the tier works on its own threads.
-
-    ``name`` identifies the tier in orders and metrics.
-    """
-
-    name: str
-    tracker: CompletionTracker
-
-    def on_update(self, wake: Callable[[], None]) -> None:
-        """Have the tier call ``wake``, on one of its threads, whenever ``poll`` has something to report."""
-        self.tracker.on_update(wake)
-
-    def poll(self) -> TierUpdate:
-        """Calls that ended, changes and failures since the last poll. Never blocks."""
-        return self.tracker.take()
-
-    def has(self, contents: Sequence[Content]) -> Sequence[bool]:
-        """For each content whether the tier has it; False where the tier keeps no index. Thread-safe."""
-        return [False] * len(contents)
-
-    def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
-        """Pin or unpin contents: group, hash, whether pinned. The disk tier evicts no pinned content."""
-        return
-
-    def begin(self, call: TierCall) -> None:
-        """Begin a call, which ``poll`` reports once it has ended.
-
-        Of a write, contents that the tier already has are not written again. Rows beyond the bound of the
-        write queue fail at once. Empty rows, empty hashes and hashes longer than ``MAX_HASH_BYTES`` fail too.
-        Of a read, a record of another length than its row is a miss.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Forget all contents. Later calls find and read nothing that was written or ordered before.
-
-        The tier does not report these contents as removed. Calls under way are reported as usual.
-        """
-        ...
-
-    def close(self) -> bool:
-        """Stop within seconds; what has not begun fails. ``poll`` still reports all calls. Idempotent.
-
-        Returns whether all rows' memory is quiescent; it is not if a disk or network operation hangs.
-        """
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The tier's state for an operator: numbers and short texts."""
-        ...

@@ -6,13 +6,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvconnect.offload.threaded_tier import ThreadedTier
+from kvconnect.offload.lower_tier import LowerTier
 from kvconnect.offload.tier import MAX_HASH_BYTES, CompletionTracker, Kind, TierRow
 
 _THREADS: Mapping[Kind, int] = {"write": 1, "read": 1, "seek": 1}
 
 
-class MemoryTier(ThreadedTier):
+class MemoryTier(LowerTier):
     """One that keeps rows in a dictionary, the last used longest.
 
     It keeps ``limit_bytes`` of rows at most, and at most ``max_queued_bytes`` wait to be written. Its changes

@@ -715,7 +715,7 @@ def test_threads_live_on_whatever_is_raised(tmp_path, files, monkeypatch):
 
 def test_a_disk_that_hangs_is_left_behind(tmp_path, files, monkeypatch):
     driver = open_driver(tmp_path, open_folder=files)
-    monkeypatch.setattr("kvconnect.offload.threaded_tier.CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvconnect.offload.lower_tier.CLOSE_TIMEOUT_S", 0.2)
     is_begun, is_free = threading.Event(), threading.Event()
     monkeypatch.setattr(FaultyFolder, "write", lambda *_args: is_begun.set() or (is_free.wait() and 0))
     call = driver.begin("write", rows_of(some_rows(3, 1)))

@@ -1,4 +1,4 @@
-"""The contract of ``kvconnect.offload.tier.LowerTier`` as a suite that every lower tier must pass.
+"""The contract of ``kvconnect.offload.lower_tier.LowerTier`` as a suite that every lower tier must pass.
 
 A new tier subclasses ``LowerTierSuite``, defines how to make one, and inherits all cases. Cases drive a tier
 as its owner does: calls, a wake, and ``poll``; what comes back is held against a dictionary.
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvconnect.offload.tier import MAX_HASH_BYTES, Content, Kind, LowerTier, TierCall, TierRow, TierUpdate
+from kvconnect.offload.lower_tier import LowerTier
+from kvconnect.offload.tier import MAX_HASH_BYTES, Content, Kind, TierCall, TierRow, TierUpdate
 from tests.offload.opened import closes_later
 
 HANG_S = 30.0
@@ -39,7 +40,7 @@ class TierDriver:
         self.failures: dict[str, int] = {}
         self._woken = threading.Event()
         self._ended: list[TierCall] = []
-        tier.on_update(self._woken.set)
+        tier.tracker.wake = self._woken.set
         closes_later(self)
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ from kvconnect.offload.disk.row_files import (
     RowFiles,
     reason_of,
 )
+from kvconnect.offload.lower_tier import LowerTier
 from kvconnect.offload.namespace import Namespace
-from kvconnect.offload.threaded_tier import ThreadedTier
 from kvconnect.offload.tier import CompletionTracker, Content, Kind, TierRow
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def open_disk_tier(
     )
 
 
-class DiskTier(ThreadedTier):
+class DiskTier(LowerTier):
     """Rows in files of one folder, ``path/<namespace>-rank<rank>``.
 
     If the folder cannot be used, or a write fails, the tier tries again when it is to write after a pause.

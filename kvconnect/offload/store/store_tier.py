@@ -22,9 +22,9 @@ from kvconnect.cache.specs import div_ceil
 from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
 from kvconnect.errors import KVConnectError
+from kvconnect.offload.lower_tier import CLOSE_TIMEOUT_S, LowerTier
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES, RecordFormat
-from kvconnect.offload.threaded_tier import CLOSE_TIMEOUT_S, ThreadedTier
 from kvconnect.offload.tier import CompletionTracker, Content, Kind, TierRow
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ LANES: tuple[Kind, ...] = ("write", "read", "seek")
 """Each kind of call has a thread here and a lane of the store's process."""
 
 
-class StoreTier(ThreadedTier):
+class StoreTier(LowerTier):
     """Rows in a store that nodes share.
 
     Three threads write, read and seek, a batch at a time; a fourth starts the store's process.

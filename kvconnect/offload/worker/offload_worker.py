@@ -21,9 +21,9 @@ from kvconnect.metrics import Changes, OffloadMetrics
 from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_for
+from kvconnect.offload.lower_tier import LowerTier
 from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.jobs import RankJobs, Report
 from kvconnect.offload.worker.load_rows import LoadRows
 from kvconnect.offload.worker.named_rows import NamedRows

@@ -22,7 +22,8 @@ from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.rows import RowArena
-from kvconnect.offload.tier import DISK, HOST, Content, Kind, LowerTier, TierCall, TierRow, TierUpdate
+from kvconnect.offload.lower_tier import LowerTier
+from kvconnect.offload.tier import DISK, HOST, Content, Kind, TierCall, TierRow, TierUpdate
 from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
@@ -147,7 +148,7 @@ class TierLoop:
 
     def _listen(self) -> None:
         for tier in self.tiers:
-            tier.on_update(self.wake)
+            tier.tracker.wake = self.wake
         # Assume so until the thread has polled the tiers.
         self._jobs.is_recovering = bool(self.tiers)
 

@@ -1,4 +1,8 @@
-"""What tiers have in common that wait for a disk or a store: threads, and a bounded queue of writes."""
+"""A tier below host memory: a cache of rows by content, with asynchronous writes and reads.
+
+Every failure inside a tier is a miss and a counted reason. A tier raises for none of them, never returns
+bytes that differ from the bytes written, and never blocks its caller. It knows no requests or block ids.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,28 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
-from kvconnect.offload.tier import CompletionTracker, Kind, LowerTier, TierCall, TierRow
+from kvconnect.offload.tier import CompletionTracker, Content, Kind, TierCall, TierRow, TierUpdate
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 
 
-class ThreadedTier(LowerTier):
-    """Carries out calls in parts, on daemon threads for each kind of call, in the order of their submission.
+class LowerTier:
+    """A tier of one worker rank: carries out calls in order, in parts, on threads for each kind of call.
 
-    An executor of the standard library would keep the process from exiting while a disk or a store hangs.
+    One thread calls it. Its threads are daemons: an executor of the standard library would keep the process
+    from exiting while a disk or a store hangs.
 
     Args:
         threads: the number of threads by kind of call.
         max_queued_bytes: most bytes of rows that wait to be written, or are being written.
     """
+
+    name: str
+    """Identifies the tier in orders and metrics."""
 
     def __init__(
         self, tracker: CompletionTracker, threads: Mapping[Kind, int], max_queued_bytes: int
@@ -46,6 +55,12 @@ class ThreadedTier(LowerTier):
             thread.start()
 
     def begin(self, call: TierCall) -> None:
+        """Begin a call, which ``poll`` reports once it has ended.
+
+        Of a write, contents that the tier already has are not written again. Rows beyond the bound of the
+        queue fail at once. Empty rows, empty hashes and hashes longer than ``MAX_HASH_BYTES`` fail too. Of a
+        read, a record of another length than its row is a miss.
+        """
         rows = call.rows
         if call.kind == "write":
             lengths = accumulate(len(row.memory) for row in rows)
@@ -60,7 +75,34 @@ class ThreadedTier(LowerTier):
         if rest or not call.rows:
             self.tracker.settle(call, rest)
 
+    def poll(self) -> TierUpdate:
+        """Calls that ended, changes and failures since the last poll. Never blocks."""
+        return self.tracker.take()
+
+    def has(self, contents: Sequence[Content]) -> Sequence[bool]:
+        """For each content whether the tier has it; False where the tier keeps no index. Thread-safe."""
+        return [False] * len(contents)
+
+    def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
+        """Pin or unpin contents: group, hash, whether pinned. The disk tier evicts no pinned content."""
+        return
+
+    def clear(self) -> None:
+        """Forget all contents. Later calls find and read nothing that was written or ordered before.
+
+        The tier does not report these contents as removed. Calls under way are reported as usual.
+        """
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """The tier's state for an operator: numbers and short texts."""
+        raise NotImplementedError
+
     def close(self) -> bool:
+        """Stop within seconds; what has not begun fails. ``poll`` still reports all calls. Idempotent.
+
+        Returns whether all rows' memory is quiescent; it is not if a disk or network operation hangs.
+        """
         with self._lock:
             self.is_closing = True
         for kind, _ in self._threads:
