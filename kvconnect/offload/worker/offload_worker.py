@@ -217,10 +217,10 @@ class OffloadWorker:
         for fetch in orders.fetches:
             rows = RowCopies(fetch.group, (), fetch.rows)
             job = opened(fetch.job, fetch.hashes, Report.FETCHED, copies=rows)
-            loop.order(loop.fetch, job, fetch.tier, job=job)
+            loop.order(loop.ask, "read", job, fetch.tier, job=job)
         for seek in orders.seeks:
             job = opened(seek.job, seek.hashes, Report.FOUND, copies=RowCopies(seek.group, (), ()))
-            loop.order(loop.seek, job, seek.tier, job=job)
+            loop.order(loop.ask, "seek", job, seek.tier, job=job)
         for restore in orders.restores:
             job = opened(restore.request_id, (), Report.RECEIVED)
             if restore.refusal:

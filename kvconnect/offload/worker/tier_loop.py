@@ -223,19 +223,17 @@ class TierLoop:
         """Copy rows to the blocks of a request."""
         self.copies.append(_Copy(self._copier.restore(copies, after), [job], began_s, copies))
 
-    def fetch(self, job: RankJob, name: str, now: float) -> None:
-        """Have a tier read contents into rows; the job ends once the tier writes the rows no more."""
-        tier = self._tier(job, name)
-        if tier is not None:
-            if job.key is None:
-                self._for_peers.append((now + PEER_READ_TIMEOUT_S, job))
-            self._begin(tier, "read", job, self._memory(job), now)
-
-    def seek(self, job: RankJob, name: str, now: float) -> None:
-        """Ask a tier which of a job's contents it has; the job ends with the answer."""
-        tier = self._tier(job, name)
-        if tier is not None:
-            self._begin(tier, "seek", job, [TierRow(job.copies.group, hash_) for hash_ in job.hashes], now)
+    def ask(self, kind: Kind, job: RankJob, name: str, now: float) -> None:
+        """Have a tier read contents into rows, or find contents; the job ends with the tier's answer."""
+        tier = next((tier for tier in self.tiers if tier.name == name), None)
+        if tier is None:
+            self._log(name, "unknown", "has orders, and does not exist: an internal error")
+            self._metrics.failures.labels("offload_unknown_tier").inc()
+            self._jobs.fail(job, "there is no such tier")
+            return
+        if job.key is None:
+            self._for_peers.append((now + PEER_READ_TIMEOUT_S, job))
+        self._begin(tier, kind, job, now)
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]], _: float) -> None:
         """Pin or unpin contents in all tiers."""
@@ -325,9 +323,8 @@ class TierLoop:
             self._jobs.end(job, Report.KEPT)
         elif job.owed:
             job.num_writing = len(self.tiers)
-            rows = self._memory(job)
             for tier in self.tiers:
-                self._begin(tier, "write", job, rows, now)
+                self._begin(tier, "write", job, now)
 
     def _take(self, tier: LowerTier, update: TierUpdate, now: float, *, with_changes: bool = True) -> None:
         for reason, times in update.failures.items():
@@ -356,7 +353,15 @@ class TierLoop:
                 self._measure(group, len(job.hashes) - len(named), call.began_s, now)
             self._jobs.end(job, Report.FETCHED, named)
 
-    def _begin(self, tier: LowerTier, kind: Kind, job: RankJob, rows: Sequence[TierRow], now: float) -> None:
+    def _begin(self, tier: LowerTier, kind: Kind, job: RankJob, now: float) -> None:
+        group = job.copies.group
+        if kind == "seek":
+            rows = [TierRow(group, hash_) for hash_ in job.hashes]
+        else:
+            rows = [
+                TierRow(group, hash_, self._arena.row(group, row), job.footers.get(hash_, b""))
+                for hash_, row in zip(job.hashes, job.copies.rows, strict=True)
+            ]
         # If it raises, it may have begun the call all the same.
         self._safely(tier, kind, partial(tier.begin, TierCall(kind, rows, job, now)))
 
@@ -393,28 +398,12 @@ class TierLoop:
             self._metrics.failures.labels(f"{tier.name}_internal").inc()
             return None
 
-    def _tier(self, job: RankJob, name: str) -> LowerTier | None:
-        for tier in self.tiers:
-            if tier.name == name:
-                return tier
-        self._log(name, "unknown", "has orders, and does not exist: an internal error")
-        self._metrics.failures.labels("offload_unknown_tier").inc()
-        self._jobs.fail(job, "there is no such tier")
-        return None
-
     def _log(self, name: str, kind: str, text: str, *, exc_info: bool = False) -> None:
         """Log an error, once for each owner and kind; later ones are only counted."""
         if (name, kind) not in self._logged:
             self._logged.add((name, kind))
             owner = "the device" if name == _DEVICE else name
             logger.error("offload, %s: it %s (further ones are only counted)", owner, text, exc_info=exc_info)
-
-    def _memory(self, job: RankJob) -> list[TierRow]:
-        group = job.copies.group
-        return [
-            TierRow(group, hash_, self._arena.row(group, row), job.footers.get(hash_, b""))
-            for hash_, row in zip(job.hashes, job.copies.rows, strict=True)
-        ]
 
 
 def _changes(name: str, update: TierUpdate) -> Iterator[TierChange]:
