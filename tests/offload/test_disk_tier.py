@@ -661,25 +661,6 @@ def test_what_was_cleared_while_it_could_not_be_reached_does_not_come_back(tmp_p
     assert again.read(lengths_of(rows)) == {}
 
 
-def test_a_read_only_folder_still_gives_back(tmp_path, files, monkeypatch):
-    rows = some_rows(50, 1)
-    first = open_driver(tmp_path)
-    first.write(rows)
-    first.tier.close()
-    usual_open = FaultyFolder.open
-
-    def open_read_only(self, name, flags):
-        if flags & (os.O_RDWR | os.O_WRONLY):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return usual_open(self, name, flags)
-
-    monkeypatch.setattr(FaultyFolder, "open", open_read_only)
-    driver = open_driver(tmp_path, open_folder=files, **SOON)
-    assert driver.read(lengths_of(rows)) == rows
-    assert driver.write(some_rows(5, 2))
-    assert driver.failures == {"disk_read_only": 1, "disk_paused": 4}
-
-
 def test_rows_beyond_a_limit_on_the_length_of_files_fail_alone(tmp_path):
     driver = open_driver(tmp_path, **SOON)
     rows, long = some_rows(50, 1, length=1000), some_rows(3, 2, length=300_000)

@@ -106,13 +106,7 @@ class DiskFolder:
             raise
 
     def _take_lock(self) -> None:
-        try:
-            self._lock = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                raise
-            # A read-only disk can still be read.
-            self._lock = self.open(_LOCK, os.O_RDONLY)
+        self._lock = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
@@ -123,7 +117,7 @@ class DiskFolder:
         # The former owner of the lock may have removed the folder that was locked here.
         if not self.is_there:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        # A full or read-only disk cannot record the process id.
+        # A full disk cannot record the process id.
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
