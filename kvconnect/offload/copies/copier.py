@@ -20,7 +20,6 @@ from kvconnect.offload.copies.rows import Piece, RowArena, RowLayout, RowParts, 
 from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.pack.arena import spare_bytes
 from kvconnect.pack.batches import ChunkLayout, StagedChunk
-from kvconnect.pack.numbers import NumberBuffer
 from kvconnect.pack.numpy_mover import NumpyMover
 from kvconnect.transfer.orders import RowCopies
 
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 class CopyTicket:
     """A snapshot or restore. It always ends: with an event of the device, or at once.
 
+    Its owner keeps it until then, and with it what kernels read meanwhile (``keep``).
+
     Attributes:
         error: why the copy failed; valid once it is done, None for success.
         waited_s: how long the compute stream waited for staging memory, between the two events of each of
@@ -40,10 +41,14 @@ class CopyTicket:
     """
 
     def __init__(
-        self, error: str | None = None, end: Any = None, waits: Sequence[tuple[Any, Any]] = ()
+        self,
+        error: str | None = None,
+        end: Any = None,
+        waits: Sequence[tuple[Any, Any]] = (),
+        keep: object = None,
     ) -> None:
         self.error, self.waited_s = error, 0.0
-        self._end, self._waits = end, waits
+        self._end, self._waits, self._keep = end, waits, keep
 
     @property
     def done(self) -> bool:
@@ -59,7 +64,7 @@ class CopyTicket:
             self.waited_s = sum(before.elapsed_time(after) for before, after in self._waits) / 1e3
         except Exception as error:
             self.error = self.error or _text(error)
-        self._end, self._waits = None, ()
+        self._end, self._waits, self._keep = None, (), None
         return True
 
     def wait(self) -> None:
@@ -175,35 +180,22 @@ class Ring:
 
 
 class Direction:
-    """One direction of copies: its kernel and its staging memory. One thread at a time uses it.
-
-    The number columns of a launch are kept until the launch is done.
-    """
+    """One direction of copies: its kernel and its staging memory. One thread at a time uses it."""
 
     def __init__(self, parts: RowParts, launcher: Launcher, ring: Ring) -> None:
         self.launcher, self.ring = launcher, ring
         # Steps store few blocks, and similar numbers of them, so prepared layouts recur.
         self._prepare = lru_cache(_MOST_PREPARED)(lambda pages: launcher.prepare(0, (), parts.moves(pages)))
-        self._lent: list[NumberBuffer] = []
-        self._kept: deque[tuple[Any, list[NumberBuffer]]] = deque()
 
     def load(self, queue: CudaQueue, pieces: Sequence[Piece]) -> list[StagedChunk]:
-        """Copy the number columns of all pieces to the device, at once."""
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
+        """Copy the number columns of all pieces to the device, at once; they are freed with the chunks."""
         layouts = [self._prepare(tuple(piece.numbers)) for piece in pieces]
         # Allocate in this queue's stream: torch reuses memory of another stream there at once, even while
         # kernels of this queue still use it.
         with queue.current():
             lent, staged = self.launcher.stage(layouts, [piece.numbers for piece in pieces])
-        self._lent.append(lent)
         queue.run(partial(self.launcher.load, lent))
         return staged
-
-    def keep_until(self, end: Any) -> None:
-        """Keep the number columns loaded so far until the event ``end``."""
-        self._kept.append((end, self._lent))
-        self._lent = []
 
 
 class StagedCopier(Copier):
@@ -233,6 +225,7 @@ class StagedCopier(Copier):
         The two stages use the queues ``first`` and ``last``, so that they work on two pieces at a time.
         """
         pieces: Sequence[Piece] = ()
+        all_staged: Sequence[StagedChunk] = ()
         end, waits = None, []
         try:
             if pack:
@@ -266,13 +259,12 @@ class StagedCopier(Copier):
                     last.run(launch)
                 end = last.record()
                 way.ring.seal(end)
-            way.keep_until(end)
         except Exception as error:
             text = failure(error, pack)
             if pieces:
                 end = _end_of_failed(way, first, last) or end
-            return CopyTicket(text, end, waits)
-        return CopyTicket(None, end, waits)
+            return CopyTicket(text, end, waits, all_staged)
+        return CopyTicket(None, end, waits, all_staged)
 
 
 def _end_of_failed(way: Direction, first: CudaQueue, last: CudaQueue) -> Any:
@@ -281,7 +273,6 @@ def _end_of_failed(way: Direction, first: CudaQueue, last: CudaQueue) -> Any:
     try:
         last.wait_for(first.record())
         end = last.record()
-        way.keep_until(end)
     except Exception as lost:
         # A device that accepts no work runs none either.
         logger.error("the device takes no more copies, restart the server: %s", lost)
