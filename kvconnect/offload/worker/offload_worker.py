@@ -197,13 +197,7 @@ class OffloadWorker:
             jobs.append(self._jobs.open(store.job, store.hashes, *owed, copies=store.copies))
             if store.footers:
                 jobs[-1].footers = dict(zip(store.hashes, store.footers, strict=True))
-        ticket = copier.snapshot([job.copies for job in jobs])
-        begun = [(ticket, jobs)]
-        if ticket.done and ticket.error is not None and len(jobs) > 1:
-            # One invalid order must not fail the others.
-            begun = [(copier.snapshot([job.copies]), [job]) for job in jobs]
-        for ticket, jobs in begun:
-            loop.order(loop.begun, ticket, jobs, now)
+        loop.order(loop.begun, copier.snapshot([job.copies for job in jobs]), jobs, now)
 
     def start(self, orders: OffloadOrders) -> None:
         """Begin fetches, seeks and restores. Restores wait for all work launched on the device so far."""
