@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,6 @@ from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PEER_READ_TIMEOUT_S = 20.0
 """How long a peer's fetch waits for what is read from disk for it."""
@@ -111,7 +110,7 @@ class TierLoop:
         """Have the thread close the lower tiers, clear everything, and use the tiers from ``make``."""
 
         def replace(now: float) -> None:
-            self.close_tiers(now, with_changes=False)
+            self.close_tiers(now)
             self.clear(now)
             try:
                 self.tiers = make()
@@ -238,7 +237,7 @@ class TierLoop:
     def pin(self, pins: Sequence[tuple[int, bytes, bool]], _: float) -> None:
         """Pin or unpin contents in all tiers."""
         for tier in self.tiers:
-            self._safely(tier, "pin", partial(tier.pin, pins))
+            self._safely(tier, "pin", pins)
 
     def count(self, orders: OffloadOrders, _: float) -> None:
         """Count session actions by outcome, and set the bytes that sessions pin in each tier."""
@@ -254,16 +253,16 @@ class TierLoop:
         # Disk reads for peers since the order to clear was given have contents that are cleared now.
         self._jobs.forget_names(only_lent=True)
         for tier in self.tiers:
-            self._safely(tier, "clear", tier.clear)
-            # Changes from before are void: the scheduler half knows that all contents are gone.
-            self._take(tier, self._poll(tier), now, with_changes=False)
+            self._safely(tier, "clear")
+            self._take(tier, self._poll(tier), now)
+        # Changes from before are void: the scheduler half knows that all contents are gone.
         self._jobs.forget_changes()
 
-    def close_tiers(self, now: float, *, with_changes: bool = True) -> None:
+    def close_tiers(self, now: float) -> None:
         """Close and drop all tiers. Jobs of which a tier hangs stay open: it may still use their rows."""
         for tier in self.tiers:
-            self._safely(tier, "close", tier.close)
-            self._take(tier, self._poll(tier), now, with_changes=with_changes)
+            self._safely(tier, "close")
+            self._take(tier, self._poll(tier), now)
         self.tiers = ()
 
     # Ends
@@ -326,11 +325,11 @@ class TierLoop:
             for tier in self.tiers:
                 self._begin(tier, "write", job, now)
 
-    def _take(self, tier: LowerTier, update: TierUpdate, now: float, *, with_changes: bool = True) -> None:
+    def _take(self, tier: LowerTier, update: TierUpdate, now: float) -> None:
         for reason, times in update.failures.items():
             self._metrics.failures.labels(reason).inc(times)
         # Changes before answers, which may end jobs: event origins of contents are dropped with their job.
-        if with_changes and update.changes:
+        if update.changes:
             self._jobs.change(_changes(tier.name, update))
         for call in update.done:
             self._ended(tier.name, call, now)
@@ -363,7 +362,7 @@ class TierLoop:
                 for hash_, row in zip(job.hashes, job.copies.rows, strict=True)
             ]
         # If it raises, it may have begun the call all the same.
-        self._safely(tier, kind, partial(tier.begin, TierCall(kind, rows, job, now)))
+        self._safely(tier, "begin", TierCall(kind, rows, job, now))
 
     def _fail_copy(self, job: RankJob, reason: str, error: str) -> None:
         self._metrics.failures.labels(reason).inc()
@@ -386,13 +385,13 @@ class TierLoop:
         self.disk_bytes_per_s = total_bytes / max(seconds, 1e-6)
 
     def _poll(self, tier: LowerTier) -> TierUpdate:
-        update = self._safely(tier, "poll", tier.poll)
+        update: TierUpdate | None = self._safely(tier, "poll")
         return TierUpdate() if update is None else update
 
-    def _safely(self, tier: LowerTier, verb: str, call: Callable[[], T]) -> T | None:
+    def _safely(self, tier: LowerTier, verb: str, *given: Any) -> Any:
         """The result of a tier's method; None if it raises, which is a bug, logged once and counted."""
         try:
-            return call()
+            return getattr(tier, verb)(*given)
         except Exception:
             self._log(tier.name, verb, f"met an internal error in {verb}", exc_info=True)
             self._metrics.failures.labels(f"{tier.name}_internal").inc()
