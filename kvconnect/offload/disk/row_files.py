@@ -100,19 +100,12 @@ class Catalog:
                     self._rows.move_to_end(content)
             return [content in self._rows for content in contents]
 
-    def begin(self, length_bytes: int) -> None:
-        """A row is about to be written: its file takes room from now on, and belongs to no content yet."""
-        with self._lock:
-            self.taken_bytes += length_bytes - self._doomed.get(UNFINISHED, 0)
-            self._doomed[UNFINISHED] = length_bytes
-
-    def add(self, content: Content, epoch: int) -> None:
-        """The row that was begun is whole; its file is doomed if the catalog was cleared since ``epoch``."""
+    def add(self, content: Content, length_bytes: int, epoch: int) -> None:
+        """A row was written; its file is doomed if the catalog was cleared since ``epoch``."""
         name = row_name(content)
         with self._lock:
-            length_bytes = self._doomed.pop(UNFINISHED)
             # The file that had the name before is replaced.
-            self.taken_bytes -= self._doomed.pop(name, 0)
+            self.taken_bytes += length_bytes - self._doomed.pop(name, 0)
             if epoch != self.tracker.epoch:
                 self._doomed[name] = length_bytes
                 return
@@ -322,15 +315,14 @@ class RowFiles:
 
     def _write_file(self, content: Content, parts: Sequence[Any], length_bytes: int, epoch: int) -> None:
         assert self._folder is not None
-        self._catalog.begin(length_bytes)
         try:
             self._folder.write_row(row_name(content), parts)
         except OSError:
-            # If the unfinished file cannot be removed now, that happens before the next write.
+            # If the unfinished file cannot be removed, the next write begins with it, in the same room.
             with contextlib.suppress(OSError):
-                self._remove_doomed()
+                self._folder.remove(UNFINISHED)
             raise
-        self._catalog.add(content, epoch)
+        self._catalog.add(content, length_bytes, epoch)
 
     def read_footer(self, content: Content) -> bytes:
         """The footer of a content's row; empty if it has none. Raises ``OSError``."""
