@@ -27,7 +27,7 @@ def test_a_header_says_what_it_was_made_of(content, row):
     header = RecordFormat(OURS).header(content, memoryview(row))
     assert len(header) == HEADER_BYTES
     assert RecordFormat(OURS).flaw(header, content, memoryview(row)) == ""
-    assert namespace_of(header) == OURS
+    assert namespace_of(header) == bytes.fromhex(OURS)
 
 
 @given(CONTENTS, ROWS, st.data())
@@ -65,7 +65,7 @@ def test_rows_of_two_records_that_changed_places_are_seen(content, first, second
 def test_another_namespace_is_foreign(content, row):
     header = RecordFormat(THEIRS).header(content, memoryview(row))
     assert RecordFormat(OURS).flaw(header, content, memoryview(row)) == "foreign"
-    assert namespace_of(header) == THEIRS
+    assert namespace_of(header) == bytes.fromhex(THEIRS)
 
 
 @given(st.binary(max_size=200))
@@ -100,7 +100,7 @@ def test_a_length_that_no_row_has_is_none():
     header = bytearray(RecordFormat(OURS).header((0, b"a"), memoryview(b"row")))
     header[12:20] = (1 << 63).to_bytes(8, "little")
     header[-8:] = xxh3_64_intdigest(header[:-8]).to_bytes(8, "little")
-    assert namespace_of(bytes(header)) == OURS
+    assert namespace_of(bytes(header)) == bytes.fromhex(OURS)
     assert RecordFormat(OURS).row_bytes(bytes(header)) == 0
 
 

@@ -349,9 +349,10 @@ def remove(paths: list[Path]) -> None:
 
 def _flaw(folder: str, content: Content, data: memoryview) -> str:
     header = data[:HEADER_BYTES]
-    namespace = namespace_of(bytes(header))
-    if namespace is None:
+    digest = namespace_of(bytes(header))
+    if digest is None:
         return "no intact header"
+    namespace = digest.hex()
     if not folder.startswith(namespace[:32]):
         return f"a row of another namespace: {namespace}"
     end = HEADER_BYTES + RecordFormat(namespace).row_bytes(bytes(header))
