@@ -13,7 +13,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -255,13 +254,12 @@ class StoreTier(LowerTier):
         self._memory = memory = StoreMemory(2 * batch_bytes)
         self.tracker: Announced = Announced()
         self._cleared = 0
-        # Held by a write and by a clear: what is written was ordered after the clear, or is cleared by it.
-        self._writing = threading.RLock()
         super().__init__(self.tracker, dict.fromkeys(LANES, 1), max_queued_bytes)
         self._link = StoreLink(
             lambda: start(memory),
             self.tracker,
-            self._clear_if_due,
+            # Other nodes would find what is still to be cleared, though this one has no more calls.
+            lambda: self._submit("write", self._clear),
             call_timeout_s=call_timeout_s,
             retry_s=retry_s,
             says_goodbye=says_goodbye,
@@ -274,10 +272,13 @@ class StoreTier(LowerTier):
         self.tracker.most = MOST
 
     def clear(self) -> None:
-        """Remove this namespace's contents from the store, whichever node wrote them. Later calls wait."""
+        """Remove this namespace's contents from the store, whichever node wrote them.
+
+        Writes and clears are done in turn. Until then reads and seeks find nothing.
+        """
         with self._link.changed:
             self.tracker.clear()
-        self._clear_if_due()
+        self._submit("write", self._clear)
 
     def close(self) -> bool:
         """Stop. Written records stay in the store, except those in memory that this rank gave to it."""
@@ -317,45 +318,30 @@ class StoreTier(LowerTier):
         self, kind: Kind, verb: Verb, rows: Sequence[TierRow], places: _Places = ((), ())
     ) -> Sequence[int]:
         """The library's codes for rows; none if the store is lost."""
-        lane = LANES.index(kind)
-        if not self._is_cleared(lane):
-            return ()
-        return self._link.ask(lane, Order(verb, self._keys(rows), *places)) or ()
-
-    def _clear_if_due(self) -> None:
-        """On any thread. Other nodes would find what is to be cleared, though this one has no more jobs."""
         if self._cleared != self.tracker.epoch:
-            self._submit("seek", partial(self._is_cleared, LANES.index("seek")))
+            return ()
+        return self._link.ask(LANES.index(kind), Order(verb, self._keys(rows), *places)) or ()
 
-    def _is_cleared(self, lane: int) -> bool:
-        """Clear the store if that is due; False: it could not be cleared, and no job may use it."""
-        if self._cleared == self.tracker.epoch:
-            return True
-        with self._writing:
-            epoch = self.tracker.epoch
-            if self._cleared == epoch:
-                return True
-            if self._link.ask(lane, Order(Verb.CLEAR, (self._prefix,))) is None:
+    def _clear(self) -> bool:
+        """On the thread of writes: clear the store if that is due; False: it could not be cleared."""
+        epoch = self.tracker.epoch
+        if self._cleared != epoch:
+            if self._link.ask(LANES.index("write"), Order(Verb.CLEAR, (self._prefix,))) is None:
                 return False
             self._cleared = epoch
         return True
 
     def _write(self, rows: Sequence[TierRow], epoch: int) -> list[bool]:
-        places, lane = _places(rows, 0), LANES.index("write")
-        view = self._memory.view
-        if self._link.state == "down":
+        if self._link.state == "down" or not self._clear() or epoch < self.tracker.epoch:
             return []
-        with self._writing:
-            # First: a clear that is ordered while the rows are copied must come after them in the store.
-            if not self._is_cleared(lane) or epoch < self.tracker.epoch:
-                return []
-            for row, offset in zip(rows, places[0], strict=True):
-                start = offset + HEADER_BYTES
-                copied = view[start : start + len(row.memory)]
-                copied[:] = row.memory
-                # The checksum is of the copied bytes: the record stays whole if the row changes meanwhile.
-                view[offset:start] = self._format.header(row.content, copied)
-            codes = self._link.ask(lane, Order(Verb.PUT, self._keys(rows), *places)) or ()
+        places, view = _places(rows, 0), self._memory.view
+        for row, offset in zip(rows, places[0], strict=True):
+            start = offset + HEADER_BYTES
+            copied = view[start : start + len(row.memory)]
+            copied[:] = row.memory
+            # The checksum is of the copied bytes: the record stays whole if the row changes meanwhile.
+            view[offset:start] = self._format.header(row.content, copied)
+        codes = self._ask("write", Verb.PUT, rows, places)
         for code in codes:
             if code < 0:
                 self._fail_code(code)
