@@ -79,7 +79,9 @@ class StoreLink:
         start: makes a process; called on the link's thread, which outlives it. Raises ``EngineError``.
         tracker: notified when the process was lost, on any thread.
         on_start: called on the link's thread after each attempt to start a process.
-        call_timeout_s, retry_s, says_goodbye: see ``StoreTier``.
+        call_timeout_s: how long the store may take for a batch; after that its process is killed.
+        retry_s: first and longest pause before the process is started again, doubled each time.
+        says_goodbye: whether the store is notified when the process ends, which takes a second.
 
     Attributes:
         changed: guards the link's state and its owner's.
@@ -92,8 +94,8 @@ class StoreLink:
         tracker: Announced,
         on_start: Callable[[], None],
         *,
-        call_timeout_s: float,
-        retry_s: tuple[float, float],
+        call_timeout_s: float = 10.0,
+        retry_s: tuple[float, float] = (1.0, 60.0),
         says_goodbye: bool = True,
     ) -> None:
         self.changed = threading.Condition()
@@ -208,9 +210,7 @@ class StoreLink:
 _BATCH_BYTES = 16 << 20
 _BATCH_KEYS = 4096
 _ALIGN_BYTES = 64
-_CALL_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 15.0
-_RETRY_S = (1.0, 60.0)
 
 _NOT_THERE = -704
 _REASONS = {-200: "store_full", -600: "store_wrong_size"}
@@ -230,9 +230,7 @@ class StoreTier(LowerTier):
         namespace: the namespace's digest in hexadecimal.
         max_queued_bytes: most bytes of rows that wait to be written.
         batch_bytes: most bytes of records under way in each direction; no record is longer.
-        call_timeout_s: how long the store may take for a batch; after that its process is killed.
-        retry_s: first and longest pause before the process is started again, doubled each time.
-        says_goodbye: whether the store is notified when the process ends, which takes a second.
+        link: times, and other settings of ``StoreLink``.
     """
 
     name = "store"
@@ -244,9 +242,7 @@ class StoreTier(LowerTier):
         *,
         max_queued_bytes: int,
         batch_bytes: int = _BATCH_BYTES,
-        call_timeout_s: float = _CALL_TIMEOUT_S,
-        retry_s: tuple[float, float] = _RETRY_S,
-        says_goodbye: bool = True,
+        **link: Any,
     ) -> None:
         self._prefix = f"kvconnect/{namespace}/"
         self._format = RecordFormat(namespace)
@@ -260,9 +256,7 @@ class StoreTier(LowerTier):
             self.tracker,
             # Other nodes would find what is still to be cleared, though this one has no more calls.
             lambda: self._submit("write", self._clear),
-            call_timeout_s=call_timeout_s,
-            retry_s=retry_s,
-            says_goodbye=says_goodbye,
+            **link,
         )
 
     # ---- for the owner's thread
