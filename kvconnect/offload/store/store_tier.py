@@ -303,8 +303,10 @@ class StoreTier(LowerTier):
     def _carry_out(self, kind: Kind, rows: Sequence[TierRow], epoch: int) -> Sequence[bool]:
         if kind == "write":
             is_good = self._write(rows, epoch)
+        elif kind == "read":
+            is_good = self._read(rows)
         else:
-            is_good = self._read(rows) if kind == "read" else self._find(rows)
+            is_good = [code == 1 for code in self._ask("seek", Verb.EXIST, rows)]
         self._announce(kind, rows, is_good, epoch)
         return is_good
 
@@ -363,9 +365,6 @@ class StoreTier(LowerTier):
             # Remove bad records, so that a later store can write them again.
             self._ask("read", Verb.REMOVE, spoilt)
         return is_good
-
-    def _find(self, rows: Sequence[TierRow]) -> list[bool]:
-        return [code == 1 for code in self._ask("seek", Verb.EXIST, rows)]
 
     def _announce(self, kind: Kind, rows: Sequence[TierRow], is_good: Sequence[bool], epoch: int) -> None:
         # Before the job is reported, which drops event origins of its contents. Contents of a seek have none.
