@@ -7,7 +7,6 @@ under another content or namespace. On disk an optional footer with the content'
 
 from __future__ import annotations
 
-import enum
 import struct
 
 from xxhash import xxh3_64_intdigest
@@ -29,18 +28,11 @@ _CHECK = struct.Struct("<Q")
 HEADER_BYTES = _KEY.size + 2 * _CHECK.size
 
 
-class Flaw(enum.Enum):
-    """Why bytes are not the expected record; the value is the reason in the disk tier's failure count."""
-
-    CORRUPT = "disk_corrupt"
-    FOREIGN = "disk_foreign"
-
-
 class RecordFormat:
     """Makes and checks records of one namespace, given as the hexadecimal digest of ``Namespace``."""
 
     def __init__(self, namespace: str) -> None:
-        self._digest = bytes.fromhex(namespace)[:_NAMESPACE_BYTES].ljust(_NAMESPACE_BYTES, b"\0")
+        self._digest = bytes.fromhex(namespace)
 
     def header(self, content: Content, row: memoryview) -> bytes:
         """The header of a record of this content.
@@ -60,16 +52,15 @@ class RecordFormat:
 
     def row_bytes(self, header: bytes) -> int:
         """The length of the row behind an intact header of this namespace; 0 for any other header."""
-        length_bytes = int(_KEY.unpack_from(header)[4]) if _namespace(header) == self._digest else 0
+        length_bytes = int(_KEY.unpack_from(header)[4]) if namespace_of(header) == self._digest else 0
         return length_bytes if length_bytes <= MAX_RECORD_BYTES else 0
 
-    def flaw(self, header: bytes | bytearray | memoryview, content: Content, row: memoryview) -> Flaw | None:
-        """Why a header and a row are not this content's record; None if they are."""
+    def flaw(self, header: bytes | bytearray | memoryview, content: Content, row: memoryview) -> str:
+        """``corrupt`` or ``foreign`` if header and row are not this content's record; empty if they are."""
         raw = bytes(header)
         if raw == self.header(content, row):
-            return None
-        stated = _namespace(raw)
-        return Flaw.FOREIGN if stated not in (None, self._digest) else Flaw.CORRUPT
+            return ""
+        return "foreign" if namespace_of(raw) not in (None, self._digest) else "corrupt"
 
 
 def sealed(header: bytes, footer: bytes) -> bytes:
@@ -86,16 +77,10 @@ def opened(header: bytes, sealed: bytes) -> bytes:
     return footer if is_right else b""
 
 
-def namespace_of(header: bytes) -> str | None:
-    """The namespace in an intact header, in hexadecimal; None for a damaged header or another version."""
-    stated = _namespace(header)
-    return stated.hex() if stated else None
-
-
-def _namespace(header: bytes) -> bytes | None:
-    """The namespace digest in an intact header; empty for another version, None for a damaged header."""
+def namespace_of(header: bytes) -> bytes | None:
+    """The digest of the namespace in an intact header; None for a damaged header or another version."""
     body, check = header[: -_CHECK.size], header[-_CHECK.size :]
     if len(header) != HEADER_BYTES or check != _CHECK.pack(xxh3_64_intdigest(body)):
         return None
     magic, version, _, _, _, digest, _ = _KEY.unpack_from(header)
-    return None if magic != MAGIC else digest if version == FORMAT_VERSION else b""
+    return digest if (magic, version) == (MAGIC, FORMAT_VERSION) else None

@@ -1,21 +1,16 @@
-"""The seam to a tier below host memory: a cache of rows by content, with asynchronous writes and reads.
-
-Every failure inside a tier is a miss and a counted reason. A tier raises for none of them, never returns
-bytes that differ from the bytes written, and never blocks its caller. It knows no requests or block ids.
-"""
+"""What tiers and their users tell each other: contents, rows, calls, and what came of them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from kvconnect.config import OffloadConfig
-from kvconnect.errors import LocalError
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +38,12 @@ class TierRow(NamedTuple):
     """A row in host memory, with the content that it holds or that a tier reads into it.
 
     ``memory`` is the row's contiguous bytes, writable for a read. The caller keeps it valid until the tier
-    has reported the job. ``footer``, for writes only, has the content's tokens for events; empty for none.
+    has reported the call. ``footer``, for writes only, has the content's tokens for events; empty for none.
     """
 
     group: int
     hash: bytes
-    memory: memoryview
+    memory: memoryview = memoryview(b"")
     footer: bytes = b""
 
     @property
@@ -57,33 +52,51 @@ class TierRow(NamedTuple):
 
 
 Kind = Literal["write", "read", "seek"]
-"""The kind of a tier's job, named for the method of ``LowerTier`` that begins it."""
+"""What a call asks of a tier: to write rows, to read contents into rows, or to find contents.
+
+Only tiers without an index in this process are asked to find.
+"""
+
+
+@dataclass(eq=False)
+class TierCall:
+    """A call of a tier, which ends once all rows are settled; ``job`` and ``began_s`` are the caller's own.
+
+    Attributes:
+        rows: those of a seek have no memory.
+        named: for a write, contents that the tier did not keep, normally none; for a read, contents that were
+            missing or corrupt; for a seek, contents that the tier has. Once the call has ended, the tier
+            neither reads nor writes the rows' memory.
+    """
+
+    kind: Kind
+    rows: Sequence[TierRow]
+    job: Any = None
+    began_s: float = 0.0
+    named: list[Content] = field(default_factory=list)
+    num_settled: int = 0
 
 
 @dataclass
 class TierUpdate:
-    """Jobs that ended, and contents that a tier gained or lost, since the last poll. Each job appears once.
+    """Calls that ended, and contents that a tier gained or lost, since the last poll.
 
     Attributes:
-        done: contents by kind and job. For a write: contents that the tier did not keep, normally none; the
-            tier no longer reads the rows' memory. For a read: contents that were missing or corrupt; the tier
-            no longer writes the rows' memory. For a seek: contents that the tier has.
+        done: each call once.
         changes: contents that the tier gained (True) and lost.
         footers: by content, for contents from before the tier's start, if the tier was to read footers.
         failures: counts by reason.
         is_recovering: the tier has yet to add contents from before its start.
     """
 
-    done: dict[Kind, dict[int, tuple[Content, ...]]] = field(
-        default_factory=lambda: {"write": {}, "read": {}, "seek": {}}
-    )
+    done: list[TierCall] = field(default_factory=list)
     changes: dict[Content, bool] = field(default_factory=dict)
     footers: dict[Content, bytes] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     is_recovering: bool = False
 
     def __bool__(self) -> bool:
-        return bool(any(self.done.values()) or self.changes or self.failures)
+        return bool(self.done or self.changes or self.failures)
 
     def changed(self, is_added: bool) -> list[Content]:
         """The contents that the tier gained, or those that it lost."""
@@ -98,7 +111,6 @@ TEXTS = {
     "disk_held": "nothing is kept, as another process has the folder: give each server its own disk_path",
     "disk_io": "the disk failed, and is tried again: look at the log of the kernel",
     "disk_queue_full": "a part is not written, as the disk is slower than what comes",
-    "disk_refused": "a row cannot be kept, which is an internal error: report it",
     "disk_too_large": "a row is longer than disk_bytes or the file system allows: raise disk_bytes",
     **dict.fromkeys(("disk_corrupt", "disk_truncated", "disk_foreign"), _DAMAGED.format("disk")),
     "store_full": "nothing is kept, as the store is full: give it more memory",
@@ -106,52 +118,39 @@ TEXTS = {
     "store_unreachable": "the store cannot be used, and keeps nothing until it can: look at offload.store "
     "and its master",
     "store_io": "the store failed: look at the log of its master",
-    "store_bad_row": "a row cannot be kept, which is an internal error: report it",
     "store_queue_full": "a part is not kept, as the store is slower than what comes",
-    "store_too_large": "a row is longer than one transfer of the store",
     "store_not_cleared": "it could not be cleared, and is not used until it can be",
 }
 """What the log has of a reason. Others are logged where they happen, or follow from one of these."""
 
 
 class CompletionTracker:
-    """Collects, from a tier's threads, finished parts of jobs, changes and failures until the owner polls.
+    """Collects, from a tier's threads, calls that ended, changes and failures until the owner polls.
 
-    Thread-safe. The first failure of each reason in ``TEXTS`` is logged; all others are only counted.
+    Thread-safe. The first failure of each reason in ``TEXTS`` is logged, with ``where``; all others are only
+    counted. ``epoch`` grows with every ``clear``. ``wake`` is called, on any thread, when there is news.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        self._where = where
         self._lock = threading.Lock()
-        self._wake: Callable[[], None] = lambda: None
-        self._open: dict[tuple[Kind, int], tuple[int, list[Content]]] = {}
+        self.wake: Callable[[], None] = lambda: None
+        self.epoch = 0
         self.is_recovering = False
         self.logged: set[str] = set()
         self._update = TierUpdate()
 
-    def on_update(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-
-    def open(self, kind: Kind, job: int, count: int) -> None:
-        """Begin a job of ``count`` contents, or end it if 0. Raises ``LocalError``: begun and not polled."""
+    def settle(self, call: TierCall, rows: Sequence[TierRow], is_good: Sequence[bool] = ()) -> None:
+        """End rows of a call, with a flag for each row; without flags they have failed, or were not found."""
+        each = zip(rows, is_good or [False] * len(rows), strict=True)
+        named = [row.content for row, is_well in each if is_well == (call.kind == "seek")]
         with self._lock:
-            if (kind, job) in self._open or job in self._update.done[kind]:
-                raise LocalError(
-                    f"job {job} ({kind}) is under way; accepted: a job that was reported, or new"
-                )
-            self._open[kind, job] = count, []
-        if not count:
-            self.settle(kind, job, 0)
-
-    def settle(self, kind: Kind, job: int, count: int, named: Iterable[Content] = ()) -> None:
-        """Finish ``count`` contents of a job; its report names the contents ``named``, see ``TierUpdate``."""
-        with self._lock:
-            left, every = self._open.pop((kind, job))
-            every += named
-            if left > count:
-                self._open[kind, job] = left - count, every
+            call.named += named
+            call.num_settled += len(rows)
+            if call.num_settled < len(call.rows):
                 return
-            self._update.done[kind][job] = tuple(every)
-        self._wake()
+            self._update.done.append(call)
+        self.wake()
 
     def add(
         self,
@@ -164,19 +163,21 @@ class CompletionTracker:
             with self._lock:
                 self._update.changes.update(dict.fromkeys(contents, is_there))
                 self._update.footers.update(footers)
-            self._wake()
+            self.wake()
 
     def remove(self, contents: Sequence[Content]) -> None:
         self.add(contents, is_there=False)
 
-    def forget_changes(self) -> None:
+    def clear(self) -> None:
+        """All contents are gone: forget changes, which the owner knows to be void."""
         with self._lock:
+            self.epoch += 1
             self._update.changes, self._update.footers = {}, {}
 
     def recovered(self) -> None:
         """The tier has added all contents from before its start."""
         self.is_recovering = False
-        self._wake()
+        self.wake()
 
     def fail(self, reason: str, about: object = "", *, times: int = 1) -> None:
         if not times:
@@ -186,12 +187,11 @@ class CompletionTracker:
             is_new = reason not in self.logged
             self.logged.add(reason)
         if is_new and reason in TEXTS:
-            where, text = about or "store", TEXTS[reason]
-            logger.warning("offload, %s: %s (further ones are only counted, as %s)", where, text, reason)
-        self._wake()
-
-    def open_jobs(self) -> int:
-        return len(self._open)
+            where = f"{self._where}: {about}" if about else self._where
+            logger.warning(
+                "offload, %s: %s (further ones are only counted, as %s)", where, TEXTS[reason], reason
+            )
+        self.wake()
 
     def take(self) -> TierUpdate:
         """Everything since the last call."""
@@ -199,64 +199,3 @@ class CompletionTracker:
             taken, self._update = self._update, TierUpdate()
             taken.is_recovering = self.is_recovering
         return taken
-
-
-class LowerTier(Protocol):
-    """A tier of one worker rank. One thread calls it; the tier works on its own threads.
-
-    ``name`` identifies the tier in orders and metrics. The caller numbers the jobs, for each kind by itself,
-    and may reuse a number once its job was reported. Beginning a job that is under way raises ``LocalError``.
-    """
-
-    name: str
-    tracker: CompletionTracker
-
-    def on_update(self, wake: Callable[[], None]) -> None:
-        """Have the tier call ``wake``, on one of its threads, whenever ``poll`` has something to report."""
-        self.tracker.on_update(wake)
-
-    def poll(self) -> TierUpdate:
-        """Jobs that ended, changes and failures since the last poll. Never blocks."""
-        return self.tracker.take()
-
-    def has(self, contents: Sequence[Content]) -> Sequence[bool]:
-        """For each content whether the tier has it; False where the tier keeps no index. Thread-safe."""
-        return [False] * len(contents)
-
-    def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
-        """Pin or unpin contents: group, hash, whether pinned. The disk tier evicts no pinned content."""
-        return
-
-    def write(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to write rows; contents that the tier already has are not written again.
-
-        Rows beyond the bound of the write queue fail at once. Empty rows, empty hashes and hashes longer than
-        ``MAX_HASH_BYTES`` fail too.
-        """
-        ...
-
-    def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to read contents into the rows' memory. A record of another length than its row is a miss."""
-        ...
-
-    def seek(self, job: int, contents: Sequence[Content]) -> None:
-        """Begin to find out which of these contents the tier has."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all contents. Later jobs find and read nothing that was written or ordered before.
-
-        The tier does not report these contents as removed. Jobs under way are reported as usual.
-        """
-        ...
-
-    def close(self) -> bool:
-        """Stop within seconds; jobs that have not begun fail. ``poll`` still reports all jobs. Idempotent.
-
-        Returns whether all rows' memory is quiescent; it is not if a disk or network operation hangs.
-        """
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The tier's state for an operator: numbers and short texts."""
-        ...

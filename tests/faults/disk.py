@@ -179,12 +179,12 @@ def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng:
     number = (life + 1) * _NUMBERS_PER_LIFE
     rows = rows_of(numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES))
     while True:
-        numbers, job = range(number, number + _ROWS_PER_JOB), driver.new_job()
+        numbers = range(number, number + _ROWS_PER_JOB)
         number += _ROWS_PER_JOB
-        driver.tier.write(job, rows)
+        call = driver.begin("write", rows)
         # The next ones are made while these are written, so that most kills hit a write.
         rows = rows_of(numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES))
-        if failed := driver.wait("write", job):
+        if failed := driver.wait(call):
             raise RuntimeError(f"{len(failed)} rows were not kept")
         os.write(pipe, b"".join(_ACKNOWLEDGED.pack(one) for one in numbers))
         # What is read now and then makes room later.

@@ -137,8 +137,8 @@ def test_what_is_in_host_memory_is_not_read_again(split, tmp_path, monkeypatch):
     prompt = make_prompt(300, seed=1)
     source = restarted(tmp_path, prompt)
     target = asking(source)
-    read, fetch = [], TierLoop.fetch
-    monkeypatch.setattr(TierLoop, "fetch", lambda *given: (read.append(len(given[1].hashes)), fetch(*given)))
+    read, ask = [], TierLoop.ask
+    monkeypatch.setattr(TierLoop, "ask", lambda *given: (read.append(len(given[2].hashes)), ask(*given)))
     with closing(source, target):
         source.ask(prompt[: split + 1])
         assert target.ask(prompt) == answer_of(prompt)

@@ -87,7 +87,7 @@ def open_tier(
     **settings,
 ) -> DiskTier:
     """A disk tier that has found what was there before."""
-    tier = DiskTier(path, FolderOwner(namespace, rank, world_size, {}, label, model), limit_bytes, **settings)
+    tier = DiskTier(path, FolderOwner(namespace, rank, world_size, label, model), limit_bytes, **settings)
     until(lambda: not tier.state()["recovering"], "it does not recover")
     return tier
 
@@ -104,7 +104,7 @@ def check(tier: DiskTier) -> None:
     catalog = tier._catalog
     with catalog._lock:
         assert not catalog._doomed.keys() & {row_name(content) for content in catalog._rows}
-        kept_bytes = sum(kept.disk_bytes for kept in catalog._rows.values())
+        kept_bytes = sum(catalog._rows.values())
         assert catalog.taken_bytes == kept_bytes + sum(catalog._doomed.values())
 
 

@@ -377,16 +377,16 @@ class Lending(Named):
         super().__init__(self.tier, peer_share=0.3, **given)
         self.work = self.rig.worker._loop
         self.work.disk_bytes_per_s = 1e6
-        fetch = self.work.fetch
+        ask = self.work.ask
 
-        def look(job, name, now):
+        def look(kind, job, name, now):
             if job.key is None:
                 rows = self.rig.worker.plan.row_class(job.copies.group)
                 assert all(rows.num_rows <= row < rows.num_all for row in job.copies.rows)
                 self.read += len(job.hashes)
-            fetch(job, name, now)
+            ask(kind, job, name, now)
 
-        self.work.fetch, self.read = look, 0
+        self.work.ask, self.read = look, 0
 
     def write(self, prompt, num_tokens=TOKENS, groups=(0, 1, 2)):
         """Put a prompt on disk."""

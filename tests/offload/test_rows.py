@@ -212,15 +212,6 @@ def test_a_ring_gives_no_byte_twice_without_a_fence_between(lengths, size):
         ring.seal(number)
 
 
-def test_a_ring_refuses_what_it_cannot_give():
-    ring = Ring(0, 100)
-    with pytest.raises(LocalError, match="a span has 101 bytes; accepted: up to 100"):
-        ring.take(101)
-    ring.take(10)
-    with pytest.raises(LocalError, match="before the last one was sealed"):
-        ring.take(10)
-
-
 PLAN = ArenaPlan(
     (RowClass(128, 40, 0), RowClass(64, 100, 5120)), {0: 0, 2: 1, 5: 1}, {0: 40, 2: 50, 5: 50}, 11520
 )

@@ -10,6 +10,7 @@ from kvconnect.engine.store_process import Verb
 from kvconnect.errors import EngineError
 from kvconnect.offload.record import RecordFormat
 from kvconnect.offload.store.store_tier import Announced, StoreTier
+from kvconnect.offload.tier import TierRow
 from tests.offload.tier_suite import (
     LowerTierSuite,
     TierDriver,
@@ -131,11 +132,9 @@ class TestStoreTierOverAFake(LowerTierSuite):
 
 def test_orders_wait_for_the_first_start(store, make):
     store.may_start.clear()
-    tier, driver = make()
+    _, driver = make()
     rows = some_rows(5, 1)
-    job = driver.new_job()
-    tier.write(job, [])
-    assert driver.wait("write", job) == ()
+    assert driver.write({}) == ()
     threading.Timer(0.1, store.may_start.set).start()
     assert driver.write(rows) == ()
     assert driver.read(lengths_of(rows)) == rows
@@ -155,8 +154,7 @@ def test_closing_does_not_wait_for_a_start(store, make):
     store.may_start.clear()
     tier, driver = make()
     rows = some_rows(5, 3)
-    job = driver.new_job()
-    tier.write(job, rows_of(rows))
+    call = driver.begin("write", rows_of(rows))
 
     def start_late():
         until(lambda: tier.state()["link"] == "closed")
@@ -164,7 +162,7 @@ def test_closing_does_not_wait_for_a_start(store, make):
 
     threading.Thread(target=start_late).start()
     assert tier.close()
-    assert set(driver.wait("write", job)) == set(rows)
+    assert set(driver.wait(call)) == set(rows)
     assert set(driver.write(rows)) == set(rows)
 
 
@@ -211,14 +209,12 @@ def test_codes_are_misses_and_counted_by_reason(store, make, code, reason):
     assert driver.failures == {reason: 1 if code == -900 else 5}
 
 
-def test_long_jobs_go_in_batches_and_what_is_too_long_is_refused(store, make):
+def test_long_calls_go_in_batches(store, make):
     _, driver = make(batch_bytes=1 << 14)
     rows = some_rows(40, 8, length=3000)
-    long = some_rows(1, 9, length=(1 << 14) + 1)
-    assert set(driver.write(rows | long)) == set(long)
-    assert driver.failures == {"store_too_large": 1}
+    assert driver.write(rows) == ()
     assert store.processes[0].orders.count(Verb.PUT) >= 8
-    assert driver.read(lengths_of(rows | long)) == rows
+    assert driver.read(lengths_of(rows)) == rows
 
 
 @pytest.mark.parametrize("trouble", [EngineError("broken"), -800])
@@ -233,10 +229,9 @@ def test_a_clear_is_done_before_anything_that_was_ordered_later(store, make, tro
     while len(store.processes) < 2:
         assert driver.seek(list(rows)) == set()
         assert driver.read(lengths_of(rows)) == {}
-    assert driver.seek(list(rows)) == set()
+    until(lambda: not store.values)
     assert driver.failures.get("store_not_cleared", 0) == (trouble == -800)
     assert store.processes[1].orders[0] is Verb.CLEAR
-    assert not store.values
     assert driver.write(rows) == ()
     assert driver.read(lengths_of(rows)) == rows
 
@@ -262,11 +257,9 @@ def test_rows_that_are_being_copied_when_the_store_is_cleared_are_not_kept(store
         return header(self, *what)
 
     monkeypatch.setattr(RecordFormat, "header", while_copying)
-    driver.write(rows)
-    assert driver.seek(list(rows)) == set()
-    assert not store.values
-    orders = store.processes[0].orders
-    assert Verb.PUT not in orders[orders.index(Verb.CLEAR) :]
+    assert set(driver.write(rows)) == set(rows)
+    until(lambda: Verb.CLEAR in store.processes[0].orders)
+    assert Verb.PUT not in store.processes[0].orders
 
 
 def test_rows_for_a_store_that_is_down_are_not_copied(store, make, monkeypatch):
@@ -287,30 +280,26 @@ def test_what_waits_to_be_written_at_a_clear_is_not_written(store, make):
     first, waiting, later = some_rows(1, 20), some_rows(3, 21), some_rows(1, 22)
     assert driver.seek(list(first)) == set()
     held = store.processes[0].trouble[Verb.PUT] = threading.Event()
-    jobs = []
     for rows in (first, waiting):
-        jobs.append(driver.new_job())
-        tier.write(jobs[-1], rows_of(rows))
+        call = driver.begin("write", rows_of(rows))
         until(lambda: Verb.PUT in store.processes[0].orders)
     tier.clear()
     held.set()
     assert driver.write(later) == ()
-    assert set(driver.wait("write", jobs[1])) == set(waiting)
+    assert set(driver.wait(call)) == set(waiting)
     assert driver.seek([*first, *waiting, *later]) == set(later)
 
 
-def test_who_reads_during_a_clear_waits_for_it(store, make):
+def test_who_reads_during_a_clear_finds_nothing(store, make):
     tier, driver = make()
     rows = some_rows(3, 23)
     assert driver.write(rows) == ()
     held = store.processes[0].trouble[Verb.CLEAR] = threading.Event()
     tier.clear()
-    job = driver.new_job()
-    tier.seek(job, list(rows))
-    timer = threading.Timer(0.1, held.set)
-    timer.start()
+    call = driver.begin("seek", [TierRow(*content) for content in rows])
     assert driver.read(lengths_of(rows)) == {}
-    assert driver.wait("seek", job) == ()
+    assert driver.wait(call) == ()
+    held.set()
 
 
 def test_the_queue_is_free_again_once_it_was_written(store, make):

@@ -192,16 +192,6 @@ def test_a_tier_that_is_broken_harms_nobody_else(broken):
     assert set(rig.fetched.values()) == {hashes(9)}
 
 
-def test_a_report_that_names_others_contents_is_not_believed():
-    disk = Double(mood="wrong")
-    rig = Rig(disk)
-    rig.order(stores=(store(1, [(1, 0)], 1),))
-    rig.until(lambda: rig.kept == {1})
-    disk.tracker._update.done["read"][999] = ()
-    rig.order(stores=(store(2, [(1, 0)], 1),))
-    rig.until(lambda: 2 in rig.kept)
-
-
 def test_after_a_clear_nothing_from_before_reaches_a_tier():
     disk = Double()
     rig = Rig(disk)
@@ -315,7 +305,7 @@ def test_the_disk_and_a_restart(tmp_path):
         again.close()
 
 
-MOODS = ("good", "late", "never", "refuse", "raise", "wrong")
+MOODS = ("good", "late", "never", "refuse", "raise")
 
 
 class Model:

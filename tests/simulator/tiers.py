@@ -25,7 +25,7 @@ from kvconnect.offload.index.budgets import aligned_row_bytes, plan_for
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
-from kvconnect.offload.tier import DISK, Content
+from kvconnect.offload.tier import DISK, Content, Kind
 from kvconnect.offload.worker.jobs import RankJobs
 from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.offload_worker import OffloadWorker
@@ -52,7 +52,7 @@ class SimDisk(MemoryTier):
     """What was written once is there after a restart. Rows have ``row_bytes`` at most."""
 
     def __init__(self, worker: SimWorker, keeps: KeepPlan, row_bytes: int) -> None:
-        super().__init__(keeps.disk_bytes // bytes_on_disk(row_bytes) * row_bytes, name=DISK)
+        super().__init__(keeps.disk_bytes // bytes_on_disk(row_bytes) * row_bytes, name=DISK, threads={})
         self._worker, self._world = worker, worker.world
         self._kept = keeps.on_disk.setdefault(worker.rank, OrderedDict())
         self._kept_bytes = sum(map(len, self._kept.values()))
@@ -63,13 +63,13 @@ class SimDisk(MemoryTier):
         """What is on it."""
         return self._kept.keys()
 
-    def _submit(self, work: Callable[[], None]) -> None:
+    def _submit(self, kind: Kind, work: Callable[[], object]) -> None:
         late_s = self._world.random.choice((0.002, 0.02, 0.5)) * self._world.random.random()
-        self._world.after(late_s, lambda: self._run(work))
+        self._world.after(late_s, lambda: self._later(work))
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _later(self, work: Callable[[], object]) -> None:
         if self._worker.channel.stopped:
-            self._world.after(_AGAIN_S, lambda: self._run(work))
+            self._world.after(_AGAIN_S, lambda: self._later(work))
         elif not self._worker.is_dead:
             work()
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvconnect.errors import ConfigError, EngineError, LocalError
+from kvconnect.errors import ConfigError, EngineError
 from kvconnect.offload.copies.cuda_device import CudaDevice, CudaQueue
 from kvconnect.offload.copies.rows import Piece, RowArena, RowLayout, RowParts, page_numbers
 from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.pack.arena import spare_bytes
 from kvconnect.pack.batches import ChunkLayout, StagedChunk
-from kvconnect.pack.numbers import NumberBuffer
 from kvconnect.pack.numpy_mover import NumpyMover
 from kvconnect.transfer.orders import RowCopies
 
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 class CopyTicket:
     """A snapshot or restore. It always ends: with an event of the device, or at once.
 
+    Its owner keeps it until then, and with it what kernels read meanwhile (``keep``).
+
     Attributes:
         error: why the copy failed; valid once it is done, None for success.
         waited_s: how long the compute stream waited for staging memory, between the two events of each of
@@ -40,10 +41,14 @@ class CopyTicket:
     """
 
     def __init__(
-        self, error: str | None = None, end: Any = None, waits: Sequence[tuple[Any, Any]] = ()
+        self,
+        error: str | None = None,
+        end: Any = None,
+        waits: Sequence[tuple[Any, Any]] = (),
+        keep: object = None,
     ) -> None:
         self.error, self.waited_s = error, 0.0
-        self._end, self._waits = end, waits
+        self._end, self._waits, self._keep = end, waits, keep
 
     @property
     def done(self) -> bool:
@@ -59,7 +64,7 @@ class CopyTicket:
             self.waited_s = sum(before.elapsed_time(after) for before, after in self._waits) / 1e3
         except Exception as error:
             self.error = self.error or _text(error)
-        self._end, self._waits = None, ()
+        self._end, self._waits, self._keep = None, (), None
         return True
 
     def wait(self) -> None:
@@ -85,7 +90,7 @@ class Copier:
 
         Work launched afterwards may overwrite the blocks. The rows are complete once the ticket is done.
         """
-        return self._copy("snapshot", copies, pack=True)
+        return self._move(copies, None, pack=True)
 
     def mark(self) -> Any:
         """A mark after all work launched on the device so far; for ``restore``."""
@@ -96,12 +101,12 @@ class Copier:
 
         Work launched after the ticket is done finds the rows' bytes in the blocks.
         """
-        return self._copy("restore", copies, pack=False)
+        return self._move(copies, after, pack=False)
 
     def close(self) -> None:
         """Wait until all copies are done, and free streams and staging memory."""
 
-    def _copy(self, what: str, copies: Sequence[RowCopies], pack: bool) -> CopyTicket:
+    def _move(self, copies: Sequence[RowCopies], after: Any, pack: bool) -> CopyTicket:
         try:
             kind, block, address, _ = self._parts.columns(copies)
             numbers = page_numbers(kind, block, address - self._arena.address)
@@ -109,7 +114,7 @@ class Copier:
             layout = ChunkLayout(self._arena.length_bytes, (), moves)
             self._mover.move_pages(self._arena.address, StagedChunk(layout, numbers), pack)
         except Exception as error:
-            return CopyTicket(failure(what, error))
+            return CopyTicket(failure(error, pack))
         return CopyTicket()
 
 
@@ -123,10 +128,10 @@ def make_arena(plan: ArenaPlan, device: torch.device | str) -> RowArena:
     return RowArena(plan, CudaDevice(device) if device.type == "cuda" else None)
 
 
-def failure(what: str, error: Exception) -> str:
+def failure(error: Exception, pack: bool) -> str:
     """The error text for the ticket of a copy of blocks that failed."""
     # The ticket's owner logs the first.
-    logger.debug("a %s of blocks failed", what, exc_info=error)
+    logger.debug("a %s of blocks failed", "snapshot" if pack else "restore", exc_info=error)
     return _text(error)
 
 
@@ -149,70 +154,48 @@ class Ring:
     def __init__(self, address: int, length_bytes: int) -> None:
         self.length_bytes = length_bytes
         self._address = address
-        self._next = 0
-        self._sealed: deque[tuple[int, int, Any]] = deque()
-        self._open: tuple[int, int] | None = None
+        # Places count on over the end of the ring, where they stand for its beginning again.
+        self._start = self._end = 0
+        self._sealed: deque[tuple[int, Any]] = deque()
 
     def take(self, length_bytes: int) -> tuple[int, Any]:
-        """Take a span: its address, and the fence to wait for before its use; None for no wait.
+        """Take a span, which is no longer than the ring, once the last one was sealed.
 
-        Fences pass in the order in which spans were sealed.
-
-        Raises:
-            LocalError: the span is longer than the ring, or the last span was not sealed.
+        Returns its address, and the fence to wait for before its use; None for no wait. Fences pass in the
+        order in which spans were sealed.
         """
-        if length_bytes > self.length_bytes:
-            raise LocalError(f"a span has {length_bytes} bytes; accepted: up to {self.length_bytes}")
-        if self._open is not None:
-            raise LocalError("a span was taken before the last one was sealed")
-        start = self._next if self._next + length_bytes <= self.length_bytes else 0
-        self._open = start, start + length_bytes
-        self._next = start + length_bytes
+        start, ring_bytes = self._end, self.length_bytes
+        if start % ring_bytes + length_bytes > ring_bytes:
+            start += ring_bytes - start % ring_bytes
+        self._start, self._end = start, start + length_bytes
         fence = None
-        # The oldest spans come first, so overlapping ones are at the front; a fence covers all before it.
-        in_the_way = [begin < start + length_bytes and start < end for begin, end, _ in self._sealed]
-        last = max((index for index, hit in enumerate(in_the_way) if hit), default=-1)
-        for _ in range(last + 1):
-            fence = self._sealed.popleft()[2]
-        return self._address + start, fence
+        # A fence covers all spans before its own.
+        while self._sealed and self._sealed[0][0] < self._end - ring_bytes:
+            fence = self._sealed.popleft()[1]
+        return self._address + start % ring_bytes, fence
 
     def seal(self, fence: Any) -> None:
         """Seal the span taken last: no work uses it once the fence has passed."""
-        if self._open is not None:
-            self._sealed.append((*self._open, fence))
-            self._open = None
+        self._sealed.append((self._start, fence))
 
 
 class Direction:
-    """One direction of copies: its kernel and its staging memory. One thread at a time uses it.
-
-    The number columns of a launch are kept until the launch is done.
-    """
+    """One direction of copies: its kernel and its staging memory. One thread at a time uses it."""
 
     def __init__(self, parts: RowParts, launcher: Launcher, ring: Ring) -> None:
         self.launcher, self.ring = launcher, ring
         # Steps store few blocks, and similar numbers of them, so prepared layouts recur.
         self._prepare = lru_cache(_MOST_PREPARED)(lambda pages: launcher.prepare(0, (), parts.moves(pages)))
-        self._lent: list[NumberBuffer] = []
-        self._kept: deque[tuple[Any, list[NumberBuffer]]] = deque()
 
     def load(self, queue: CudaQueue, pieces: Sequence[Piece]) -> list[StagedChunk]:
-        """Copy the number columns of all pieces to the device, at once."""
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
+        """Copy the number columns of all pieces to the device, at once; they are freed with the chunks."""
         layouts = [self._prepare(tuple(piece.numbers)) for piece in pieces]
         # Allocate in this queue's stream: torch reuses memory of another stream there at once, even while
         # kernels of this queue still use it.
         with queue.current():
             lent, staged = self.launcher.stage(layouts, [piece.numbers for piece in pieces])
-        self._lent.append(lent)
         queue.run(partial(self.launcher.load, lent))
         return staged
-
-    def keep_until(self, end: Any) -> None:
-        """Keep the number columns loaded so far until the event ``end``."""
-        self._kept.append((end, self._lent))
-        self._lent = []
 
 
 class StagedCopier(Copier):
@@ -225,26 +208,8 @@ class StagedCopier(Copier):
         self._storing, self._restoring = storing, restoring
         self._to_host, self._from_host, self._unpacks = (device.make_queue() for _ in range(3))
 
-    def snapshot(self, copies: Sequence[RowCopies]) -> CopyTicket:
-        try:
-            compute = self._device.compute()
-            # One half of the staging memory is filled while the other is copied to host memory.
-            pieces = self._parts.pieces(copies, self._storing.ring.length_bytes // 2)
-        except Exception as error:
-            return CopyTicket(failure("snapshot", error))
-        return self._move(pieces, self._storing, compute, self._to_host, pack=True)
-
     def mark(self) -> Any:
         return self._device.compute().record()
-
-    def restore(self, copies: Sequence[RowCopies], after: Any = None) -> CopyTicket:
-        try:
-            pieces = self._parts.pieces(copies, self._restoring.ring.length_bytes // 4)
-            if after is not None:
-                self._unpacks.wait_for(after)
-        except Exception as error:
-            return CopyTicket(failure("restore", error))
-        return self._move(pieces, self._restoring, self._from_host, self._unpacks, pack=False)
 
     def close(self) -> None:
         try:
@@ -254,17 +219,25 @@ class StagedCopier(Copier):
             logger.info("copies of blocks failed while the node ended: %s", error)
         self._keep = None
 
-    def _move(
-        self, pieces: Sequence[Piece], way: Direction, first: CudaQueue, last: CudaQueue, pack: bool
-    ) -> CopyTicket:
-        """Move pieces: to ``pack``, by the kernel and then the copy engines; else in the reverse order.
+    def _move(self, copies: Sequence[RowCopies], after: Any, pack: bool) -> CopyTicket:
+        """Move copies in pieces: to ``pack``, by the kernel and then the copy engines; else in reverse order.
 
         The two stages use the queues ``first`` and ``last``, so that they work on two pieces at a time.
         """
-        if not pieces:
-            return CopyTicket()
+        pieces: Sequence[Piece] = ()
+        all_staged: Sequence[StagedChunk] = ()
         end, waits = None, []
         try:
+            if pack:
+                way, first, last = self._storing, self._device.compute(), self._to_host
+            else:
+                way, first, last = self._restoring, self._from_host, self._unpacks
+            # One half of the staging memory is filled while the other is copied to host memory.
+            pieces = self._parts.pieces(copies, way.ring.length_bytes // (2 if pack else 4))
+            if not pieces:
+                return CopyTicket()
+            if after is not None:
+                last.wait_for(after)
             all_staged = way.load(first if pack else last, pieces)
             for piece, staged in zip(pieces, all_staged, strict=True):
                 address, fence = way.ring.take(piece.total_bytes)
@@ -286,11 +259,12 @@ class StagedCopier(Copier):
                     last.run(launch)
                 end = last.record()
                 way.ring.seal(end)
-            way.keep_until(end)
         except Exception as error:
-            text = failure("snapshot" if pack else "restore", error)
-            return CopyTicket(text, _end_of_failed(way, first, last) or end, waits)
-        return CopyTicket(None, end, waits)
+            text = failure(error, pack)
+            if pieces:
+                end = _end_of_failed(way, first, last) or end
+            return CopyTicket(text, end, waits, all_staged)
+        return CopyTicket(None, end, waits, all_staged)
 
 
 def _end_of_failed(way: Direction, first: CudaQueue, last: CudaQueue) -> Any:
@@ -299,7 +273,6 @@ def _end_of_failed(way: Direction, first: CudaQueue, last: CudaQueue) -> Any:
     try:
         last.wait_for(first.record())
         end = last.record()
-        way.keep_until(end)
     except Exception as lost:
         # A device that accepts no work runs none either.
         logger.error("the device takes no more copies, restart the server: %s", lost)

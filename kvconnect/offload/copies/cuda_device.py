@@ -47,10 +47,9 @@ class CudaDevice:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
-        # Two versions of the batch call: only the older one reports which copy failed.
-        names = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")
-        self._batch_call = next((name for name in names if hasattr(self._library, name)), None)
-        if self._batch_call is None:
+        # Drivers from CUDA 13 on have it too, beside a later form.
+        self._has_batches = hasattr(self._library, "cuMemcpyBatchAsync")
+        if not self._has_batches:
             logger.info("copies between host and GPU are begun one by one: this CUDA driver is before 12.8")
 
     def compute(self) -> CudaQueue:
@@ -83,8 +82,8 @@ class CudaDevice:
     def copy(self, source: Column, target: Column, length: Column, stream: int) -> None:
         """Begin copies between host and GPU on a stream, in any order; columns of addresses and bytes."""
         with self._current():
-            if self._batch_call is not None and len(length) > _FEW:
-                self._copy_batch(self._batch_call, source, target, length, stream)
+            if self._has_batches and len(length) > _FEW:
+                self._copy_batch(source, target, length, stream)
                 return
             columns = (column.tolist() for column in (target, source, length))
             for there, here, size in zip(*columns, strict=True):
@@ -96,18 +95,18 @@ class CudaDevice:
                     ctypes.c_void_p(stream),
                 )
 
-    def _copy_batch(self, call: str, source: Column, target: Column, length: Column, stream: int) -> None:
+    def _copy_batch(self, source: Column, target: Column, length: Column, stream: int) -> None:
         columns = [np.ascontiguousarray(column, dtype=np.int64) for column in (target, source, length)]
         attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
         from_first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         self._call(
-            call,
+            "cuMemcpyBatchAsync",
             *(ctypes.c_void_p(column.ctypes.data) for column in columns),
             ctypes.c_size_t(len(length)),
             ctypes.byref(attributes),
             ctypes.byref(from_first),
             ctypes.c_size_t(1),
-            *(() if call.endswith("_v2") else (ctypes.byref(failed),)),
+            ctypes.byref(failed),
             ctypes.c_void_p(stream),
         )
 

@@ -1,14 +1,13 @@
-"""The disk tier's jobs and threads: one thread writes rows, several read. ``row_files`` owns the files."""
+"""The disk tier's calls: one thread writes rows, several read. ``row_files`` owns the files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,20 @@ from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
 from kvconnect.offload.disk.row_files import (
     CLOSED,
     INTERNAL,
-    REFUSED,
     TOO_LARGE,
     Catalog,
-    KeptFile,
     RowFiles,
     reason_of,
 )
-from kvconnect.offload.io_threads import IoThreads
+from kvconnect.offload.lower_tier import LowerTier
 from kvconnect.offload.namespace import Namespace
-from kvconnect.offload.tier import CompletionTracker, Content, LowerTier, TierRow
+from kvconnect.offload.tier import CompletionTracker, Content, Kind, TierRow
 
 logger = logging.getLogger(__name__)
 
 
 READ_THREADS = 8
 _LEAST_BYTES_PER_THREAD = 1 << 20
-_CLOSE_TIMEOUT_S = 5.0
 _REPORTED_AT_ONCE = 256
 
 
@@ -45,12 +41,9 @@ def open_disk_tier(
 
     Raises ``ConfigError``: the path is no folder of this user, or another process uses it.
     """
-    facts = json.loads(namespace.text)["facts"]
-    # Finding rows takes the salt: a reader of the folder must not learn it.
-    facts.pop("salt", None)
-    # Stated by itself: the whole identity may be too long for a description.
-    model = facts["identity"].get(MODEL, {}).get("", "")
-    owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts, namespace.label, model)
+    # Not all facts: finding rows takes the salt, which a reader of the folder must not learn.
+    model = json.loads(namespace.text)["facts"]["identity"].get(MODEL, {}).get("", "")
+    owner = FolderOwner(namespace.digest.hex(), rank, world_size, namespace.label, model)
     return DiskTier(
         Path(config.disk_path),
         owner,
@@ -63,7 +56,7 @@ def open_disk_tier(
 class DiskTier(LowerTier):
     """Rows in files of one folder, ``path/<namespace>-rank<rank>``.
 
-    If the folder cannot be used, the tier tries again when it is to write, with growing pauses.
+    If the folder cannot be used, or a write fails, the tier tries again when it is to write after a pause.
 
     Args:
         path: the parent of the folders of all ranks and namespaces.
@@ -71,7 +64,7 @@ class DiskTier(LowerTier):
         limit_bytes: most bytes that the tier takes on the disk.
         max_queued_bytes: most bytes of rows that wait to be written.
         reads_footers: whether recovered rows are reported with their footers.
-        retry_s: first and longest pause after a failed write, doubled each time.
+        pause_s: how long after a failed write nothing is written.
         open_folder: opens a folder; for tests.
     """
 
@@ -85,65 +78,28 @@ class DiskTier(LowerTier):
         *,
         max_queued_bytes: int = 1 << 30,
         reads_footers: bool = False,
-        retry_s: tuple[float, float] = (1.0, 60.0),
+        pause_s: float = 10.0,
         open_folder: OpenFolder = DiskFolder,
     ) -> None:
         self.path = path.absolute() / owner.folder_name
-        self._max_queued_bytes = max_queued_bytes
-        self.tracker = CompletionTracker()
+        self.tracker = CompletionTracker(str(self.path))
         self.tracker.is_recovering = True
         self._reads_footers = reads_footers
         self._catalog = Catalog(self.tracker)
-        # After a failed write the disk is left alone, twice as long each time.
-        self._retry_s = retry_s
-        self._pause_s = self._retry_at = 0.0
+        self._pause_s, self._retry_at = pause_s, 0.0
         self._paused_by = ""
-        self._lock = threading.Lock()
-        self._queued_bytes = 0
         self._rows = RowFiles(self.path, owner, limit_bytes, self._catalog, open_folder, self._note)
         try:
             self._rows.open()
         except OSError as error:
             self._note(error)
-        self._writer = IoThreads("kvconnect-disk-writer", 1, self._note)
-        self._readers = IoThreads("kvconnect-disk-reader", READ_THREADS, self._note)
-        self._writer.submit(self._recover)
+        super().__init__(self.tracker, {"write": 1, "read": READ_THREADS}, max_queued_bytes)
+        self._submit("write", self._recover)
 
     # ---- for the owner's thread
 
-    def write(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to write rows, as many as the queue has room for; the others fail at once."""
-        self.tracker.open("write", job, len(rows))
-        is_closed = self._rows.is_closing
-        count = length_bytes = 0
-        with self._lock:
-            room_bytes = 0 if is_closed else self._max_queued_bytes - self._queued_bytes
-            while count < len(rows) and length_bytes + len(rows[count].memory) <= room_bytes:
-                length_bytes += len(rows[count].memory)
-                count += 1
-            self._queued_bytes += length_bytes
-        if count:
-            self._writer.submit(partial(self._write, job, rows[:count], self._catalog.epoch))
-        if count < len(rows):
-            self.tracker.fail("disk_queue_full", self.path, times=0 if is_closed else len(rows) - count)
-            self.tracker.settle("write", job, len(rows) - count, [row.content for row in rows[count:]])
-
-    def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        self.tracker.open("read", job, len(rows))
-        total_bytes = sum(len(row.memory) for row in rows)
-        parts = max(1, min(READ_THREADS, total_bytes // _LEAST_BYTES_PER_THREAD))
-        length = -(-len(rows) // parts)
-        for first in range(0, len(rows), max(1, length)):
-            self._readers.submit(partial(self._read, job, rows[first : first + length]))
-
-    def seek(self, job: int, contents: Sequence[Content]) -> None:
-        self.tracker.open("seek", job, len(contents))
-        if contents:
-            found = list(compress(contents, self.has(contents)))
-            self.tracker.settle("seek", job, len(contents), found)
-
     def has(self, contents: Sequence[Content]) -> Sequence[bool]:
-        return [kept is not None for kept in self._catalog.has(contents)]
+        return self._catalog.has(contents)
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
         self._catalog.pin(pins)
@@ -151,7 +107,7 @@ class DiskTier(LowerTier):
     def clear(self) -> None:
         """Forget all contents; the files are removed in the background."""
         self._catalog.clear()
-        self._writer.submit(self._rows.remove_cleared)
+        self._submit("write", self._rows.remove_cleared)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -159,8 +115,7 @@ class DiskTier(LowerTier):
             "records": len(self._catalog),
             "taken_bytes": self._catalog.taken_bytes,
             "limit_bytes": self._rows.limit_bytes,
-            "queued_bytes": self._queued_bytes,
-            "jobs": self.tracker.open_jobs(),
+            "queued_bytes": self.queued_bytes,
             "recovering": self.tracker.is_recovering,
             "paused_by": self._paused_by,
         }
@@ -168,14 +123,23 @@ class DiskTier(LowerTier):
     def close(self) -> bool:
         """Stop. Written rows stay for the next process that opens the folder."""
         self._rows.is_closing = True
-        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        has_ended = self._writer.close(deadline_s)
-        has_ended = self._readers.close(deadline_s) and has_ended
+        has_ended = super().close()
         if has_ended:
             self._rows.close()
         else:
             logger.error("%s: the disk does not end its last reads and writes, and is left behind", self.path)
         return has_ended
+
+    def _parts(self, kind: Kind, rows: Sequence[TierRow]) -> Sequence[Sequence[TierRow]]:
+        parts = 1
+        if kind == "read":
+            total_bytes = sum(len(row.memory) for row in rows)
+            parts = max(1, min(READ_THREADS, total_bytes // _LEAST_BYTES_PER_THREAD))
+        length = max(1, -(-len(rows) // parts))
+        return [rows[first : first + length] for first in range(0, len(rows), length)]
+
+    def _carry_out(self, kind: Kind, rows: Sequence[TierRow], epoch: int) -> Sequence[bool]:
+        return self._write(rows, epoch) if kind == "write" else self._read(rows)
 
     # ---- on the writer's thread
 
@@ -184,13 +148,13 @@ class DiskTier(LowerTier):
             torn = self._rows.recover()
             if torn:
                 logger.info("%s: rows that were not whole are removed, as after a crash", self.path)
-                self.tracker.fail("disk_torn", self.path, times=torn)
+                self.tracker.fail("disk_torn", times=torn)
             self._rows.make_room(0)
         finally:
-            self._readers.submit(self._report_found)
+            self._submit("read", self._report_found)
 
-    def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
-        """Write rows that the folder does not have, and settle all of them, written or failed."""
+    def _write(self, rows: Sequence[TierRow], epoch: int) -> Sequence[bool]:
+        """Write rows that the folder does not have."""
         paused = 0
         contents = [row.content for row in rows]
         # Mark contents that are there as used: they must not be evicted for the rest.
@@ -198,7 +162,7 @@ class DiskTier(LowerTier):
         self._catalog.report(contents, {})
         # The end of a sequence is written first, so that it is evicted first, also after a restart.
         for row in reversed(rows):
-            if self._rows.is_closing or epoch != self._catalog.epoch:
+            if self.is_closing or epoch != self.tracker.epoch:
                 break
             if self._catalog.has([row.content])[0]:
                 continue
@@ -206,66 +170,54 @@ class DiskTier(LowerTier):
                 paused += 1
             else:
                 self._try_to_write(row, epoch)
-        self.tracker.fail("disk_paused", self.path, times=paused)
+        self.tracker.fail("disk_paused", times=paused)
         # If the tier was cleared meanwhile, none of the rows is there.
-        there = self._catalog.has(contents)
-        failed = [content for content, is_there in zip(contents, there, strict=True) if not is_there]
-        with self._lock:
-            self._queued_bytes -= sum(len(row.memory) for row in rows)
-        self.tracker.settle("write", job, len(rows), failed)
+        return self.has(contents)
 
     def _try_to_write(self, row: TierRow, epoch: int) -> None:
         try:
             if self._rows.reopen():
                 self.tracker.is_recovering = True
-                self._readers.submit(self._report_found)
+                self._submit("read", self._report_found)
             self._rows.write(row, epoch)
         except Exception as error:
             reason = self._note(error)
-            if reason not in (REFUSED, TOO_LARGE, INTERNAL):
-                first_s, most_s = self._retry_s
-                self._pause_s = min(max(2 * self._pause_s, first_s), most_s)
+            if reason not in (TOO_LARGE, INTERNAL):
                 self._retry_at, self._paused_by = time.monotonic() + self._pause_s, reason
             return
         if self._paused_by:
             logger.info("%s: rows are written to disk again", self.path)
-            self._pause_s, self._paused_by = 0.0, ""
+            self._paused_by = ""
             self.tracker.logged.clear()
 
     # ---- on a reader's thread
 
     def _report_found(self) -> None:
         """Report recovered contents, a part at a time."""
-        while not self._rows.is_closing and (found := self._catalog.unreported(_REPORTED_AT_ONCE)):
-            footers = {content: self._footer(content) for content in found} if self._reads_footers else {}
+        contents = self._catalog.contents()
+        for first in range(0, len(contents), _REPORTED_AT_ONCE):
+            if self.is_closing:
+                break
+            found = contents[first : first + _REPORTED_AT_ONCE]
+            footers: dict[Content, bytes] = {}
+            for content in found if self._reads_footers else ():
+                # An unreadable footer is no worse than a missing one.
+                with contextlib.suppress(OSError):
+                    footers[content] = self._rows.read_footer(content)
             self._catalog.report(found, footers)
         self.tracker.recovered()
 
-    def _footer(self, content: Content) -> bytes:
-        try:
-            return self._rows.read_footer(content)
-        except OSError:
-            # An unreadable footer is no worse than a missing one.
-            return b""
-        except Exception as error:
-            self._note(error)
-            return b""
-
-    def _read(self, job: int, rows: Sequence[TierRow]) -> None:
-        is_closed, contents = self._rows.is_closing, [row.content for row in rows]
-        known = [None] * len(rows) if is_closed else self._catalog.has(contents, is_use=True)
-        missing: list[Content] = []
-        wrong: dict[Content, KeptFile] = {}
-        for row, kept in zip(rows, known, strict=True):
-            if kept is None or not self._read_row(row, kept, wrong):
-                missing.append(row.content)
-        if missing and not is_closed:
-            self._catalog.forget(missing, wrong)
+    def _read(self, rows: Sequence[TierRow]) -> Sequence[bool]:
+        known = self._catalog.has([row.content for row in rows], is_use=True)
+        wrong: list[Content] = []
+        is_good = [is_kept and self._read_row(row, wrong) for row, is_kept in zip(rows, known, strict=True)]
+        missing = [row.content for row, is_read in zip(rows, is_good, strict=True) if not is_read]
+        self._catalog.forget(missing, wrong)
         if wrong:
-            self._writer.submit(partial(self._rows.make_room, 0))
-        self.tracker.settle("read", job, len(rows), missing)
+            self._submit("write", partial(self._rows.make_room, 0))
+        return is_good
 
-    def _read_row(self, row: TierRow, kept: KeptFile, wrong: dict[Content, KeptFile]) -> bool:
+    def _read_row(self, row: TierRow, wrong: list[Content]) -> bool:
         """Read a row; returns whether it is intact. Adds it to ``wrong`` if another try would fail too."""
         try:
             reason = self._rows.read(row)
@@ -276,17 +228,17 @@ class DiskTier(LowerTier):
         if not reason:
             return True
         # A row that was evicted meanwhile is no fault of the disk.
-        if self._catalog.has([row.content])[0] is kept:
-            self.tracker.fail(reason, f"{self.path}: group {row.group}, hash {row.hash.hex()} cannot be read")
-        wrong[row.content] = kept
+        if self._catalog.has([row.content])[0]:
+            self.tracker.fail(reason, f"group {row.group}, hash {row.hash.hex()} cannot be read")
+        wrong.append(row.content)
         return False
 
     def _note(self, error: Exception) -> str:
         """Count an error, and log it; returns the reason that it counts as."""
         reason = reason_of(error)
-        if reason == INTERNAL and reason not in self.tracker.logged:
-            logger.error("internal error in the disk tier at %s: it goes on", self.path, exc_info=error)
+        if reason == INTERNAL:
+            super()._note(error)
         # Work that closing the tier cut short is no failure: the next process goes on with it.
-        if reason != CLOSED:
-            self.tracker.fail(reason, f"{self.path}: {error}")
+        elif reason != CLOSED:
+            self.tracker.fail(reason, error)
         return reason

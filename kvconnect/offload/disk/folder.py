@@ -9,8 +9,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,27 +29,25 @@ _LOCK, _FACTS = "lock", "facts.json"
 _CLEARED = "cleared"
 """While a file of this name exists, all rows in the folder are void."""
 
-_MAX_FACT_BYTES = 12 << 10
 MAX_LABEL = 200
 _FILE_SYSTEM_BLOCK_BYTES = 4096
 _FOLDER_NAME = re.compile(r"([0-9a-f]{16,64})-rank([0-9]{1,6})")
 _ROW_NAME = re.compile(r"([0-9a-f]{1,8})-((?:[0-9a-f]{2}){1,64})\.kv")
-# Unfinished rows, and segments of former versions.
-_REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished|[0-9]{12}\.kv")
+# Unfinished rows.
+_REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished")
 
 
 @dataclass(frozen=True)
 class FolderOwner:
     """The owner of a folder's rows: one rank of ``world_size``, in one namespace.
 
-    ``namespace`` is the digest in hexadecimal; ``facts``, ``label`` and ``model``, the class that computes,
-    describe it to operators.
+    ``namespace`` is the digest in hexadecimal. ``label``, and ``model``, the class that computes, describe it
+    to operators.
     """
 
     namespace: str
     rank: int = 0
     world_size: int = 1
-    facts: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
     model: str = ""
 
@@ -108,13 +106,7 @@ class DiskFolder:
             raise
 
     def _take_lock(self) -> None:
-        try:
-            self._lock = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                raise
-            # A read-only disk can still be read.
-            self._lock = self.open(_LOCK, os.O_RDONLY)
+        self._lock = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
@@ -125,7 +117,7 @@ class DiskFolder:
         # The former owner of the lock may have removed the folder that was locked here.
         if not self.is_there:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        # A full or read-only disk cannot record the process id.
+        # A full disk cannot record the process id.
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
@@ -188,10 +180,9 @@ class DiskFolder:
         self.is_cleared = is_cleared
 
     def describe(self, owner: FolderOwner) -> None:
-        """Write the owner, with its short facts, into the folder for operators."""
-        facts = {key: fact for key, fact in owner.facts.items() if len(json.dumps(fact)) <= _MAX_FACT_BYTES}
+        """Write the owner into the folder for operators."""
         names = {"label": owner.label[:MAX_LABEL], "model": owner.model[:MAX_LABEL]}
-        text = json.dumps({"namespace": owner.namespace, **names, "rank": owner.rank, "facts": facts})
+        text = json.dumps({"namespace": owner.namespace, **names, "rank": owner.rank})
         file = self.open(_FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self.write(file, [text.encode()], 0)
@@ -358,9 +349,10 @@ def remove(paths: list[Path]) -> None:
 
 def _flaw(folder: str, content: Content, data: memoryview) -> str:
     header = data[:HEADER_BYTES]
-    namespace = namespace_of(bytes(header))
-    if namespace is None:
+    digest = namespace_of(bytes(header))
+    if digest is None:
         return "no intact header"
+    namespace = digest.hex()
     if not folder.startswith(namespace[:32]):
         return f"a row of another namespace: {namespace}"
     end = HEADER_BYTES + RecordFormat(namespace).row_bytes(bytes(header))

@@ -14,12 +14,11 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvconnect.errors import ConfigError, LocalError
+from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.folder import (
     OVERHEAD_BYTES,
     UNFINISHED,
@@ -43,7 +42,6 @@ CLOSED = "disk_closed"
 FULL = "disk_full"
 GONE = "disk_gone"
 INTERNAL = "disk_internal"
-REFUSED = "disk_refused"
 TOO_LARGE = "disk_too_large"
 
 _REASONS = {
@@ -66,33 +64,26 @@ def reason_of(error: Exception) -> str:
         return _REASONS.get(error.errno or 0, "disk_io")
     if isinstance(error, ConfigError):
         return "disk_held"
-    return REFUSED if isinstance(error, LocalError) else INTERNAL
+    return INTERNAL
 
 
 _ADOPTED_AT_ONCE = 1024
 """Files adopted under one hold of the lock: about a millisecond, in which lookups wait."""
 
 
-@dataclass(eq=False)
-class KeptFile:
-    """A written row. The identity of the object tells a row from one written again for the same content."""
-
-    disk_bytes: int
-
-
 class Catalog:
     """Contents and the bytes of their files in LRU order. Reports changes to a tracker. Thread-safe.
 
-    ``taken_bytes`` is the most that all files take on disk. ``epoch`` grows with every ``clear``. Recovered
-    contents are reported by ``report``, once their footers are read.
+    ``taken_bytes`` is the most that all files take on disk. Recovered contents are reported by ``report``,
+    once their footers are read.
     """
 
     def __init__(self, tracker: CompletionTracker) -> None:
-        self.taken_bytes = self.epoch = 0
-        self._unreported: list[Content] = []
-        self._tracker = tracker
+        self.taken_bytes = 0
+        self.tracker = tracker
         self._lock = threading.Lock()
-        self._rows: OrderedDict[Content, KeptFile] = OrderedDict()
+        # The bytes that each row's file takes on disk.
+        self._rows: OrderedDict[Content, int] = OrderedDict()
         self._pinned: set[Content] = set()
         # Doomed files, to be removed: they belong to no content, and still take these bytes on disk.
         self._doomed: dict[str, int] = {}
@@ -100,65 +91,55 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[KeptFile | None]:
-        """The rows of contents, None for absent ones. With ``is_use`` they become the most recently used."""
+    def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[bool]:
+        """For each content whether it is there. With ``is_use`` they become the most recently used."""
         with self._lock:
             # The end of a sequence is evicted first: no hit can use it without the beginning.
             for content in reversed(contents) if is_use else ():
                 if content in self._rows:
                     self._rows.move_to_end(content)
-            return [self._rows.get(content) for content in contents]
+            return [content in self._rows for content in contents]
 
-    def begin(self, length_bytes: int) -> None:
-        """A row is about to be written: its file takes room from now on, and belongs to no content yet."""
-        with self._lock:
-            self.taken_bytes += length_bytes - self._doomed.get(UNFINISHED, 0)
-            self._doomed[UNFINISHED] = length_bytes
-
-    def add(self, content: Content, epoch: int) -> None:
-        """The row that was begun is whole; its file is doomed if the catalog was cleared since ``epoch``."""
+    def add(self, content: Content, length_bytes: int, epoch: int) -> None:
+        """A row was written; its file is doomed if the catalog was cleared since ``epoch``."""
         name = row_name(content)
         with self._lock:
-            length_bytes = self._doomed.pop(UNFINISHED)
             # The file that had the name before is replaced.
-            self.taken_bytes -= self._doomed.pop(name, 0)
-            if epoch != self.epoch:
+            self.taken_bytes += length_bytes - self._doomed.pop(name, 0)
+            if epoch != self.tracker.epoch:
                 self._doomed[name] = length_bytes
                 return
-            self._rows[content] = KeptFile(length_bytes)
-            self._tracker.add([content])
+            self._rows[content] = length_bytes
+            self.tracker.add([content])
 
     def adopt(self, files: Sequence[RowFile], epoch: int) -> None:
         """Add files found in the folder, least recently used first; all are doomed if ``epoch`` is over."""
         for first in range(0, len(files), _ADOPTED_AT_ONCE):
             some = files[first : first + _ADOPTED_AT_ONCE]
-            rows = {file.content: KeptFile(file.disk_bytes) for file in some if file.content is not None}
+            rows = {file.content: file.disk_bytes for file in some if file.content is not None}
             with self._lock:
-                rows = rows if epoch == self.epoch else {}
+                rows = rows if epoch == self.tracker.epoch else {}
                 self.taken_bytes += sum(file.disk_bytes for file in some)
                 self._doomed.update((file.name, file.disk_bytes) for file in some if file.content not in rows)
                 self._rows.update(rows)
-                self._unreported += rows
 
-    def unreported(self, most: int) -> list[Content]:
-        """Take up to ``most`` recovered contents that were not reported yet, most recently used first."""
+    def contents(self) -> list[Content]:
+        """All contents that are there, most recently used first."""
         with self._lock:
-            taken = self._unreported[-most:]
-            del self._unreported[-most:]
-        return taken[::-1]
+            return list(reversed(self._rows))
 
     def report(self, contents: Iterable[Content], footers: Mapping[Content, bytes]) -> None:
         """Report contents that are there, maybe again: the scheduler half forgets what any rank missed."""
         with self._lock:
-            self._tracker.add([content for content in contents if content in self._rows], footers)
+            self.tracker.add([content for content in contents if content in self._rows], footers)
 
-    def forget(self, missing: Sequence[Content], wrong: Mapping[Content, KeptFile]) -> None:
-        """Doom the rows in ``wrong``, and report ``missing`` contents as removed, unless written again."""
+    def forget(self, missing: Sequence[Content], wrong: Collection[Content]) -> None:
+        """Doom the rows of ``wrong`` contents, and report ``missing`` ones as removed that are not there."""
         with self._lock:
-            for content, kept in wrong.items():
-                if self._rows.get(content) is kept:
+            for content in wrong:
+                if content in self._rows:
                     self._doom(content)
-            self._tracker.remove([content for content in missing if content not in self._rows])
+            self.tracker.remove([content for content in missing if content not in self._rows])
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
         """Pin or unpin contents, there or not; pinned ones are not evicted."""
@@ -179,13 +160,13 @@ class Catalog:
                     self._rows.move_to_end(oldest)
                     continue
                 doomed.append(oldest)
-                length_bytes -= self._rows[oldest].disk_bytes
+                length_bytes -= self._rows[oldest]
                 self._doom(oldest)
-            self._tracker.remove(doomed)
+            self.tracker.remove(doomed)
         return bool(doomed)
 
     def _doom(self, content: Content) -> None:
-        self._doomed[row_name(content)] = self._rows.pop(content).disk_bytes
+        self._doomed[row_name(content)] = self._rows.pop(content)
 
     def doomed(self) -> list[str]:
         """The names of the doomed files."""
@@ -200,17 +181,15 @@ class Catalog:
     def clear(self) -> None:
         """Forget all contents and pins; all files are doomed."""
         with self._lock:
-            self.epoch += 1
-            self._doomed.update((row_name(content), kept.disk_bytes) for content, kept in self._rows.items())
+            self._doomed.update((row_name(content), disk_bytes) for content, disk_bytes in self._rows.items())
             self._rows = OrderedDict()
             self._pinned = set()
-            self._unreported = []
-            self._tracker.forget_changes()
+            self.tracker.clear()
 
     def lose(self) -> None:
         """All files are gone, with the folder."""
         with self._lock:
-            self._tracker.remove(list(self._rows))
+            self.tracker.remove(list(self._rows))
             self._rows.clear()
             self._doomed.clear()
             self.taken_bytes = 0
@@ -255,7 +234,7 @@ class RowFiles:
         self._abandoned: dict[Path, list[RowFile]] = {}
         self._abandoned_bytes = 0
         # The folder has no files from before this epoch.
-        self._epoch = catalog.epoch
+        self._epoch = catalog.tracker.epoch
 
     # ---- the folder
 
@@ -336,15 +315,14 @@ class RowFiles:
 
     def _write_file(self, content: Content, parts: Sequence[Any], length_bytes: int, epoch: int) -> None:
         assert self._folder is not None
-        self._catalog.begin(length_bytes)
         try:
             self._folder.write_row(row_name(content), parts)
         except OSError:
-            # If the unfinished file cannot be removed now, that happens before the next write.
+            # If the unfinished file cannot be removed, the next write begins with it, in the same room.
             with contextlib.suppress(OSError):
-                self._remove_doomed()
+                self._folder.remove(UNFINISHED)
             raise
-        self._catalog.add(content, epoch)
+        self._catalog.add(content, length_bytes, epoch)
 
     def read_footer(self, content: Content) -> bytes:
         """The footer of a content's row; empty if it has none. Raises ``OSError``."""
@@ -378,7 +356,7 @@ class RowFiles:
         if length_bytes < HEADER_BYTES + len(row.memory):
             return "disk_truncated"
         flaw = self._format.flaw(header, row.content, row.memory)
-        return flaw.value if flaw else ""
+        return f"disk_{flaw}" if flaw else ""
 
     # ---- room
 
@@ -393,7 +371,7 @@ class RowFiles:
         """Remove all doomed files."""
         if self._folder is None:
             return
-        epoch = self._catalog.epoch
+        epoch = self._catalog.tracker.epoch
         for name in self._catalog.doomed():
             if self.is_closing:
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))

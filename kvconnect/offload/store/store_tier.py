@@ -4,8 +4,7 @@ Values are records as on disk: a header with names and checksums, then the bytes
 index of the store: a seek asks it. The store's library runs in a process of its own, and values pass through
 memory shared with it, so that no late write of the library can reach a row.
 
-A store that is unreachable or late counts as empty. The next job tries to reach it again, with growing pauses
-while that fails.
+A store that is unreachable or late counts as empty. It is tried again, with growing pauses while that fails.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,10 +21,10 @@ from kvconnect.cache.specs import div_ceil
 from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import Order, Settings, StoreMemory, StoreProcess, Verb
 from kvconnect.errors import KVConnectError
-from kvconnect.offload.io_threads import IoThreads
+from kvconnect.offload.lower_tier import CLOSE_TIMEOUT_S, LowerTier
 from kvconnect.offload.namespace import Namespace
-from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
-from kvconnect.offload.tier import MAX_HASH_BYTES, CompletionTracker, Content, Kind, LowerTier, TierRow
+from kvconnect.offload.record import HEADER_BYTES, RecordFormat
+from kvconnect.offload.tier import CompletionTracker, Content, Kind, TierRow
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +40,7 @@ class Announced(CompletionTracker):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("store")
         self.most = 0
         self._seen: dict[Content, None] = {}
 
@@ -63,11 +60,10 @@ class Announced(CompletionTracker):
     def lost(self, why: str) -> None:
         """The store cannot be reached: report all announced contents as removed."""
         self.gone(list(self._seen))
-        self.fail(_UNREACHABLE, f"store: {why}")
+        self.fail(_UNREACHABLE, why)
 
-    def forget_changes(self) -> None:
-        """The owner cleared the store: forget announced contents, and report none as removed."""
-        super().forget_changes()
+    def clear(self) -> None:
+        super().clear()
         self._seen.clear()
 
 
@@ -77,16 +73,19 @@ _GOODBYE_S = 3.0
 
 
 class StoreLink:
-    """Starts the store's process, and restarts it some time after a failure if it is wanted again.
+    """Starts the store's process, and another one some time after it was lost.
 
     Args:
         start: makes a process; called on the link's thread, which outlives it. Raises ``EngineError``.
         tracker: notified when the process was lost, on any thread.
         on_start: called on the link's thread after each attempt to start a process.
-        call_timeout_s, retry_s, says_goodbye: see ``StoreTier``.
+        call_timeout_s: how long the store may take for a batch; after that its process is killed.
+        retry_s: first and longest pause before the process is started again, doubled each time.
+        says_goodbye: whether the store is notified when the process ends, which takes a second.
 
     Attributes:
         changed: guards the link's state and its owner's.
+        process: None while none takes orders.
     """
 
     def __init__(
@@ -95,41 +94,32 @@ class StoreLink:
         tracker: Announced,
         on_start: Callable[[], None],
         *,
-        call_timeout_s: float,
-        retry_s: tuple[float, float],
+        call_timeout_s: float = 10.0,
+        retry_s: tuple[float, float] = (1.0, 60.0),
         says_goodbye: bool = True,
     ) -> None:
         self.changed = threading.Condition()
         self._start, self._tracker, self._on_start = start, tracker, on_start
         self._call_timeout_s, self._retry_s, self._says_goodbye = call_timeout_s, retry_s, says_goodbye
         self.process: StoreProcess | None = None
-        self._lost: StoreProcess | None = None
-        self._is_wanted, self._has_started, self._is_closed = True, False, False
-        self._pause_s, self._retry_at = retry_s[0], 0.0
+        self._has_started = self._is_closed = False
+        self._pause_s = retry_s[0]
         self._num_asking = 0
         self._thread = threading.Thread(target=self._run, name="kvconnect-store", daemon=True)
         self._thread.start()
 
     @property
     def state(self) -> str:
-        """For operators."""
+        """For operators, and for who would prepare an order that is lost."""
         if self._is_closed:
             return "closed"
-        return "up" if self.process is not None else "starting" if self._is_wanted else "down"
-
-    def want(self) -> bool:
-        """Have the process started once the pause after its failure is over. False: orders are lost now."""
-        with self.changed:
-            self._is_wanted = self.process is None
-            self.changed.notify_all()
-            return self.process is not None or not self._has_started
+        return "up" if self.process is not None else "down" if self._has_started else "starting"
 
     def ask(self, lane: int, order: Order) -> Sequence[int] | None:
         """Send the process an order and wait for its codes; None: process and order are lost.
 
         Orders wait for the first start. While the process is down they are lost at once.
         """
-        self.want()
         with self.changed:
             self.changed.wait_for(lambda: self._has_started or self._is_closed)
             process = self.process
@@ -171,43 +161,32 @@ class StoreLink:
         return not self._thread.is_alive()
 
     def _lose(self, why: str) -> None:
-        # It may still serve another lane: the next start closes it.
-        self._lost, self.process = self.process, None
-        self._retry_at = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, self._retry_s[1])
+        self.process = None
         self._tracker.lost(why)
 
     # ---- on the link's thread
 
     def _run(self) -> None:
-        while self._is_due():
-            self._start_once()
-        with self.changed:
-            is_idle = self.changed.wait_for(lambda: not self._num_asking, _GOODBYE_S)
-        if self.process is not None and self._says_goodbye and is_idle:
-            # Let the store unregister this process's memory, rather than detect the loss.
-            with contextlib.suppress(KVConnectError):
-                self.process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
-        for process in (self.process, self._lost):
+        while not self._is_closed:
+            process = self._start_once()
+            self._on_start()
+            with self.changed:
+                self.changed.wait_for(lambda: self._is_closed or self.process is None)
+                # The next process shares the memory of orders that are under way at a lost one.
+                is_lost, most_s = self.process is None, _GOODBYE_S if self._is_closed else None
+                is_idle = self.changed.wait_for(lambda: not self._num_asking, most_s)
+                self.process = None
             if process is not None:
+                if self._says_goodbye and is_idle and not is_lost:
+                    # Let the store unregister this process's memory, rather than detect the loss.
+                    with contextlib.suppress(KVConnectError):
+                        process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
                 process.close()
-        self.process = self._lost = None
+            with self.changed:
+                pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, self._retry_s[1])
+                self.changed.wait_for(lambda: self._is_closed, pause_s)
 
-    def _is_due(self) -> bool:
-        """Wait until a process is to be started; False once the link is closed."""
-        with self.changed:
-            while not self._is_closed:
-                # A new process shares the memory of an order that is under way at the lost one.
-                is_wanted = self._is_wanted and self.process is None and not self._num_asking
-                left_s = self._retry_at - time.monotonic()
-                if is_wanted and left_s <= 0:
-                    return True
-                self.changed.wait(left_s if is_wanted else None)
-        return False
-
-    def _start_once(self) -> None:
-        if self._lost is not None:
-            self._lost.close()
+    def _start_once(self) -> StoreProcess | None:
         process: StoreProcess | None = None
         why = ""
         try:
@@ -218,45 +197,40 @@ class StoreLink:
             logger.error("internal error in the start of the store's process", exc_info=error)
             why = f"{type(error).__name__}: {error}"
         with self.changed:
-            self.process, self._is_wanted, self._has_started = process, False, True
+            self.process, self._has_started = process, True
             self.changed.notify_all()
             if process is None:
                 self._lose(why)
             elif _UNREACHABLE in self._tracker.logged:
                 self._tracker.logged.remove(_UNREACHABLE)
                 logger.info("the store can be used again")
-        self._on_start()
+        return process
 
 
 _BATCH_BYTES = 16 << 20
 _BATCH_KEYS = 4096
 _ALIGN_BYTES = 64
-_CALL_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 15.0
-_CLOSE_TIMEOUT_S = 5.0
-_RETRY_S = (1.0, 60.0)
 
 _NOT_THERE = -704
 _REASONS = {-200: "store_full", -600: "store_wrong_size"}
 """The reasons that the library's codes count as."""
 
 LANES: tuple[Kind, ...] = ("write", "read", "seek")
-"""Each lane has a thread here and one in the store's process, and the name of its jobs' kind."""
+"""Each kind of call has a thread here and a lane of the store's process."""
 
 
 class StoreTier(LowerTier):
     """Rows in a store that nodes share.
 
-    Three threads write, read and seek, a batch of one job at a time; a fourth starts the store's process.
+    Three threads write, read and seek, a batch at a time; a fourth starts the store's process.
 
     Args:
         start: makes the process that uses the store, with a lane for each of ``LANES``.
         namespace: the namespace's digest in hexadecimal.
         max_queued_bytes: most bytes of rows that wait to be written.
-        batch_bytes: most bytes of records under way in each direction; a longer record is not kept.
-        call_timeout_s: how long the store may take for a batch; after that its process is killed.
-        retry_s: first and longest pause before the process is started again, doubled each time.
-        says_goodbye: whether the store is notified when the process ends, which takes a second.
+        batch_bytes: most bytes of records under way in each direction; no record is longer.
+        link: times, and other settings of ``StoreLink``.
     """
 
     name = "store"
@@ -268,27 +242,21 @@ class StoreTier(LowerTier):
         *,
         max_queued_bytes: int,
         batch_bytes: int = _BATCH_BYTES,
-        call_timeout_s: float = _CALL_TIMEOUT_S,
-        retry_s: tuple[float, float] = _RETRY_S,
-        says_goodbye: bool = True,
+        **link: Any,
     ) -> None:
         self._prefix = f"kvconnect/{namespace}/"
         self._format = RecordFormat(namespace)
-        self._max_queued_bytes, self._batch_bytes = max_queued_bytes, batch_bytes
+        self._batch_bytes = batch_bytes
         self._memory = memory = StoreMemory(2 * batch_bytes)
         self.tracker: Announced = Announced()
-        self._queued_bytes = 0
-        self._epoch = self._cleared = 0
-        # Held by a write and by a clear: what is written was ordered after the clear, or is cleared by it.
-        self._writing = threading.RLock()
-        self._lanes = {kind: IoThreads(f"kvconnect-store-{kind}", 1, self._note) for kind in LANES}
+        self._cleared = 0
+        super().__init__(self.tracker, dict.fromkeys(LANES, 1), max_queued_bytes)
         self._link = StoreLink(
             lambda: start(memory),
             self.tracker,
-            self._clear_if_due,
-            call_timeout_s=call_timeout_s,
-            retry_s=retry_s,
-            says_goodbye=says_goodbye,
+            # Other nodes would find what is still to be cleared, though this one has no more calls.
+            lambda: self._submit("write", self._clear),
+            **link,
         )
 
     # ---- for the owner's thread
@@ -297,69 +265,30 @@ class StoreTier(LowerTier):
         """Report contents that jobs find or miss in the store as changes. Call it before the first job."""
         self.tracker.most = MOST
 
-    def write(self, job: int, rows: Sequence[TierRow]) -> None:
-        self.tracker.open("write", job, len(rows))
-        taken: list[TierRow] = []
-        refused: dict[str, list[Content]] = {}
-        left_bytes = self._max_queued_bytes - self._queued_bytes
-        for row in rows:
-            length = len(row.memory)
-            if not 0 < len(row.hash) <= MAX_HASH_BYTES or not length:
-                refused.setdefault("store_bad_row", []).append(row.content)
-            elif length > left_bytes:
-                refused.setdefault("store_queue_full", []).append(row.content)
-            elif _record_bytes(row) > self._batch_bytes:
-                refused.setdefault("store_too_large", []).append(row.content)
-            else:
-                left_bytes -= length
-                taken.append(row)
-        for reason, contents in refused.items():
-            self.tracker.fail(reason, times=len(contents))
-            self.tracker.settle("write", job, len(contents), contents)
-        with self._link.changed:
-            self._queued_bytes += sum(len(row.memory) for row in taken)
-        self._submit("write", job, taken)
-
-    def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        self.tracker.open("read", job, len(rows))
-        large = [row.content for row in rows if _record_bytes(row) > self._batch_bytes]
-        if large:
-            self.tracker.settle("read", job, len(large), large)
-        self._submit("read", job, [row for row in rows if _record_bytes(row) <= self._batch_bytes])
-
-    def seek(self, job: int, contents: Sequence[Content]) -> None:
-        self.tracker.open("seek", job, len(contents))
-        self._submit("seek", job, [TierRow(*content, memoryview(b"")) for content in contents])
-
     def clear(self) -> None:
-        """Remove this namespace's contents from the store, whichever node wrote them. Later jobs wait."""
+        """Remove this namespace's contents from the store, whichever node wrote them.
+
+        Writes and clears are done in turn. Until then reads and seeks find nothing.
+        """
         with self._link.changed:
-            self._epoch += 1
-            self.tracker.forget_changes()
-        self._clear_if_due()
+            self.tracker.clear()
+        self._submit("write", self._clear)
 
     def close(self) -> bool:
         """Stop. Written records stay in the store, except those in memory that this rank gave to it."""
-        is_over = self._link.close(_CLOSE_TIMEOUT_S)
-        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        ended = [lane.close(deadline_s) for lane in self._lanes.values()]
-        if is_over and all(ended):
+        is_over = self._link.close(CLOSE_TIMEOUT_S)
+        have_ended = super().close()
+        if is_over and have_ended:
             self._memory.close()
         # A process that is left behind can reach the shared memory, but no row.
-        return all(ended)
+        return have_ended
 
     def state(self) -> dict[str, Any]:
-        return {
-            "link": self._link.state,
-            "queued_bytes": self._queued_bytes,
-            "jobs": self.tracker.open_jobs(),
-        }
+        return {"link": self._link.state, "queued_bytes": self.queued_bytes}
 
-    def _submit(self, kind: Kind, job: int, rows: Sequence[TierRow]) -> None:
-        for batch in self._batches(rows):
-            self._lanes[kind].submit(partial(self._run, kind, job, batch, self._epoch))
+    # ---- on the lanes' threads
 
-    def _batches(self, rows: Sequence[TierRow]) -> Iterator[list[TierRow]]:
+    def _parts(self, kind: Kind, rows: Sequence[TierRow]) -> Iterator[list[TierRow]]:
         batch: list[TierRow] = []
         left_bytes = self._batch_bytes
         for row in rows:
@@ -371,78 +300,44 @@ class StoreTier(LowerTier):
         if batch:
             yield batch
 
-    # ---- on the lanes' threads
-
-    def _run(self, kind: Kind, job: int, rows: Sequence[TierRow], epoch: int) -> None:
-        """Carry out a batch of a job, and settle it: its rows are quiescent then."""
-        is_good: list[bool] = []
-        try:
-            if kind == "write":
-                is_good = self._write(rows, epoch)
-            else:
-                is_good = self._read(rows) if kind == "read" else self._find(rows)
-            self._announce(kind, rows, is_good, epoch)
-        except Exception as error:
-            self._note(error)
+    def _carry_out(self, kind: Kind, rows: Sequence[TierRow], epoch: int) -> Sequence[bool]:
         if kind == "write":
-            with self._link.changed:
-                self._queued_bytes -= sum(len(row.memory) for row in rows)
-        # Writes and reads name the failed contents, seeks the found ones.
-        each = zip(rows, is_good or [False] * len(rows), strict=True)
-        named = [row.content for row, is_well in each if is_well == (kind == "seek")]
-        self.tracker.settle(kind, job, len(rows), named)
-
-    def _note(self, error: Exception) -> None:
-        logger.error("internal error in the store tier, which goes on", exc_info=error)
-        self.tracker.fail("store_internal")
+            is_good = self._write(rows, epoch)
+        elif kind == "read":
+            is_good = self._read(rows)
+        else:
+            is_good = [code == 1 for code in self._ask("seek", Verb.EXIST, rows)]
+        self._announce(kind, rows, is_good, epoch)
+        return is_good
 
     def _ask(
         self, kind: Kind, verb: Verb, rows: Sequence[TierRow], places: _Places = ((), ())
     ) -> Sequence[int]:
         """The library's codes for rows; none if the store is lost."""
-        lane = LANES.index(kind)
-        if not self._is_cleared(lane):
+        if self._cleared != self.tracker.epoch:
             return ()
-        return self._link.ask(lane, Order(verb, self._keys(rows), *places)) or ()
+        return self._link.ask(LANES.index(kind), Order(verb, self._keys(rows), *places)) or ()
 
-    def _clear_if_due(self) -> None:
-        """On any thread. Other nodes would find what is to be cleared, though this one has no more jobs."""
-        if self._cleared != self._epoch:
-            self._lanes["seek"].submit(self._clear)
-
-    def _clear(self) -> None:
-        if not self._is_cleared(LANES.index("seek")):
-            self._link.want()
-
-    def _is_cleared(self, lane: int) -> bool:
-        """Clear the store if that is due; False: it could not be cleared, and no job may use it."""
-        if self._cleared == self._epoch:
-            return True
-        with self._writing:
-            epoch = self._epoch
-            if self._cleared == epoch:
-                return True
-            if self._link.ask(lane, Order(Verb.CLEAR, (self._prefix,))) is None:
+    def _clear(self) -> bool:
+        """On the thread of writes: clear the store if that is due; False: it could not be cleared."""
+        epoch = self.tracker.epoch
+        if self._cleared != epoch:
+            if self._link.ask(LANES.index("write"), Order(Verb.CLEAR, (self._prefix,))) is None:
                 return False
             self._cleared = epoch
         return True
 
     def _write(self, rows: Sequence[TierRow], epoch: int) -> list[bool]:
-        places, lane = _places(rows, 0), LANES.index("write")
-        view = self._memory.view
-        if not self._link.want():
+        if self._link.state == "down" or not self._clear() or epoch < self.tracker.epoch:
             return []
-        with self._writing:
-            # First: a clear that is ordered while the rows are copied must come after them in the store.
-            if not self._is_cleared(lane) or epoch < self._epoch:
-                return []
-            for row, offset in zip(rows, places[0], strict=True):
-                start = offset + HEADER_BYTES
-                copied = view[start : start + len(row.memory)]
-                copied[:] = row.memory
-                # The checksum is of the copied bytes: the record stays whole if the row changes meanwhile.
-                view[offset:start] = self._format.header(row.content, copied)
-            codes = self._link.ask(lane, Order(Verb.PUT, self._keys(rows), *places)) or ()
+        places, view = _places(rows, 0), self._memory.view
+        for row, offset in zip(rows, places[0], strict=True):
+            start = offset + HEADER_BYTES
+            copied = view[start : start + len(row.memory)]
+            copied[:] = row.memory
+            # The checksum is of the copied bytes: the record stays whole if the row changes meanwhile.
+            view[offset:start] = self._format.header(row.content, copied)
+        codes = self._ask("write", Verb.PUT, rows, places)
         for code in codes:
             if code < 0:
                 self._fail_code(code)
@@ -454,31 +349,27 @@ class StoreTier(LowerTier):
         is_good: list[bool] = []
         spoilt: list[TierRow] = []
         for row, code, offset, length in zip(rows, codes, *places, strict=bool(codes)):
-            flaw: Flaw | None = None
-            if code == length:
-                header = self._memory.view[offset : offset + HEADER_BYTES]
-                copied = self._memory.view[offset + HEADER_BYTES : offset + length]
-                flaw = self._format.flaw(header, row.content, copied)
-                if flaw is None:
-                    row.memory[:] = copied
-                else:
-                    self.tracker.fail("store_foreign" if flaw is Flaw.FOREIGN else "store_corrupt")
-                    spoilt.append(row)
-            else:
+            is_good.append(False)
+            if code != length:
                 self._fail_code(code)
-            is_good.append(code == length and flaw is None)
+                continue
+            header = self._memory.view[offset : offset + HEADER_BYTES]
+            copied = self._memory.view[offset + HEADER_BYTES : offset + length]
+            if flaw := self._format.flaw(header, row.content, copied):
+                self.tracker.fail(f"store_{flaw}")
+                spoilt.append(row)
+                continue
+            row.memory[:] = copied
+            is_good[-1] = True
         if spoilt:
             # Remove bad records, so that a later store can write them again.
             self._ask("read", Verb.REMOVE, spoilt)
         return is_good
 
-    def _find(self, rows: Sequence[TierRow]) -> list[bool]:
-        return [code == 1 for code in self._ask("seek", Verb.EXIST, rows)]
-
     def _announce(self, kind: Kind, rows: Sequence[TierRow], is_good: Sequence[bool], epoch: int) -> None:
         # Before the job is reported, which drops event origins of its contents. Contents of a seek have none.
         with self._link.changed:
-            if self._link.process is not None and epoch == self._epoch:
+            if self._link.process is not None and epoch == self.tracker.epoch:
                 each = list(zip(rows, is_good, strict=False))
                 if kind != "seek":
                     self.tracker.there([row.content for row, is_well in each if is_well])

@@ -185,4 +185,4 @@ class NamedRows(NamedContents):
                 job = self._jobs.open(None, names[:most], Report.FETCHED, copies=copies)
                 self._reading[job.number] = job
                 self.fill(job)
-                self._loop.order(self._loop.fetch, job, DISK, job=job)
+                self._loop.order(self._loop.ask, "read", job, DISK, job=job)

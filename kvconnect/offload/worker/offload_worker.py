@@ -21,9 +21,9 @@ from kvconnect.metrics import Changes, OffloadMetrics
 from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_for
+from kvconnect.offload.lower_tier import LowerTier
 from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.jobs import RankJobs, Report
 from kvconnect.offload.worker.load_rows import LoadRows
 from kvconnect.offload.worker.named_rows import NamedRows
@@ -197,13 +197,7 @@ class OffloadWorker:
             jobs.append(self._jobs.open(store.job, store.hashes, *owed, copies=store.copies))
             if store.footers:
                 jobs[-1].footers = dict(zip(store.hashes, store.footers, strict=True))
-        ticket = copier.snapshot([job.copies for job in jobs])
-        begun = [(ticket, jobs)]
-        if ticket.done and ticket.error is not None and len(jobs) > 1:
-            # One invalid order must not fail the others.
-            begun = [(copier.snapshot([job.copies]), [job]) for job in jobs]
-        for ticket, jobs in begun:
-            loop.order(loop.begun, ticket, jobs, now)
+        loop.order(loop.begun, copier.snapshot([job.copies for job in jobs]), jobs, now)
 
     def start(self, orders: OffloadOrders) -> None:
         """Begin fetches, seeks and restores. Restores wait for all work launched on the device so far."""
@@ -217,10 +211,10 @@ class OffloadWorker:
         for fetch in orders.fetches:
             rows = RowCopies(fetch.group, (), fetch.rows)
             job = opened(fetch.job, fetch.hashes, Report.FETCHED, copies=rows)
-            loop.order(loop.fetch, job, fetch.tier, job=job)
+            loop.order(loop.ask, "read", job, fetch.tier, job=job)
         for seek in orders.seeks:
             job = opened(seek.job, seek.hashes, Report.FOUND, copies=RowCopies(seek.group, (), ()))
-            loop.order(loop.seek, job, seek.tier, job=job)
+            loop.order(loop.ask, "seek", job, seek.tier, job=job)
         for restore in orders.restores:
             job = opened(restore.request_id, (), Report.RECEIVED)
             if restore.refusal:
@@ -251,8 +245,7 @@ class OffloadWorker:
         return self._metrics.changes()
 
     def state(self) -> dict[str, int]:
-        copies, errands = len(self._loop.copies), len(self._loop.calls)
-        return {**self._jobs.counts(), "copies": copies, "errands": errands}
+        return {**self._jobs.counts(), "copies": len(self._loop.copies)}
 
     def usage(self) -> dict[str, Any]:
         return {

@@ -12,9 +12,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,12 +22,12 @@ from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.rows import RowArena
-from kvconnect.offload.tier import DISK, HOST, Content, LowerTier, TierRow, TierUpdate
+from kvconnect.offload.lower_tier import LowerTier
+from kvconnect.offload.tier import DISK, HOST, Content, Kind, TierCall, TierRow, TierUpdate
 from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PEER_READ_TIMEOUT_S = 20.0
 """How long a peer's fetch waits for what is read from disk for it."""
@@ -41,9 +41,7 @@ _DEVICE = "offload"
 """The owner of copies in failure counts."""
 
 _LONGEST_SLEEP_S = 1.0
-_SHORT_NAP_S = 200e-6
-_LONG_NAP_S = 1e-3
-_SHORT_NAPS = 50
+_NAP_S = 500e-6
 _LAST_COPIES_S = 5.0
 _CLOSE_TIMEOUT_S = 20.0
 
@@ -78,8 +76,6 @@ class TierLoop:
         """Rows in use in host memory, by class, as stated in the scheduler half's last orders."""
         self.copies: list[_Copy] = []
         """Copies of the device that have not ended."""
-        self.calls: dict[tuple[str, str, int], tuple[RankJob, float]] = {}
-        """Calls that a tier has not answered, by its name, verb and number: the job, and when it began."""
         self._for_peers: deque[tuple[float, RankJob]] = deque()
         self._logged: set[tuple[str, str]] = set()
         self.disk_bytes_per_s = 0.0
@@ -88,7 +84,6 @@ class TierLoop:
         self._orders: deque[tuple[Callable[[float], None], RankJob | None]] = deque()
         self._wake = threading.Event()
         self._is_stopping = False
-        self._naps = 0
         self._thread = threading.Thread(
             target=self._run, args=(device,), name="kvconnect-offload", daemon=True
         )
@@ -115,7 +110,7 @@ class TierLoop:
         """Have the thread close the lower tiers, clear everything, and use the tiers from ``make``."""
 
         def replace(now: float) -> None:
-            self.close_tiers(now, with_changes=False)
+            self.close_tiers(now)
             self.clear(now)
             try:
                 self.tiers = make()
@@ -152,7 +147,7 @@ class TierLoop:
 
     def _listen(self) -> None:
         for tier in self.tiers:
-            tier.on_update(self.wake)
+            tier.tracker.wake = self.wake
         # Assume so until the thread has polled the tiers.
         self._jobs.is_recovering = bool(self.tiers)
 
@@ -172,13 +167,9 @@ class TierLoop:
         progress |= self.advance(now)
         if progress:
             self._export()
-            self._naps = 0
             return 0.0
-        if self.copies:
-            self._naps += 1
-            return _SHORT_NAP_S if self._naps < _SHORT_NAPS else _LONG_NAP_S
-        self._naps = 0
-        return _LONGEST_SLEEP_S
+        # Nobody wakes the thread when a device has copied.
+        return _NAP_S if self.copies else _LONGEST_SLEEP_S
 
     def _run(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -191,7 +182,7 @@ class TierLoop:
         give_up_s = time.monotonic() + _LAST_COPIES_S
         self._step()
         while self.copies and time.monotonic() < give_up_s:
-            time.sleep(_SHORT_NAP_S)
+            time.sleep(_NAP_S)
             self._step()
         self.close_tiers(time.monotonic())
         self._jobs.fail_all("the worker was closed")
@@ -231,24 +222,22 @@ class TierLoop:
         """Copy rows to the blocks of a request."""
         self.copies.append(_Copy(self._copier.restore(copies, after), [job], began_s, copies))
 
-    def fetch(self, job: RankJob, name: str, now: float) -> None:
-        """Have a tier read contents into rows; the job ends once the tier writes the rows no more."""
-        tier = self._tier(job, name)
-        if tier is not None:
-            if job.key is None:
-                self._for_peers.append((now + PEER_READ_TIMEOUT_S, job))
-            self._begin(tier, "read", job, self._memory(job), now)
-
-    def seek(self, job: RankJob, name: str, now: float) -> None:
-        """Ask a tier which of a job's contents it has; the job ends with the answer."""
-        tier = self._tier(job, name)
-        if tier is not None:
-            self._begin(tier, "seek", job, [(job.copies.group, hash_) for hash_ in job.hashes], now)
+    def ask(self, kind: Kind, job: RankJob, name: str, now: float) -> None:
+        """Have a tier read contents into rows, or find contents; the job ends with the tier's answer."""
+        tier = next((tier for tier in self.tiers if tier.name == name), None)
+        if tier is None:
+            self._log(name, "unknown", "has orders, and does not exist: an internal error")
+            self._metrics.failures.labels("offload_unknown_tier").inc()
+            self._jobs.fail(job, "there is no such tier")
+            return
+        if job.key is None:
+            self._for_peers.append((now + PEER_READ_TIMEOUT_S, job))
+        self._begin(tier, kind, job, now)
 
     def pin(self, pins: Sequence[tuple[int, bytes, bool]], _: float) -> None:
         """Pin or unpin contents in all tiers."""
         for tier in self.tiers:
-            self._safely(tier, "pin", partial(tier.pin, pins))
+            self._safely(tier, "pin", pins)
 
     def count(self, orders: OffloadOrders, _: float) -> None:
         """Count session actions by outcome, and set the bytes that sessions pin in each tier."""
@@ -264,17 +253,17 @@ class TierLoop:
         # Disk reads for peers since the order to clear was given have contents that are cleared now.
         self._jobs.forget_names(only_lent=True)
         for tier in self.tiers:
-            self._safely(tier, "clear", tier.clear)
-            # Changes from before are void: the scheduler half knows that all contents are gone.
-            self._take(tier, self._poll(tier), now, with_changes=False)
+            self._safely(tier, "clear")
+            self._take(tier, self._poll(tier), now)
+        # Changes from before are void: the scheduler half knows that all contents are gone.
         self._jobs.forget_changes()
 
-    def close_tiers(self, now: float, *, with_changes: bool = True) -> None:
+    def close_tiers(self, now: float) -> None:
         """Close and drop all tiers. Jobs of which a tier hangs stay open: it may still use their rows."""
         for tier in self.tiers:
-            self._safely(tier, "close", tier.close)
-            self._take(tier, self._poll(tier), now, with_changes=with_changes)
-        self.tiers, self.calls = (), {}
+            self._safely(tier, "close")
+            self._take(tier, self._poll(tier), now)
+        self.tiers = ()
 
     # Ends
 
@@ -333,32 +322,26 @@ class TierLoop:
             self._jobs.end(job, Report.KEPT)
         elif job.owed:
             job.num_writing = len(self.tiers)
-            rows = self._memory(job)
             for tier in self.tiers:
-                self._begin(tier, "write", job, rows, now)
+                self._begin(tier, "write", job, now)
 
-    def _take(self, tier: LowerTier, update: TierUpdate, now: float, *, with_changes: bool = True) -> None:
+    def _take(self, tier: LowerTier, update: TierUpdate, now: float) -> None:
         for reason, times in update.failures.items():
             self._metrics.failures.labels(reason).inc(times)
         # Changes before answers, which may end jobs: event origins of contents are dropped with their job.
-        if with_changes and update.changes:
+        if update.changes:
             self._jobs.change(_changes(tier.name, update))
-        for verb, answers in update.done.items():
-            for number, contents in answers.items():
-                self._answered(tier.name, verb, number, contents, now)
+        for call in update.done:
+            self._ended(tier.name, call, now)
 
-    def _answered(self, name: str, verb: str, number: int, contents: Iterable[Content], now: float) -> None:
-        if (name, verb, number) not in self.calls:
-            self._log(name, "answer", f"answered job {number}, which it was not given: an internal error")
-            return
-        job, began_s = self.calls.pop((name, verb, number))
-        group, named_by_tier = job.copies.group, set(contents)
-        named = [hash_ for hash_ in job.hashes if (group, hash_) in named_by_tier]
+    def _ended(self, name: str, call: TierCall, now: float) -> None:
+        job: RankJob = call.job
+        group, named, verb = job.copies.group, [hash_ for _, hash_ in call.named], call.kind
         if verb == "seek":
             self._jobs.end(job, Report.FOUND, named)
             return
         good, bad = ("kept", "unkept") if verb == "write" else ("fetched", "missed")
-        self._moved(good, name, [(group, len(job.hashes) - len(named))], now - began_s)
+        self._moved(good, name, [(group, len(job.hashes) - len(named))], now - call.began_s)
         self._moved(bad, name, [(group, len(named))])
         if verb == "write":
             job.num_writing -= 1
@@ -366,13 +349,20 @@ class TierLoop:
                 self._jobs.end(job, Report.KEPT)
         else:
             if name == DISK:
-                self._measure(group, len(job.hashes) - len(named), began_s, now)
+                self._measure(group, len(job.hashes) - len(named), call.began_s, now)
             self._jobs.end(job, Report.FETCHED, named)
 
-    def _begin(self, tier: LowerTier, verb: str, job: RankJob, given: Sequence[object], now: float) -> None:
-        self.calls[tier.name, verb, job.number] = job, now
+    def _begin(self, tier: LowerTier, kind: Kind, job: RankJob, now: float) -> None:
+        group = job.copies.group
+        if kind == "seek":
+            rows = [TierRow(group, hash_) for hash_ in job.hashes]
+        else:
+            rows = [
+                TierRow(group, hash_, self._arena.row(group, row), job.footers.get(hash_, b""))
+                for hash_, row in zip(job.hashes, job.copies.rows, strict=True)
+            ]
         # If it raises, it may have begun the call all the same.
-        self._safely(tier, verb, partial(getattr(tier, verb), job.number, given))
+        self._safely(tier, "begin", TierCall(kind, rows, job, now))
 
     def _fail_copy(self, job: RankJob, reason: str, error: str) -> None:
         self._metrics.failures.labels(reason).inc()
@@ -395,26 +385,17 @@ class TierLoop:
         self.disk_bytes_per_s = total_bytes / max(seconds, 1e-6)
 
     def _poll(self, tier: LowerTier) -> TierUpdate:
-        update = self._safely(tier, "poll", tier.poll)
+        update: TierUpdate | None = self._safely(tier, "poll")
         return TierUpdate() if update is None else update
 
-    def _safely(self, tier: LowerTier, verb: str, call: Callable[[], T]) -> T | None:
+    def _safely(self, tier: LowerTier, verb: str, *given: Any) -> Any:
         """The result of a tier's method; None if it raises, which is a bug, logged once and counted."""
         try:
-            return call()
+            return getattr(tier, verb)(*given)
         except Exception:
             self._log(tier.name, verb, f"met an internal error in {verb}", exc_info=True)
             self._metrics.failures.labels(f"{tier.name}_internal").inc()
             return None
-
-    def _tier(self, job: RankJob, name: str) -> LowerTier | None:
-        for tier in self.tiers:
-            if tier.name == name:
-                return tier
-        self._log(name, "unknown", "has orders, and does not exist: an internal error")
-        self._metrics.failures.labels("offload_unknown_tier").inc()
-        self._jobs.fail(job, "there is no such tier")
-        return None
 
     def _log(self, name: str, kind: str, text: str, *, exc_info: bool = False) -> None:
         """Log an error, once for each owner and kind; later ones are only counted."""
@@ -422,13 +403,6 @@ class TierLoop:
             self._logged.add((name, kind))
             owner = "the device" if name == _DEVICE else name
             logger.error("offload, %s: it %s (further ones are only counted)", owner, text, exc_info=exc_info)
-
-    def _memory(self, job: RankJob) -> list[TierRow]:
-        group = job.copies.group
-        return [
-            TierRow(group, hash_, self._arena.row(group, row), job.footers.get(hash_, b""))
-            for hash_, row in zip(job.hashes, job.copies.rows, strict=True)
-        ]
 
 
 def _changes(name: str, update: TierUpdate) -> Iterator[TierChange]:
