@@ -13,10 +13,11 @@ import torch
 
 from kvconnect.addresses import TAKEN, join_address, look_at_port
 from kvconnect.cache.identity import Naming
-from kvconnect.config import TransferConfig, parse_kv_transfer_config
+from kvconnect.config import CONNECTOR, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.reading import refuse
+from kvconnect.vllm.configuration import our_configs
 from kvconnect.vllm.geometry import context_ranks, group_spec, head_counts, scheduler_config, stage_ranks
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 from kvconnect.vllm.plugin import OURS
@@ -62,11 +63,14 @@ def check_before_start(vllm_config: VllmConfig) -> None:
     """Refuse what can be known to fail before a model is loaded.
 
     Raises ``ConfigError`` with all of it: settings of vLLM, keys that cannot be read, addresses that are not
-    of this machine, ports in use.
+    of this machine, ports in use; in a MultiConnector mistakes of our configuration alone.
     """
+    given = vllm_config.kv_transfer_config
+    if given.kv_connector != CONNECTOR:
+        our_configs({name: getattr(given, name) for name in OURS})
+        return
     config = read_config(vllm_config)
-    mistakes = [*_unsupported(vllm_config, config), *_start_mistakes(vllm_config, config)]
-    refuse(mistakes)
+    refuse([*_unsupported(vllm_config, config), *_start_mistakes(vllm_config, config)])
 
 
 def _start_mistakes(vllm_config: VllmConfig, config: TransferConfig) -> Iterator[str]:

@@ -5,7 +5,6 @@ No server is started: vLLM's own aggregators, loggers and metric classes are cal
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import socket
@@ -30,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -67,22 +65,31 @@ def test_it_is_found_by_its_name():
     assert set(loaded) == {"kvconnect.offload.namespace", "kvconnect.offload.tier"}
 
 
-def test_a_wrong_configuration_is_refused_when_vllm_reads_it():
-    """Before any process is begun, or a model loaded; what is another connector's is left alone."""
-    load_general_plugins()
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    wrong = {"kv_connector_extra_config": {"slot_byte": 4096}}
-    with pytest.raises(ConfigError, match=r"no key 'slot_byte'.*did you mean 'slot_bytes'"):
-        parser.parse_args(["--kv-transfer-config", json.dumps({**CHILD, **wrong})])
-    for right in (CHILD, {**CHILD, **wrong, "kv_connector": "NixlConnector"}):
-        assert parser.parse_args(["--kv-transfer-config", json.dumps(right)]).kv_transfer_config
-
-
 def created(tmp_path, transfer):
     """The configuration of a server, as far as vLLM makes it before it starts anything or loads a model."""
     load_general_plugins()
     model = str(write_model("gqa", tmp_path).folder)
     return AsyncEngineArgs(model, kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
+
+
+WRONG = {"kv_connector_extra_config": {"slot_byte": 4096}}
+OTHER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+def beside_nixl(*connectors):
+    extra = {"connectors": [*connectors, OTHER]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize("wrong", [{**CHILD, **WRONG}, beside_nixl({**CHILD, **WRONG, "kv_port": 1})])
+def test_a_wrong_configuration_is_refused_before_a_model_is_loaded(tmp_path, wrong):
+    with pytest.raises(ConfigError, match=r"no key 'slot_byte'.*did you mean 'slot_bytes'"):
+        created(tmp_path, wrong)
+
+
+@pytest.mark.parametrize("right", [{**OTHER, **WRONG}, beside_nixl({**CHILD, "kv_port": 1}), beside_nixl()])
+def test_what_is_another_connector_s_is_left_alone(tmp_path, right):
+    assert created(tmp_path, right).kv_transfer_config
 
 
 def test_what_cannot_start_is_refused_before_a_model_is_loaded(tmp_path):
@@ -119,14 +126,6 @@ def test_a_later_process_of_a_server_finds_ports_of_its_workers_taken(tmp_path):
         transfer = {**CHILD, "kv_connector_extra_config": {"port": taken.getsockname()[1]}}
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
             assert pool.submit(created, tmp_path, transfer).result()
-
-
-def test_our_part_of_a_multi_connector_is_checked_when_vllm_reads_it():
-    load_general_plugins()
-    inner = [{"kv_connector": "KVConnect", "kv_connector_extra_config": {"prot": 1}, "kv_rank": 0}]
-    extra = {"connectors": [*inner, {"kv_connector": "NixlConnector", "kv_role": "kv_both"}]}
-    with pytest.raises(ConfigError, match=r"no key 'prot'.*did you mean 'port'"):
-        KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
 
 
 def test_module_path_and_name_are_one_class():
@@ -368,17 +367,6 @@ def test_hits_are_told_by_where_they_came_from():
     }
 
 
-# Beside others, in a MultiConnector
-
-MULTI = {
-    "kv_connector": "MultiConnector",
-    "kv_connector_module_path": None,
-    "kv_connector_extra_config": {
-        "connectors": [CHILD, {"kv_connector": "NixlConnector", "kv_role": "kv_both"}]
-    },
-}
-
-
 def test_a_multi_connector_carries_our_stats(clean_registry):
     children = [SimpleNamespace(get_kv_connector_stats=lambda: None), object.__new__(KVConnect)]
     children[1]._worker = SimpleNamespace(changes=busy().changes)
@@ -394,7 +382,7 @@ def test_a_multi_connector_carries_our_stats(clean_registry):
     assert not rebuilt.is_empty()
     assert rebuilt.reduce()["KVConnect"]["Transfers received"] == 8
 
-    exported = prom(**MULTI)
+    exported = prom(**beside_nixl(CHILD))
     exported.observe(data)
     assert shown("transfers_total", direction="received", outcome="ok") == 6
     assert shown("loads_in_flight", rank="1") == 6
