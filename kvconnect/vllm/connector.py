@@ -332,8 +332,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         All kernels of earlier steps were launched, also those of a draft model, which run after a step's
         tokens are known.
         """
-        if isinstance(kv_connector_metadata, OrdersMetadata) and not kv_connector_metadata.is_begun:
-            kv_connector_metadata.is_begun = True
+        if isinstance(kv_connector_metadata, OrdersMetadata):
             if kv_connector_metadata.asks_address and self._own is not None:
                 self._report.addresses = (self._own,)
             if kv_connector_metadata.check_weights and self._weights is not None and self._weights.check():
@@ -348,8 +347,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """From now on the blocks that vLLM zeroes in this step can be filled."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, OrdersMetadata):
-            # Some runners do not call the earlier hook.
-            self.handle_preemptions(metadata)
             self._worker.after_zeroing(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
