@@ -84,11 +84,8 @@ def follow_pauses() -> None:
     To be called in the scheduler's process, which has vLLM's module by then. The method has no public name:
     those are vLLM's hooks.
     """
-    scheduler = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
-    set_state: Any = getattr(scheduler, "set_pause_state", None)
-    if scheduler is None or set_state is None:
-        logger.debug("this vLLM has no pause state: requests stay held until their leases are over")
-        return
+    scheduler = sys.modules["vllm.v1.core.sched.scheduler"].Scheduler
+    set_state: Any = scheduler.set_pause_state
 
     @functools.wraps(set_state)
     def set_and_inform(self: Any, pause_state: Any, *arguments: Any, **more: Any) -> Any:
