@@ -207,8 +207,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         """This step's orders for the workers."""
         half = self._half
-        if half.offload is not None:
-            self._recovery.step()
         self._steps.tell(half, scheduler_output)
         orders = half.build_orders()
         self._spans.take(orders.notes)

@@ -154,32 +154,24 @@ class Recovery:
         self._expects = expects
         self._clock = clock
         self._until: float | None = None
-        self._is_bringing = False
 
     def expect(self, *, expects: bool) -> None:
         """An expected report arrived; ``expects`` another one."""
         self._expects, self._until = expects, None
 
-    def step(self) -> None:
-        """A step begins."""
-        self._is_bringing = False
-
-    def reported(self, reports: Iterable[OffloadReport]) -> None:
+    def reported(self, reports: Sequence[OffloadReport]) -> None:
         """A step's reports. A tier may recover more slowly than an idle vLLM steps."""
-        reports = tuple(reports)
-        self._is_bringing |= any(report.changes for report in reports)
         self._expects = any(report.is_recovering for report in reports)
-        if self._is_bringing or not self._expects:
+        if any(report.changes for report in reports):
             self._until = None
 
     @property
     def is_under_way(self) -> bool:
         """Whether the next step may carry more reports."""
-        if self._is_bringing or not self._expects:
-            return self._is_bringing
-        if self._until is None:
-            self._until = self._clock() + WAIT_S
-        self._expects = self._clock() < self._until
+        if self._expects:
+            if self._until is None:
+                self._until = self._clock() + WAIT_S
+            self._expects = self._clock() < self._until
         return self._expects
 
 
