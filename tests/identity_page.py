@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 
 from kvconnect.cache.identity import ENTRIES, Rule
-from kvconnect.vllm.stated_identity import FREE_FIELDS, FREE_SETTINGS
+from kvconnect.runner_kit.model_configuration import FREE_FIELDS
+from kvconnect.vllm.stated_identity import FREE_SETTINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
 _TABLE = re.compile(r"(<!-- identity -->\n).*?(?=\n\n|\Z)", re.S)

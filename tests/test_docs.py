@@ -70,7 +70,6 @@ EXPLAINED = (
     "vLLM 0.30.0 with speculative_config",
     "kv_load_failure_policy is 'fail'",
     "the nodes of 'sources' are asked for nothing",
-    "this vLLM's scheduler output cannot be read",
     "streams its input",
     "HTTP connections are open",
     # While a node or the router ends.

@@ -58,6 +58,16 @@ def local_files(source: str, revision: str | None, cache_dir: str | None) -> Pat
         return None
 
 
+def local_name(source: str, revision: str | None, cache_dir: str | None = None) -> str | None:
+    """The name of a checkpoint. None: its files are not on this machine, or one of them cannot be read."""
+    path = local_files(source, revision, cache_dir)
+    try:
+        return None if path is None else files_name(path)
+    except OSError as error:
+        logger.info("the weights in %s are not named by their files, as one cannot be read: %s", path, error)
+        return None
+
+
 def files_name(path: Path) -> str | None:
     """The name of the tensors of a checkpoint, a folder or one file. None: no weights. Raises ``OSError``.
 

@@ -261,8 +261,8 @@ class OffloadReport(msgspec.Struct, frozen=True):
     By job: ``stored`` has the hashes that failed, usually none; ``fetched`` the hashes that are missing or
     damaged, whose rows are void, and ``parked`` those of a parked load; ``found`` the hashes that a tier has.
     ``kept``: jobs whose rows no lower tier reads any more. ``cleared`` counts the clear orders carried out:
-    ``changes`` are later than these. While a rank ``is_recovering``, its tiers have more contents of before
-    their start to report.
+    ``changes`` are later than these. While a rank ``is_recovering``, its tiers have more to report: contents
+    of before their start, or changes that one report has no room for.
     """
 
     rank: int

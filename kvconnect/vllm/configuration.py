@@ -24,29 +24,27 @@ def read_configuration(given: str) -> TransferConfig:
     return read_file(Path(given).expanduser(), _ours)
 
 
-def check_ours(given: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for a configuration of our connector, or those in a ``MultiConnector``."""
-    for one in our_parts(given):
+def our_configs(given: Mapping[str, Any]) -> list[TransferConfig]:
+    """Our configurations in a ``MultiConnector``, or the one that this is. Raises ``ConfigError``."""
+    ours = [given]
+    if given.get("kv_connector") == "MultiConnector":
+        extra = given.get("kv_connector_extra_config")
+        inner = extra.get("connectors") if isinstance(extra, Mapping) else None
+        ours = [
+            {"kv_role": given.get("kv_role"), **one}
+            for one in inner or ()
+            if isinstance(one, Mapping) and one.get("kv_connector") == CONNECTOR
+        ]
+    return [
         parse_kv_transfer_config({key: value for key, value in one.items() if key not in _OF_VLLM})
+        for one in ours
+    ]
 
 
 def _ours(given: Mapping[str, Any]) -> TransferConfig:
-    of_us = our_parts(given)
-    if len(of_us) != 1:
+    found = our_configs(given)
+    if len(found) != 1:
         raise ConfigError(
-            f"the MultiConnector has {len(of_us)} connectors named {CONNECTOR!r}; accepted: one of them"
+            f"the MultiConnector has {len(found)} connectors named {CONNECTOR!r}; accepted: one of them"
         )
-    return parse_kv_transfer_config({key: value for key, value in of_us[0].items() if key not in _OF_VLLM})
-
-
-def our_parts(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The configurations in a ``MultiConnector`` that name our connector; this one, if it is none."""
-    if given.get("kv_connector") != "MultiConnector":
-        return [given]
-    extra = given.get("kv_connector_extra_config")
-    inner = extra.get("connectors") if isinstance(extra, Mapping) else None
-    return [
-        {"kv_role": given.get("kv_role"), **one}
-        for one in inner or ()
-        if isinstance(one, Mapping) and one.get("kv_connector") == CONNECTOR
-    ]
+    return found[0]

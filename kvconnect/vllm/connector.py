@@ -103,13 +103,11 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
-        """A worker's stats, rebuilt in another process."""
         # A copy: vLLM gives one dictionary to several loggers, and each adds to the object made from it.
         return TransferStats(copy.deepcopy(data or {}))
 
     @classmethod
     def build_prom_metrics(cls, *labels: Any, **more: Any) -> TransferPromMetrics:
-        """The series of vLLM's ``/metrics``."""
         return TransferPromMetrics(*labels, **more)
 
     @property
@@ -141,11 +139,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             self._make_half()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        """The same as ``set_xfer_handshake_metadata``, by pipeline and tensor-parallel rank."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take vLLM's block pool. Called once, before any request."""
         self._steps.windows.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
@@ -196,7 +192,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return self._kept if is_restored else transferred_groups(self._cache)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """The tiers that a hit came from, as far as vLLM distinguishes them."""
         return hit_sources(self._half.sources(request.request_id, num_external_tokens))
 
     def update_state_after_alloc(
@@ -212,8 +207,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         """This step's orders for the workers."""
         half = self._half
-        if half.offload is not None:
-            self._recovery.step()
         self._steps.tell(half, scheduler_output)
         orders = half.build_orders()
         self._spans.take(orders.notes)
@@ -259,11 +252,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return not self._awaits_workers
 
     def take_events(self) -> Iterable[Any]:
-        """Events of the blocks that the tiers stored and removed since the last call."""
         return self._half.take_events()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See ``request_finished_all_groups``."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -332,8 +323,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         All kernels of earlier steps were launched, also those of a draft model, which run after a step's
         tokens are known.
         """
-        if isinstance(kv_connector_metadata, OrdersMetadata) and not kv_connector_metadata.is_begun:
-            kv_connector_metadata.is_begun = True
+        if isinstance(kv_connector_metadata, OrdersMetadata):
             if kv_connector_metadata.asks_address and self._own is not None:
                 self._report.addresses = (self._own,)
             if kv_connector_metadata.check_weights and self._weights is not None and self._weights.check():
@@ -348,8 +338,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """From now on the blocks that vLLM zeroes in this step can be filled."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, OrdersMetadata):
-            # Some runners do not call the earlier hook.
-            self.handle_preemptions(metadata)
             self._worker.after_zeroing(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -362,7 +350,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: no step saves KV, because a draft model's KV is written after the step."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The requests sent, received and failed since the last call."""
         results = self._worker.results()
         if results:
             own = msgspec.structs.replace(results, sent=(), received=())
@@ -374,12 +361,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
-        """This worker's reports for the scheduler half since the last call, or None."""
         report, self._report = self._report, ReportMetadata()
         return report if report else None
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        """Changes of this worker's metrics since the last step, or None."""
         changes = self._worker.changes()
         return TransferStats.of_worker(self._own.rank, changes) if self._own and changes else None
 

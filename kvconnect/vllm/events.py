@@ -5,12 +5,12 @@ The fields of an event differ by release: they are read from vLLM's classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvconnect.offload.tier_events import Described, EventMaker, TierEvents
@@ -32,17 +32,9 @@ def tier_events(kv_cache_config: Any) -> TierEvents:
         }
         for spec in specs
     ]
-    return TierEvents(EventMaker(BlockStored, BlockRemoved, groups, describe, _name()))
-
-
-def _name() -> Callable[[bytes], Any]:
-    """The form in which vLLM publishes a hash. Tested once: vLLM reads its setting per hash, for 4 us."""
-    example = bytes(range(32))
-    published = maybe_convert_block_hash(BlockHash(example))
-    for name in (bytes, _last_64_bits):
-        if published == name(example):
-            return name
-    return lambda name: maybe_convert_block_hash(BlockHash(name))
+    # vLLM reads its setting of this per hash, for 4 us.
+    name = _last_64_bits if envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES else bytes
+    return TierEvents(EventMaker(BlockStored, BlockRemoved, groups, describe, name))
 
 
 def _last_64_bits(name: bytes) -> int:

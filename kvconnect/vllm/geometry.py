@@ -88,8 +88,7 @@ class VllmCache(RankCache):
 
 def transferred_groups(kv_cache_config: Any) -> tuple[int, ...]:
     """The groups of a vLLM cache configuration that a connector moves."""
-    ids = getattr(kv_cache_config, "transfer_group_ids", None)
-    return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
+    return tuple(kv_cache_config.transfer_group_ids)
 
 
 def group_spec(group: Any, layer: str = "") -> Any:

@@ -38,13 +38,12 @@ class OrdersMetadata(KVConnectorMetadata):
     """One step's orders. ``asks_address``: no worker has announced itself to the scheduler yet.
 
     ``check_weights``: caches were reset, as they are before weights are replaced, and this is the first step
-    with work since. ``is_begun``: the worker that has this copy took the orders in an earlier hook.
+    with work since.
     """
 
     orders: Orders
     asks_address: bool = False
     check_weights: bool = False
-    is_begun: bool = False
 
 
 @dataclass

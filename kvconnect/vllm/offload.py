@@ -29,15 +29,7 @@ if TYPE_CHECKING:
 
 def kept_groups(kv_cache_config: Any) -> tuple[int, ...]:
     """The groups whose blocks vLLM's prefix cache finds by hash: these are kept, the others are replayed."""
-    ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
-    if ids is not None:
-        return tuple(ids)
-    groups = kv_cache_config.kv_cache_groups
-    return tuple(
-        index
-        for index in transferred_groups(kv_cache_config)
-        if getattr(groups[index].kv_cache_spec, "prefix_cacheable", True)
-    )
+    return tuple(kv_cache_config.prefix_cacheable_group_ids)
 
 
 def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: Any) -> int:
@@ -99,11 +91,10 @@ def hit_requirements(vllm_config: VllmConfig, kv_cache_config: Any) -> HitRequir
 def _draft_groups(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[int, ...]:
     """Groups with a draft model's layers, whose KV of a token depends on the next token."""
     speculative = vllm_config.speculative_config
-    ask = getattr(speculative, "use_eagle_block_drop", None)
-    if ask is None or not ask():
+    if speculative is None or not speculative.use_eagle_block_drop():
         return ()
     kept, groups = kept_groups(kv_cache_config), kv_cache_config.kv_cache_groups
-    marked = tuple(index for index in kept if getattr(groups[index], "is_eagle_group", False))
+    marked = tuple(index for index in kept if groups[index].is_eagle_group)
     # Where vLLM does not know the draft's group, it treats all groups that keep tokens as such.
     return marked or tuple(index for index in kept if not is_state(group_spec(groups[index])))
 

@@ -43,42 +43,17 @@ def register() -> None:
             NAME,
             error,
         )
-    check_early()
+    # A process that reads a server's options has this module by now, unlike others: it is slow to import.
+    if (options := sys.modules.get("vllm.engine.arg_utils")) is not None:
+        _check_early(options)
 
 
-@functools.cache
-def check_early() -> None:
-    """Make vLLM check our configuration before it loads a model. Once per process.
+def _check_early(options: Any) -> None:
+    """Make vLLM check our configuration before it starts a process or loads a model.
 
-    What the configuration says alone is checked as soon as vLLM has parsed it; what depends on the model's
-    configuration, keys and ports when vLLM has read its options. No connector hook can: without CUDA graphs
-    vLLM makes no connector before the model is loaded, and an error raised in a worker then is followed by
-    the tracebacks of three processes.
+    No connector hook can: without CUDA graphs vLLM makes no connector before the model is loaded, and an
+    error raised in a worker then is followed by the tracebacks of three processes.
     """
-    try:
-        from vllm.config import KVTransferConfig
-
-        read: Any = KVTransferConfig.__post_init__
-    except (ImportError, AttributeError):
-        return
-
-    @functools.wraps(read)
-    def read_and_checked(given: Any) -> None:
-        read(given)
-        if given.kv_connector in (NAME, "MultiConnector"):
-            from kvconnect.vllm.configuration import check_ours
-
-            check_ours({name: getattr(given, name) for name in OURS})
-            # A process that reads options has this module by now, unlike others: it is slow to import.
-            if (options := sys.modules.get("vllm.engine.arg_utils")) is not None:
-                _check_created(options)
-
-    KVTransferConfig.__post_init__ = read_and_checked
-
-
-@functools.cache
-def _check_created(options: Any) -> None:
-    """Make vLLM check what it made of a server's options. Once per process."""
     create: Any = options.EngineArgs.create_engine_config
 
     @functools.wraps(create)
@@ -86,7 +61,7 @@ def _check_created(options: Any) -> None:
         made = create(self, *arguments, **more)
         given = made.kv_transfer_config
         # A server's later processes read the options again, when its workers may listen already.
-        if given is not None and given.kv_connector == NAME and parent_process() is None:
+        if given is not None and given.kv_connector in (NAME, "MultiConnector") and parent_process() is None:
             from kvconnect.vllm.settings import check_before_start
 
             check_before_start(made)
@@ -109,11 +84,8 @@ def follow_pauses() -> None:
     To be called in the scheduler's process, which has vLLM's module by then. The method has no public name:
     those are vLLM's hooks.
     """
-    scheduler = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
-    set_state: Any = getattr(scheduler, "set_pause_state", None)
-    if scheduler is None or set_state is None:
-        logger.debug("this vLLM has no pause state: requests stay held until their leases are over")
-        return
+    scheduler = sys.modules["vllm.v1.core.sched.scheduler"].Scheduler
+    set_state: Any = scheduler.set_pause_state
 
     @functools.wraps(set_state)
     def set_and_inform(self: Any, pause_state: Any, *arguments: Any, **more: Any) -> Any:

@@ -13,10 +13,11 @@ import torch
 
 from kvconnect.addresses import TAKEN, join_address, look_at_port
 from kvconnect.cache.identity import Naming
-from kvconnect.config import TransferConfig, parse_kv_transfer_config
+from kvconnect.config import CONNECTOR, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.reading import refuse
+from kvconnect.vllm.configuration import our_configs
 from kvconnect.vllm.geometry import context_ranks, group_spec, head_counts, scheduler_config, stage_ranks
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 from kvconnect.vllm.plugin import OURS
@@ -62,11 +63,14 @@ def check_before_start(vllm_config: VllmConfig) -> None:
     """Refuse what can be known to fail before a model is loaded.
 
     Raises ``ConfigError`` with all of it: settings of vLLM, keys that cannot be read, addresses that are not
-    of this machine, ports in use.
+    of this machine, ports in use; in a MultiConnector mistakes of our configuration alone.
     """
+    given = vllm_config.kv_transfer_config
+    if given.kv_connector != CONNECTOR:
+        our_configs({name: getattr(given, name) for name in OURS})
+        return
     config = read_config(vllm_config)
-    mistakes = [*_unsupported(vllm_config, config), *_start_mistakes(vllm_config, config)]
-    refuse(mistakes)
+    refuse([*_unsupported(vllm_config, config), *_start_mistakes(vllm_config, config)])
 
 
 def _start_mistakes(vllm_config: VllmConfig, config: TransferConfig) -> Iterator[str]:
@@ -230,22 +234,26 @@ def computes_prompts_whole(vllm_config: VllmConfig) -> bool:
     return not chunked and not vllm_config.cache_config.enable_prefix_caching
 
 
+def why_unnamed(vllm_config: VllmConfig, naming: Naming | None) -> str:
+    """Why no peer can ask this server for KV by name; empty if one can."""
+    if context_ranks(vllm_config) > 1:
+        return "its ranks keep tokens in turns"
+    if naming is not None:
+        return ""
+    return (
+        "its block hashes begin with a number of each process's own, or not all of its cache is kept under "
+        "them. Set PYTHONHASHSEED to the same number on all servers, or prefix_caching_hash_algo to sha256"
+    )
+
+
 def usable_naming(vllm_config: VllmConfig, config: TransferConfig, naming: Naming | None) -> Naming | None:
     """The naming for pulls; None where this vLLM cannot pull, with a warning if it has ``sources``."""
-    reason = ""
-    if context_ranks(vllm_config) > 1:
-        naming, reason = None, "its ranks keep tokens in turns"
-    elif naming is None:
-        reason = (
-            "its block hashes begin with a number of each process's own, or not all of its cache is kept "
-            "under them. Set PYTHONHASHSEED to the same number on all servers, or prefix_caching_hash_algo "
-            "to sha256"
-        )
-    elif computes_prompts_whole(vllm_config):
-        naming, reason = None, "it cannot compute the rest of a prompt"
+    reason = why_unnamed(vllm_config, naming)
+    if not reason and computes_prompts_whole(vllm_config):
+        reason = "it cannot compute the rest of a prompt"
     if reason and config.extra.sources:
         logger.warning("the nodes of 'sources' are asked for nothing: this vLLM names no KV, as %s", reason)
-    return naming
+    return None if reason else naming
 
 
 def shared_naming(
@@ -258,16 +266,10 @@ def shared_naming(
     """
     if not config.extra.share_prefix_cache:
         return None
-    reason = ""
+    reason = why_unnamed(vllm_config, naming)
     if not vllm_config.cache_config.enable_prefix_caching:
         reason = "its prefix cache is off; set --enable-prefix-caching"
-    elif naming is None or context_ranks(vllm_config) > 1:
-        reason = (
-            "it names no KV for peers. Set PYTHONHASHSEED to the same number on all servers, or "
-            "prefix_caching_hash_algo to sha256; models of which vLLM replays a part, and context parallel "
-            "ranks, have no names"
-        )
-    elif getattr(kv_cache_config, "needs_kv_cache_zeroing", True):
+    elif not reason and kv_cache_config.needs_kv_cache_zeroing:
         reason = "vLLM zeroes blocks of this model before workers know of it: states, or types of two widths"
     if reason and pool is not None:
         logger.warning("peers get nothing of this server's prefix cache: %s", reason)

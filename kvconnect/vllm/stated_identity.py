@@ -7,7 +7,6 @@ after it was read. So the objects in memory are read, and every value not known 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 import itertools
 import json
@@ -23,6 +22,7 @@ from kvconnect.cache.identity import Identity, default, noted
 from kvconnect.cache.shard import layer_number
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.namespace import salted
+from kvconnect.runner_kit.model_configuration import configuration, dtype_name, plain, words
 from kvconnect.vllm.geometry import HeadCounts, VllmCache, group_spec, has_slots, head_counts, is_state
 from kvconnect.vllm.offload import hash_block_tokens
 from kvconnect.vllm.states import Section, conv_layout
@@ -33,29 +33,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def _words(by_reason: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    return {reason: tuple(words.split()) for reason, words in by_reason.items()}
-
-
-FREE_FIELDS = _words(
-    {
-        "where it comes from": "_name_or_path transformers_version _commit_hash",
-        "has an entry of its own": "dtype torch_dtype",
-        "length of requests: what is derived of it is compared": "max_model_len",
-        "what comes after the last layer": """
-            id2label label2id problem_type num_labels finetuning_task task_specific_params bos_token_id
-            eos_token_id pad_token_id sep_token_id decoder_start_token_id output_attentions
-            output_hidden_states return_dict output_router_logits final_logit_softcapping""",
-        "training": """
-            attention_dropout hidden_dropout embd_pdrop attn_pdrop resid_pdrop dropout initializer_range
-            router_aux_loss_coef aux_loss_alpha seq_aux router_jitter_noise""",
-        "other runtimes": "use_cache chunk_size_feed_forward _attn_implementation attn_implementation",
-    }
-)
-"""By reason: fields of a model's configuration, at any depth, that KV does not depend on."""
-_FREE_FIELDS = {*itertools.chain(*FREE_FIELDS.values())}
-
-FREE_SETTINGS = _words(
+FREE_SETTINGS = words(
     {
         "where it comes from": """
             model model_weights revision code_revision hf_config_path config_format hf_token
@@ -96,7 +74,6 @@ _ROTARY_CHOICES = ("is_neox_style", "rotary_dim", "use_long_rope", "mrope_sectio
 _POSITIONS = (1, 37)
 _ANGLES = 16
 """This many numbers, of the rows of a rotary table at ``_POSITIONS``, identify its parameters."""
-_DEEPEST = 6
 
 
 class Stated:
@@ -170,7 +147,7 @@ class Stated:
                 "tokens": hash_block_tokens(self._vllm, self._cache),
             },
             **dtypes(
-                _dtype_name(self._vllm.model_config.dtype),
+                dtype_name(self._vllm.model_config.dtype),
                 self._entries.get("cache dtype", {}),
                 has_states=bool(states),
                 convert_dtype=convert_dtype,
@@ -201,59 +178,6 @@ def hashing(vllm_config: VllmConfig) -> str:
     """The algorithm and seed of vLLM's block hashes."""
     algorithm = getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "")
     return f"vllm {algorithm} from {os.environ.get('PYTHONHASHSEED', '')!r}"
-
-
-def configuration(config: Any) -> dict[str, str]:
-    """A model's configuration, field by field, without the fields that KV does not depend on.
-
-    Releases of transformers differ in their fields, so a default value is marked as a default.
-    """
-    try:
-        defaults = dict(_flat(type(config)().to_dict()))
-    except Exception:
-        # The classes of some models need arguments. Then each value counts as set.
-        defaults = {}
-    return {
-        name: default(value) if name in defaults and defaults[name] == value else value
-        for name, value in _flat(config.to_dict())
-    }
-
-
-def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Path and JSON text of each field of a configuration that KV depends on."""
-    for name, value in values.items():
-        if str(name) in _FREE_FIELDS:
-            continue
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", json.dumps(plain(value), sort_keys=True)
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON types, the same in every process; an object as its class and attributes."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, torch.dtype):
-        return _dtype_name(value)
-    if isinstance(value, torch.Tensor):
-        plain_bytes = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        return hashlib.sha256(plain_bytes).hexdigest()
-    if depth > _DEEPEST:
-        return type(value).__qualname__
-    if isinstance(value, Mapping):
-        return {str(key): plain(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, depth + 1) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted((plain(item, depth + 1) for item in value), key=json.dumps)
-    if isinstance(value, type) or callable(value):
-        name = getattr(value, "__qualname__", type(value).__qualname__)
-        return f"{getattr(value, '__module__', '')}.{name}"
-    attributes = {key: plain(item, depth + 1) for key, item in getattr(value, "__dict__", {}).items()}
-    return {"class": type(value).__qualname__, **attributes}
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -350,7 +274,7 @@ def _rotary(models: Iterable[nn.Module]) -> Iterable[str]:
 def _cache_dtype(layer: Any, spec: Any) -> str:
     """The resolved dtype of a layer's cache, and the spec's fields that define how its bytes are read."""
     named = str(getattr(layer, "kv_cache_dtype", None) or "auto")
-    kept = _dtype_name(getattr(spec, "dtype", "")) if named == "auto" else _SAME_DTYPE.get(named, named)
+    kept = dtype_name(getattr(spec, "dtype", "")) if named == "auto" else _SAME_DTYPE.get(named, named)
     more = {name: getattr(spec, name, None) for name in _READ_OF_SPECS}
     # Defaults are left out, so that a spec without these fields has the same text.
     options = (
@@ -401,13 +325,9 @@ def _states(kv_cache_config: Any, sections: Mapping[str, Sequence[Section]]) -> 
             if is_state(spec):
                 parts = sections.get(layer)
                 shapes = ", ".join(part.text for part in parts) if parts else getattr(spec, "shapes", ())
-                dtypes = tuple(map(_dtype_name, getattr(spec, "dtypes", ())))
+                dtypes = tuple(map(dtype_name, getattr(spec, "dtypes", ())))
                 described.add(f"{shapes} {dtypes} {conv_layout()}")
     return sorted(described)
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _short(value: Any) -> str:

@@ -7,7 +7,6 @@ Imports no vLLM.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.transfer.orders import OffloadReport
 from kvconnect.transfer.stack import Computed, StateBlock, Step
-
-logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0
 """For how long after the start a worker may report no change. Later changes come with the first requests."""
@@ -37,7 +34,6 @@ class Steps:
         self._known: set[str] = set()
         self._computed: dict[str, Computed] = {}
         self._states: dict[str, list[StateBlock]] = {}
-        self.refusal = ""
 
     def begin(self, request: Any) -> None:
         """Register vLLM's request object, which later reports read."""
@@ -66,31 +62,17 @@ class Steps:
     def tell(self, half: SchedulerHalf, scheduler_output: Any) -> None:
         """Report the previous step to the half, and remember this one."""
         self.windows.step()
-        if self.refusal:
-            return
         if self._computed or self._states:
             half.launched(self._launched(self._computed.keys() | self._states.keys()))
-        due = half.due
-        if not (due or getattr(scheduler_output, "preempted_req_ids", None)):
+        due, preempted = half.due, scheduler_output.preempted_req_ids or ()
+        if not (due or preempted):
             return
-        try:
-            preempted = list(scheduler_output.preempted_req_ids or ())
-            self._computed, self._states = _computed(scheduler_output, due), _states(scheduler_output)
-            overwritten = _overwritten(scheduler_output) if self.is_zeroed_first else set()
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            # The scheduler output is no stable interface, and a change in it must not end a server.
-            self.refusal = f"{type(error).__name__}: {error}"
-            logger.warning(
-                "this vLLM's scheduler output cannot be read (%s): prompts are sent only once they are "
-                "computed, and offload keeps no more blocks. Use a release of vLLM that is tested",
-                self.refusal,
-            )
-            preempted, overwritten, self._computed, self._states = list(self._requests), set(), {}, {}
+        self._computed, self._states = _computed(scheduler_output, due), _states(scheduler_output)
         for request_id in preempted:
             # A request that was admitted again since has entries here, which stay.
             self._known.discard(request_id)
             half.preempted(request_id)
-        if overwritten:
+        if self.is_zeroed_first and (overwritten := _overwritten(scheduler_output)):
             half.overwritten(overwritten)
 
     def _launched(self, request_ids: Iterable[str]) -> Step:
@@ -172,32 +154,24 @@ class Recovery:
         self._expects = expects
         self._clock = clock
         self._until: float | None = None
-        self._is_bringing = False
 
     def expect(self, *, expects: bool) -> None:
         """An expected report arrived; ``expects`` another one."""
         self._expects, self._until = expects, None
 
-    def step(self) -> None:
-        """A step begins."""
-        self._is_bringing = False
-
-    def reported(self, reports: Iterable[OffloadReport]) -> None:
+    def reported(self, reports: Sequence[OffloadReport]) -> None:
         """A step's reports. A tier may recover more slowly than an idle vLLM steps."""
-        reports = tuple(reports)
-        self._is_bringing |= any(report.changes for report in reports)
         self._expects = any(report.is_recovering for report in reports)
-        if self._is_bringing or not self._expects:
+        if any(report.changes for report in reports):
             self._until = None
 
     @property
     def is_under_way(self) -> bool:
         """Whether the next step may carry more reports."""
-        if self._is_bringing or not self._expects:
-            return self._is_bringing
-        if self._until is None:
-            self._until = self._clock() + WAIT_S
-        self._expects = self._clock() < self._until
+        if self._expects:
+            if self._until is None:
+                self._until = self._clock() + WAIT_S
+            self._expects = self._clock() < self._until
         return self._expects
 
 

@@ -159,11 +159,8 @@ def make_worker_half(
     named = naming(vllm_config, kv_cache_config, extra.offload)
     if extra.offload is not None:
         if named is None and config.is_producer and extra.engine != "none":
-            logger.info(
-                "what is kept in host memory is not sent to peers: vLLM's block hashes begin with a number "
-                "of each process's own, or not all of its cache is kept under them. Set PYTHONHASHSEED to "
-                "the same number on all servers"
-            )
+            reason = settings.why_unnamed(vllm_config, named)
+            logger.info("what is kept in host memory is not sent to peers, as %s", reason)
         # Restored bytes come from the same rank: nothing is converted.
         cache = described(kept_config(kv_cache_config))
         kept = KeptCache(

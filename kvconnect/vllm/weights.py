@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from kvconnect.runner_kit.checkpoint_files import files_name, local_files
+from kvconnect.runner_kit.checkpoint_files import local_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -276,11 +276,4 @@ def checkpoint_name(model: Any, load_config: Any) -> str | None:
     if str(load_format) not in _READ_FROM_FILES:
         return None
     source = str(getattr(model, "model_weights", "") or model.model)
-    path = local_files(source, model.revision, load_config.download_dir)
-    try:
-        return None if path is None else files_name(path)
-    except OSError as error:
-        logger.info(
-            "the weights in %s are named by what is in memory, as a file cannot be read: %s", path, error
-        )
-        return None
+    return local_name(source, model.revision, load_config.download_dir)

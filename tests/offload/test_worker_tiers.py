@@ -246,6 +246,7 @@ def test_a_job_is_kept_once_what_changed_before_was_reported():
     assert 1 in first.stored
     assert first.kept == ()
     assert second.kept == (1,)
+    assert (first.is_recovering, second.is_recovering) == (True, False), "more is to be told"
     assert hashes(1)[0] in second.changes[-1].added
 
 

@@ -83,6 +83,8 @@ class Config:
         self.kv_cache_groups = [
             SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for names, spec in self.groups
         ]
+        if self.transfer_group_ids is None:
+            self.transfer_group_ids = tuple(range(len(self.groups)))
 
 
 def attention(num_blocks: int, heads: int, content: int, split: int = 1, layout: str = "BHNC"):

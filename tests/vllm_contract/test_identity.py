@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig
 
 from kvconnect.cache.identity import Identity, differences, marks_differ
-from kvconnect.vllm.stated_identity import FREE_FIELDS, _rotary, configuration, plain
+from kvconnect.runner_kit.model_configuration import FREE_FIELDS, configuration, plain
+from kvconnect.vllm.stated_identity import _rotary
 from kvconnect.vllm.values import page_orders
 
 MODEL_TYPES = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "gpt_oss", "llama4_text")

@@ -55,7 +55,10 @@ def cache_of(*specs, eagle=(), **more):
         SimpleNamespace(kv_cache_spec=spec, layer_names=[f"l{index}"], is_eagle_group=index in eagle)
         for index, spec in enumerate(specs)
     ]
-    return SimpleNamespace(kv_cache_groups=groups, num_blocks=10, **more)
+    moved = tuple(range(len(specs)))
+    kept = tuple(index for index in moved if specs[index].prefix_cacheable)
+    ids = {"transfer_group_ids": moved, "prefix_cacheable_group_ids": kept}
+    return SimpleNamespace(kv_cache_groups=groups, num_blocks=10, **ids, **more)
 
 
 def test_groups_that_vllm_does_not_find_by_hashes_are_not_kept():
@@ -66,7 +69,6 @@ def test_groups_that_vllm_does_not_find_by_hashes_are_not_kept():
     assert isinstance(groups[2].spec, SlidingWindowSpec)
     assert groups[2].retention == Window(102)
     assert isinstance(groups[3].spec, StateSpec)
-    assert kept_groups(cache_of(attention(16), prefix_cacheable_group_ids=(7,))) == (7,)
 
 
 def test_a_hit_ends_where_the_blocks_of_all_groups_end():

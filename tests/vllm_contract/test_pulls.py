@@ -125,7 +125,7 @@ def server():
 
 
 def ordered(made):
-    output = SimpleNamespace(total_num_scheduled_tokens=0)
+    output = SimpleNamespace(total_num_scheduled_tokens=0, preempted_req_ids=None)
     return made.build_connector_meta(output).orders
 
 

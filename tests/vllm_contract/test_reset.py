@@ -17,7 +17,7 @@ from kvconnect.vllm.metadata import OrdersMetadata
 from kvconnect.vllm.weights import LoadedWeights
 from tests.vllm_contract import test_scheduler_hooks as hooks_kit
 
-EMPTY, BUSY = SimpleNamespace(total_num_scheduled_tokens=0), SimpleNamespace(total_num_scheduled_tokens=3)
+EMPTY, BUSY = (SimpleNamespace(total_num_scheduled_tokens=count, preempted_req_ids=None) for count in (0, 3))
 LOAD = Orders(loads=(Load("r", "h", "P", "x", 1, 4, (GroupBlocks(0, 0, (1,)),)),))
 HOLD = Orders(holds=(Hold("r", "h", 4, (), 1.0, 0),))
 SEEK = Orders(offload=OffloadOrders(seeks=(Seek(1, "store", 0, (b"x",)),)))
@@ -91,27 +91,11 @@ def test_a_worker_looks_once_and_before_it_takes_the_orders(changed):
     worker = Worker()
     weights = looked_at(lambda: worker.told.append(("check",)) or changed)
     made = connector(_worker=worker, _weights=weights, _role=KVConnectorRole.WORKER)
-    metadata = OrdersMetadata(LOAD, check_weights=True)
-    made.handle_preemptions(metadata)
-    made.handle_preemptions(metadata)
-    made.bind_connector_metadata(metadata)
-    made.start_load_kv(None)
+    for checks in (True, False):
+        metadata = OrdersMetadata(LOAD, check_weights=checks)
+        made.handle_preemptions(metadata)
+        made.bind_connector_metadata(metadata)
+        made.start_load_kv(None)
+    taken = [("before_step", LOAD), ("after_zeroing", LOAD)]
     replaced = [("replace_weights", {"tensors": "1"})] if changed else []
-    assert worker.told == [("check",), *replaced, ("before_step", LOAD), ("after_zeroing", LOAD)]
-    made.bind_connector_metadata(OrdersMetadata(LOAD))
-    made.start_load_kv(None)
-    assert worker.told[-2:] == [("before_step", LOAD), ("after_zeroing", LOAD)]
-    assert worker.told.count(("check",)) == 1
-
-
-def test_a_worker_that_is_given_orders_late_only_looks_before_them():
-    """As by a runner that calls no hook before the step is launched."""
-    worker = Worker()
-    made = connector(_worker=worker, _weights=looked_at(lambda: True), _role=KVConnectorRole.WORKER)
-    made.bind_connector_metadata(OrdersMetadata(LOAD, check_weights=True))
-    made.start_load_kv(None)
-    assert worker.told == [
-        ("replace_weights", {"tensors": "1"}),
-        ("before_step", LOAD),
-        ("after_zeroing", LOAD),
-    ]
+    assert worker.told == [("check",), *replaced, *taken, *taken]

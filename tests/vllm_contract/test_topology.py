@@ -58,7 +58,7 @@ def turns(spec, offload=None, **parallel):
         ),
     )
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=layers(0))
-    groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
+    groups = SimpleNamespace(kv_cache_groups=[group], transfer_group_ids=(0,), num_blocks=9)
     settings.refuse_unsupported(
         config, groups, SimpleNamespace(extra=SimpleNamespace(offload=offload, engine="none"))
     )

@@ -1,13 +1,10 @@
-"""With the vLLM that is installed: its classes are those recorded, it finds ours, and carries our stats.
+"""With the vLLM that is installed: it finds our classes, refuses what we refuse, and carries our stats.
 
 No server is started: vLLM's own aggregators, loggers and metric classes are called as a server would.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import json
 import pickle
 import re
 import socket
@@ -28,12 +25,10 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -44,61 +39,8 @@ from kvconnect.metrics import FAMILIES, Metrics, OffloadMetrics, merge_changes
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import PEER_SOURCE, AddressMetadata, ReportMetadata, hit_sources
-from kvconnect.vllm.plugin import vllm_version
 from kvconnect.vllm.stats import TransferStats
 from tests.vllm.tiny_models import write_model
-from tests.vllm_contract.test_hooks import VERSIONS, recorded
-
-# The interface
-
-
-def installed() -> str:
-    return vllm_version().split("+")[0]
-
-
-@pytest.mark.parametrize(
-    "cls",
-    [
-        base.KVConnectorBase_V1,
-        base.SupportsHMA,
-        base.KVConnectorTransferResults,
-        vllm_metrics.KVConnectorStats,
-        vllm_metrics.KVConnectorPromMetrics,
-        KVConnectorFactory,
-    ],
-    ids=lambda cls: cls.__name__,
-)
-def test_the_record_is_true(cls):
-    assert installed() in VERSIONS, "run record.py with the wheel of this version"
-    wanted = recorded(installed())["classes"][cls.__name__]
-    live = {name: item for name, item in vars(cls).items() if is_method(item) and written(cls, name)}
-    assert live.keys() == wanted["methods"].keys()
-    for name, item in live.items():
-        method = wanted["methods"][name]
-        function = item.fget if isinstance(item, property) else getattr(item, "__func__", item)
-        kind = type(item).__name__ if not inspect.isfunction(item) else "method"
-        assert kind == method["kind"], name
-        assert getattr(item, "__isabstractmethod__", False) == method["abstract"], name
-        parameters = inspect.signature(function).parameters.values()
-        assert [(p.name, p.kind.name) for p in parameters] == [
-            (parameter, kind) for parameter, kind, _ in method["parameters"]
-        ], name
-        for parameter, (_, _, default) in zip(parameters, method["parameters"], strict=True):
-            if default is None:
-                assert parameter.default is inspect.Parameter.empty, name
-            else:
-                assert parameter.default == ast.literal_eval(default), name
-
-
-def is_method(item) -> bool:
-    return inspect.isfunction(item) or isinstance(item, (property, classmethod, staticmethod))
-
-
-def written(cls, name) -> bool:
-    """Not one that a dataclass made."""
-    generated = "__dataclass_fields__" in vars(cls) and name.startswith("__")
-    return not generated and not name.startswith("__class")
-
 
 # Being found
 
@@ -123,22 +65,31 @@ def test_it_is_found_by_its_name():
     assert set(loaded) == {"kvconnect.offload.namespace", "kvconnect.offload.tier"}
 
 
-def test_a_wrong_configuration_is_refused_when_vllm_reads_it():
-    """Before any process is begun, or a model loaded; what is another connector's is left alone."""
-    load_general_plugins()
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    wrong = {"kv_connector_extra_config": {"slot_byte": 4096}}
-    with pytest.raises(ConfigError, match=r"no key 'slot_byte'.*did you mean 'slot_bytes'"):
-        parser.parse_args(["--kv-transfer-config", json.dumps({**CHILD, **wrong})])
-    for right in (CHILD, {**CHILD, **wrong, "kv_connector": "NixlConnector"}):
-        assert parser.parse_args(["--kv-transfer-config", json.dumps(right)]).kv_transfer_config
-
-
 def created(tmp_path, transfer):
     """The configuration of a server, as far as vLLM makes it before it starts anything or loads a model."""
     load_general_plugins()
     model = str(write_model("gqa", tmp_path).folder)
     return AsyncEngineArgs(model, kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
+
+
+WRONG = {"kv_connector_extra_config": {"slot_byte": 4096}}
+OTHER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+def beside_nixl(*connectors):
+    extra = {"connectors": [*connectors, OTHER]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize("wrong", [{**CHILD, **WRONG}, beside_nixl({**CHILD, **WRONG, "kv_port": 1})])
+def test_a_wrong_configuration_is_refused_before_a_model_is_loaded(tmp_path, wrong):
+    with pytest.raises(ConfigError, match=r"no key 'slot_byte'.*did you mean 'slot_bytes'"):
+        created(tmp_path, wrong)
+
+
+@pytest.mark.parametrize("right", [{**OTHER, **WRONG}, beside_nixl({**CHILD, "kv_port": 1}), beside_nixl()])
+def test_what_is_another_connector_s_is_left_alone(tmp_path, right):
+    assert created(tmp_path, right).kv_transfer_config
 
 
 def test_what_cannot_start_is_refused_before_a_model_is_loaded(tmp_path):
@@ -175,14 +126,6 @@ def test_a_later_process_of_a_server_finds_ports_of_its_workers_taken(tmp_path):
         transfer = {**CHILD, "kv_connector_extra_config": {"port": taken.getsockname()[1]}}
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
             assert pool.submit(created, tmp_path, transfer).result()
-
-
-def test_our_part_of_a_multi_connector_is_checked_when_vllm_reads_it():
-    load_general_plugins()
-    inner = [{"kv_connector": "KVConnect", "kv_connector_extra_config": {"prot": 1}, "kv_rank": 0}]
-    extra = {"connectors": [*inner, {"kv_connector": "NixlConnector", "kv_role": "kv_both"}]}
-    with pytest.raises(ConfigError, match=r"no key 'prot'.*did you mean 'port'"):
-        KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
 
 
 def test_module_path_and_name_are_one_class():
@@ -424,17 +367,6 @@ def test_hits_are_told_by_where_they_came_from():
     }
 
 
-# Beside others, in a MultiConnector
-
-MULTI = {
-    "kv_connector": "MultiConnector",
-    "kv_connector_module_path": None,
-    "kv_connector_extra_config": {
-        "connectors": [CHILD, {"kv_connector": "NixlConnector", "kv_role": "kv_both"}]
-    },
-}
-
-
 def test_a_multi_connector_carries_our_stats(clean_registry):
     children = [SimpleNamespace(get_kv_connector_stats=lambda: None), object.__new__(KVConnect)]
     children[1]._worker = SimpleNamespace(changes=busy().changes)
@@ -450,7 +382,7 @@ def test_a_multi_connector_carries_our_stats(clean_registry):
     assert not rebuilt.is_empty()
     assert rebuilt.reduce()["KVConnect"]["Transfers received"] == 8
 
-    exported = prom(**MULTI)
+    exported = prom(**beside_nixl(CHILD))
     exported.observe(data)
     assert shown("transfers_total", direction="received", outcome="ok") == 6
     assert shown("loads_in_flight", rank="1") == 6

@@ -193,7 +193,7 @@ class RankJobs:
             found=named[Report.FOUND],
             parked=named[Report.PARKED],
             changes=tuple(changes),
-            is_recovering=is_recovering,
+            is_recovering=is_recovering or is_more,
         )
         return Results(received=tuple(received), failed=failed, offload=(report,) if report else ())
 
