@@ -123,6 +123,21 @@ def to_bytes(body: Mapping[str, Any]) -> bytes:
         raise BadRequest("the request body is nested too deeply") from None
 
 
+class WholeEvents:
+    """Cuts an answer behind the events of a stream; any other answer is whole at its end."""
+
+    def __init__(self, *, is_stream: bool) -> None:
+        self._is_stream, self._held = is_stream, b""
+
+    def take(self, data: bytes, *, is_end: bool) -> bytes:
+        """What is whole with these bytes; at the end, all that is left."""
+        held, self._held = self._held + data, b""
+        if is_end:
+            return held
+        whole, ends, self._held = held.rpartition(b"\n\n") if self._is_stream else (b"", b"", held)
+        return whole + ends
+
+
 def request_headers(
     pairs: Iterable[tuple[str, str]], request_id: str, content_type: str = "application/json"
 ) -> list[tuple[str, str]]:

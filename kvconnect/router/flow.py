@@ -32,7 +32,7 @@ from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.releases import Releases
 from kvconnect.router.router_options import RouterOptions
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest, noted
-from kvconnect.router.usage import CountedByPrefill, PromptCounts
+from kvconnect.router.usage import PromptCounts, has_counts, with_counts
 
 logger = logging.getLogger("kvconnect.router")
 
@@ -47,7 +47,7 @@ end without a token. Text has its quotes escaped."""
 _REPORTED = {"kv_hint_results", "kvconnect_receipt"}
 _CUT_OFF = "the answer to request %s was cut off: %s"
 _COUNT_WAIT_S = 1.0
-"""How long a finished answer waits for P's counts: for P's answer to a prompt whose KV D has got."""
+"""How long an answer's counts wait for P's: for P's answer to a prompt whose KV D has got."""
 
 
 _PASSED = Endpoint()
@@ -700,15 +700,16 @@ class Flow:
         """Send the client a chunk, and ``kept_of`` each chunk that follows, with P's counts of the prompt."""
         response, prefill, is_open = exchange.response, exchange.prefill, True
         assert response is not None, "the answer has begun"
-        counted = CountedByPrefill(is_stream=begun.answer.content_type == "text/event-stream")
-        counts: PromptCounts | None = None
+        whole = bodies.WholeEvents(is_stream=begun.answer.content_type == "text/event-stream")
+        wait_s = _COUNT_WAIT_S
         while True:
             if prefill is not None:
-                if not is_open and counted.is_waiting:
-                    await asyncio.wait({prefill}, timeout=_COUNT_WAIT_S)
-                if counts is None and (outcome := _prefilled(prefill)) is not None:
-                    counts = PromptCounts.of(outcome.answer, outcome.handed)
-                chunk = counted.take(chunk, is_end=not is_open, is_known=prefill.done(), counts=counts)
+                chunk = whole.take(chunk, is_end=not is_open)
+                if has_counts(chunk):
+                    await asyncio.wait({prefill}, timeout=wait_s)
+                    wait_s = 0.0
+                    if (outcome := _prefilled(prefill)) is not None:
+                        chunk = with_counts(chunk, PromptCounts.of(outcome.answer, outcome.handed))
             if chunk:
                 await response.write(chunk)
             if not is_open:
