@@ -74,11 +74,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 # --- the numbers --------------------------------------------------------------------------------------
 
 
-LAYOUTS = st.sampled_from(["nhd", "hnd", "heads_first"])
-PLANES = st.sampled_from(["together", "per_block", "apart"])
-SIDES = st.fixed_dictionaries(
-    {"layout": LAYOUTS, "kv": PLANES, "tp_size": st.integers(1, 6), "ratio": st.integers(1, 3)}
-)
+LAYOUTS = st.sampled_from(["nhd", "hnd"])
+SIDES = st.fixed_dictionaries({"layout": LAYOUTS, "tp_size": st.integers(1, 6), "ratio": st.integers(1, 3)})
 
 
 @settings(max_examples=60)
@@ -86,7 +83,7 @@ SIDES = st.fixed_dictionaries(
 def test_every_target_rank_gets_each_of_its_heads_once_and_whole(source, target, tokens):
     sides = [
         cache(
-            {**GQA, "layout": side["layout"], "kv": side["kv"]},
+            {**GQA, "layout": side["layout"]},
             MLA,
             tp_size=side["tp_size"],
             block_size=16 * side["ratio"],
@@ -243,7 +240,7 @@ def test_types_are_converted_where_both_sides_say_so():
         ),
         (
             {"layers": [{**GQA, "layout": "dhn"}], "block_size": 16},
-            "layers[0].layout is 'dhn': accepted: heads_first, hnd, nhd",
+            "layers[0].layout is 'dhn': accepted: hnd, nhd",
         ),
         ({"layers": [GQA, GQA], "block_size": 16}, "layers[1].name is 'gqa', which layers[0] has too"),
         (
@@ -307,7 +304,7 @@ def test_what_a_comparison_takes_the_caches_for_is_stated(tmp_path):
     model = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64}
     rows = {one["about"]: one["found"] for one in json.loads(compared(tmp_path, model).output)["findings"]}
     assert rows["identity, attention"] == "the same on both: gqa kind gqa, num_layers 4, num_kv_heads 8"
-    assert rows["identity, layout"] == "the same on both: gqa dtype bfloat16, layout nhd, kv together"
+    assert rows["identity, layout"] == "the same on both: gqa dtype bfloat16, layout nhd"
     sizes = ("--block-size", "16", "--block-size", "64")
     found = json.loads(compared(tmp_path, model, *sizes).output)["findings"]
     (blocks,) = [one["found"] for one in found if one["about"] == "identity, block size"]
