@@ -37,22 +37,19 @@ def compare(source: Side, target: Side, tokens: int, configuration: str | None =
 
     A ``configuration`` replaces that of both files. Raises ``ConfigError`` if a file cannot be used.
     """
-    sides = {"P": read_cache(*source), "D": read_cache(*target)}
+    sides = [read_cache(*source), read_cache(*target)]
     if configuration is not None:
         extra = read_configuration(configuration).extra
-        sides = {name: msgspec.structs.replace(side, extra=extra) for name, side in sides.items()}
+        sides = [msgspec.structs.replace(side, extra=extra) for side in sides]
     # A model's configuration does not settle all of it.
     slots = f"slots of {size(CUDA_SLOT_BYTES)} where none are set, and no draft model"
     more = "deploy/examples has files that state more"
     yield well("taken for", f"{tokens} tokens in one request; {slots}; {more}")
-    engines = [side.extra.engine for side in sides.values()]
+    engines = [side.extra.engine for side in sides]
     # `auto` takes what the other node has.
     engines = [other if own == "auto" else own for own, other in zip(engines, reversed(engines), strict=True)]
-    held, wanted = (side.ranks(engine) for side, engine in zip(sides.values(), engines, strict=True))
-    yield from check_nodes(held, wanted, tokens, convert=sides["D"].extra.convert_dtype)
-    for name, side in sides.items():
-        for rank in range(side.tp_size if side.extra.ranks else 0):
-            yield well(f"{name} rank {rank}", f"at {side.extra.of_rank(rank).place}")
+    held, wanted = (side.ranks(engine) for side, engine in zip(sides, engines, strict=True))
+    yield from check_nodes(held, wanted, tokens, convert=sides[1].extra.convert_dtype)
 
 
 def examine(

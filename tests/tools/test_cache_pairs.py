@@ -388,17 +388,3 @@ def test_a_nodes_own_configuration_may_have_slots_that_are_too_small(tmp_path):
         said = json.loads(result.output)
         assert (result.exit_code, said["works"]) == (not fits, fits)
         assert all(reason in pairs_of(said)[0]["found"] for reason in reasons)
-
-
-def test_ranks_that_have_places_of_their_own_are_shown_with_them(tmp_path):
-    ranks = {"1": {"host": "10.2.0.0/16", "bind": "0.0.0.0", "device_name": "eth1"}}
-    given = json.dumps(
-        {"kv_role": "kv_both", "kv_connector_extra_config": {"host": "10.1.0.1", "ranks": ranks}}
-    )
-    options = ("--kv-transfer-config", given, "--tp", "2", "--tp", "1")
-    said = json.loads(command(str(EXAMPLES / "prefill.cache.json"), *options, "--json").stdout)
-    assert {one["about"]: one["found"] for one in said["findings"] if "rank " in one["about"]} == {
-        "P rank 0": "at 10.1.0.1",
-        "P rank 1": "at 10.2.0.0/16, listening at 0.0.0.0, over eth1",
-        "D rank 0": "at 10.1.0.1",
-    }
