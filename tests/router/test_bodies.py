@@ -11,6 +11,7 @@ def test_headers_of_one_connection_stay_on_it() -> None:
     pairs = [
         ("Connection", "keep-alive, X-Mine"),
         ("X-Mine", "1"),
+        ("Keep-Alive", "timeout=3"),
         ("TE", "trailers"),
         ("Transfer-Encoding", "chunked"),
         ("Content-Length", "5"),

@@ -217,15 +217,12 @@ def test_types_are_converted_where_both_sides_say_so():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"layers": [GQA]}, "cache.block_size is missing"),
         ({"layers": [], "block_size": 16}, "layers is empty"),
-        ({"layers": [GQA], "block_size": 0}, "cache.block_size is 0: Expected `int` >= 1"),
         (
             {"layers": [GQA], "block_size": 16, "tp_sise": 2},
             "cache has no key 'tp_sise' (its value is 2); did you mean 'tp_size'?",
         ),
         ({"layers": [3], "block_size": 16}, "layers[0] is 3; accepted: an object"),
-        ({"layers": [{"kind": "gqa"}], "block_size": 16}, "layers[0].num_layers is missing"),
         (
             {"layers": [{**GQA, "kind": "rnn"}], "block_size": 16},
             "layers[0].kind is 'rnn'; accepted: gqa, mla, sliding, state",
@@ -233,14 +230,6 @@ def test_types_are_converted_where_both_sides_say_so():
         (
             {"layers": [GQA, {**MLA, "num_kv_heads": 8}], "block_size": 16},
             "layers[1] has no key 'num_kv_heads' (its value is 8); did you mean 'num_layers'? accepted",
-        ),
-        (
-            {"layers": [{**SLIDING, "sliding_window": None}], "block_size": 16},
-            "layers[0].sliding_window is None: Expected `int`",
-        ),
-        (
-            {"layers": [{**GQA, "layout": "dhn"}], "block_size": 16},
-            "layers[0].layout is 'dhn': accepted: hnd, nhd",
         ),
         ({"layers": [GQA, GQA], "block_size": 16}, "layers[1].name is 'gqa', which layers[0] has too"),
         (
@@ -265,30 +254,23 @@ def test_kinds_of_layers_may_have_blocks_of_their_own():
     assert [kind.kernel_block_size for kind in side.layers[:2]] == [8, 64]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"), [("", "it is not JSON"), ("[1]", "it holds list; accepted: a JSON object")]
-)
-def test_a_file_that_holds_no_object_is_one_line_and_exit_code_2(text, reason, tmp_path):
+def test_a_file_that_cannot_be_used_is_one_line_and_exit_code_2(tmp_path):
     given = tmp_path / "cache.json"
-    given.write_text(text)
-    done = command(str(given))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"kvconnect: {given}: {reason}")
-    assert done.stderr.count("\n") == 1
+    given.write_text("[1]")
+    for path, reason in (
+        (given, "it holds list; accepted: a JSON object"),
+        ("nowhere.json", "it cannot be read: No such file or directory"),
+    ):
+        done = command(str(path))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"kvconnect: {path}: {reason}")
+        assert done.stderr.count("\n") == 1
 
 
 def test_tokens_have_bounds():
     files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
     for tokens in ("0", str(2**20 + 1)):
         assert command(*files, "--tokens", tokens).returncode == 2
-
-
-def test_a_file_that_is_not_there_is_named():
-    done = command("nowhere.json", str(EXAMPLES / "decode.cache.json"))
-    assert (done.returncode, done.stderr) == (
-        2,
-        "kvconnect: nowhere.json: it cannot be read: No such file or directory\n",
-    )
 
 
 # --- the command, with the examples that come with it -------------------------------------------------
