@@ -25,7 +25,7 @@ from kvconnect.node.http_server import REQUEST_ID
 from kvconnect.router import bodies, first_answer
 from kvconnect.router.bodies import SideChannel
 from kvconnect.router.decode_trials import DecodeTrials
-from kvconnect.router.endpoints import Endpoint
+from kvconnect.router.endpoints import Endpoint, has_logprobs
 from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream, has_no_output
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
@@ -317,10 +317,12 @@ class Flow:
     ) -> web.StreamResponse:
         """Prefill, first at the node of ``lease``, then decode."""
         self._metrics.flows.labels("sequential").inc()
-        # Never the client's own id, which would let the client choose whose KV a decode node loads.
-        is_batch = exchange.endpoint.is_batch(exchange.body)
-        params = {**bodies.prefill_params(uuid.uuid4().hex, is_batch=is_batch), **(placed or {})}
-        return await self._go_on(exchange, self._run_prefill(exchange, params, lease))
+        params = bodies.ASK_FOR_REMOTE_DECODE
+        if exchange.endpoint.is_batch(exchange.body):
+            # The answer names the first prompt only; a transfer id finds each. Never the client's own, which
+            # would let the client choose whose KV a decode node loads.
+            params = bodies.announced_prefill(uuid.uuid4().hex)
+        return await self._go_on(exchange, self._run_prefill(exchange, {**params, **(placed or {})}, lease))
 
     async def _run_at_once(
         self, exchange: Exchange, lease: NodeUse, channel: SideChannel, placed: Mapping[str, Any]
@@ -626,8 +628,7 @@ class Flow:
             UpstreamError: D's answer ended before anything of it was sent.
             Differs: D's answer begins with another token; none of it was sent.
         """
-        logprobs = exchange.body.get("logprobs")
-        rest = RestOfStream(first, has_logprobs=logprobs is not None and logprobs is not False)
+        rest = RestOfStream(first, has_logprobs=has_logprobs(exchange.body))
         begun = await decode
         if begun.is_error:
             self._leave_to_others(exchange, begun)
