@@ -24,7 +24,7 @@ from kvconnect.config import FIRST_TOKEN_KEY, RELEASE_KEY
 from kvconnect.node.http_server import REQUEST_ID
 from kvconnect.router import bodies, first_answer
 from kvconnect.router.bodies import SideChannel
-from kvconnect.router.decode_trials import DecodeTrials
+from kvconnect.router.decode_trials import CHAT_TOKENS, FIRST_TOKEN, DecodeTrials
 from kvconnect.router.endpoints import Endpoint, has_logprobs
 from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream, has_no_output
 from kvconnect.router.placing import Placing
@@ -551,7 +551,7 @@ class Flow:
         if not exchange.endpoint.is_text(exchange.body):
             return False
         is_chat = exchange.endpoint.text == "messages"
-        return not is_chat or (self.trials is not None and self.trials.take_chat_tokens)
+        return not is_chat or (self.trials is not None and self.trials.all_take(CHAT_TOKENS))
 
     def _first_of(self, exchange: Exchange, prefilled: Prefilled) -> FirstAnswer | None:
         """The part of P's answer that the client gets before D's answer, or None."""
@@ -565,7 +565,7 @@ class Flow:
         if self._computes_whole.get(prefilled.url):
             first = first_answer.read_first(prefilled.answer, exchange.body)
         outcome = "withheld" if first is None else "only" if first.is_whole else "prefill"
-        if outcome == "prefill" and not self.trials.take_first_tokens:
+        if outcome == "prefill" and not self.trials.all_take(FIRST_TOKEN):
             first, outcome = None, "not_tried"
         self._metrics.first_tokens.labels(outcome).inc()
         return first
