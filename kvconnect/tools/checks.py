@@ -13,7 +13,6 @@ from kvconnect.engine.lanes import ACTIVE
 from kvconnect.packages import has_vllm_plugin
 from kvconnect.tools.facts import Facts
 from kvconnect.tools.findings import Finding, failure, failure_if, warning, warning_if, well
-from kvconnect.tools.trial import Trial
 from kvconnect.vllm.plugin import RANGE, is_tested
 
 _LEAST_LOCKED, _WANTED_LOCKED = 64 << 20, 1 << 30
@@ -41,9 +40,7 @@ def _node(facts: Facts) -> Iterator[Finding]:
         f"{config.kv_role}, engine {extra.engine}; on a failed load it will {config.kv_load_failure_policy}",
     )
     if facts.key_problem:
-        advice = "`kvconnect keys new FILE`, the same FILE on every node, as key_file"
-        if "others can use it" in facts.key_problem:
-            advice = f"chmod 600 {extra.key_file or 'the files in ' + extra.keys_dir}"
+        advice = "`kvconnect keys new FILE`, the same FILE on every node, mode 0600, as key_file"
         yield failure("key", facts.key_problem, advice)
     else:
         yield warning_if(extra.insecure, "key", facts.key, "leave `insecure` out: a key is made by itself")
@@ -119,41 +116,21 @@ def _engines(facts: Facts) -> Iterator[Finding]:
         yield well("engine none", "this node hands nothing over, and only offloads")
     elif not facts.engine:
         reasons = "; ".join(f"{name}: {problem}" for name, problem in facts.engines.items() if problem)
-        yield failure("engine auto", f"none works here: {reasons}", _install("nixl"))
+        yield failure("engine auto", f"none works here: {reasons}", "install one of them")
     elif configured == "auto":
         yield well("engine auto", f"takes {facts.engine}")
     for name, problem in facts.engines.items():
-        if problem and name == configured:
-            yield failure(f"engine {name}", f"it does not work here: {problem}", _install(name))
-        elif problem:
-            yield well(f"engine {name}", f"not used, and not usable: {problem}")
-    for name, trial in facts.trials.items():
-        yield _tried(facts, name, trial)
-
-
-def _install(name: str) -> str:
-    ours = name in ("nixl", "mooncake")
-    return f"pip install 'kvconnect[{name}]', or another engine" if ours else "install it"
-
-
-def _tried(facts: Facts, name: str, trial: Trial) -> Finding:
-    is_ours, about = name == facts.engine, f"engine {name}"
-    if not trial.error:
-        shown = f"{name} {facts.machine.versions.get(name, '')}".strip()
-        wire = f", a write went over {trial.wire}" if trial.wire else ""
-        return well(about, f"{shown}: {trial.lane}{wire}{'' if is_ours else ' (not used)'}")
-    if not is_ours:
-        return warning(
-            about, f"not used, and does not start: {trial.error}", "nothing, or set another engine"
-        )
-    adapters = ", ".join(f"{port.device}:{port.port}" for port in facts.machine.rdma)
-    accepted = "protocol takes auto, and a backend of NIXL (UCX) or tcp, rdma, nvlink of Mooncake"
-    if facts.extra.protocol == "auto":
-        accepted = "look at the UCX_ and MC_ variables, and at host"
-        if facts.extra.device_name:
-            accepted = "device_name has to be one of these, or empty"
-    has = f"RDMA {adapters or 'none'}; interfaces {', '.join(facts.interfaces)}"
-    return failure(about, trial.error, f"this machine has {has}; {accepted}")
+        about, trial = f"engine {name}", facts.trial
+        if name == facts.engine and trial is not None:
+            wire = f", a write went over {trial.wire}" if trial.wire else ""
+            works = f"{name} {facts.machine.versions.get(name, '')}".strip() + f": {trial.lane}{wire}"
+            advice = "look at protocol, device_name, host and the UCX_ and MC_ variables"
+            yield failure_if(trial.error, about, trial.error or works, advice)
+        elif name == configured:
+            advice = "install it, or set another engine"
+            yield failure(about, f"it does not work here: {problem}", advice)
+        else:
+            yield well(about, f"not used, and not usable: {problem}" if problem else "not used")
 
 
 def _vllm(facts: Facts) -> Iterator[Finding]:
@@ -193,7 +170,7 @@ def _rdma(facts: Facts) -> Iterator[Finding]:
 
 def _transport(facts: Facts) -> Iterator[Finding]:
     """Whether the configured engine takes TCP between machines though RDMA could be used."""
-    trial, active = facts.trials.get(facts.engine), facts.machine.active_ports
+    trial, active = facts.trial, facts.machine.active_ports
     used = (trial.wire or trial.lane) if trial is not None and not trial.error else ""
     if "tcp" not in used.lower() or not active or is_loopback(facts.extra.host):
         return
