@@ -165,7 +165,7 @@ def _rdma(facts: Facts) -> Iterator[Finding]:
     for port in facts.machine.rdma:
         about, found = f"RDMA {port.device}:{port.port}", f"{port.state}, {port.rate}, {port.link_layer}"
         advice = "look at the cable, the switch and its subnet, or name others in device_name"
-        yield warning_if(port.state != ACTIVE, about, f"{found}, NUMA node {port.numa_node}", advice)
+        yield warning_if(port.state != ACTIVE, about, found, advice)
 
 
 def _transport(facts: Facts) -> Iterator[Finding]:
@@ -194,19 +194,6 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
                 found = "neither nvidia_peermem nor DMA-BUF: bytes go through host memory"
                 advice = "modprobe nvidia_peermem, or a driver and kernel (5.12) with DMA-BUF"
         yield warning_if(advice, "GPUDirect", found, advice)
-        nodes = {port.numa_node for port in machine.active_ports}
-        far = [at for at, gpu in enumerate(machine.gpus) if gpu.numa_node not in nodes | {-1}]
-        if far and nodes - {-1}:
-            found = f"GPUs {far} are on other nodes than every active RDMA device"
-            yield warning(
-                "NUMA", found, "place servers on GPUs beside a device, and name that in device_name"
-            )
-    if len(machine.gpus) > 1:
-        links = machine.most_nvlinks
-        alone = [at for at, gpu in enumerate(machine.gpus) if not gpu.peers]
-        reached = f"GPUs {alone} reach no other GPU's memory" if alone else "each GPU reaches others' memory"
-        found = f"{f'{links} NVLinks' if links else 'peer access'}: {reached}"
-        yield warning_if(alone, "GPU links", found, "nvidia-smi topo -p2p r")
 
 
 def _variables(facts: Facts) -> Iterator[Finding]:

@@ -68,8 +68,6 @@ def make_root(folder: Path, *, state: str = "4: ACTIVE") -> Path:
     (port / "state").write_text(f"{state}\n")
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "link_layer").write_text("InfiniBand\n")
-    (folder / "sys/class/infiniband/mlx5_0/device").mkdir()
-    (folder / "sys/class/infiniband/mlx5_0/device/numa_node").write_text("1\n")
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/status").write_text("Name:\tx\nCapEff:\t0000000000000000\n")
     return folder
