@@ -198,7 +198,7 @@ def test_caches_that_do_not_fit_have_every_reason():
     assert list(wrong) == ["identity, cache dtype", "caches"]
     assert wrong["caches"] == (
         f"rank to rank 0 > 0: layers 'gqa.0' to 'gqa.2' (3): dtype is bfloat16 {ON_P}, float16 {ON_D}: set "
-        "the same --kv-cache-dtype and --dtype on both, or convert_dtype: true, "
+        "the same --kv-cache-dtype and --dtype on both, or convert_dtype: true; "
         f"layers 'mla.0' to 'mla.1' (2): a head and token have 24 bytes {ON_P}, 32 bytes {ON_D}: serve the "
         "same model, with the same attention backend"
     )
