@@ -50,32 +50,23 @@ def list_command(path: CachePath, json_output: JsonObject = False) -> None:
 
 
 @cache_app.command()
-def verify(path: CachePath, name: Names = None, json_output: JsonObject = False) -> None:
+def verify(path: CachePath, name: Names = None) -> None:
     """Read and check every record; report what is wrong. Exit 1 if anything is."""
     from kvconnect.offload.disk.folder import verify as verify_folder
 
-    reports = []
+    all_problems = 0
     for folder in _chosen(path, name):
-        records = length_bytes = 0
-        findings = []
+        records = length_bytes = problems = 0
         for file, file_bytes, text in verify_folder(folder):
             if text:
-                findings.append({"file": file, "text": text})
-                if not json_output:
-                    typer.echo(f"{folder / file}: {text}")
+                problems += 1
+                typer.echo(f"{folder / file}: {text}")
             else:
                 records += 1
                 length_bytes += file_bytes
-        reports.append(
-            {"name": folder.name, "records": records, "length_bytes": length_bytes, "wrong": findings}
-        )
-        if not json_output:
-            typer.echo(
-                f"{folder.name}: {records} records are right, {size(length_bytes)}; {len(findings)} problems"
-            )
-    if json_output:
-        typer.echo(json.dumps({"path": str(path), "folders": reports}))
-    if any(report["wrong"] for report in reports):
+        all_problems += problems
+        typer.echo(f"{folder.name}: {records} records are right, {size(length_bytes)}; {problems} problems")
+    if all_problems:
         raise typer.Exit(1)
 
 
@@ -84,7 +75,6 @@ def clear(
     path: CachePath,
     name: Names = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all folders.")] = False,
-    json_output: JsonObject = False,
 ) -> None:
     """Remove folders. Refused while a process uses one of them: nothing is removed then."""
     from kvconnect.offload.disk.folder import remove
@@ -93,9 +83,6 @@ def clear(
         raise ConfigError("cache clear wants either --name or --all")
     chosen = _chosen(path, name)
     remove(chosen)
-    if json_output:
-        typer.echo(json.dumps({"path": str(path), "removed": [folder.name for folder in chosen]}))
-        return
     for folder in chosen:
         typer.echo(f"{folder.name}: removed")
     if not chosen:

@@ -42,8 +42,6 @@ _MOST_DESCRIPTORS = 1000
 ACTIVE = "ACTIVE"
 _ACKED_AT = 120
 """The offset in bytes of ``tcpi_bytes_acked`` in Linux's ``tcp_info``."""
-_P2P_READ, _P2P_OK = 0, 0
-"""NVML_P2P_CAPS_INDEX_READ, which is a tuple in pynvml, and NVML_P2P_STATUS_OK."""
 MOST_BYTES_PER_S = 1e15
 MOST_TEXT = 256
 BytesPerSecond = Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES_PER_S)]
@@ -94,14 +92,13 @@ UNKNOWN = Transport()
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port of an RDMA device. ``numa_node`` is -1 if the machine does not report it."""
+    """A port of an RDMA device."""
 
     device: str
     port: int
     state: str
     rate: str
     link_layer: str
-    numa_node: int
 
     @property
     def bytes_per_s(self) -> float:
@@ -112,13 +109,10 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, numbered as by its driver. ``nvlinks``: how many join it to another GPU, 0s left out. ``peers``:
-    GPUs whose memory it can read."""
+    """A GPU. ``nvlinks``: the most that join it to one other GPU."""
 
     name: str
-    numa_node: int
-    nvlinks: Mapping[int, int]
-    peers: tuple[int, ...]
+    nvlinks: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +132,7 @@ class Fabric:
     @property
     def most_nvlinks(self) -> int:
         """The most NVLinks between two GPUs."""
-        return max((count for gpu in self.gpus for count in gpu.nvlinks.values()), default=0)
+        return max((gpu.nvlinks for gpu in self.gpus), default=0)
 
 
 @dataclass(frozen=True)
@@ -292,7 +286,7 @@ def look_at_fabric(root: Path = Path("/"), *, with_gpus: bool) -> Fabric:
     return Fabric(
         rdma=tuple(port for device in devices for port in _ports(device)),
         speeds=_speeds(root / "sys/class/net"),
-        gpus=_gpus(root) if with_gpus else (),
+        gpus=_gpus() if with_gpus else (),
     )
 
 
@@ -304,12 +298,6 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def numa_node(device: Path) -> int:
-    """The NUMA node of a device; -1 if the machine does not report it."""
-    text = read_text(device / "numa_node")
-    return int(text) if text.lstrip("-").isdecimal() else -1
-
-
 def _ports(device: Path) -> list[RdmaPort]:
     return [
         RdmaPort(
@@ -319,7 +307,6 @@ def _ports(device: Path) -> list[RdmaPort]:
             read_text(port / "state").rpartition(":")[2].strip(),
             read_text(port / "rate"),
             read_text(port / "link_layer"),
-            numa_node(device / "device"),
         )
         for port in sorted((device / "ports").glob("[0-9]*"))
     ]
@@ -331,7 +318,7 @@ def _speeds(interfaces: Path) -> dict[str, int]:
     return {name: int(text) for name, text in texts.items() if text.isdecimal()}
 
 
-def _gpus(root: Path) -> tuple[Gpu, ...]:
+def _gpus() -> tuple[Gpu, ...]:
     """The GPUs of this machine; none without a driver."""
     import pynvml
 
@@ -349,34 +336,15 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
         ]
         found = []
         for one, gpu in enumerate(gpus):
-            others = [other for other in range(len(gpus)) if other != one]
-            links = {other: min(counts[one][other], counts[other][one]) for other in others}
-            # The kernel's PCI domains have four digits.
-            device = root / "sys/bus/pci/devices" / places[one].lower()[-12:]
-            found.append(
-                Gpu(
-                    pynvml.nvmlDeviceGetName(gpu),
-                    numa_node(device),
-                    {other: count for other, count in links.items() if count},
-                    tuple(other for other in others if _reads(gpu, gpus[other])),
-                )
-            )
+            others = (other for other in range(len(gpus)) if other != one)
+            links = max((min(counts[one][other], counts[other][one]) for other in others), default=0)
+            found.append(Gpu(pynvml.nvmlDeviceGetName(gpu), links))
         return tuple(found)
     except pynvml.NVMLError as error:
         logger.debug("the GPUs cannot be read: %s", error)
         return ()
     finally:
         pynvml.nvmlShutdown()
-
-
-def _reads(gpu: Any, other: Any) -> bool:
-    """Whether a GPU can read another one's memory, where the driver knows."""
-    import pynvml
-
-    try:
-        return bool(pynvml.nvmlDeviceGetP2PStatus(gpu, other, _P2P_READ) == _P2P_OK)
-    except pynvml.NVMLError:
-        return False
 
 
 def _link_ends(gpu: Any) -> list[Any]:

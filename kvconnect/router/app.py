@@ -83,14 +83,10 @@ class Router:
 
     async def _check_forever(self) -> None:
         tried: asyncio.Task[None] | None = None
-        failed: set[type] = set()
         while True:
-            checks = [self._upstream.check(pool, url) for pool in self.pools for url in pool.urls]
-            for error in await asyncio.gather(*checks, return_exceptions=True):
-                if error is not None:
-                    level = logging.DEBUG if type(error) in failed else logging.ERROR
-                    failed.add(type(error))
-                    logger.log(level, "internal error in a health check", exc_info=error)
+            await asyncio.gather(
+                *(self._upstream.check(pool, url) for pool in self.pools for url in pool.urls)
+            )
             if self.flow.trials is not None and (tried is None or tried.done()):
                 tried = asyncio.create_task(self.flow.trials.run(), name="first tokens")
             await asyncio.sleep(self.limits.check_interval_s)

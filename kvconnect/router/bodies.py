@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.config import RELEASE_KEY
 from kvconnect.node.http_server import REQUEST_ID, BadRequest
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -60,14 +59,6 @@ def at(value: Any, *path: str | int) -> Any:
     return value
 
 
-def prefill_params(transfer_id: str, *, is_batch: bool) -> Mapping[str, Any]:
-    """The parameters with which a prefill node keeps the blocks of a request.
-
-    The answer to a batch names the first prompt only, so a batch gets a transfer id, which finds each prompt.
-    """
-    return announced_prefill(transfer_id) if is_batch else ASK_FOR_REMOTE_DECODE
-
-
 def decode_params(handed: Mapping[str, Any], *, is_batch: bool, is_several: bool) -> Mapping[str, Any] | None:
     """The parameters for a decode node, made from ``handed``, the prefill node's.
 
@@ -110,17 +101,27 @@ def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
     return {**params, "kvconnect_peer": channel.handle} if channel.handle else params
 
 
-def release(name: str) -> dict[str, Any]:
-    """Parameters that end what a prefill node holds for the request of this secret name."""
-    return {"do_remote_prefill": True, "do_remote_decode": False, RELEASE_KEY: name}
-
-
 def to_bytes(body: Mapping[str, Any]) -> bytes:
     """A body as JSON bytes. Raises ``BadRequest`` if it is nested too deeply."""
     try:
         return json.dumps(body, separators=(",", ":")).encode()
     except RecursionError:
         raise BadRequest("the request body is nested too deeply") from None
+
+
+class WholeEvents:
+    """Cuts an answer behind the events of a stream; any other answer is whole at its end."""
+
+    def __init__(self, *, is_stream: bool) -> None:
+        self._is_stream, self._held = is_stream, b""
+
+    def take(self, data: bytes, *, is_end: bool) -> bytes:
+        """What is whole with these bytes; at the end, all that is left."""
+        held, self._held = self._held + data, b""
+        if is_end:
+            return held
+        whole, ends, self._held = held.rpartition(b"\n\n") if self._is_stream else (b"", b"", held)
+        return whole + ends
 
 
 def request_headers(

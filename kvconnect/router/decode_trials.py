@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 from kvconnect.config import FIRST_TOKEN_KEY
 from kvconnect.router.bodies import PARAMS, at
@@ -25,46 +24,32 @@ _CHAT = [{"role": "user", "content": "a"}]
 _TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a node takes a first token, and whether it takes the tokens of a chat."""
-
-    first_token: bool
-    chat_tokens: bool
+FIRST_TOKEN, CHAT_TOKENS = "first token", "chat tokens"
+"""What a node may take: a first token to begin with, and the tokens of a chat, which it need not tokenise."""
 
 
 class DecodeTrials:
-    """The verdict on each decode node, tried once each time it enters rotation. Owned by one event loop."""
+    """What each decode node takes, tried once each time it enters rotation. Owned by one event loop."""
 
     def __init__(self, pool: Pool, upstream: Upstream) -> None:
         self._pool = pool
         self._upstream = upstream
         # By URL and number of ejections: a node that returns may be another server.
-        self._verdicts: dict[tuple[str, int], Verdict] = {}
+        self._taken: dict[tuple[str, int], set[str]] = {}
 
-    @property
-    def take_first_tokens(self) -> bool:
-        """Whether all nodes that take requests begin with a given token."""
-        return all(verdict is not None and verdict.first_token for verdict in self._current())
-
-    @property
-    def take_chat_tokens(self) -> bool:
-        """Whether all nodes that take requests spare tokenising a chat whose tokens they are given."""
-        return all(verdict is not None and verdict.chat_tokens for verdict in self._current())
-
-    def _current(self) -> list[Verdict | None]:
+    def all_take(self, what: str) -> bool:
+        """Whether each node in rotation was seen to take this; False without a node."""
         nodes = self._pool.in_rotation()
-        return [self._verdicts.get((node.url, node.ejections)) for node in nodes] or [None]
+        return bool(nodes) and all(what in self._taken.get((node.url, node.ejections), ()) for node in nodes)
 
     async def run(self) -> None:
-        """Test each healthy node without a verdict. Raises nothing."""
+        """Try each healthy node that was not tried. Raises nothing."""
         nodes = self._pool.view()
         current = {(node.url, node.ejections): node.state for node in nodes}
         # Nodes that left are forgotten: addresses of a name come and go.
-        self._verdicts = {one: passed for one, passed in self._verdicts.items() if one in current}
-        due = [
-            one for one, state in current.items() if state is NodeState.HEALTHY and one not in self._verdicts
-        ]
+        self._taken = {one: taken for one, taken in self._taken.items() if one in current}
+        healthy = [one for one, state in current.items() if state is NodeState.HEALTHY]
+        due = [one for one in healthy if one not in self._taken]
         await asyncio.gather(*(self._try(*one) for one in due))
 
     async def _try(self, url: str, ejections: int) -> None:
@@ -85,10 +70,12 @@ class DecodeTrials:
         chat = await self._upstream.ask(url, "/v1/chat/completions", body, timeout_s=_TIMEOUT_S)
         if chat is None:
             return
-        counted = at(chat, "usage", "prompt_tokens")
-        verdict = Verdict(begun == [[token] for token in _TOKENS], counted == len(_PROMPT))
-        self._verdicts[url, ejections] = verdict
-        if not verdict.first_token:
+        takes = {
+            FIRST_TOKEN: begun == [[token] for token in _TOKENS],
+            CHAT_TOKENS: at(chat, "usage", "prompt_tokens") == len(_PROMPT),
+        }
+        self._taken[url, ejections] = {what for what, is_taken in takes.items() if is_taken}
+        if not takes[FIRST_TOKEN]:
             logger.warning(
                 "decode node %s samples a first token of its own: clients get theirs from decode nodes. Is "
                 "kvconnect installed beside it? vLLM's first model runner takes no logits processor with "

@@ -94,7 +94,7 @@ class Endpoint:
         )
         if body.get("use_beam_search") is True:
             return "beam_search", "it asks for a beam search"
-        if asks_logprobs or (body.get("echo") is True and ("messages" in body or _has_logprobs(body))):
+        if asks_logprobs or (body.get("echo") is True and ("messages" in body or has_logprobs(body))):
             return "prompt_logprobs", "log probabilities of the prompt are asked for"
         if self.limit_of(body) == 0:
             return "no_tokens", "it asks for no tokens"
@@ -139,7 +139,8 @@ class Endpoint:
         return {**sent, **self.at_prefill, "stream": False, PARAMS: {**body.get(PARAMS, {}), **params}}
 
 
-def _has_logprobs(body: Mapping[str, Any]) -> bool:
+def has_logprobs(body: Mapping[str, Any]) -> bool:
+    """Whether a client asks for log probabilities of the answer; 0 of a completion asks for them too."""
     logprobs = body.get("logprobs")
     return logprobs is not None and logprobs is not False
 

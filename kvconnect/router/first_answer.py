@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvconnect.router.bodies import at
+from kvconnect.router.bodies import WholeEvents, at
 from kvconnect.router.endpoints import SPLIT, Endpoint
 
 _SAMPLING = {
@@ -184,7 +184,7 @@ class RestOfStream:
         self._logprobs = int(has_logprobs)
         self._created = first.created
         self._replaced: tuple[bytes, bytes] | None = None
-        self._partial = b""
+        self._events = WholeEvents(is_stream=True)
 
     @property
     def is_over(self) -> bool:
@@ -193,15 +193,11 @@ class RestOfStream:
 
     def take(self, data: bytes) -> bytes:
         """The client's part of more bytes of D's stream; empty ``data`` is its end. Raises ``Differs``."""
-        if self.is_over and not self._replaced and not self._partial:
-            return data
-        whole, ends, self._partial = (self._partial + data).rpartition(b"\n\n")
-        if not data:
-            whole, self._partial = whole + ends + self._partial, b""
+        whole = self._events.take(data, is_end=not data)
         if not self.is_over:
-            whole, ends = b"".join(map(self._rest_of, whole.split(b"\n\n") if ends else ())), b""
+            whole = b"".join(map(self._rest_of, whole.split(b"\n\n")[:-1]))
         # With P's ``created``. A text cannot match: quotes within it are escaped.
-        return (whole + ends).replace(*self._replaced) if self._replaced else whole + ends
+        return whole.replace(*self._replaced) if self._replaced else whole
 
     def _rest_of(self, block: bytes) -> bytes:
         whole = block + b"\n\n"

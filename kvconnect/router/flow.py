@@ -24,15 +24,15 @@ from kvconnect.config import FIRST_TOKEN_KEY, RELEASE_KEY
 from kvconnect.node.http_server import REQUEST_ID
 from kvconnect.router import bodies, first_answer
 from kvconnect.router.bodies import SideChannel
-from kvconnect.router.decode_trials import DecodeTrials
-from kvconnect.router.endpoints import Endpoint
+from kvconnect.router.decode_trials import CHAT_TOKENS, FIRST_TOKEN, DecodeTrials
+from kvconnect.router.endpoints import Endpoint, has_logprobs
 from kvconnect.router.first_answer import Differs, FirstAnswer, RestOfStream, has_no_output
 from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.releases import Releases
 from kvconnect.router.router_options import RouterOptions
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest, noted
-from kvconnect.router.usage import CountedByPrefill, PromptCounts
+from kvconnect.router.usage import PromptCounts, has_counts, with_counts
 
 logger = logging.getLogger("kvconnect.router")
 
@@ -47,7 +47,7 @@ end without a token. Text has its quotes escaped."""
 _REPORTED = {"kv_hint_results", "kvconnect_receipt"}
 _CUT_OFF = "the answer to request %s was cut off: %s"
 _COUNT_WAIT_S = 1.0
-"""How long a finished answer waits for P's counts: for P's answer to a prompt whose KV D has got."""
+"""How long an answer's counts wait for P's: for P's answer to a prompt whose KV D has got."""
 
 
 _PASSED = Endpoint()
@@ -127,6 +127,10 @@ class Begun:
     is_error: bool
 
 
+Asked = contextlib.AbstractAsyncContextManager[Begun]
+"""A node that is asked, up to the beginning of its answer."""
+
+
 class Flow:
     """Runs requests against two pools, or against plain servers, which are all in ``decode``.
 
@@ -157,8 +161,7 @@ class Flow:
         self.releases = Releases(upstream)
         # Each prefill node's side channel, as named in its last answer.
         self._channels: dict[str, SideChannel] = {}
-        self._fallbacks_logged: set[str] = set()
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, ...]] = set()
 
     async def run(self, endpoint: Endpoint, exchange: Exchange) -> web.StreamResponse:
         """Serve a request that generates.
@@ -169,18 +172,16 @@ class Flow:
         """
         body = endpoint.parse(await exchange.request.read())
         exchange.endpoint, exchange.body = endpoint, body
-        takes_first = self.trials is not None and first_answer.is_eligible(exchange.request.path, body)
-        exchange.takes_first = takes_first
-        if takes_first and self._parallel and body.get("temperature") != 0:
-            # With one seed both nodes sample the same first token.
-            body.setdefault("seed", uuid.uuid4().int >> 65)
-        if takes_first:
+        if self.trials is not None and first_answer.is_eligible(exchange.request.path, body):
+            exchange.takes_first = True
             exchange.headers = bodies.identity_encoding(exchange.headers)
+            if self._parallel and body.get("temperature") != 0:
+                # With one seed both nodes sample the same first token.
+                body.setdefault("seed", uuid.uuid4().int >> 65)
         if body.get("previous_response_id") is not None:
-            reason = None if self._prefill is None else endpoint.direct_reason(body)
-            if reason is not None:
+            if self._prefill is not None and (reason := endpoint.direct_reason(body)):
                 self._count_fallback(*reason)
-            return await self._run_at_holder(exchange, body)
+            return await self.pass_to_holder(exchange, body)
         exchange.may_repeat = True
         try:
             return await self._run(exchange)
@@ -238,28 +239,28 @@ class Flow:
         if is_alone and self._prefill is not None:
             why = f"of {exchange.request.path} answers name nothing that a prefill node holds"
             self._count_fallback("endpoint", why)
-        return await self._relay(exchange, body)
+        return await self._relay(exchange, self._begun(exchange, body))
 
-    async def pass_to_holder(self, exchange: Exchange) -> web.StreamResponse:
+    async def pass_to_holder(
+        self, exchange: Exchange, body: Mapping[str, Any] | None = None
+    ) -> web.StreamResponse:
         """Serve a request about a stored response from the decode node that stores it.
+
+        The decode nodes are asked one after the other, until one does not answer 404. ``body``: None for the
+        client's own.
 
         Raises:
             BadRequest: there is a body, and it is neither a form nor a JSON object.
             UpstreamError: no node answered.
         """
-        return await self._run_at_holder(exchange, await exchange.passed_body())
-
-    async def _run_at_holder(
-        self, exchange: Exchange, body: Mapping[str, Any] | bytes | None
-    ) -> web.StreamResponse:
-        """Ask the decode nodes one after the other, until one does not answer 404: it stores the response."""
+        sent = body or await exchange.passed_body()
         asked: list[str] = []
         while True:
             lease = self._decode.take(avoid=asked)
             asked += [lease.url] if lease is not None else []
             is_last = all(node.url in asked for node in self._decode.in_rotation())
             try:
-                async with self._begun(exchange, body, lease, retry=is_last) as begun:
+                async with self._begun(exchange, sent, lease, retry=is_last) as begun:
                     if begun.answer.status != 404 or is_last:
                         return await self._pass_on(exchange, begun)
             except UpstreamError as error:
@@ -270,7 +271,7 @@ class Flow:
         """Serve a request from one node of ``pool``."""
         lease, placed = await self._take(exchange, pool)
         sent = exchange.endpoint.decode_body(exchange.body, placed or None)
-        return await self._relay(exchange, sent, lease, pool)
+        return await self._relay(exchange, self._begun(exchange, sent, lease, pool))
 
     async def _run_one_token(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
         """Serve a request for one token: P's answer is complete, and nothing is held for a decode node."""
@@ -316,10 +317,12 @@ class Flow:
     ) -> web.StreamResponse:
         """Prefill, first at the node of ``lease``, then decode."""
         self._metrics.flows.labels("sequential").inc()
-        # Never the client's own id, which would let the client choose whose KV a decode node loads.
-        is_batch = exchange.endpoint.is_batch(exchange.body)
-        params = {**bodies.prefill_params(uuid.uuid4().hex, is_batch=is_batch), **(placed or {})}
-        return await self._go_on(exchange, self._run_prefill(exchange, params, lease))
+        params = bodies.ASK_FOR_REMOTE_DECODE
+        if exchange.endpoint.is_batch(exchange.body):
+            # The answer names the first prompt only; a transfer id finds each. Never the client's own, which
+            # would let the client choose whose KV a decode node loads.
+            params = bodies.announced_prefill(uuid.uuid4().hex)
+        return await self._go_on(exchange, self._run_prefill(exchange, {**params, **(placed or {})}, lease))
 
     async def _run_at_once(
         self, exchange: Exchange, lease: NodeUse, channel: SideChannel, placed: Mapping[str, Any]
@@ -332,12 +335,12 @@ class Flow:
         self._metrics.flows.labels("parallel").inc()
         transfer_id = uuid.uuid4().hex
         announced = {**bodies.announced_prefill(transfer_id), **placed}
-        # The task owns the lease before this one can be cancelled: see ``_asking``.
+        # The task owns the lease before this one can be cancelled: see ``asking``.
         prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
         exchange.prefill = prefill
         try:
             sent = exchange.endpoint.decode_body(exchange.body, bodies.announced_decode(transfer_id, channel))
-            async with self._asking(exchange, sent) as decode:
+            async with asking(self._begun(exchange, sent)) as decode:
                 await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
                 held = None if decode.done() else _as_announced(prefill, channel)
                 if held is not None and (first := self._first_of(exchange, held)) is not None:
@@ -389,7 +392,7 @@ class Flow:
         exchange.prefill.set_result(outcome)
         if first is not None:
             return await self._run_behind(exchange, first, params, tokens)
-        return await self._relay(exchange, endpoint.decode_body(body, params, tokens))
+        return await self._relay(exchange, self._begun(exchange, endpoint.decode_body(body, params, tokens)))
 
     async def _without_prefill(self, exchange: Exchange, error: UpstreamError) -> web.StreamResponse:
         """Raises ``error`` where no decode node may compute the prompt instead, or another P can."""
@@ -402,13 +405,12 @@ class Flow:
         """Let the decode node compute the prompt too."""
         self._count_fallback(reason, why)
         exchange.prefill = None
-        return await self._relay(exchange, exchange.body)
+        return await self._relay(exchange, self._begun(exchange, exchange.body))
 
     def _count_fallback(self, reason: str, why: str) -> None:
         """Count a request that a decode node serves alone. Each ``reason`` is logged once."""
         self._metrics.fallbacks.labels(reason).inc()
-        if reason not in self._fallbacks_logged:
-            self._fallbacks_logged.add(reason)
+        if self._is_first("fallback", reason):
             logger.warning(
                 "a request is computed by its decode node alone (%s): %s (further ones are only counted, in "
                 "kvconnect_router_fallbacks_total)",
@@ -418,9 +420,13 @@ class Flow:
 
     def _log_first(self, text: str, request_id: str, why: str) -> None:
         """Log what became of a request; of each reason the first as an error."""
-        level = logging.INFO if (text, why) in self._logged else logging.ERROR
-        self._logged.add((text, why))
+        level = logging.ERROR if self._is_first(text, why) else logging.INFO
         logger.log(level, f"{text} (further ones are logged at level INFO)", request_id, why)
+
+    def _is_first(self, *logged: str) -> bool:
+        is_first = logged not in self._logged
+        self._logged.add(logged)
+        return is_first
 
     async def _run_prefill(
         self,
@@ -495,15 +501,9 @@ class Flow:
             raise self._upstream.failed("prefill", "bad_answer", text)
         return bytes(raw)
 
-    async def _relay(
-        self,
-        exchange: Exchange,
-        body: Mapping[str, Any] | bytes | None,
-        lease: NodeUse | None = None,
-        pool: Pool | None = None,
-    ) -> web.StreamResponse:
-        """Pass the answer of one node on; the arguments are those of ``_begun``."""
-        async with self._begun(exchange, body, lease, pool) as begun:
+    async def _relay(self, exchange: Exchange, asked: Asked) -> web.StreamResponse:
+        """Pass the answer of one node on."""
+        async with asked as begun:
             return await self._pass_on(exchange, begun)
 
     @contextlib.asynccontextmanager
@@ -546,35 +546,12 @@ class Flow:
             is_error |= is_empty or _ABORTED in first
             yield Begun(pool.role, leased.url, answer, first, is_error)
 
-    @contextlib.asynccontextmanager
-    async def _asking(
-        self,
-        exchange: Exchange,
-        body: Mapping[str, Any],
-        lease: NodeUse | None = None,
-        pool: Pool | None = None,
-        *,
-        retry: bool = True,
-    ) -> AsyncIterator[asyncio.Task[Begun]]:
-        """``_begun`` as a task, which is ended with the block.
-
-        The task starts, and owns the lease, before the caller's can be cancelled: a cancellation takes effect
-        at that task's next turn, and new tasks take their first turn in the order of their creation.
-        """
-        async with contextlib.AsyncExitStack() as stack:
-            begun = self._begun(exchange, body, lease, pool, retry=retry)
-            task = asyncio.create_task(stack.enter_async_context(begun))
-            try:
-                yield task
-            finally:
-                await _end(task)
-
     def _reuses_tokens(self, exchange: Exchange) -> bool:
         """Whether D gets the tokens of a text that P tokenised."""
         if not exchange.endpoint.is_text(exchange.body):
             return False
         is_chat = exchange.endpoint.text == "messages"
-        return not is_chat or (self.trials is not None and self.trials.take_chat_tokens)
+        return not is_chat or (self.trials is not None and self.trials.all_take(CHAT_TOKENS))
 
     def _first_of(self, exchange: Exchange, prefilled: Prefilled) -> FirstAnswer | None:
         """The part of P's answer that the client gets before D's answer, or None."""
@@ -588,7 +565,7 @@ class Flow:
         if self._computes_whole.get(prefilled.url):
             first = first_answer.read_first(prefilled.answer, exchange.body)
         outcome = "withheld" if first is None else "only" if first.is_whole else "prefill"
-        if outcome == "prefill" and not self.trials.take_first_tokens:
+        if outcome == "prefill" and not self.trials.all_take(FIRST_TOKEN):
             first, outcome = None, "not_tried"
         self._metrics.first_tokens.labels(outcome).inc()
         return first
@@ -627,7 +604,7 @@ class Flow:
         async with contextlib.AsyncExitStack() as stack:
             if decode is None:
                 body = exchange.endpoint.decode_body(exchange.body, sent, tokens)
-                decode = await stack.enter_async_context(self._asking(exchange, body))
+                decode = await stack.enter_async_context(asking(self._begun(exchange, body)))
             if exchange.response is None:
                 await self._begin_stream(exchange, first)
             try:
@@ -651,8 +628,7 @@ class Flow:
             UpstreamError: D's answer ended before anything of it was sent.
             Differs: D's answer begins with another token; none of it was sent.
         """
-        logprobs = exchange.body.get("logprobs")
-        rest = RestOfStream(first, has_logprobs=logprobs is not None and logprobs is not False)
+        rest = RestOfStream(first, has_logprobs=has_logprobs(exchange.body))
         begun = await decode
         if begun.is_error:
             self._leave_to_others(exchange, begun)
@@ -700,15 +676,16 @@ class Flow:
         """Send the client a chunk, and ``kept_of`` each chunk that follows, with P's counts of the prompt."""
         response, prefill, is_open = exchange.response, exchange.prefill, True
         assert response is not None, "the answer has begun"
-        counted = CountedByPrefill(is_stream=begun.answer.content_type == "text/event-stream")
-        counts: PromptCounts | None = None
+        whole = bodies.WholeEvents(is_stream=begun.answer.content_type == "text/event-stream")
+        wait_s = _COUNT_WAIT_S
         while True:
             if prefill is not None:
-                if not is_open and counted.is_waiting:
-                    await asyncio.wait({prefill}, timeout=_COUNT_WAIT_S)
-                if counts is None and (outcome := _prefilled(prefill)) is not None:
-                    counts = PromptCounts.of(outcome.answer, outcome.handed)
-                chunk = counted.take(chunk, is_end=not is_open, is_known=prefill.done(), counts=counts)
+                chunk = whole.take(chunk, is_end=not is_open)
+                if has_counts(chunk):
+                    await asyncio.wait({prefill}, timeout=wait_s)
+                    wait_s = 0.0
+                    if (outcome := _prefilled(prefill)) is not None:
+                        chunk = with_counts(chunk, PromptCounts.of(outcome.answer, outcome.handed))
             if chunk:
                 await response.write(chunk)
             if not is_open:
@@ -725,6 +702,21 @@ class Flow:
                 return response
         await response.write_eof()
         return response
+
+
+@contextlib.asynccontextmanager
+async def asking(asked: Asked) -> AsyncIterator[asyncio.Task[Begun]]:
+    """Ask a node in a task, which is ended with the block.
+
+    The task starts, and owns the lease, before the caller's can be cancelled: a cancellation takes effect at
+    that task's next turn, and new tasks take their first turn in the order of their creation.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        task = asyncio.create_task(stack.enter_async_context(asked))
+        try:
+            yield task
+        finally:
+            await _end(task)
 
 
 def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:

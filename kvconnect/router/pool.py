@@ -1,6 +1,6 @@
 """Which node of a role takes the next request, and which nodes are out of rotation.
 
-The owner of a lease calls ``release`` exactly once. A node that cannot be reached several times in a row is
+The owner of a lease calls ``release`` once. A node that cannot be reached several times in a row is
 ejected, and takes no request until it answers a health check.
 """
 
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvconnect.errors import ConfigError, LocalError
+from kvconnect.errors import ConfigError
 from kvconnect.router.router_options import NAME, RouterLimits
 
 
@@ -51,7 +51,6 @@ class NodeUse:
 
     url: str
     work: float = 0.0
-    is_open: bool = True
 
 
 class Pool:
@@ -120,14 +119,13 @@ class Pool:
 
     def computed(self, lease: NodeUse) -> None:
         """The node has begun its answer: no work of this prompt is left."""
-        self._node_of(lease).work -= lease.work
+        self._nodes[lease.url].work -= lease.work
         lease.work = 0.0
 
     def release(self, lease: NodeUse) -> None:
-        """Return a lease. Raises ``LocalError`` if it was returned before."""
+        """Return a lease."""
         self.computed(lease)
-        self._node_of(lease).in_flight -= 1
-        lease.is_open = False
+        self._nodes[lease.url].in_flight -= 1
         self._forget_if_drained(lease.url)
 
     def answered(self, url: str) -> bool:
@@ -170,8 +168,3 @@ class Pool:
     def _forget_if_drained(self, url: str) -> None:
         if self._nodes[url].state is NodeState.DRAINING and not self._nodes[url].in_flight:
             del self._nodes[url]
-
-    def _node_of(self, lease: NodeUse) -> Node:
-        if not lease.is_open:
-            raise LocalError(f"a lease of {lease.url} was given back before")
-        return self._nodes[lease.url]

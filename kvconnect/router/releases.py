@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from kvconnect.config import RELEASE_KEY
 from kvconnect.router import bodies
 from kvconnect.router.upstream import Headers, Upstream
 
@@ -40,7 +41,8 @@ class Releases:
             await asyncio.wait(self._tasks)
 
     async def _release(self, url: str, name: str, headers: Headers) -> None:
-        body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, bodies.PARAMS: bodies.release(name)}
+        params = {"do_remote_prefill": True, "do_remote_decode": False, RELEASE_KEY: name}
+        body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, bodies.PARAMS: params}
         answer = await self._upstream.ask(
             url, "/v1/completions", body, timeout_s=_TIMEOUT_S, headers=bodies.of_the_client(headers)
         )

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.endpoints import Endpoint
-from kvconnect.router.flow import Begun, Exchange, Flow
+from kvconnect.router.flow import Begun, Exchange, Flow, asking
 from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.router_options import RouterOptions, clean_url, split_rank
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
@@ -75,8 +75,8 @@ class RoomFlow(Flow):
         """
         self._metrics.flows.labels("room").inc()
         sent = {**exchange.body, **self._meeting(lease.url)}
-        asked = self._asking(exchange, sent, lease, self._nodes, retry=False), self._asking(exchange, sent)
-        prefill, decode = [await stack.enter_async_context(one) for one in asked]
+        legs = self._begun(exchange, sent, lease, self._nodes, retry=False), self._begun(exchange, sent)
+        prefill, decode = [await stack.enter_async_context(asking(leg)) for leg in legs]
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
         if not decode.done() and _is_error(prefill.result()):
             return prefill.result()

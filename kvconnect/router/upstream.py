@@ -253,7 +253,7 @@ class Upstream:
             return None
 
     async def check(self, pool: Pool, url: str) -> None:
-        """Check a node's health once, and record the result in its pool."""
+        """Check a node's health once, and record the result in its pool. Raises nothing."""
         timeout = aiohttp.ClientTimeout(total=self.limits.check_timeout_s)
         problem = ""
         try:
@@ -261,7 +261,8 @@ class Upstream:
             async with self._session.get(health, timeout=timeout, allow_redirects=False) as response:
                 if response.status != 200:
                     problem = f"/health answered {response.status}"
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except Exception as error:
+            # Also a name that cannot be one: the other nodes are checked all the same.
             problem = f"/health gave no answer ({type(error).__name__})"
         if problem:
             self._note_unreachable(pool, url, problem)

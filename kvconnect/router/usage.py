@@ -67,42 +67,19 @@ def _put(within: dict[str, Any], **values: Any) -> None:
     }
 
 
-class CountedByPrefill:
-    """Passes an answer on with P's counts, as soon as these are known.
+def has_counts(data: bytes) -> bool:
+    """Whether events, or a whole answer, may have counts."""
+    return any(mark in data for mark in _MARKS)
 
-    A streamed answer is held back from the first event that has counts, any other one to its end.
-    """
 
-    def __init__(self, *, is_stream: bool) -> None:
-        self._is_stream, self._held = is_stream, b""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether counts are held back."""
-        return any(mark in self._held for mark in _MARKS)
-
-    def take(self, data: bytes, *, is_end: bool, is_known: bool, counts: PromptCounts | None) -> bytes:
-        """The client's part of more bytes of the answer.
-
-        ``counts`` replace the answer's own once they are known; None leaves these.
-        """
-        self._held += data
-        whole, ends, rest = self._held.rpartition(b"\n\n") if self._is_stream else (b"", b"", self._held)
-        if is_end:
-            whole, ends, rest = self._held, b"", b""
-        has_counts = any(mark in whole for mark in _MARKS)
-        if has_counts and not is_known and not is_end:
-            return b""
-        self._held = rest
-        if not has_counts or counts is None:
-            return whole + ends
-        return b"\n\n".join(_replaced(event, counts) for event in whole.split(b"\n\n")) + ends
+def with_counts(data: bytes, counts: PromptCounts) -> bytes:
+    """Whole events, or a whole answer, with these counts in place of their own."""
+    return b"\n\n".join(_replaced(event, counts) for event in data.split(b"\n\n"))
 
 
 def _replaced(event: bytes, counts: PromptCounts) -> bytes:
-    """An event, or a whole answer, with these counts."""
     begin = event.find(b"{")
-    if begin < 0 or not any(mark in event for mark in _MARKS):
+    if begin < 0 or not has_counts(event):
         return event
     try:
         content = json.loads(event[begin:])

@@ -6,7 +6,6 @@ The file is an object with these keys; the first two are required.
 - ``block_size``: tokens of a logical block; a kind of layers may have its own.
 - ``kernel_block_size``: tokens of an attention kernel's block; default ``block_size``.
 - ``tp_size``: tensor-parallel ranks; default 1.
-- ``device``: ``cuda`` or ``cpu``; default ``cuda``. It decides the default size of slots.
 - ``kv_connector_extra_config``: as in ``kv_transfer_config``; ``engine``, ``slot_bytes`` and
   ``convert_dtype`` matter here.
 """
@@ -36,7 +35,6 @@ from kvconnect.cache.specs import (
 )
 from kvconnect.config import ExtraConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.reading import read_file, read_struct
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
@@ -46,11 +44,7 @@ CUDA_SLOT_BYTES = 128 << 20
 _USUAL_BLOCK_SIZE = 16
 _NUM_BLOCKS = 2
 """Blocks of the tables: what is sent of a request does not depend on their number."""
-_AXES = {
-    "nhd": "block {} token head content",
-    "hnd": "block {} head token content",
-    "heads_first": "head block {} token content",
-}
+_AXES = {"nhd": "block token head content", "hnd": "block head token content"}
 
 _LAYER_TYPES = {"full_attention": "gqa", "sliding_attention": "sliding"}
 """By value of ``layer_types``. Recurrent layers are missing: each model states their size in its own way."""
@@ -88,16 +82,11 @@ class TokenLayers(LayerKind, frozen=True, kw_only=True):
 class HeadLayers(TokenLayers, frozen=True, kw_only=True):
     """Layers that keep K and V by head; ``gqa``: of all tokens. ``num_kv_heads`` counts those of all ranks.
 
-    Attributes:
-        layout: ``nhd`` has tokens outside heads, ``hnd`` heads outside tokens within a block,
-            ``heads_first`` heads outside of blocks.
-        kv: ``together`` has a head's K and V of one token side by side, ``per_block`` all K of a block before
-            its V, ``apart`` all K of a layer before its V.
+    ``layout``: within a block, ``nhd`` has tokens outside heads, ``hnd`` heads outside tokens.
     """
 
     num_kv_heads: Count
-    layout: Literal["nhd", "hnd", "heads_first"] = "nhd"
-    kv: Literal["together", "per_block", "apart"] = "together"
+    layout: Literal["nhd", "hnd"] = "nhd"
 
 
 class SlidingLayers(HeadLayers, frozen=True, kw_only=True):
@@ -125,7 +114,6 @@ class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
 
     layers: tuple[LayerKind, ...]
     tp_size: int
-    device: str
     extra: ExtraConfig
 
     @property
@@ -137,7 +125,7 @@ class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
             "attention": self._stated("kind", "num_layers", "num_kv_heads", "sliding_window"),
             "cache dtype": convertible if self.extra.convert_dtype else dtypes,
             "block size": self._stated("block_size", "kernel_block_size"),
-            "layout": self._stated("dtype", "layout", "kv"),
+            "layout": self._stated("dtype", "layout"),
             "parallelism": {"tensor": self.tp_size},
         }
         # A cache file does not state how a state is divided over ranks.
@@ -158,8 +146,7 @@ class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises ``ConfigError``: the cache cannot be expressed.
         """
-        slot_bytes = CUDA_SLOT_BYTES if self.device == "cuda" else auto_slot_bytes("cpu")
-        slot_bytes = self.extra.slot_bytes or slot_bytes
+        slot_bytes = self.extra.slot_bytes or CUDA_SLOT_BYTES
         return {
             rank: Introduction("", "", rank, self.meaning, engine, b"", self.table(rank), slot_bytes)
             for rank in range(self.tp_size)
@@ -200,10 +187,9 @@ def _tensor_of(kind: LayerKind, heads: int) -> tuple[LayerSpec, Sequence[int], s
         spec = MLASpec(kind.block_size, kind.head_size, dtype)
         return spec, (blocks, kernel, kind.head_size), "block token content", dtype
     size = kind.block_size, heads, kind.head_size, dtype
-    axes = _AXES[kind.layout].format("plane" if kind.kv == "per_block" else "")
-    axes = " ".join(("plane " * (kind.kv == "apart") + axes).split())
-    extent = {"block": blocks, "token": kernel, "plane": 2, "head": heads}
-    extent["content"] = kind.head_size * (1 if "plane" in axes else 2)
+    axes = _AXES[kind.layout]
+    # A head's K and V of one token side by side.
+    extent = {"block": blocks, "token": kernel, "head": heads, "content": 2 * kind.head_size}
     spec = FullAttentionSpec(*size)
     if isinstance(kind, SlidingLayers):
         spec = SlidingWindowSpec(*size, sliding_window=kind.sliding_window)
@@ -215,7 +201,6 @@ class _Outer(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Count
     kernel_block_size: Count = 0
     tp_size: Ranks = 1
-    device: Literal["cuda", "cpu"] = "cuda"
     kv_connector_extra_config: dict[str, Any] = {}
 
 
@@ -232,7 +217,7 @@ def parse_cache(given: Mapping[str, Any]) -> CacheFile:
     transfer = parse_kv_transfer_config(
         {"kv_role": "kv_both", "kv_connector_extra_config": outer.kv_connector_extra_config}
     )
-    return CacheFile(layers=tuple(layers), tp_size=outer.tp_size, device=outer.device, extra=transfer.extra)
+    return CacheFile(layers=tuple(layers), tp_size=outer.tp_size, extra=transfer.extra)
 
 
 def _layer_kind(given: Any, where: str, outer: _Outer) -> LayerKind:

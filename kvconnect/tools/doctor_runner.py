@@ -7,9 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from kvconnect.errors import ConfigError
 from kvconnect.tools.cache_file import CUDA_SLOT_BYTES, read_cache
@@ -18,12 +15,8 @@ from kvconnect.tools.checks import check_machine
 from kvconnect.tools.facts import Facts, Probes
 from kvconnect.tools.findings import Finding, Level, failure, well
 from kvconnect.tools.node_pair import check_peer
-from kvconnect.tools.showing import printable, size
+from kvconnect.tools.showing import paragraph, size
 from kvconnect.vllm.configuration import read_configuration
-
-_WIDTH = 80
-_COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
-
 
 Side = tuple[Path, Mapping[str, int]]
 """A node's cache or model file, and replacements for its ``tp_size`` and ``block_size``."""
@@ -44,22 +37,19 @@ def compare(source: Side, target: Side, tokens: int, configuration: str | None =
 
     A ``configuration`` replaces that of both files. Raises ``ConfigError`` if a file cannot be used.
     """
-    sides = {"P": read_cache(*source), "D": read_cache(*target)}
+    sides = [read_cache(*source), read_cache(*target)]
     if configuration is not None:
         extra = read_configuration(configuration).extra
-        sides = {name: msgspec.structs.replace(side, extra=extra) for name, side in sides.items()}
+        sides = [msgspec.structs.replace(side, extra=extra) for side in sides]
     # A model's configuration does not settle all of it.
     slots = f"slots of {size(CUDA_SLOT_BYTES)} where none are set, and no draft model"
     more = "deploy/examples has files that state more"
     yield well("taken for", f"{tokens} tokens in one request; {slots}; {more}")
-    engines = [side.extra.engine for side in sides.values()]
+    engines = [side.extra.engine for side in sides]
     # `auto` takes what the other node has.
     engines = [other if own == "auto" else own for own, other in zip(engines, reversed(engines), strict=True)]
-    held, wanted = (side.ranks(engine) for side, engine in zip(sides.values(), engines, strict=True))
-    yield from check_nodes(held, wanted, tokens, convert=sides["D"].extra.convert_dtype)
-    for name, side in sides.items():
-        for rank in range(side.tp_size if side.extra.ranks else 0):
-            yield well(f"{name} rank {rank}", f"at {side.extra.of_rank(rank).place}")
+    held, wanted = (side.ranks(engine) for side, engine in zip(sides, engines, strict=True))
+    yield from check_nodes(held, wanted, tokens, convert=sides[1].extra.convert_dtype)
 
 
 def examine(
@@ -88,19 +78,11 @@ def examine(
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    console = Console(width=_WIDTH, highlight=False)
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(width=7, no_wrap=True)
-    table.add_column(width=15)
-    table.add_column(ratio=1, overflow="fold")
     for finding in findings:
-        colour = _COLOURS[finding.level]
-        text = escape(printable(finding.found))
+        print(paragraph(f"{finding.level.value:<8}{finding.about:<15} ", finding.found, 24))
         if finding.advice:
-            text += f"\n[bold]> {escape(printable(finding.advice))}[/]"
-        table.add_row(f"[{colour}]{finding.level.value}[/]", escape(finding.about), text)
-    console.print(table)
+            print(paragraph(f"{'':24}> ", finding.advice, 24))
     counts = Counter(finding.level for finding in findings)
-    console.print(
+    print(
         f"\n{counts[Level.FAILURE]} failures, {counts[Level.WARNING]} warnings, {counts[Level.PASS]} passed"
     )

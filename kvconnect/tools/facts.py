@@ -7,7 +7,6 @@ import re
 import resource
 import socket
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,6 @@ class Machine(Fabric):
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    has_verbs: bool = True
     has_peermem: bool = False
     visible_gpus: int = 0
     has_dmabuf: bool = False
@@ -63,7 +61,6 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
     return Machine(
         **vars(look_at_fabric(root, with_gpus=True)),
         versions=package_versions(),
-        has_verbs=any((root / "dev/infiniband").glob("uverbs*")),
         has_peermem="nvidia_peermem" in read_text(root / "proc/modules"),
         visible_gpus=visible_gpus,
         has_dmabuf=visible_gpus > 0 and supports_dmabuf(),
@@ -94,10 +91,10 @@ class Facts:
 
     ``places``: the settings of each key of ``ranks``; ``absent`` ones are on other machines, and ``first`` is
     the first rank here. ``engines``: registered engines, each with why it does not work here, or "".
-    ``engine``: the one in use, or "". ``trials``: results of the engines that were tried. ``port`` (of the
-    first rank here) and ``bootstrap_port``: as ``look_at_port`` finds them. ``key`` describes the keys;
-    ``key_problem`` is why there are none. ``own`` describes our node that listens on ``port``; otherwise
-    ``own_problem`` is why the listener is none. ``describe`` asks the worker at an address.
+    ``engine``: the one in use, or "". ``trial``: its result, if it works. ``port`` (of the first rank here)
+    and ``bootstrap_port``: as ``look_at_port`` finds them. ``key`` describes the keys; ``key_problem`` is why
+    there are none. ``own`` describes our node that listens on ``port``; otherwise ``own_problem`` is why the
+    listener is none. ``describe`` asks the worker at an address.
     """
 
     def __init__(self, config: TransferConfig | None, probes: Probes) -> None:
@@ -111,7 +108,9 @@ class Facts:
         self.engine = extra.engine
         if extra.engine == "auto":
             self.engine = next((name for name in PREFERENCE if self.engines.get(name) == ""), "")
-        self.trials = _trials(extra, self.engine, self.engines, probes)
+        self.trial: Trial | None = None
+        if self.engines.get(self.engine) == "":
+            self.trial = probes.trial(self.engine, extra.host, extra.protocol, extra.all_engine_options)
         self.interfaces = tuple(name for _, name in socket.if_nameindex())
         self.port = probes.port(extra.listens_at, port)
         self.bootstrap_port = probes.port(extra.listens_at, extra.bootstrap_port)
@@ -149,15 +148,3 @@ def _keys(extra: ExtraConfig) -> tuple[str, Keyring | None]:
         return f"none yet; the first node of this user makes {of_user}", None
     keyring = load_keyring(extra, os.environ)
     return described(keyring), keyring
-
-
-def _trials(extra: ExtraConfig, engine: str, engines: Mapping[str, str], probes: Probes) -> dict[str, Trial]:
-    """Try the engine in use as configured, and the other candidates of ``auto`` with defaults."""
-    configured = extra.protocol, extra.all_engine_options
-    with ThreadPoolExecutor(2) as pool:
-        tried = {
-            name: pool.submit(probes.trial, name, extra.host, *(configured if name == engine else ()))
-            for name in dict.fromkeys((engine, *PREFERENCE))
-            if engines.get(name) == ""
-        }
-        return {name: one.result() for name, one in tried.items()}

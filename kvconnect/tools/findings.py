@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 
 class Level(enum.Enum):
@@ -19,16 +17,12 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """``about``: the checked thing; ``found``: its state; ``advice``: how to mend it, or "".
-
-    ``figures`` are numbers for programs; each name ends with its unit.
-    """
+    """``about``: the checked thing; ``found``: its state; ``advice``: how to mend it, or ""."""
 
     level: Level
     about: str
     found: str
     advice: str = ""
-    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 well = partial(Finding, Level.PASS)
@@ -36,9 +30,9 @@ warning = partial(Finding, Level.WARNING)
 failure = partial(Finding, Level.FAILURE)
 
 
-def _unless_well(level: Level, wrong: object, about: str, found: str, advice: str, **more: Any) -> Finding:
+def _unless_well(level: Level, wrong: object, about: str, found: str, advice: str) -> Finding:
     """A finding of this level if ``wrong`` is true, else a pass without the advice."""
-    return Finding(level, about, found, advice, **more) if wrong else well(about, found, **more)
+    return Finding(level, about, found, advice) if wrong else well(about, found)
 
 
 warning_if = partial(_unless_well, Level.WARNING)

@@ -1,4 +1,4 @@
-"""``kvconnect inspect``: asks workers for their state or timelines: tables, JSON, or a trace file."""
+"""``kvconnect inspect``: asks workers for their state or timelines: text, JSON, or a trace file."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, Group
-from rich.markup import escape
-from rich.table import Table
 
 from kvconnect.addresses import join_address
 from kvconnect.config import ExtraConfig
@@ -26,14 +24,15 @@ from kvconnect.peer.timeline_page import TOPIC as TIMELINE
 from kvconnect.peer.timeline_page import TimelinePage
 from kvconnect.timeline import Record
 from kvconnect.tools.server_client import side_channels
-from kvconnect.tools.showing import printable
+from kvconnect.tools.showing import paragraph, printable
 from kvconnect.tools.timelines import Worker, align, join, slowest, trace
-from kvconnect.tools.worker_tables import WIDTH, tables
+from kvconnect.tools.worker_text import text_of
 
 _EACH_S = 1.0
 _MOST_PAGES = 256
 _MOST_TIMELINE_PAGES = 64
 _SHOWN = 10
+_CLEARED = "\x1b[H\x1b[2J"
 
 Address = tuple[str, int]
 
@@ -49,25 +48,23 @@ def run_inspect(
         ConfigError: an address or a key cannot be used.
         PeerError: a worker does not answer.
     """
-    workers = _workers_at(given)
-    keyring, console = load_keyring(extra, os.environ), Console(width=WIDTH, highlight=False)
+    workers, keyring = _workers_at(given), load_keyring(extra, os.environ)
 
     def show() -> None:
-        shown: list[Table | str] = []
+        shown: list[str] = []
         for worker in workers:
+            at = join_address(*worker)
             described, found = look(extra, keyring, worker, request=request, whole=json_output)
             if json_output:
-                print(as_json(join_address(*worker), described, found), flush=True)
-            else:
-                if request and not (found.leases or found.loads or found.ended or found.receipts):
-                    at, text = join_address(*worker), escape(printable(request))
-                    shown.append(f"{at} holds nothing of {text}: its decode server knows what came of it\n")
-                shown += tables(join_address(*worker), described, found)
-        if json_output:
-            return
-        if watch:
-            console.clear()
-        console.print(Group(*shown))
+                shown.append(as_json(at, described, found))
+                continue
+            if request and not (found.leases or found.loads or found.ended or found.receipts):
+                nothing = f"holds nothing of {request}: its decode server knows what came of it"
+                shown.append(paragraph("", f"{at} {nothing}", 0))
+            shown += [*text_of(at, described, found), ""]
+        if watch and sys.stdout.isatty() and not json_output:
+            shown.insert(0, _CLEARED)
+        print("\n".join(shown), flush=True)
 
     with contextlib.suppress(KeyboardInterrupt):
         show()
@@ -77,10 +74,8 @@ def run_inspect(
                 show()
             except PeerError as error:
                 # A watched worker may stop and come back.
-                if json_output:
-                    print(msgspec.json.encode({"error": str(error)}).decode(), flush=True)
-                else:
-                    console.print(printable(str(error)), markup=False)
+                failed = msgspec.json.encode({"error": str(error)}).decode()
+                print(failed if json_output else printable(str(error)), flush=True)
     return 0
 
 

@@ -49,8 +49,7 @@ def check_link(facts: Facts, peer: Description, address: tuple[str, int]) -> Ite
     arena = Arena(device, slot_bytes, 2, max(slot_bytes, _SCRATCH_BYTES[device.type]))
     found = _calibrated(facts, theirs, address, arena)
     advice = "look at the rows above, at other traffic, and at where the processes run (NUMA)"
-    figures = {"bytes_per_s": found.bytes_per_s}
-    yield warning_if(found.share < LEAST_SHARE, "contiguous", str(found), advice, figures=figures)
+    yield warning_if(found.share < LEAST_SHARE, "contiguous", str(found), advice)
 
 
 def _calibrated(facts: Facts, theirs: Introduction, address: tuple[str, int], arena: Arena) -> Transport:

@@ -81,12 +81,8 @@ class ServerCommand:
 
     def __str__(self) -> str:
         """As a line for a shell."""
-        return " ".join(
-            [
-                *(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()),
-                shlex.join(self.command),
-            ]
-        )
+        environment = (f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return " ".join((*environment, shlex.join(self.command)))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
+
+WIDTH = 80
+
 
 def size(length_bytes: float) -> str:
     """Bytes as text, in the largest binary unit that keeps them at 1 or more."""
@@ -23,3 +27,9 @@ def duration(duration_s: float) -> str:
 def printable(text: str) -> str:
     """Text of a peer or client without control characters, which could steer the terminal."""
     return "".join(one if one.isprintable() else " " for one in text)
+
+
+def paragraph(head: str, text: str, indent: int) -> str:
+    """A head and a text, made printable, in lines of ``WIDTH`` columns; the further ones are indented."""
+    between = " " * indent
+    return textwrap.fill(printable(text), WIDTH, initial_indent=printable(head), subsequent_indent=between)

@@ -520,9 +520,9 @@ def test_the_routers_image_has_all_that_the_router_imports(tmp_path) -> None:
     project = (DEPLOY.parent / "pyproject.toml").read_text()
     assert all(f'"{requirement}"' in project for requirement in wanted), "ranges differ from pyproject.toml"
     names = {re.split(r"[><=]", requirement)[0].replace("-", "_") for requirement in wanted}
-    # Everything else that the project names is made to fail, but for rich, which typer brings along.
+    # Everything else that the project names is made to fail.
     named = {name.replace("-", "_") for name in re.findall(r'"([A-Za-z-]+)[><=]', project)}
-    blocked = {{"pyzmq": "zmq"}.get(name, name) for name in named - names - {"rich"}}
+    blocked = {{"pyzmq": "zmq"}.get(name, name) for name in named - names}
     assert {"torch", "nixl", "numpy", "pyzmq", "aiohttp", "typer"} <= named
     assert "torch" in blocked
     script = f"import sys\nfor name in {sorted(blocked)}: sys.modules[name] = None\n"

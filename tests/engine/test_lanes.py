@@ -23,7 +23,7 @@ from kvconnect.engine.lanes import (
 
 NEAR, FAR = "127.0.0.1", "192.0.2.9"
 SIDE_CHANNEL = {("10.0.0.1", "10.0.0.2"): 500}
-FABRIC = Fabric(rdma=(RdmaPort("mlx5_1", 1, "ACTIVE", "400 Gb/sec (4X NDR)", "", 0),))
+FABRIC = Fabric(rdma=(RdmaPort("mlx5_1", 1, "ACTIVE", "400 Gb/sec (4X NDR)", ""),))
 QUIET = Traffic(SIDE_CHANNEL, {"mlx5_0:1": 7, "mlx5_1:1": 0})
 SEEN = Seen(1000, 1e9, NEAR, True, False, QUIET, QUIET)
 
@@ -154,15 +154,14 @@ def test_what_a_port_sent_is_counted_in_words_or_in_bytes(tmp_path):
 
 
 def test_the_rate_of_several_ports_is_that_of_all():
-    ports = [RdmaPort(f"mlx5_{n}", 1, "ACTIVE", "400 Gb/sec (4X NDR)", "", 0) for n in (0, 1, 10)]
+    ports = [RdmaPort(f"mlx5_{n}", 1, "ACTIVE", "400 Gb/sec (4X NDR)", "") for n in (0, 1, 10)]
     fabric = Fabric(rdma=tuple(ports))
     assert expected_rate(fabric, Transport("rdma", "mlx5_0:1,mlx5_10:1")) == 100e9
     assert expected_rate(fabric, Transport("rdma", "mlx5_7:1")) == 50e9
 
 
 def test_the_rate_of_other_lanes_is_that_of_their_hardware_or_unknown():
-    gpus = (Gpu("H200", 0, {1: 18}, (1,)), Gpu("H200", 0, {0: 18}, (0,)))
-    fabric = Fabric(gpus=gpus, speeds={"eth0": 25_000})
+    fabric = Fabric(gpus=(Gpu("H200", 18),) * 2, speeds={"eth0": 25_000})
     rates = [expected_rate(fabric, Transport(kind)) for kind in ("nvlink", "cuda_ipc", "tcp", "rdma")]
     assert rates == [450e9, 450e9, 0, 0]
     assert expected_rate(fabric, Transport("tcp", "eth0")) == 25e9 / 8

@@ -35,31 +35,6 @@ STRICT = {"decode_fallback": False}
 """A prefill leg that fails is the answer: what happens otherwise is in test_flow."""
 
 
-@in_loop
-async def test_two_legs_and_the_params_between_them() -> None:
-    async with pair(decode=answers(body={"token_ids": [5, 6]})) as (client, prefill, decode):
-        status, headers, raw = await client.post(
-            {**ASK, "kv_transfer_params": {"remote_host": "evil"}},
-            "/v1/completions?q=1",
-            {"X-Request-Id": "id-1", "Authorization": "Bearer k", "Keep-Alive": "timeout=3"},
-        )
-        assert (status, json.loads(raw)) == (200, {"token_ids": [5, 6]})
-        assert headers["X-Request-Id"] == "id-1"
-        first, second = prefill.seen[0], decode.seen[0]
-        assert first.path == second.path == "/v1/completions?q=1"
-        assert first.body["max_tokens"] == 1
-        assert first.body["kv_transfer_params"]["do_remote_decode"] is True
-        assert first.body["kv_transfer_params"]["remote_host"] is None
-        assert second.body == {**ASK, "kv_transfer_params": PARAMS}
-        for leg in (first, second):
-            assert leg.headers["X-Request-Id"] == "id-1"
-            assert leg.headers["Authorization"] == "Bearer k"
-            assert "Keep-Alive" not in leg.headers
-        assert await client.metric('kvconnect_router_node_request_seconds_count{role="prefill"}') == 1
-        assert await client.metric('kvconnect_router_node_request_seconds_count{role="decode"}') == 1
-        assert client.router.in_flight == 0
-
-
 @pytest.mark.parametrize("handed", [PARAMS, {}])
 @in_loop
 async def test_what_came_of_hints_at_the_prefill_node_is_handed_on_and_is_no_kv(handed) -> None:

@@ -9,8 +9,9 @@ from kvconnect.router import bodies
 
 def test_headers_of_one_connection_stay_on_it() -> None:
     pairs = [
-        ("Connection", "keep-alive, X-Mine"),
+        ("Connection", "X-Mine"),
         ("X-Mine", "1"),
+        ("Keep-Alive", "timeout=3"),
         ("TE", "trailers"),
         ("Transfer-Encoding", "chunked"),
         ("Content-Length", "5"),

@@ -169,12 +169,15 @@ def test_which_requests_one_node_serves(endpoint, body: dict, reason: str | None
 async def test_both_nodes_are_asked_at_the_clients_path() -> None:
     async with pair(decode=answers(body={"a": 1})) as (client, p, d):
         for path in SPLIT:
-            status, _, raw = await client.post({"model": "m", "messages": [], "max_tokens": 3}, path)
+            status, _, raw = await client.post({"model": "m", "messages": [], "max_tokens": 3}, path + "?q=1")
             assert (status, json.loads(raw)) == (200, {"a": 1})
-            assert p.seen[-1].path == d.seen[-1].path == path
+            assert p.seen[-1].path == d.seen[-1].path == path + "?q=1"
             assert d.seen[-1].body["kv_transfer_params"]["remote_port"] == 4711
             counted = f'kvconnect_router_requests_total{{endpoint="{path}",status="200"}}'
             assert await client.metric(counted) == 1
+        for role in ("prefill", "decode"):
+            timed = f'kvconnect_router_node_request_seconds_count{{role="{role}"}}'
+            assert await client.metric(timed) == len(SPLIT)
 
 
 @in_loop

@@ -9,6 +9,7 @@ import json
 import pytest
 from aiohttp import web
 
+from kvconnect.router.decode_trials import FIRST_TOKEN
 from kvconnect.router.first_answer import error_end
 from tests.router.router_doubles import PARAMS, Node, answers, dead_url, in_loop, routed, streams, until
 from tests.router.test_flow import in_turn, several
@@ -55,7 +56,7 @@ def taking_first(script):
 async def nodes(prefill, *decode, tried=True, **options):
     """A client, and the nodes behind its router, the decode nodes after their trials."""
     async with several([prefill], decode, first_token="prefill", **options) as (client, (p,), ds):
-        await until(lambda: client.router.flow.trials.take_first_tokens or not tried)
+        await until(lambda: client.router.flow.trials.all_take(FIRST_TOKEN) or not tried)
         for d in ds:
             d.seen.clear()
         yield client, p, *ds

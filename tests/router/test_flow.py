@@ -404,16 +404,6 @@ async def several(prefill, decode, **options):
         yield await stack.enter_async_context(routed(*urls, **options)), *nodes
 
 
-def of_two(first, then):
-    """A script of a first request, and of all that follow."""
-    left = [first]
-
-    async def script(request):
-        return await (left.pop() if left else then)(request)
-
-    return script
-
-
 @FLOWS
 @pytest.mark.parametrize("breaks", BREAKS)
 @pytest.mark.parametrize("stream", [False, True])
@@ -422,7 +412,7 @@ async def test_a_decode_node_that_breaks_off_is_replaced_with_the_prompt_prefill
     flow, breaks, stream, caplog
 ) -> None:
     whole = streams(*CHUNKS) if stream else DONE
-    ps, ds = [hands_out()], [of_two(whole, BREAKS[breaks]), of_two(whole, whole)]
+    ps, ds = [hands_out()], [in_turn(whole, BREAKS[breaks]), whole]
     async with several(ps, ds, flow=flow) as (client, (p,), (one, two)):
         body = {**ASK, "stream": stream}
         for _ in range(2):
@@ -439,7 +429,7 @@ async def test_a_decode_node_that_breaks_off_is_replaced_with_the_prompt_prefill
 @FLOWS
 @in_loop
 async def test_a_prefill_node_that_breaks_off_is_replaced_before_the_decode_node_computes(flow) -> None:
-    ps = [of_two(hands_out(), FAILS["broken"]), hands_out()]
+    ps = [in_turn(hands_out(), FAILS["broken"]), hands_out()]
     async with several(ps, [after(0.2, DONE)], flow=flow) as (client, (one, two), _):
         for _ in range(3):
             assert await client.status(ASK) == 200
@@ -458,7 +448,7 @@ async def test_a_request_of_which_two_nodes_die_gets_no_third(flow) -> None:
 
 @in_loop
 async def test_a_plain_server_that_breaks_off_is_replaced() -> None:
-    async with several([], [of_two(DONE, FAILS["broken"]), DONE]) as (client, _, _):
+    async with several([], [in_turn(DONE, FAILS["broken"]), DONE]) as (client, _, _):
         for _ in range(3):
             assert await client.status(ASK) == 200
         assert await repeats(client) == 1

@@ -78,6 +78,11 @@ async def test_nodes_are_added_drained_and_change_their_role_while_requests_run(
         ("POST", {"role": "decode", "url": "dns+http://h"}, "a URL without dns+"),
         ("POST", {"role": "decode"}, "missing required field"),
         ("POST", {"role": "decode", "url": "http://h", "weight": 2}, "unknown field"),
+        (
+            "POST",
+            {"role": "decode", "url": "http://h", "kv_event_source": "tcp://h:1"},
+            "accepted: with --policy prefix",
+        ),
         ("DELETE", {"role": "decode", "url": "http://h"}, "http://h is no decode node"),
     ],
 )
@@ -226,17 +231,6 @@ async def test_the_addresses_of_a_name_publish_at_its_ports(monkeypatch, rank) -
             assert client.router.flow.placing.sources == {server.url: "127.0.0.1:5600"}
             addresses[:] = ["127.0.0.9"]
             await until(lambda: not len(index))
-
-
-@in_loop
-async def test_where_a_node_publishes_is_refused_by_a_router_that_does_not_follow() -> None:
-    port = free_port()
-    async with routed([], [dead_url()], admin=f"127.0.0.1:{port}") as client:
-        named = {"role": "decode", "url": "http://h", "kv_event_source": "tcp://h:1"}
-        status, told = await admin(client, port, "POST", **named)
-        assert status == 400
-        assert "accepted: with --policy prefix" in told["error"]
-        assert len(client.router.decode.urls) == 1
 
 
 @in_loop

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from kvconnect.router.decode_trials import Verdict
+from kvconnect.router.decode_trials import FIRST_TOKEN
 from tests.router.router_doubles import PARAMS, Node, answers, dead_url, in_loop, never, pair, routed, until
 from tests.router.test_flow import DONE, FLOWS, after, hands_out, in_turn
 
@@ -155,7 +155,7 @@ async def test_an_answer_that_is_the_prefill_nodes_alone_is_released_at_once() -
     body = {"id": "c", "created": 1, "model": "m", "choices": [{"index": 0, **stopped}]}
     whole = answers(body={**body, "usage": {"prompt_tokens": 3}, "kv_transfer_params": params})
     async with pair(in_turn(whole, answers(404)), DONE, first_token="prefill") as (client, p, d):
-        client.router.flow.trials._verdicts[d.url, 0] = Verdict(first_token=True, chat_tokens=False)
+        client.router.flow.trials._taken[d.url, 0] = {FIRST_TOKEN}
         status, _, raw = await client.post({**ASK, "stream": True})
         assert (status, raw[-14:], d.seen) == (200, b"data: [DONE]\n\n", [])
         await until(lambda: len(p.seen) == 2)

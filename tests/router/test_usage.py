@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.router.usage import CountedByPrefill, PromptCounts
+from kvconnect.router.bodies import WholeEvents
+from kvconnect.router.usage import PromptCounts, has_counts, with_counts
 
 
 def usages(cached, created, new):
@@ -29,20 +31,12 @@ OWN, TOLD = usages(8, 0, 1), usages(3, 4, 2)
 COUNTS = PromptCounts(3, 4)
 
 
-def taken(data, cuts=(), *, is_stream=False, known_at=0, counts=COUNTS):
-    counted, parts = CountedByPrefill(is_stream=is_stream), []
-    pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
-    for at, piece in enumerate(pieces):
-        parts.append(counted.take(piece, is_end=False, is_known=at >= known_at, counts=counts))
-    parts.append(counted.take(b"", is_end=True, is_known=True, counts=counts))
-    return parts
-
-
 @pytest.mark.parametrize("kind", OWN)
 def test_each_kind_of_usage(kind):
-    for counts, wanted in ((COUNTS, TOLD), (None, OWN), (PromptCounts(None, None), OWN)):
-        (got,) = filter(None, taken(json.dumps(OWN[kind]).encode(), counts=counts))
-        assert json.loads(got) == wanted[kind]
+    for counts, wanted in ((COUNTS, TOLD), (PromptCounts(None, None), OWN)):
+        raw = json.dumps(OWN[kind]).encode()
+        assert has_counts(raw)
+        assert json.loads(with_counts(raw, counts)) == wanted[kind]
 
 
 @pytest.mark.parametrize(
@@ -76,17 +70,23 @@ STREAM = (
 )
 
 
-@given(st.lists(st.integers(0, len(STREAM)), max_size=6).map(sorted), st.integers(0, 7))
-def test_a_stream_is_told_however_it_is_cut_and_whenever_the_count_is_known(cuts, known_at):
-    parts = taken(STREAM, cuts, is_stream=True, known_at=known_at)
-    assert b"".join(parts) == STREAM.replace(b'"cached_tokens":8', b'"cached_tokens":3')
+@given(st.lists(st.integers(0, len(STREAM)), max_size=6).map(sorted))
+def test_a_stream_is_told_however_it_is_cut_and_no_event_waits_for_the_next(cuts):
+    whole, told, given = WholeEvents(is_stream=True), b"", 0
+    for begin, end in itertools.pairwise([0, *cuts, len(STREAM)]):
+        events, given = whole.take(STREAM[begin:end], is_end=False), end
+        told += with_counts(events, COUNTS) if has_counts(events) else events
+        assert told.count(b"\n\n") == STREAM[:given].count(b"\n\n")
+    assert whole.take(b"x", is_end=True) == b"x"
+    assert told == STREAM.replace(b'"cached_tokens":8', b'"cached_tokens":3')
 
 
-def test_events_before_the_first_count_do_not_wait():
-    counted = CountedByPrefill(is_stream=True)
-    assert counted.take(b"data: {}\n\ndata: {", is_end=False, is_known=False, counts=None) == b"data: {}\n\n"
+def test_an_answer_that_is_no_stream_is_whole_at_its_end():
+    whole = WholeEvents(is_stream=False)
+    assert whole.take(b"a\n\n", is_end=False) == b""
+    assert whole.take(b"b", is_end=True) == b"a\n\nb"
 
 
 @pytest.mark.parametrize("raw", [b"", b"no JSON", b'{"usage":{"cached_tokens"', b'["cached_tokens"]'])
 def test_what_is_no_answer_passes_unchanged(raw):
-    assert b"".join(taken(raw)) == raw
+    assert with_counts(raw, COUNTS) == raw

@@ -61,19 +61,13 @@ def failures(said: dict[str, Finding]) -> dict[str, str]:
     return {about: f"{one.found} > {one.advice}" for about, one in wrong.items()}
 
 
-def make_root(folder: Path, *, state: str = "4: ACTIVE", modules: str = "", verbs: bool = True) -> Path:
+def make_root(folder: Path, *, state: str = "4: ACTIVE") -> Path:
     """A machine with one RDMA device, whose processes have no rights of their own."""
     port = folder / "sys/class/infiniband/mlx5_0/ports/1"
     port.mkdir(parents=True)
     (port / "state").write_text(f"{state}\n")
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "link_layer").write_text("InfiniBand\n")
-    (folder / "sys/class/infiniband/mlx5_0/device").mkdir()
-    (folder / "sys/class/infiniband/mlx5_0/device/numa_node").write_text("1\n")
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/status").write_text("Name:\tx\nCapEff:\t0000000000000000\n")
-    (folder / "proc/modules").write_text(modules)
-    (folder / "dev/infiniband").mkdir(parents=True)
-    if verbs:
-        (folder / "dev/infiniband/uverbs0").touch()
     return folder

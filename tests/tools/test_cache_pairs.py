@@ -74,11 +74,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 # --- the numbers --------------------------------------------------------------------------------------
 
 
-LAYOUTS = st.sampled_from(["nhd", "hnd", "heads_first"])
-PLANES = st.sampled_from(["together", "per_block", "apart"])
-SIDES = st.fixed_dictionaries(
-    {"layout": LAYOUTS, "kv": PLANES, "tp_size": st.integers(1, 6), "ratio": st.integers(1, 3)}
-)
+LAYOUTS = st.sampled_from(["nhd", "hnd"])
+SIDES = st.fixed_dictionaries({"layout": LAYOUTS, "tp_size": st.integers(1, 6), "ratio": st.integers(1, 3)})
 
 
 @settings(max_examples=60)
@@ -86,7 +83,7 @@ SIDES = st.fixed_dictionaries(
 def test_every_target_rank_gets_each_of_its_heads_once_and_whole(source, target, tokens):
     sides = [
         cache(
-            {**GQA, "layout": side["layout"], "kv": side["kv"]},
+            {**GQA, "layout": side["layout"]},
             MLA,
             tp_size=side["tp_size"],
             block_size=16 * side["ratio"],
@@ -201,7 +198,7 @@ def test_caches_that_do_not_fit_have_every_reason():
     assert list(wrong) == ["identity, cache dtype", "caches"]
     assert wrong["caches"] == (
         f"rank to rank 0 > 0: layers 'gqa.0' to 'gqa.2' (3): dtype is bfloat16 {ON_P}, float16 {ON_D}: set "
-        "the same --kv-cache-dtype and --dtype on both, or convert_dtype: true, "
+        "the same --kv-cache-dtype and --dtype on both, or convert_dtype: true; "
         f"layers 'mla.0' to 'mla.1' (2): a head and token have 24 bytes {ON_P}, 32 bytes {ON_D}: serve the "
         "same model, with the same attention backend"
     )
@@ -220,15 +217,12 @@ def test_types_are_converted_where_both_sides_say_so():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"layers": [GQA]}, "cache.block_size is missing"),
         ({"layers": [], "block_size": 16}, "layers is empty"),
-        ({"layers": [GQA], "block_size": 0}, "cache.block_size is 0: Expected `int` >= 1"),
         (
             {"layers": [GQA], "block_size": 16, "tp_sise": 2},
             "cache has no key 'tp_sise' (its value is 2); did you mean 'tp_size'?",
         ),
         ({"layers": [3], "block_size": 16}, "layers[0] is 3; accepted: an object"),
-        ({"layers": [{"kind": "gqa"}], "block_size": 16}, "layers[0].num_layers is missing"),
         (
             {"layers": [{**GQA, "kind": "rnn"}], "block_size": 16},
             "layers[0].kind is 'rnn'; accepted: gqa, mla, sliding, state",
@@ -236,14 +230,6 @@ def test_types_are_converted_where_both_sides_say_so():
         (
             {"layers": [GQA, {**MLA, "num_kv_heads": 8}], "block_size": 16},
             "layers[1] has no key 'num_kv_heads' (its value is 8); did you mean 'num_layers'? accepted",
-        ),
-        (
-            {"layers": [{**SLIDING, "sliding_window": None}], "block_size": 16},
-            "layers[0].sliding_window is None: Expected `int`",
-        ),
-        (
-            {"layers": [{**GQA, "layout": "dhn"}], "block_size": 16},
-            "layers[0].layout is 'dhn': accepted: heads_first, hnd, nhd",
         ),
         ({"layers": [GQA, GQA], "block_size": 16}, "layers[1].name is 'gqa', which layers[0] has too"),
         (
@@ -268,30 +254,23 @@ def test_kinds_of_layers_may_have_blocks_of_their_own():
     assert [kind.kernel_block_size for kind in side.layers[:2]] == [8, 64]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"), [("", "it is not JSON"), ("[1]", "it holds list; accepted: a JSON object")]
-)
-def test_a_file_that_holds_no_object_is_one_line_and_exit_code_2(text, reason, tmp_path):
+def test_a_file_that_cannot_be_used_is_one_line_and_exit_code_2(tmp_path):
     given = tmp_path / "cache.json"
-    given.write_text(text)
-    done = command(str(given))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"kvconnect: {given}: {reason}")
-    assert done.stderr.count("\n") == 1
+    given.write_text("[1]")
+    for path, reason in (
+        (given, "it holds list; accepted: a JSON object"),
+        ("nowhere.json", "it cannot be read: No such file or directory"),
+    ):
+        done = command(str(path))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"kvconnect: {path}: {reason}")
+        assert done.stderr.count("\n") == 1
 
 
 def test_tokens_have_bounds():
     files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
     for tokens in ("0", str(2**20 + 1)):
         assert command(*files, "--tokens", tokens).returncode == 2
-
-
-def test_a_file_that_is_not_there_is_named():
-    done = command("nowhere.json", str(EXAMPLES / "decode.cache.json"))
-    assert (done.returncode, done.stderr) == (
-        2,
-        "kvconnect: nowhere.json: it cannot be read: No such file or directory\n",
-    )
 
 
 # --- the command, with the examples that come with it -------------------------------------------------
@@ -307,7 +286,7 @@ def test_what_a_comparison_takes_the_caches_for_is_stated(tmp_path):
     model = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64}
     rows = {one["about"]: one["found"] for one in json.loads(compared(tmp_path, model).output)["findings"]}
     assert rows["identity, attention"] == "the same on both: gqa kind gqa, num_layers 4, num_kv_heads 8"
-    assert rows["identity, layout"] == "the same on both: gqa dtype bfloat16, layout nhd, kv together"
+    assert rows["identity, layout"] == "the same on both: gqa dtype bfloat16, layout nhd"
     sizes = ("--block-size", "16", "--block-size", "64")
     found = json.loads(compared(tmp_path, model, *sizes).output)["findings"]
     (blocks,) = [one["found"] for one in found if one["about"] == "identity, block size"]
@@ -391,17 +370,3 @@ def test_a_nodes_own_configuration_may_have_slots_that_are_too_small(tmp_path):
         said = json.loads(result.output)
         assert (result.exit_code, said["works"]) == (not fits, fits)
         assert all(reason in pairs_of(said)[0]["found"] for reason in reasons)
-
-
-def test_ranks_that_have_places_of_their_own_are_shown_with_them(tmp_path):
-    ranks = {"1": {"host": "10.2.0.0/16", "bind": "0.0.0.0", "device_name": "eth1"}}
-    given = json.dumps(
-        {"kv_role": "kv_both", "kv_connector_extra_config": {"host": "10.1.0.1", "ranks": ranks}}
-    )
-    options = ("--kv-transfer-config", given, "--tp", "2", "--tp", "1")
-    said = json.loads(command(str(EXAMPLES / "prefill.cache.json"), *options, "--json").stdout)
-    assert {one["about"]: one["found"] for one in said["findings"] if "rank " in one["about"]} == {
-        "P rank 0": "at 10.1.0.1",
-        "P rank 1": "at 10.2.0.0/16, listening at 0.0.0.0, over eth1",
-        "D rank 0": "at 10.1.0.1",
-    }
