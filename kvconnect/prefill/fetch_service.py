@@ -28,7 +28,7 @@ from kvconnect.peer.messages import (
 from kvconnect.prefill.kept_fetches import EVICTED, not_all
 from kvconnect.prefill.leases import Consumer, Lease, LeaseBook, TransferKey
 from kvconnect.prefill.link_meter import LinkMeter, found_by
-from kvconnect.prefill.outbox import ChunkSupply, Parcel, SlotOutbox
+from kvconnect.prefill.outbox import Parcel, SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks
 from kvconnect.prefill.send_path import SendPath, SendPaths
 from kvconnect.prefill.sender import Sender, Sending
@@ -257,19 +257,28 @@ class FetchService:
         packer = path.packer if source.kept is None else path.kept_packer(source.kept.on_device)
         check_chunks(fetch, packer.chunker, path.slot_bytes)
         pool, max_bytes = self._local.send, self._local.engine.capabilities.max_bytes
-        supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, path.share)
-        most_bytes = path.slot_bytes if path.mapped else min(pool.slot_bytes, max_bytes)
-        if supply.largest_bytes > most_bytes:
-            raise PeerError(
-                f"a chunk has {supply.largest_bytes} bytes, a slot of the prefill node has {most_bytes}"
-            )
         note = functools.partial(
             self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
         )
-        coding = path.coding
-        if coding is not None and not coding.is_on(path.found.bytes_per_s):
-            coding = None
-        return SlotOutbox(supply, pool, path.name, note, path.mapped, coding)
+        is_coded = path.coding is not None and path.coding.is_on(path.found.bytes_per_s)
+        outbox = SlotOutbox(
+            source,
+            packer,
+            self._local.table.groups,
+            fetch.chunks,
+            path.share,
+            pool,
+            path.name,
+            note,
+            path.mapped,
+            path.coding if is_coded else None,
+        )
+        most_bytes = path.slot_bytes if path.mapped else min(pool.slot_bytes, max_bytes)
+        if outbox.largest_bytes > most_bytes:
+            raise PeerError(
+                f"a chunk has {outbox.largest_bytes} bytes, a slot of the prefill node has {most_bytes}"
+            )
+        return outbox
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Request credit up to ``due`` chunks and return the slots in ``spared``, if either has changed."""
