@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvconnect.engine.base import Completion
+from kvconnect.engine.lanes import Traffic
 from kvconnect.prefill.outbox import Columns, Parcel
 
 _FIRST_BYTES, _GROWTH = 4096, 4
@@ -28,13 +29,15 @@ class ProbeOutbox:
         source: address of P's scratch memory.
         target: address of the peer's scratch memory.
         scratch_bytes: size of the smaller of the two.
+        before: this machine's traffic when the probe begins.
     """
 
     copies = 0
     is_packing = False
     goes_on = True
 
-    def __init__(self, source: int, target: int, scratch_bytes: int) -> None:
+    def __init__(self, source: int, target: int, scratch_bytes: int, before: Traffic) -> None:
+        self.before = before
         self.samples: list[Completion] = []
         # The first batch establishes the connection; its time is not a sample.
         length = min(_FIRST_BYTES, scratch_bytes)

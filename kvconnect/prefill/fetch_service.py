@@ -194,7 +194,7 @@ class FetchService:
         Raises:
             PeerError: the rows that the fetch names were evicted.
         """
-        lease, path = self._book.get(early.fetch.handle), self.paths.get(early.link)
+        lease, path = self._book.get(early.fetch.handle), self.paths.by_link.get(early.link)
         if lease is None:
             return None
         if lease.held is not None:
@@ -340,10 +340,10 @@ class FetchService:
         lease = sending.lease
         if lease is None:
             inbound = self._inbound_peers.get(sending.key[0])
-            path = self.paths.get(sending.key[0])
+            path = self.paths.by_link.get(sending.key[0])
             if inbound is not None and path is not None and path.probe is sending.outbox:
                 probe, config = path.probe, self._config
-                found = found_by(probe, self._local, path.traffic, inbound.host, config.host)
+                found = found_by(probe, self._local, inbound.host, config.host)
                 path.calibrated(str(sending.error or ""), found, self._metrics)
                 if probe.is_whole:
                     path.calibrations.met()

@@ -16,7 +16,6 @@ from kvconnect.engine.lanes import (
     MOST_BYTES_PER_S,
     MOST_TEXT,
     Seen,
-    Traffic,
     Transport,
     expected_rate,
     seen_lane,
@@ -32,15 +31,15 @@ _SLOW_WINDOWS = 4
 """Consecutive slow windows before P warns: a single slow window may be a disturbance."""
 
 
-def found_by(probe: ProbeOutbox, local: Local, before: Traffic, host: str, own_host: str) -> Transport:
-    """What a probe found of the link to ``host``; ``before`` is this machine's traffic when it began."""
+def found_by(probe: ProbeOutbox, local: Local, host: str, own_host: str) -> Transport:
+    """What a probe found of the link to ``host``."""
     seen = Seen(
         total_bytes=sum(sample.total_bytes for sample in probe.samples),
         bytes_per_s=probe.bytes_per_s,
         host=host,
         is_near=is_loopback(host) or same_host(host, own_host),
         on_gpu=local.device.type == "cuda",
-        before=before,
+        before=probe.before,
         after=local.look_at_traffic(),
     )
     reported = local.engine.capabilities.carries

@@ -47,10 +47,9 @@ class SendPath:
     do not travel as blocks do. ``mapped``: the peer's landing slots, where they are memory of this machine;
     elsewhere the engine writes, and fetches wait until the link ``is_measured``. ``new_probe`` makes a
     calibration, ``probe`` is the one under way, ``calibrations`` counts those cut short. ``calibrated_s``:
-    the seconds that a batch of so many bytes took in the last whole one. ``traffic``: this machine's traffic
-    when the calibration began. ``found``: the result of the calibration, or the engine's own statement
-    without one; ``meter`` measures the link after that. ``coding`` chooses whether chunks are coded; None
-    where the peer or this worker does not code.
+    the seconds that a batch of so many bytes took in the last whole one. ``found``: the result of the
+    calibration, or the engine's own statement without one; ``meter`` measures the link after that.
+    ``coding`` chooses whether chunks are coded; None where the peer or this worker does not code.
     """
 
     who: str
@@ -61,12 +60,11 @@ class SendPath:
     kept_packer: Callable[[bool], Packer]
     found: Transport
     mapped: MappedMemory | None = None
-    new_probe: Callable[[], ProbeOutbox] | None = None
+    new_probe: Callable[[Traffic], ProbeOutbox] | None = None
     is_measured: bool = False
     probe: ProbeOutbox | None = None
     calibrated_s: Callable[[int], float] | None = None
     calibrations: Breaker = field(default_factory=Breaker)
-    traffic: Traffic = field(default_factory=Traffic)
     meter: LinkMeter | None = None
     coding: ExponentCoding | None = None
 
@@ -84,7 +82,7 @@ class SendPath:
     def begin_calibration(self, traffic: Traffic) -> ProbeOutbox:
         """Make a probe of the link; ``traffic``: this machine's traffic counters now."""
         assert self.new_probe is not None
-        self.traffic, self.probe = traffic, self.new_probe()
+        self.probe = self.new_probe(traffic)
         self.calibrations.tried()
         return self.probe
 
@@ -120,16 +118,8 @@ class SendPaths:
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._in_use = in_use
         self._allowed = AllowList(context.config.allow_peers)
-        self._paths: dict[str, SendPath] = {}
+        self.by_link: dict[str, SendPath] = {}
         self._connected: OrderedDict[str, None] = OrderedDict()
-
-    def get(self, link: str) -> SendPath | None:
-        """The path of a connection's peer; None before ``path_to``."""
-        return self._paths.get(link)
-
-    def forget(self, link: str) -> None:
-        """Drop the path of a connection whose peer introduced itself anew, or is gone."""
-        self._paths.pop(link, None)
 
     def path_to(self, link: str, inbound: InboundPeer) -> SendPath:
         """The path to a peer, made at its first fetch or lookup: a peer may only ask for the directory.
@@ -138,9 +128,9 @@ class SendPaths:
             LayoutError: the two caches do not fit; the text has every reason.
             PeerError: the engine cannot use the peer's card.
         """
-        path = self._paths.get(link)
+        path = self.by_link.get(link)
         if path is None:
-            path = self._paths[link] = self._make_path(inbound.session.ours, inbound.peer)
+            path = self.by_link[link] = self._make_path(inbound.session.ours, inbound.peer)
             over = "shared memory" if path.mapped else self._local.engine.capabilities
             logger.info("%s fetches: over %s", inbound, over)
         if path.mapped is None:
