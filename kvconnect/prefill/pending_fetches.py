@@ -203,7 +203,6 @@ class PendingFetches:
         """Note that a request is held now. Returns the early release of its handle, if peers sent one."""
         self.expected.discard(handle)
         self.over.pop(handle, None)
-        self.touch(handle)
         return self._take_refusal(handle)
 
     def _take_refusal(self, handle: str) -> EarlyRelease | None:
