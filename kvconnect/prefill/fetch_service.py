@@ -25,9 +25,9 @@ from kvconnect.peer.messages import (
     Landed,
     Written,
 )
+from kvconnect.prefill.calibration import LinkMeter, found_by
 from kvconnect.prefill.kept_fetches import EVICTED, not_all
 from kvconnect.prefill.leases import Consumer, Lease, LeaseBook, TransferKey
-from kvconnect.prefill.link_meter import LinkMeter, found_by
 from kvconnect.prefill.outbox import Parcel, SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks
 from kvconnect.prefill.send_path import SendPath, SendPaths

@@ -26,9 +26,8 @@ from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import Share
-from kvconnect.prefill.calibration import ProbeOutbox
+from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox, transport_over
 from kvconnect.prefill.exponent_coding import ExponentCoding
-from kvconnect.prefill.link_meter import LinkMeter, transport_over
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.inbound_peers import InboundPeer, rank_name
 from kvconnect.transfer.local import without_slots

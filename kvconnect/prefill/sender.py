@@ -16,9 +16,8 @@ from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import count_error
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import Written
-from kvconnect.prefill.calibration import ProbeOutbox
+from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
-from kvconnect.prefill.link_meter import LinkMeter
 from kvconnect.prefill.outbox import Parcel, SlotOutbox
 from kvconnect.transfer.parts import Timer, TransferContext
 from kvconnect.transfer.slots import Slot, SlotEvent

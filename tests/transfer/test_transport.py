@@ -13,8 +13,7 @@ from kvconnect.engine.base import Completion
 from kvconnect.engine.lanes import Fabric, Traffic, Transport
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import Fetch
-from kvconnect.prefill.calibration import ProbeOutbox
-from kvconnect.prefill.link_meter import LinkMeter
+from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox
 from kvconnect.transfer.link_reports import Transports, refusal
 from tests.engine.faulty_engine import FaultyEngine
 from tests.transfer.pair import SLOT_BYTES, Clock, Pair
