@@ -123,7 +123,8 @@ class FetchService:
         """Begin a fetch. False: it has to wait.
 
         Raises:
-            PeerError: the peer has no right to the request.
+            PeerError: the peer has no right to the request, which may wait no more, or was evicted; or the
+                chunks exceed their bounds.
             LayoutError: the two caches do not fit, or the fetch names blocks that are not held.
         """
         fetch, peer = pending.fetch, inbound.peer
@@ -140,7 +141,8 @@ class FetchService:
             return False
         if path.meter is not None and path.meter.found.refusal:
             raise PeerError(path.meter.found.refusal, Cause.LANE_REFUSED)
-        if streamed and not path.streams:
+        if streamed and not path.share.is_whole:
+            # The ranks keep different tokens.
             return False
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         self._claim(source, fetch, consumer, pending.key)
@@ -167,10 +169,7 @@ class FetchService:
 
     def cancelled(self, key: TransferKey, now: float) -> None:
         """A peer cancels a fetch. P answers even if the fetch itself never arrived."""
-        sending = self.sender.sendings.get(key)
-        known = sending is not None or key in self.pending.fetches
-        if sending is not None and not sending.error:
-            sending.cancelled = True
+        known = key in self.sender.sendings or key in self.pending.fetches
         self.cancel(key, Cause.ABORTED("the decode node cancelled it"))
         if not known and now >= self.not_quiescent.get(key, 0.0):
             self._answer_failure(key, Cause.NOT_HELD("the prefill node does not know the transfer"))
@@ -189,28 +188,18 @@ class FetchService:
             self._inbound_peers.send(key[0], CreditRequest(key[1], 0, _generations(granted.grants)))
 
     def _source(self, early: PendingFetch) -> Lease | None:
-        """The lease that can serve a fetch now: held and computed, or streaming with its first chunk ready.
-
-        Raises:
-            PeerError: the rows that the fetch names were evicted.
-        """
-        lease, path = self._book.get(early.fetch.handle), self.paths.by_link.get(early.link)
+        """The lease that can serve a fetch now: computed, or streaming with the first chunk ready."""
+        lease = self._book.get(early.handle)
         if lease is None:
             return None
         if lease.held is not None:
             if not lease.is_intact:
                 raise not_all(lease.num_tokens)
             return lease if lease.held.is_computed() else None
-        if path is not None and not path.streams:
-            return None
         return lease if early.first_tokens <= lease.streamed.advance() else None
 
     def _wait(self, pending: PendingFetch, now: float) -> None:
-        """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile.
-
-        Raises:
-            PeerError: the fetch may not wait any more.
-        """
+        """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile."""
         fetch, handle, had_waited = pending.fetch, pending.handle, pending.has_waited
         if refusal := self.pending.admit(pending, now):
             raise PeerError.of(refusal)
@@ -228,11 +217,7 @@ class FetchService:
             self._wait_for_device(lease, pending.key)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
-        """Claim a lease for one rank: a fetch covers all tokens of the lease, and a rank may fetch it once.
-
-        Raises:
-            PeerError: this rank has no right to it, or names another number of tokens.
-        """
+        """Claim a lease for one rank: a fetch covers all tokens of a lease, and a rank fetches it once."""
         if key in self.sender.sendings:
             raise PeerError(f"transfer {fetch.transfer_id} of this decode rank is under way already")
         if fetch.num_tokens != source.num_tokens:
@@ -247,12 +232,7 @@ class FetchService:
         source.claim(consumer, fetch.consumers)
 
     def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
-        """The outbox that packs the chunks of a fetch.
-
-        Raises:
-            LayoutError: the fetch names blocks or tokens that are not held.
-            PeerError: the chunks exceed their bounds, or a chunk is larger than a send slot.
-        """
+        """The outbox that packs the chunks of a fetch."""
         fetch = pending.fetch
         packer = path.packer if source.kept is None else path.kept_packer(source.kept.on_device)
         check_chunks(fetch, packer.chunker, path.slot_bytes)
@@ -365,7 +345,7 @@ class FetchService:
         self._note(sending, Moment.ANSWER_SENT, not sending.error)
         self._count(sending)
         self._inbound_peers.send(sending.key[0], sending.answer)
-        if not sending.quiescent:
+        if sending.unsettled:
             until = now + self._config.quarantine_s
             self.not_quiescent = {key: end for key, end in self.not_quiescent.items() if end > now}
             self.not_quiescent[sending.key] = until
@@ -384,15 +364,16 @@ class FetchService:
     def _count(self, sending: Sending) -> None:
         """Count a fetch that has ended, by its result."""
         metrics, error = self._metrics, sending.error
-        # A peer that cancelled knows why; after "again" the peer fetches anew.
-        failed = "cancelled" if sending.cancelled else "again" if sending.again else "failed"
+        # Of a client that left nothing is logged; after "again" the peer fetches anew.
+        is_cancelled = error is not None and error.cause is Cause.ABORTED
+        failed = "cancelled" if is_cancelled else "again" if sending.again else "failed"
         metrics.transfers.labels("sent", failed if error else "ok").inc()
         metrics.transfer_bytes.labels("sent", sending.lane).inc(sending.total_bytes)
         metrics.copies.labels("sent").inc(sending.outbox.copies)
         metrics.transfer_seconds.labels("sent").inc(sending.seconds)
         if not error and sending.streamed:
             metrics.streamed.inc()
-        if error and not sending.cancelled:
+        if error and not is_cancelled:
             metrics.failures.labels("preempted" if sending.again else "send").inc()
             if not sending.again:
                 who = rank_name(sending.consumer[0], sending.consumer[2])

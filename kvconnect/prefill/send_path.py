@@ -67,11 +67,6 @@ class SendPath:
     meter: LinkMeter | None = None
     coding: ExponentCoding | None = None
 
-    @property
-    def streams(self) -> bool:
-        """Prefills can be streamed to this peer: both ranks keep the same tokens."""
-        return self.share.is_whole
-
     def is_calibration_due(self, now: float) -> bool:
         """Whether the link is to be measured now, for the first time or again."""
         if self.probe is not None or self.new_probe is None:
@@ -124,8 +119,8 @@ class SendPaths:
         """The path to a peer, made at its first fetch or lookup: a peer may only ask for the directory.
 
         Raises:
-            LayoutError: the two caches do not fit; the text has every reason.
-            PeerError: the engine cannot use the peer's card.
+            LayoutError: one side has no slots, or the two caches do not fit; the text has every reason.
+            PeerError: the engine cannot use the peer's card, or the card names a host that is not trusted.
         """
         path = self.by_link.get(link)
         if path is None:
@@ -140,9 +135,6 @@ class SendPaths:
         """Make the path to a peer.
 
         The engine's name of the peer contains a digest of its card: memory registered anew has a new name.
-
-        Raises:
-            LayoutError: one side has no slots, or the two caches do not fit.
         """
         local, convert = self._local, self._config.convert_dtype
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
@@ -219,11 +211,7 @@ class SendPaths:
             self._disconnect_idle(self._in_use() | {path.name})
 
     def _check_host(self, inbound: InboundPeer, card: bytes) -> None:
-        """Refuse a card that names another host than the peer's: that host would receive the peer's KV.
-
-        Raises:
-            PeerError: the peer's card names a host that is neither its own nor listed in ``allow_peers``.
-        """
+        """Refuse a card that names another host than the peer's: that host would receive the peer's KV."""
         named = card_host(card)
         is_own = not named or not inbound.host or same_host(named, inbound.host)
         if is_own or self._allowed.allows(named, None):
