@@ -126,20 +126,19 @@ def test_a_handle_expires(late_s):
         assert handles.read(at(0).make(CLAIM), even_expired=True) == CLAIM
 
 
-def test_content_of_another_shape_is_refused_even_if_it_is_signed():
-    for content in ([], ["P"], [*msgspec.to_builtins(CLAIM), 1], {"a": 1}, ["P", "e", "n", 0, "h", 1, 0.0]):
-        payload = msgspec.msgpack.encode(content)
-        code = hmac.digest(SECRET, b"s3." + payload, "sha256")
-        text = base64.urlsafe_b64encode(code + payload).decode().rstrip("=")
-        with pytest.raises(PeerError, match="content cannot be read"):
-            at(0).read("s3." + text)
-
-
-def test_content_that_is_no_text_is_refused():
-    payload = msgspec.msgpack.encode(CLAIM).replace(b"P", b"\xff", 1)
-    text = base64.urlsafe_b64encode(hmac.digest(SECRET, b"s3." + payload, "sha256") + payload).decode()
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *map(msgspec.msgpack.encode, ([], ["P"], [*msgspec.to_builtins(CLAIM), 1], {"a": 1})),
+        msgspec.msgpack.encode(["P", "e", "n", 0, "h", 1, 0.0]),
+        msgspec.msgpack.encode(CLAIM).replace(b"P", b"\xff", 1),
+    ],
+)
+def test_content_of_another_shape_is_refused_even_if_it_is_signed(payload):
+    code = hmac.digest(SECRET, b"s3." + payload, "sha256")
+    text = base64.urlsafe_b64encode(code + payload).decode().rstrip("=")
     with pytest.raises(PeerError, match="content cannot be read"):
-        at(0).read("s3." + text.rstrip("="))
+        at(0).read("s3." + text)
 
 
 def test_an_engine_id_that_makes_handles_too_long_is_found_at_the_start():
