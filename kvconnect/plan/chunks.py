@@ -84,12 +84,9 @@ class Chunker:
         self._row_tokens = np.array([stream.row_tokens for stream in wire.streams], dtype=np.int64)
         self._width = np.array([stream.width_bytes for stream in wire.streams], dtype=np.int64)
         # Cached: a chunk is placed twice, when cut and when staged, and other requests have the same chunk.
-        self._placed = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
+        self.place = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
+        """Places the rows of a chunk in its slot. Raises ``LayoutError``: the chunk does not fit the wire."""
         self._bytes_of = functools.lru_cache(_MOST_SIZES)(self._measure)
-
-    def place(self, chunk: Chunk) -> Placement:
-        """Place the rows of a chunk in its slot. Raises ``LayoutError``: the chunk does not fit the wire."""
-        return self._placed(chunk)
 
     def _check_and_place(self, chunk: Chunk) -> Placement:
         streams = len(self.wire.streams)

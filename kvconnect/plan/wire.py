@@ -17,7 +17,7 @@ import msgspec
 
 from kvconnect.cache.region_table import UNSCALED, Region, Scales
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.errors import LayoutError, LocalError
+from kvconnect.errors import LayoutError
 from kvconnect.plan.align import TableCard
 
 ORDERS = ("pages", "rows")
@@ -80,11 +80,8 @@ def align_wire(source: TableCard, target: TableCard, order: str | None = None, c
     """The wire of two workers. With ``order`` None it is ``pages`` where pages are equal, else ``rows``.
 
     With ``convert`` token rows of different dtypes are converted where possible, in the order ``rows``. Both
-    sides must pass the same arguments. Raises ``LayoutError``, which lists why layers cannot be matched, and
-    ``LocalError``: ``order`` is unknown.
+    sides must pass the same arguments. Raises ``LayoutError``, which lists why layers cannot be matched.
     """
-    if order not in (None, *ORDERS):
-        raise LocalError(f"wire order is {order!r}; accepted: {', '.join(ORDERS)}")
     if order != "rows" and (wire := _page_wire(source, target)) is not None:
         return wire
     if order == "pages":
