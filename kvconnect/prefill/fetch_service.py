@@ -273,39 +273,33 @@ class FetchService:
         self._inbound_peers.send(sending.key[0], message)
 
     def look_at(self, inbound: InboundPeer, link: str, now: float) -> Reason | None:
-        """A peer looks up a prefix: report its link's rate, too. Why there is no path to the peer, or None.
-
-        A calibration that was cut short is repeated: D starts no load over a link of unknown rate.
-        """
+        """A peer looks up a prefix: report its link's rate, too. Why there is no path to it, or None."""
         try:
-            path = self._measured_path(inbound, link, now)
+            self._measured_path(inbound, link, now)
         except PeerError as error:
             return error.reason
         except LayoutError as error:
             return Cause.OTHER_LAYOUT(str(error))
-        if path is not None:
-            self._calibrate_if_due(path, link, now)
         return None
 
     def _measured_path(self, inbound: InboundPeer, link: str, now: float) -> SendPath | None:
-        """``SendPaths.path_to``, or None while the link is not calibrated: its fetches wait."""
-        path = self.paths.path_to(link, inbound)
+        """``SendPaths.path_to``, or None while the link is not calibrated: its fetches wait.
+
+        A calibration that was cut short is repeated: D starts no load by name over a link of unknown rate.
+        """
+        path, key = self.paths.path_to(link, inbound), (link, _CALIBRATION)
+        # A calibration from before the peer's latest greeting has the same key: it must end first.
+        if path.is_calibration_due(now) and key not in self.sender.sendings:
+            probe = path.begin_calibration(self._local.look_at_traffic())
+            until = now + self._config.handshake_timeout_s
+            self.sender.begin(Sending(key, path.name, probe, until, now))
         if not path.is_measured:
-            self._calibrate_if_due(path, link, now)
             return None
         self._announce(path, inbound, link)
         return path
 
     def _peers_in_use(self) -> set[str]:
         return {sending.peer for sending in self.sender.sendings.values()}
-
-    def _calibrate_if_due(self, path: SendPath, link: str, now: float) -> None:
-        key = link, _CALIBRATION
-        # A calibration from before the peer's latest greeting has the same key: it must end first.
-        if path.is_calibration_due(now) and key not in self.sender.sendings:
-            probe = path.begin_calibration(self._local.look_at_traffic())
-            until = now + self._config.handshake_timeout_s
-            self.sender.begin(Sending(key, path.name, probe, until, now))
 
     def _announce(self, path: SendPath, inbound: InboundPeer, link: str) -> None:
         """Report to a peer, once a connection, the lane to it, and whether P's settings refuse that lane."""

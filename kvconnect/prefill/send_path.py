@@ -90,7 +90,7 @@ class SendPath:
             metrics.failures.labels("calibration").inc()
         if error and not self.calibrations.failures:
             logger.warning(
-                "the link to %s could not be measured, which is tried again when it asks for KV by name: %s",
+                "the link to %s could not be measured, which is tried again when it asks for KV: %s",
                 self.who,
                 error,
             )
