@@ -26,7 +26,6 @@ from kvconnect.peer.messages import (
     Written,
 )
 from kvconnect.prefill.calibration import LinkMeter, found_by
-from kvconnect.prefill.kept_fetches import EVICTED, not_all
 from kvconnect.prefill.leases import Consumer, Lease, LeaseBook, TransferKey
 from kvconnect.prefill.outbox import Parcel, SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks
@@ -41,6 +40,7 @@ from kvconnect.transfer.parts import TransferContext
 logger = logging.getLogger(__name__)
 
 _REVOKED = Cause.PREFILL_ENDED("the prefill was aborted while its KV was sent")
+_EVICTED = Cause.EVICTED("the prefill node evicted it while it was sent")
 _DEVICE_POLL_S = 2e-3
 """Seconds between two checks of a prefill that a fetch waits for. More checks would slow the prefill."""
 _CALIBRATION = 0
@@ -335,7 +335,7 @@ class FetchService:
             sending.stop(_REVOKED)
         if not sending.error and not lease.is_intact:
             self._metrics.failures.labels("evicted").inc()
-            sending.stop(EVICTED)
+            sending.stop(_EVICTED)
         self._note(sending, Moment.ANSWER_SENT, not sending.error)
         self._count(sending)
         self._inbound_peers.send(sending.key[0], sending.answer)
@@ -386,6 +386,11 @@ class FetchService:
 
     def _answer_failure(self, key: TransferKey, reason: Reason) -> None:
         self._inbound_peers.send(key[0], Written(key[1], False, True, 0, 0, 0.0, reason))
+
+
+def not_all(num_tokens: int) -> PeerError:
+    """The refusal of a fetch by name whose rows hold other content now, or never held all of it."""
+    return PeerError(f"not all of {num_tokens} tokens is kept under these names", Cause.EVICTED)
 
 
 def _generations(grants: Sequence[Grant]) -> tuple[int, ...]:
