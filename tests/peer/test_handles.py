@@ -32,7 +32,7 @@ CLAIMS = st.builds(
     epoch=NAMES,
     name=NAMES,
     num_tokens=st.integers(1, 2**31 - 1),
-    host=st.from_regex(r"[A-Za-z0-9._:-]{1,40}", fullmatch=True),
+    host=st.text("abcXYZ019._:-", min_size=1, max_size=40),
     port=st.integers(1, 65535),
     expires_at=st.floats(0, 1e10),
 )
