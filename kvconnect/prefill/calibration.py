@@ -94,15 +94,12 @@ class ProbeOutbox:
 
     @property
     def exhausted(self) -> bool:
-        """No batch follows the last one that was submitted."""
         return self._next is None
 
     def advance(self, stopping: bool) -> Iterator[Parcel]:
-        """Yield nothing: a probe packs no chunk."""
         return iter(())
 
     def peek(self) -> Columns | None:
-        """The batch that can be submitted next; None while there is none."""
         return self._next
 
     def submitted(self, batch_id: int) -> None:

@@ -189,7 +189,7 @@ class FetchService:
 
     def _source(self, early: PendingFetch) -> Lease | None:
         """The lease that can serve a fetch now: computed, or streaming with the first chunk ready."""
-        lease = self._book.get(early.handle)
+        lease = self._book.get(early.fetch.handle)
         if lease is None:
             return None
         if lease.held is not None:
@@ -200,7 +200,7 @@ class FetchService:
 
     def _wait(self, pending: PendingFetch, now: float) -> None:
         """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile."""
-        fetch, handle, had_waited = pending.fetch, pending.handle, pending.has_waited
+        fetch, handle, had_waited = pending.fetch, pending.fetch.handle, pending.has_waited
         if refusal := self.pending.admit(pending, now):
             raise PeerError.of(refusal)
         if not had_waited:
@@ -232,7 +232,6 @@ class FetchService:
         source.claim(consumer, fetch.consumers)
 
     def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
-        """The outbox that packs the chunks of a fetch."""
         fetch = pending.fetch
         packer = path.packer if source.kept is None else path.kept_packer(source.kept.on_device)
         check_chunks(fetch, packer.chunker, path.slot_bytes)
@@ -356,7 +355,6 @@ class FetchService:
             self._repeats.succeeded(str(inbound))
 
     def _count(self, sending: Sending) -> None:
-        """Count a fetch that has ended, by its result."""
         metrics, error = self._metrics, sending.error
         # Of a client that left nothing is logged; after "again" the peer fetches anew.
         is_cancelled = error is not None and error.cause is Cause.ABORTED

@@ -104,7 +104,6 @@ class Lease:
 
     @property
     def kept(self) -> Kept | None:
-        """The rows that a peer pinned by name; None for blocks."""
         return None if self.held is None else self.held.kept
 
     @property
@@ -318,7 +317,6 @@ class LeaseBook:
             self._end(lease, held, reason, now)
 
     def revoke_all(self, reason: Reason, now: float) -> None:
-        """End all leases."""
         for lease in list(self.leases.values()):
             self.revoke(lease, reason, now)
 

@@ -37,13 +37,7 @@ class PendingFetch:
     timer: Timer | None = None
 
     @property
-    def handle(self) -> str:
-        """The handle that the fetch names."""
-        return self.fetch.handle
-
-    @property
     def key(self) -> TransferKey:
-        """The fetch's connection and transfer number."""
         return self.link, self.fetch.transfer_id
 
     @property
@@ -160,10 +154,10 @@ class PendingFetches:
             return
         del self.fetches[early.key]
         self.touched.pop(early.key, None)
-        of_handle = self._by_handle[early.handle]
+        of_handle = self._by_handle[early.fetch.handle]
         del of_handle[early.key]
         if not of_handle:
-            del self._by_handle[early.handle]
+            del self._by_handle[early.fetch.handle]
         if early.timer is not None:
             early.timer.cancel()
 
@@ -213,7 +207,7 @@ class PendingFetches:
 
     def admit(self, early: PendingFetch, now: float) -> Reason | None:
         """Let a fetch wait, for the first time or on. Returns why it cannot, or None."""
-        handle, key, until = early.handle, early.key, early.deadline
+        handle, key, until = early.fetch.handle, early.key, early.deadline
         is_known = handle in self._held or handle in self.expected
         if not is_known:
             until = min(until, early.received_at + self._early_fetch_s)
