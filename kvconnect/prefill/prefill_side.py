@@ -176,8 +176,7 @@ class PrefillSide(Service):
         Sendings of held requests go on: the peer had the old weights, and fails the load if it has others.
         """
         for handle in list(self.book.streaming):
-            self.pending.end(handle, reason)
-            self._cut_short(self.book.streaming.pop(handle), reason, again=False)
+            self._void(handle, reason)
         self.book.revoke_all(reason, now)
 
     # Messages of peers, and completions
