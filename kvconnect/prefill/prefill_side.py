@@ -143,8 +143,6 @@ class PrefillSide(Service):
             lease.renewers.add(link)
             self.inbound_peers.send(link, Renewed(epochs=((order.handle, lease.epoch),)))
         self.book.end_if_due(lease, now)
-        if now >= self._drain_until:
-            self._give_up(now)
 
     def _cut_short(self, lease: Lease | None, reason: Reason, *, again: bool) -> None:
         """Cancel the sendings of a prefill, whose chunks are void; ``again``: the peer is to fetch anew."""
@@ -200,8 +198,6 @@ class PrefillSide(Service):
                     Moment.FETCH_RECEIVED, peer.rank, handle=message.handle, transfer_id=message.transfer_id
                 )
                 self.fetches.begin(PendingFetch(link, message, now), now)
-                if now >= self._drain_until:
-                    self._give_up(now)
             case CreditGrant():
                 self.fetches.granted((link, message.transfer_id), message)
             case Cancel():
@@ -224,6 +220,9 @@ class PrefillSide(Service):
 
     def advance(self, now: float) -> bool:
         """Serve fetches, and answer those that have ended. Whether any work advanced without an event."""
+        if now >= self._drain_until:
+            # Also what was held or asked for since.
+            self._give_up(now)
         self.fetches.advance(now)
         if self._drained is not None and self._is_idle:
             drained, self._drained = self._drained, None
