@@ -288,8 +288,8 @@ class FetchService:
         """
         path, key = self.paths.path_to(link, inbound), (link, _CALIBRATION)
         # A calibration from before the peer's latest greeting has the same key: it must end first.
-        if path.is_calibration_due(now) and key not in self.sender.sendings:
-            probe = path.begin_calibration(self._local.look_at_traffic())
+        is_free = key not in self.sender.sendings
+        if is_free and (probe := path.next_probe(self._local.look_at_traffic, now)) is not None:
             until = now + self._config.handshake_timeout_s
             self.sender.begin(Sending(key, path.name, probe, until, now))
         if not path.is_measured:

@@ -67,17 +67,13 @@ class SendPath:
     meter: LinkMeter | None = None
     coding: ExponentCoding | None = None
 
-    def is_calibration_due(self, now: float) -> bool:
-        """Whether the link is to be measured now, for the first time or again."""
-        if self.probe is not None or self.new_probe is None:
-            return False
-        return not self.is_measured or (self.calibrations.failures > 0 and self.calibrations.may_try(now))
-
-    def begin_calibration(self, traffic: Traffic) -> ProbeOutbox:
-        """Make a probe of the link; ``traffic``: this machine's traffic counters now."""
-        assert self.new_probe is not None
-        self.probe = self.new_probe(traffic)
+    def next_probe(self, look_at_traffic: Callable[[], Traffic], now: float) -> ProbeOutbox | None:
+        """A probe, if the link is to be measured now, for the first time or again."""
+        is_due = not self.is_measured or (self.calibrations.failures and self.calibrations.may_try(now))
+        if self.probe is not None or self.new_probe is None or not is_due:
+            return None
         self.calibrations.tried()
+        self.probe = self.new_probe(look_at_traffic())
         return self.probe
 
     def calibrated(self, error: str, found: Transport, metrics: Metrics) -> None:
